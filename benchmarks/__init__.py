@@ -1,0 +1,1 @@
+"""Measurements: the network laboratory, and what is measured in it."""

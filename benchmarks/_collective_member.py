@@ -1,0 +1,104 @@
+"""A member of the collectives that benchmarks/collectives.py compares: one process on each host of the laboratory."""
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from lsgd.client.groups import TorchGroup
+from lsgd.kernels import DEFAULT_BLOCK
+from lsgd.quantized import QuantizedAllReduce
+
+TIMEOUT_S = 120.0
+LARGEST_ERROR = 0.03
+"""Largest difference from the mean of normal numbers that 8-bit codes, twice rounded, can have."""
+
+
+class Bucket:
+    """The one thing of a bucket of DistributedDataParallel that its float16 hook looks at."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+
+    def buffer(self) -> Tensor:
+        """Return the gradients."""
+        return self._gradient
+
+
+def methods(rank: int, size: int) -> Mapping[str, Callable[[Tensor], object]]:
+    """Return the collectives, each on the default process group: in place, on float32."""
+    names = [f"node{index}" for index in range(size)]
+    group = TorchGroup(
+        lambda name, ranks: dist.group.WORLD,
+        *("world", range(size), names, rank, [1] * size, TIMEOUT_S, "gloo", torch.device("cpu")),
+    )
+    in_8_bits = QuantizedAllReduce(group, block=DEFAULT_BLOCK, rounding="nearest")
+    return {
+        "float32": dist.all_reduce,
+        "float16": lambda x: fp16_compress_hook(None, Bucket(x)).wait(),
+        "8 bits": lambda x: in_8_bits(x, x, ("benchmark",)),
+    }
+
+
+def interface_nbytes() -> int:
+    """Return the bytes that left through ``eth0``, with the headers of every packet."""
+    shown = subprocess.run(
+        ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"], capture_output=True, check=True
+    )
+    return int(json.loads(shown.stdout)[0]["bytes"])
+
+
+def check(x: Tensor, reduced: Mapping[str, Tensor]) -> None:
+    """Make sure that the collectives do what they are compared for."""
+    mean = x.clone()
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    for name, result in reduced.items():
+        error = float((result - mean).abs().max())
+        assert error < LARGEST_ERROR, f"{name}: off by {error}"
+
+
+def main() -> None:
+    """Call every collective in turns; rank 0 prints the seconds and bytes of each call as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rank", type=int)
+    parser.add_argument("size", type=int)
+    parser.add_argument("store", help="address of the store")
+    parser.add_argument("numel", type=int)
+    parser.add_argument("repeats", type=int)
+    given = parser.parse_args()
+    dist.init_process_group("gloo", init_method=given.store, rank=given.rank, world_size=given.size)
+    collectives = methods(given.rank, given.size)
+    x = torch.randn(given.numel, generator=torch.Generator().manual_seed(given.rank))
+    result = torch.empty_like(x)
+
+    calls: dict[str, list[tuple[float, int]]] = {name: [] for name in collectives}
+    for turn in range(given.repeats + 1):
+        for name, reduce in collectives.items():
+            result.copy_(x)
+            before = interface_nbytes()
+            dist.barrier()
+            start = time.perf_counter()
+            reduce(result)
+            seconds = time.perf_counter() - start
+            dist.barrier()
+            if turn:
+                calls[name].append((seconds, interface_nbytes() - before))
+            elif name != "float32":
+                check(x, {name: result})
+
+    everyone: list[dict[str, list[tuple[float, int]]] | None] = [None] * given.size
+    dist.all_gather_object(everyone, calls)
+    if given.rank == 0:
+        print(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

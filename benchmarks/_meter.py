@@ -1,0 +1,102 @@
+"""What the processes of benchmarks/network.py share: the steps that they make and how these are measured."""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.workloads import TimedMLP, timed_step
+
+BATCH_SIZE = 2
+SAMPLES = 1024
+ALONE_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment between two steps; ``position`` is how many a worker has made until then."""
+
+    position: float
+    at_s: float
+    waited_s: float
+    sent_nbytes: int
+    received_nbytes: int
+    packets: int
+
+
+class Meter:
+    """Measures some of the steps of a process.
+
+    Args:
+        skip: steps before those that count.
+        steps: that count.
+        waited_s: returns how long the process has waited for its servers so far.
+    """
+
+    def __init__(self, skip: int, steps: int, waited_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._due = [skip, skip + steps]
+        self._waited_s = waited_s
+        self._marks: list[Mark] = []
+
+    def step_begins(self, position: float) -> None:
+        """Note that a step begins when ``position`` steps are made: the mean over all workers where speeds differ."""
+        if self._due and position >= self._due[0]:
+            del self._due[0]
+            received, received_packets, sent, sent_packets = interface_counters()
+            packets = received_packets + sent_packets
+            now, waited_s = time.perf_counter(), self._waited_s()
+            self._marks.append(Mark(position, now, waited_s, sent, received, packets))
+
+    def write(self, path: Path, compute_s: float) -> None:
+        """Write what was measured; ``compute_s`` is the time of a step alone.
+
+        Raises:
+            RuntimeError: the steps that count were not all made.
+        """
+        if self._due:
+            raise RuntimeError(f"the run has ended before step {self._due[0]}")
+        first, last = map(asdict, self._marks)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            json.dumps({"compute_s": compute_s, **{name: last[name] - first[name] for name in first}})
+        )
+
+
+def interface_counters() -> tuple[int, int, int, int]:
+    """Return bytes and packets that ``eth0`` has received, and those that it has sent."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    line = next(line for line in lines if line.lstrip().startswith("eth0:"))
+    numbers = [int(number) for number in line.partition(":")[2].split()]
+    return numbers[0], numbers[1], numbers[8], numbers[9]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the arguments that every process has."""
+    found = argparse.ArgumentParser()
+    found.add_argument("--width", type=int, required=True)
+    found.add_argument("--sleep-s", type=float, required=True, help="of a step, beside what it computes")
+    found.add_argument("--skip", type=int, required=True, help="steps before those that count")
+    found.add_argument("--steps", type=int, required=True, help="that count")
+    return found
+
+
+def workload(width: int, sleep_s: float) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, float]:
+    """Return the model, its optimizer, data, and the seconds of a step alone (the median of three)."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = TimedMLP(width)
+    model.sleep_s = sleep_s
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = torch.randn(SAMPLES, width)
+    seconds = []
+    for _ in range(1 + ALONE_STEPS):
+        start = time.perf_counter()
+        timed_step(model, optimizer, data[:BATCH_SIZE])
+        seconds.append(time.perf_counter() - start)
+    return model, optimizer, data, statistics.median(seconds[1:])

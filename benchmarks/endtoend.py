@@ -1,0 +1,285 @@
+"""Seconds to an accuracy: ``python -m benchmarks.endtoend [--link 100mbit] [--json FILE] [--plot FILE]``. Linux, root.
+
+Two hosts of the laboratory (benchmarks/lab.py), one worker each, train an MLP of 5 million parameters (W4) on
+scikit-learn's digits; lsgd's methods with the real servers, ``lsgd launch`` and Worker. Compute and bytes are real, and
+all processes share this machine's cores, so that what a method computes for its exchange costs it time too. First
+model, batches, optimizer, learning rate and period are the same for all.
+
+The clock starts with the first step, when processes have met and have the same model. Every eight steps each worker
+copies its model, while its clock stands; the average of the workers' models is tested after the run. That average
+exists when the last worker has made the copy. ``alone`` never exchanges anything: its average is what a single exchange
+at that time would give.
+
+Methods whose bytes alone would take longer than ``--wire-s`` for all steps make as many as that allows. Results are
+written as they come; what the file has is not run again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks._about import about, argument_parser, heading, table
+from benchmarks._endtoend_worker import MARKS, SNAPSHOTS
+from benchmarks._launch import RunFailedError, await_all, launch, start
+from benchmarks._results import Results
+from benchmarks.lab import Lab, LabError
+from benchmarks.methods import OURS, PERIODIC, settings_of
+from benchmarks.network import LINKS
+from benchmarks.workloads import WideDigits
+from lsgd.plan import Phase, Plan
+from lsgd.settings import AllReduceSettings, RunSettings
+from lsgd.wire import sent_nbytes
+
+NODES = 2
+BASELINE = "ddp"
+METHODS = (
+    *("ddp", "ddp-float16", "ddp-powersgd1", "post-local-sgd", "alone"),
+    *("leader", "leader-8bit", "leader-8bit-delay", "local-8bit", "diloco"),
+    *("low_precision_decentralized", "bytegrad"),
+)
+QUICK_METHODS = ("ddp", "ddp-powersgd1", "post-local-sgd", "leader-8bit", "local-8bit", "bytegrad")
+MORE_STEPS = 8  # of methods with a period, so that the slower worker too sees the end of those that count
+DEADLINE_S = 900.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs have in common.
+
+    Args:
+        width: of the model's two hidden layers.
+        period: steps between exchanges, for the methods that have a period.
+        steps: of a worker.
+        wire_s: longest that the bytes of all steps may take, by arithmetic; else there are fewer steps.
+        seed: of the first model, the split and the batches.
+    """
+
+    width: int
+    period: int
+    steps: int
+    wire_s: float
+    seed: int = 0
+
+    def steps_of(self, method: str, link: str, numel: int) -> int:
+        """Return how many steps of a worker are recorded, a multiple of those between two tests."""
+        rate_mbit, every = LINKS[link][0], WideDigits.evaluate_every
+        most = self.steps
+        if rate_mbit is not None and method not in PERIODIC:
+            step_s = nbytes_of(method, numel) * 8 / (rate_mbit * 1e6)
+            most = min(most, int(self.wire_s / step_s)) if step_s else most
+        return max(2 * every, most // every * every)
+
+
+FULL = Settings(width=2200, period=64, steps=WideDigits.steps, wire_s=120.0)
+QUICK = Settings(width=512, period=16, steps=72, wire_s=4.0)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One training; ``step_s`` and ``sent_nbytes`` leave out the steps before the first test.
+
+    Args:
+        steps: of a worker, the mean where speeds differ.
+        seconds_to_target: until the average of the models first has the target accuracy; None: never.
+        steps_to_target: of a worker, until then.
+        step_s: time of a step.
+        sent_nbytes: what a host sent for a step, headers of the segments included, the mean over the hosts.
+        final_accuracy: in the last test.
+        curve: step, seconds and accuracy of each test.
+    """
+
+    link: str
+    method: str
+    steps: int
+    seconds_to_target: float | None
+    steps_to_target: int | None
+    step_s: float
+    sent_nbytes: float
+    final_accuracy: float
+    curve: Sequence[tuple[int, float, float]]
+
+
+def nbytes_of(method: str, numel: int) -> float:
+    """Return what a host must send in a step of a method without a period; 0 where it is next to nothing."""
+    if method in OURS:
+        return sent_nbytes(settings_of(method, period=1), numel, NODES)
+    share = {"ddp": 1.0, "ddp-float16": 0.5}.get(method, 0.0)
+    return share * sent_nbytes(AllReduceSettings(), numel, NODES)
+
+
+def run(lab: Lab, method: str, link: str, settings: Settings) -> Result:
+    """Train with a method, and test what the workers have recorded.
+
+    Raises:
+        RunFailedError: a host failed.
+    """
+    task = WideDigits(settings.width)
+    steps = settings.steps_of(method, link, sum(x.numel() for x in task.model().parameters()))
+    with tempfile.TemporaryDirectory(prefix="lsgd-benchmark-") as name:
+        folder = Path(name)
+        processes = (start_ours if method in OURS else start_peer)(lab, method, steps, settings, folder)
+        await_all(processes, f"{method}, {link},", DEADLINE_S)
+        return result_of(task, method, link, [folder / host.name for host in lab.hosts])
+
+
+def command_of(steps: int, settings: Settings) -> list[str]:
+    """Return the command of a worker."""
+    numbers = {"width": settings.width, "steps": steps, "seed": settings.seed}
+    script = [sys.executable, "-m", "benchmarks._endtoend_worker"]
+    return [*script, *(f"--{name}={value}" for name, value in numbers.items())]
+
+
+def start_ours(
+    lab: Lab, method: str, steps: int, settings: Settings, folder: Path
+) -> "list[subprocess.Popen[str]]":
+    """Start the launchers of one of lsgd's methods, whose plan differs from the defaults in the period only."""
+    more = MORE_STEPS if method in PERIODIC else 1
+    limits = RunSettings(workers=NODES, iterations=NODES * (steps + more))
+    plan = folder / "plan.toml"
+    plan.write_text(Plan(limits, (Phase(settings_of(method, settings.period)),)).to_toml())
+    return [launch(host, lab.hosts, plan, folder, command_of(steps, settings)) for host in lab.hosts]
+
+
+def start_peer(
+    lab: Lab, method: str, steps: int, settings: Settings, folder: Path
+) -> "list[subprocess.Popen[str]]":
+    """Start the processes of a peer."""
+    addresses = [host.address for host in lab.hosts]
+    command = [*command_of(steps, settings), f"--peer={method}", f"--period={settings.period}"]
+    command += ["--addresses", *addresses]
+    return [
+        start(host, [*command, f"--rank={host.index}", f"--output={folder / host.name}"])
+        for host in lab.hosts
+    ]
+
+
+def result_of(task: WideDigits, method: str, link: str, folders: Sequence[Path]) -> Result:
+    """Return the result of a run from what its workers have left, each in a folder."""
+    marks = [json.loads((folder / MARKS).read_text()) for folder in folders]
+    numbers = (folders[0] / SNAPSHOTS).stat().st_size // 4
+    models = [
+        torch.from_file(str(folder / SNAPSHOTS), size=numbers).view(len(marks[0]), -1) for folder in folders
+    ]
+    curve = []
+    for index, at in enumerate(zip(*marks, strict=True)):
+        mean = torch.stack([of_one[index] for of_one in models]).mean(0)
+        curve.append((at[0]["step"], max(one["at_s"] for one in at), accuracy_of(task, mean)))
+    steps = curve[-1][0] - curve[0][0]
+    sent = sum(one[-1]["sent_nbytes"] - one[0]["sent_nbytes"] for one in marks) / len(marks)
+    reached = next((point for point in curve if point[2] >= task.target_accuracy), None)
+    return Result(
+        link,
+        method,
+        curve[-1][0],
+        reached[1] if reached else None,
+        reached[0] if reached else None,
+        (curve[-1][1] - curve[0][1]) / steps,
+        sent / steps,
+        curve[-1][2],
+        curve,
+    )
+
+
+def accuracy_of(task: WideDigits, parameters: Tensor) -> float:
+    """Return the accuracy on the test data of the model with these parameters, float32 in one dimension."""
+    model = task.model()
+    torch.nn.utils.vector_to_parameters(parameters, model.parameters())
+    return task.test(model).accuracy
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the Markdown table of the runs on one link."""
+    columns = ("method", "steps", "s to target", "over DDP", "steps to target")
+    columns += ("ms a step", "over DDP", "MB a step", "final accuracy")
+    base = next((row for row in rows if row["method"] == BASELINE), None)
+    return table(columns, [_line(row, base) for row in rows])
+
+
+def _line(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> Sequence[str]:
+    reached, base_reached = row["seconds_to_target"], base and base["seconds_to_target"]
+    return (
+        row["method"],
+        str(row["steps"]),
+        f"{reached:.1f}" if reached else "never",
+        f"{base_reached / reached:.2f}" if reached and base_reached else "",
+        f"{row['steps_to_target'] or ''}",
+        f"{row['step_s'] * 1e3:.1f}",
+        f"{base['step_s'] / row['step_s']:.2f}" if base else "",
+        f"{row['sent_nbytes'] / 1e6:.3f}",
+        f"{row['final_accuracy']:.4f}",
+    )
+
+
+def run_all(options: argparse.Namespace, settings: Settings, results: Results) -> Iterator[str]:
+    """Make the runs that have no result yet; yield what failed."""
+    rate_mbit, delay_ms = LINKS[options.link]
+    for method in options.methods:
+        if results.has(link=options.link, method=method):
+            continue
+        try:
+            with Lab(NODES, rate_mbit=rate_mbit, delay_ms=delay_ms) as lab:
+                result = run(lab, method, options.link, settings)
+        except RunFailedError as error:
+            print(error, file=sys.stderr, flush=True)
+            yield method
+            continue
+        results.add(asdict(result))
+        reached = "never" if result.seconds_to_target is None else f"after {result.seconds_to_target:.1f} s"
+        print(f"{method}: {result.step_s * 1e3:.1f} ms a step, at the target {reached}", flush=True)
+
+
+def options_of() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argument_parser("benchmarks.endtoend", __doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, six methods, few steps")
+    parser.add_argument("--link", choices=LINKS, default="100mbit", help="the wire between the hosts")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="which ones")
+    parser.add_argument(
+        "--json", type=Path, help="write the results to this file as they come, and go on with those"
+    )
+    parser.add_argument(
+        "--plot", type=Path, help="draw accuracy over seconds to this PNG file (needs matplotlib)"
+    )
+    options = parser.parse_args()
+    options.methods = options.methods or (QUICK_METHODS if options.quick else METHODS)
+    return options
+
+
+def main() -> int:
+    """Train with every method on one wire, and print a Markdown table."""
+    options = options_of()
+    settings = QUICK if options.quick else FULL
+    torch.set_num_threads(1)
+    machine = about("benchmarks.endtoend")
+    try:
+        results = Results(options.json, machine, asdict(settings))
+        print(heading(machine) + "\n", flush=True)
+        failed = list(run_all(options, settings, results))
+    except (LabError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows = [r for r in results.rows if r["link"] == options.link and r["method"] in options.methods]
+    print(f"\n{table_of(rows)}")
+    if options.plot:
+        from benchmarks._endtoend_plot import draw
+
+        title = (
+            f"Digits, MLP of width {settings.width}, {NODES} hosts, {options.link}, period {settings.period}"
+        )
+        draw(rows, title, WideDigits.target_accuracy, options.plot)
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,359 @@
+"""The network laboratory: several hosts on one machine, on a wire of known bandwidth and latency. Linux, root.
+
+A host is a set of kernel namespaces (network, processes, mounts, host name) with an interface ``eth0``, a name and a
+hosts file of its own::
+
+    with Lab(2, rate_mbit=100, delay_ms=5) as lab:
+        processes = [host.popen(["python", "train.py", lab.hosts[0].address]) for host in lab.hosts]
+        codes = [process.wait() for process in processes]
+        print([host.sent_nbytes for host in lab.hosts])
+
+Or from a shell, with ``LAB_HOST`` and ``LAB_ADDRESS`` in the environment of the command on each host::
+
+    sudo python -m benchmarks.lab 2 --rate-mbit 100 --delay-ms 5 -- sh -c 'hostname; ping -c 1 node0'
+
+Nothing has a name outside, neither namespace nor interface, so laboratories never meet, and nothing is to be swept
+up: the first process of each host waits on a pipe from the laboratory and ends when that closes or its owner is
+killed; with it the kernel ends every process of the host and then frees the namespaces, the links and the mounts.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import IO, Any
+
+from benchmarks import relay
+
+NETWORK = "10.77.0"
+"""First three numbers of every host's address, in every laboratory; they reach no further than its own wire."""
+
+RELAY_MTU_NBYTES = 9000
+"""Largest packet on a wire with latency: jumbo frames, so that the relay in Python keeps up with 1 Gbit."""
+
+_TOOLS = ("cat", "env", "hostname", "ip", "mount", "nsenter", "sh", "tc", "umount", "unshare")
+_CLONE_NEWPID = 0x20000000  # <linux/sched.h>
+
+_FIRST_PROCESS = """
+set -e
+mount -t proc proc /proc
+mount -t sysfs sysfs /sys
+ipv6=/proc/sys/net/ipv6/conf/default/disable_ipv6
+[ ! -e $ipv6 ] || echo 1 > $ipv6
+ip link set lo up
+hostname "$1"
+mount -t tmpfs lab /mnt
+printf %s "$2" > /mnt/hosts
+mount --bind /mnt/hosts /etc/hosts
+umount -l /mnt
+echo ready
+exec cat
+"""
+
+
+class LabError(RuntimeError):
+    """The laboratory cannot be made here; the message says what is missing."""
+
+
+class Host:
+    """A machine of the laboratory. Made by :class:`Lab`.
+
+    Args:
+        index: its number, from 0.
+        name: its host name, ``node0``.
+        address: the address of its ``eth0``.
+        hosts_file: text of its /etc/hosts.
+    """
+
+    def __init__(self, index: int, name: str, address: str, hosts_file: str) -> None:
+        self.index = index
+        self.name = name
+        self.address = address
+        self._processes: list[subprocess.Popen[Any]] = []
+        with _children_in_pid_namespace(None):
+            self._first = subprocess.Popen(
+                ["unshare", "--net", "--uts", "--mount", "sh", "-c", _FIRST_PROCESS, "sh", name, hosts_file],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        assert self._first.stdout and self._first.stderr
+        if self._first.stdout.readline() != "ready\n":
+            reason = self._first.stderr.read().strip()
+            self.close()
+            raise LabError(
+                f"the network laboratory needs full root, with CAP_SYS_ADMIN and CAP_NET_ADMIN: {reason}"
+            )
+
+    @property
+    def pid(self) -> int:
+        """Id of its first process, whose namespaces are the host's."""
+        return self._first.pid
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that ``eth0`` has sent. One header is counted for up to 64 KiB that leave as one segment."""
+        return self._counters()[8]
+
+    @property
+    def received_nbytes(self) -> int:
+        """Bytes that ``eth0`` has received, counted like those sent."""
+        return self._counters()[0]
+
+    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start ``command`` on this host; ``options`` are those of subprocess.Popen.
+
+        The process is a child of the caller: its id, signals and exit code are its own. The laboratory's end kills it.
+        """
+        cwd = options.pop("cwd", None) or os.getcwd()
+        enter = ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "env", f"--chdir={cwd}"]
+        with _children_in_pid_namespace(self.pid):
+            process = subprocess.Popen([*enter, *command], **options)
+        self._processes.append(process)
+        return process
+
+    def run(self, command: Sequence[str], **options: Any) -> str:
+        """Run ``command`` on this host to its end and return its standard output.
+
+        Raises:
+            LabError: it failed; the message has its standard error.
+        """
+        process = self.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+        output, error = process.communicate()
+        if process.returncode:
+            raise LabError(f"{self.name}: {' '.join(command)}: {error.strip()} (exit {process.returncode})")
+        return str(output)
+
+    def close(self) -> None:
+        """End every process of the host, close the pipes to them, and with the last process end the host."""
+        self._first.kill()
+        for (
+            process
+        ) in self._processes:  # the kernel kills them now; the first one is gone when they are reaped
+            process.wait()
+        self._first.wait()
+        for process in (self._first, *self._processes):
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe:
+                    pipe.close()
+
+    def _counters(self) -> list[int]:
+        with open(f"/proc/{self.pid}/net/dev") as table:
+            line = next(line for line in table if line.lstrip().startswith("eth0:"))
+        return [int(number) for number in line.split(":")[1].split()]
+
+
+class Lab:
+    """Hosts on one wire; a context manager whose end leaves nothing behind.
+
+    Args:
+        hosts: how many, 1 to 250.
+        rate_mbit: what each host can send, in 10⁶ bits per second of whole packets; None: unlimited.
+        delay_ms: how long each packet is under way, one way.
+        loopback_names: each host's own name means 127.0.1.1 to it, as Debian's installer sets it up.
+
+    Raises:
+        LabError: not root, or a tool is missing.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        *,
+        rate_mbit: float | None = None,
+        delay_ms: float = 0.0,
+        loopback_names: bool = False,
+    ) -> None:
+        if not 1 <= hosts <= 250:
+            raise LabError(f"a laboratory of {hosts} hosts; it can have 1 to 250")
+        if os.geteuid() != 0:
+            raise LabError("the network laboratory makes network namespaces and needs root: use sudo")
+        if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+            raise LabError(f"not found: {', '.join(missing)}; install iproute2 and util-linux")
+        self._delay_ms = delay_ms
+        self._limited = False
+        self._switch: Host | None = None
+        self._closing = contextlib.ExitStack()
+        self.hosts: list[Host] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._closing.close)
+            for index in range(hosts):
+                self._add_host(index, hosts, loopback_names)
+            self._connect_by_relay() if delay_ms else self._connect_by_bridge()
+            self.set_rate(rate_mbit)
+            undo.pop_all()
+
+    def __enter__(self) -> "Lab":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process on every host, and the hosts."""
+        self._closing.close()
+
+    def set_rate(self, rate_mbit: float | None) -> None:
+        """Change what each host can send, in 10⁶ bits per second; None: unlimited."""
+        if rate_mbit is None and not self._limited:
+            return
+        for host in self.hosts:
+            if rate_mbit is None:
+                host.run(["tc", "qdisc", "del", "dev", "eth0", "root"])
+                continue
+            burst_nbytes = max(32 * 1024, int(rate_mbit * 1e6 / 8 * 0.002))
+            bucket = ["rate", f"{rate_mbit * 1e6:.0f}bit", "burst", str(burst_nbytes), "latency", "50ms"]
+            host.run(["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *bucket])
+        self._limited = rate_mbit is not None
+
+    def cut(self, host: Host) -> None:
+        """Lose every packet to and from a host, silently, until :meth:`mend`; not in a laboratory with latency."""
+        assert self._switch is not None
+        self._switch.run(["ip", "link", "set", f"port{host.index}", "nomaster"])
+
+    def mend(self, host: Host) -> None:
+        """Connect a host again."""
+        assert self._switch is not None
+        self._switch.run(["ip", "link", "set", f"port{host.index}", "master", "bridge"])
+
+    def _add_host(self, index: int, count: int, loopback_names: bool) -> None:
+        names = {f"node{i}": f"{NETWORK}.{i + 1}" for i in range(count)}
+        own = f"node{index}"
+        lines = ["127.0.0.1 localhost"]
+        if loopback_names:
+            lines.append(f"127.0.1.1 {own}")
+        lines += [f"{address} {name}" for name, address in names.items() if not loopback_names or name != own]
+        host = Host(index, own, names[own], "\n".join(lines) + "\n")
+        self._closing.callback(host.close)
+        self.hosts.append(host)
+
+    def _connect_by_bridge(self) -> None:
+        self._switch = switch = Host(-1, "switch", "", "127.0.0.1 localhost\n")
+        self._closing.callback(switch.close)
+        switch.run(["ip", "link", "add", "bridge", "type", "bridge"])
+        switch.run(["ip", "link", "set", "bridge", "up"])
+        for host in self.hosts:
+            port = f"port{host.index}"
+            pair = ["ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
+            _outside(["nsenter", f"--target={switch.pid}", "--net", *pair])
+            switch.run(["ip", "link", "set", port, "master", "bridge", "up"])
+            self._configure(host)
+
+    def _connect_by_relay(self) -> None:
+        pids = [str(host.pid) for host in self.hosts]
+        process = subprocess.Popen(
+            [sys.executable, relay.__file__, str(self._delay_ms), *pids],
+            stdin=subprocess.PIPE,  # the relay ends when it closes
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._closing.callback(_end_relay, process)
+        assert process.stdout and process.stderr
+        if process.stdout.readline() != "ready\n":
+            raise LabError(
+                f"no latency without TUN devices: {process.stderr.read().strip().splitlines()[-1]}"
+            )
+        for host in self.hosts:
+            self._configure(host, "mtu", str(RELAY_MTU_NBYTES), "txqueuelen", "1000")
+
+    def _configure(self, host: Host, *link: str) -> None:
+        host.run(["ip", "link", "set", "eth0", *link, "up"])
+        host.run(["ip", "address", "add", f"{host.address}/24", "dev", "eth0"])
+
+
+def _end_relay(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _outside(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise LabError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def _children_in_pid_namespace(pid: int | None) -> Iterator[None]:
+    """Let this thread's next children begin in the process namespace of ``pid``; None: in a new one.
+
+    nsenter can do the same only by a process that stays between, which passes neither signals nor ids on.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    try:
+        if pid is None:
+            _checked(libc.unshare(_CLONE_NEWPID))
+        else:
+            target = os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY)
+            try:
+                _checked(libc.setns(target, _CLONE_NEWPID))
+            finally:
+                os.close(target)
+        try:
+            yield
+        finally:
+            _checked(libc.setns(own, _CLONE_NEWPID))
+    finally:
+        os.close(own)
+
+
+def _checked(result: int) -> None:
+    if result:
+        reason = os.strerror(ctypes.get_errno())
+        raise LabError(f"the network laboratory needs full root, with CAP_SYS_ADMIN: {reason}")
+
+
+def _print_lines(name: str, stream: IO[str]) -> None:
+    for line in stream:
+        print(f"[{name}] {line}", end="", flush=True)
+
+
+def _run_on_all(lab: Lab, command: Sequence[str]) -> int:
+    """Run ``command`` on every host, show its lines under the host's name, and return the first exit code not 0.
+
+    A command that a signal ended counts as 128 and its number, as in a shell.
+    """
+    processes, printers = [], []
+    for host in lab.hosts:
+        env = {**os.environ, "LAB_HOST": str(host.index), "LAB_ADDRESS": host.address}
+        process = host.popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        printer = threading.Thread(target=_print_lines, args=(host.name, process.stdout))
+        printer.start()
+        processes.append(process)
+        printers.append(printer)
+    codes = [process.wait() for process in processes]
+    for printer in printers:
+        printer.join()
+    return next((code if code > 0 else 128 - code for code in codes if code), 0)
+
+
+def main() -> int:
+    """Run a command on every host of a new laboratory."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lab", description=main.__doc__)
+    parser.add_argument("hosts", type=int, help="how many, 1 to 250")
+    parser.add_argument("--rate-mbit", type=float, help="what each can send (default: unlimited)")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="how long each packet is under way")
+    parser.add_argument("command", nargs="+", help="after --; $LAB_HOST and $LAB_ADDRESS tell it where it is")
+    options = parser.parse_args()
+    try:
+        with Lab(options.hosts, rate_mbit=options.rate_mbit, delay_ms=options.delay_ms) as lab:
+            return _run_on_all(lab, options.command)
+    except LabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The methods that benchmarks compare, by name: lsgd's algorithms with their settings, and its peers."""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from lsgd.settings import (
+    AlgorithmSettings,
+    AllReduceSettings,
+    ByteGradSettings,
+    DecentralizedSettings,
+    DiLoCoSettings,
+    ElasticSettings,
+    LeaderSettings,
+    LocalSettings,
+    LowPrecisionDecentralizedSettings,
+    QSGDSettings,
+)
+
+OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
+    "leader": lambda period: LeaderSettings(period=period, local_period=period),
+    "leader-8bit": lambda period: LeaderSettings(period=period, local_period=period, compression="minmax8"),
+    "leader-8bit-delay": lambda period: LeaderSettings(
+        period=period, local_period=period, compression="minmax8", delay=period // 2
+    ),
+    "elastic": lambda period: ElasticSettings(period=period),
+    "local": lambda period: LocalSettings(period=period),
+    "local-8bit": lambda period: LocalSettings(period=period, compression="minmax8"),
+    "diloco": lambda period: DiLoCoSettings(period=period),
+    "allreduce": lambda period: AllReduceSettings(),
+    "bytegrad": lambda period: ByteGradSettings(),
+    "qsgd": lambda period: QSGDSettings(),
+    "decentralized": lambda period: DecentralizedSettings(),
+    "low_precision_decentralized": lambda period: LowPrecisionDecentralizedSettings(),
+}
+"""Settings of lsgd's methods for a period, which some of them do not have."""
+
+PEERS = (
+    "ddp",
+    "ddp-float16",
+    "ddp-powersgd1",
+    "ddp-powersgd2",
+    "post-local-sgd",
+    "torchft-local-sgd",
+    "torchft-diloco",
+    "hivemind",
+)
+"""Names of the peers that communicate (benchmarks/peers.py)."""
+
+PERIODIC = frozenset(
+    {
+        *("leader", "leader-8bit", "leader-8bit-delay", "elastic", "local", "local-8bit", "diloco"),
+        *("post-local-sgd", "torchft-local-sgd", "torchft-diloco", "hivemind"),
+    }
+)
+"""Methods that have a period; all others exchange in every step."""
+
+
+def settings_of(method: str, period: int, bucket_mib: float | None = None) -> AlgorithmSettings:
+    """Return the settings of one of lsgd's methods; ``bucket_mib`` is for those that exchange gradients."""
+    settings = OURS[method](period)
+    if bucket_mib is not None and isinstance(settings, AllReduceSettings | ByteGradSettings | QSGDSettings):
+        return replace(settings, bucket_mib=bucket_mib)
+    return settings
+
+
+def interpreter_of(method: str, interpreters: Sequence[str]) -> str | None:
+    """Return the Python that a peer runs in, None if its library is not installed.
+
+    Args:
+        method: name of the peer.
+        interpreters: ``torchft=/path/to/python``, for libraries that have environments of their own.
+    """
+    library = next((name for name in ("torchft", "hivemind") if method.startswith(name)), None)
+    if library is None:
+        return sys.executable
+    for given in interpreters:
+        name, _, path = given.partition("=")
+        if name == library:
+            found = subprocess.run([path, "-c", f"import {library}"], capture_output=True, check=False)
+            return path if found.returncode == 0 else None
+    return sys.executable if importlib.util.find_spec(library) else None

@@ -1,0 +1,255 @@
+"""Leader SGD's learning rate and pull: ``python -m benchmarks.sweep [--quick] [--json FILE]``.
+
+Four simulated workers on two nodes (lsgd.simulation, the real LeaderSGD) train an MLP on handwritten digits, with 3
+learning rates and 3 strengths; a strength is that of both pulls and of both proximal terms. Leaders are elected by the
+mean loss of the last batches, as the coordinator does it; all workers are equally fast. A seed chooses the split of the
+data, the first model and the batches, and is the same for all settings, so that these are compared in pairs.
+
+What is measured is the average of the four models: its test error over the last two global periods, and the iterations
+of a worker until its loss on all training images is below an early and a late target. The rule to be examined: a
+smaller strength has the lower final error, a larger one is faster.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks._about import about, heading, table
+from lsgd.algorithms import create
+from lsgd.client.loss import LossWindow
+from lsgd.flat import FlatParameters
+from lsgd.messages import Generation, Round
+from lsgd.settings import LeaderSettings
+from lsgd.simulation import SimulatedGroup, simulate
+
+NODE_SIZES = (2, 2)
+MEMBERS = ("node0/worker0", "node0/worker1", "node1/worker0", "node1/worker1")
+LEARNING_RATES = (0.02, 0.06, 0.2)
+STRENGTHS = (0.02, 0.1, 0.5)
+PERIOD, LOCAL_PERIOD = 64, 16
+ITERATIONS, QUICK_ITERATIONS = 1024, 128  # of each worker
+SEEDS, QUICK_SEEDS = 8, 1
+TARGET_LOSSES = (0.5, 0.1)  # an early and a late one
+BATCH_SIZE, MOMENTUM, TEST_IMAGES = 32, 0.9, 360
+EVALUATE_EVERY, LAST_EVALUATIONS = 8, 16
+
+
+@dataclass(frozen=True)
+class Data:
+    """Images to train and to test on, and their labels."""
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One training: the last test errors of the average, and when its loss was below each target."""
+
+    test_error: float
+    iterations_to_targets: tuple[int | None, ...]  # None if never
+
+
+@dataclass(frozen=True)
+class Result:
+    """All trainings with one pair of settings, in the order of the seeds."""
+
+    learning_rate: float
+    strength: float
+    outcomes: tuple[Outcome, ...]
+
+
+def split(seed: int) -> Data:
+    """Return the digits, split at random."""
+    digits = load_digits()
+    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+    train, test = order[TEST_IMAGES:], order[:TEST_IMAGES]
+    return Data(x[train], y[train], x[test], y[test])
+
+
+class Member:
+    """One worker: a model, its optimizer, its shard, and Leader SGD."""
+
+    def __init__(
+        self,
+        group: SimulatedGroup,
+        settings: LeaderSettings,
+        learning_rate: float,
+        data: Data,
+        start: nn.Module,
+    ) -> None:
+        self.group, self.data = group, data
+        self.model = network()
+        self.model.load_state_dict(start.state_dict())
+        self.flat = FlatParameters(self.model)
+        self.average = network()
+        self.flat_average = FlatParameters(self.average)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=learning_rate, momentum=MOMENTUM)
+        self.algorithm = create(settings, self.flat.buffers)
+        self.losses = LossWindow(settings.local_period)
+        self.rounds = 0
+
+    def iterate(self, batch: Tensor, scope: str) -> None:
+        """Make one iteration, after a round of this scope if there is one."""
+        round = self.elect(scope) if scope else None
+        if round is not None and round.id == 1:
+            self.algorithm.reset(self.flat.buffers, self.group, round)
+        self.algorithm.before_forward(self.flat.buffers, self.group, round)
+        loss = cross_entropy(self.model(self.data.x[batch]), self.data.y[batch])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.algorithm.after_step(self.flat.buffers)
+        self.losses.add(loss)
+
+    def elect(self, scope: str) -> Round:
+        """Return the round in which the workers with the lowest losses lead; ties go to the lowest rank."""
+        mean = self.losses.mean()
+        own = torch.tensor([math.inf if mean is None or math.isnan(mean) else mean], dtype=torch.float64)
+        losses = [torch.empty_like(own) for _ in MEMBERS]
+        self.group.all_gather(losses, own)
+        leaders, first = [], 0
+        for size in NODE_SIZES:
+            leaders.append(min(range(first, first + size), key=lambda rank: float(losses[rank])))
+            first += size
+        leader = min(leaders, key=lambda rank: float(losses[rank]))
+        self.rounds += 1
+        generation = Generation(1, MEMBERS, NODE_SIZES, "gloo")
+        return Round(self.rounds, generation, scope, leader, tuple(leaders), 0, (), 0, False)
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        """Return the training loss and the test error of the average of all models."""
+        mean = self.flat.buffers[0] / len(MEMBERS)
+        self.group.all_reduce(mean)
+        if self.group.rank:
+            return math.nan, math.nan
+        self.flat_average.buffers[0].copy_(mean)
+        loss = float(cross_entropy(self.average(self.data.x), self.data.y))
+        wrong = self.average(self.data.test_x).argmax(1) != self.data.test_y
+        return loss, float(wrong.float().mean())
+
+
+def network() -> nn.Sequential:
+    """Return the MLP."""
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def train(settings: LeaderSettings, learning_rate: float, iterations: int, seed: int) -> Outcome:
+    """Train four workers."""
+    torch.manual_seed(seed)
+    data, start = split(seed), network()
+
+    def member(group: SimulatedGroup) -> Outcome:
+        worker = Member(group, settings, learning_rate, data, start)
+        batches = shuffled(group.rank, len(data.y), seed)
+        reached_at: list[int | None] = [None for _ in TARGET_LOSSES]
+        errors = []
+        for iteration in range(iterations):
+            worker.iterate(next(batches), scope_before(iteration, settings))
+            if (iteration + 1) % EVALUATE_EVERY == 0:
+                loss, error = worker.evaluate()
+                errors.append(error)
+                for index, target in enumerate(TARGET_LOSSES):
+                    if reached_at[index] is None and loss < target:
+                        reached_at[index] = iteration + 1
+        return Outcome(statistics.mean(errors[-LAST_EVALUATIONS:]), tuple(reached_at))
+
+    return simulate(NODE_SIZES, member)[0]
+
+
+def scope_before(iteration: int, settings: LeaderSettings) -> str:
+    """Return the scope of the round before an iteration, an empty text if there is none."""
+    if iteration % settings.period == 0:
+        return "global"
+    return "local" if iteration % settings.local_period == 0 else ""
+
+
+def shuffled(rank: int, count: int, seed: int) -> Iterator[Tensor]:
+    """Yield batches of the worker's shard, without end."""
+    generator = torch.Generator().manual_seed(seed * len(MEMBERS) + rank)
+    shard = torch.arange(rank, count, len(MEMBERS))
+    while True:
+        order = shard[torch.randperm(len(shard), generator=generator)]
+        yield from order.split(BATCH_SIZE)
+
+
+def sweep(iterations: int, seeds: int) -> Iterator[Result]:
+    """Yield the result of each pair of settings."""
+    for learning_rate in LEARNING_RATES:
+        for strength in STRENGTHS:
+            names = ("pull_global", "pull_local", "proximal_global", "proximal_local")
+            settings = LeaderSettings(
+                period=PERIOD, local_period=LOCAL_PERIOD, **dict.fromkeys(names, strength)
+            )
+            outcomes = tuple(train(settings, learning_rate, iterations, seed) for seed in range(seeds))
+            yield Result(learning_rate, strength, outcomes)
+
+
+def row(result: Result, against: Result) -> Sequence[str]:
+    """Return a result as a line of the table; ``against`` has the smallest strength at the same learning rate."""
+    errors = [outcome.test_error for outcome in result.outcomes]
+    all_reached = zip(*(outcome.iterations_to_targets for outcome in result.outcomes), strict=True)
+    reached = [[iterations or math.inf for iterations in of_target] for of_target in all_reached]
+    changes = [
+        (one.test_error - other.test_error) * 100
+        for one, other in zip(result.outcomes, against.outcomes, strict=True)
+    ]
+    return (
+        f"{result.learning_rate:g}",
+        f"{result.strength:g}",
+        f"{statistics.mean(errors):.2%}",
+        "" if result is against else f"{statistics.mean(changes):+.2f} ± {standard_error(changes):.2f}",
+        *(f"{statistics.median_low(of_target):g}" for of_target in reached),
+        f"{sum(map(math.isfinite, reached[-1]))} of {len(reached[-1])}",
+    )
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; not a number for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def main() -> int:
+    """Train with every pair of settings, and print a Markdown table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_ITERATIONS} iterations of a worker, {QUICK_SEEDS} seed"
+    )
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="of each worker")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many, from 0")
+    parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    options = parser.parse_args()
+    iterations, seeds = options.iterations, options.seeds
+    if options.quick:
+        iterations, seeds = QUICK_ITERATIONS, QUICK_SEEDS
+
+    torch.set_num_threads(1)
+    machine = about("benchmarks.sweep")
+    print(heading(machine) + "\n", flush=True)
+    results = list(sweep(iterations, seeds))
+    columns = ["learning rate", "strength", "test error", "points over the smallest strength's"]
+    columns += [*(f"iterations to a loss of {target:g}" for target in TARGET_LOSSES), "reached that"]
+    first = {r.learning_rate: r for r in reversed(results)}
+    print(table(columns, [row(result, first[result.learning_rate]) for result in results]))
+    if options.json:
+        found = [asdict(result) for result in results]
+        text = json.dumps({**machine, "iterations": iterations, "seeds": seeds, "results": found}, indent=2)
+        options.json.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

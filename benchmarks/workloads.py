@@ -1,0 +1,296 @@
+"""What the benchmarks train: tasks that are learned, and a wide model that is only sent.
+
+- :class:`Digits` (W1): handwritten digits, a small convolutional network with batch-norm.
+- :class:`Bytes` (W2): the next byte of the standard library's own sources, a transformer of 0.25 million parameters.
+- :class:`TimedMLP` (W3): 25 million parameters, whose layers take a set time beside what they compute.
+- :class:`WideDigits` (W4): the digits of W1 for an MLP of 5 million parameters: real compute, and many bytes.
+"""
+
+import math
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# -- tasks that are learned ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good a model is on what it was not trained on."""
+
+    loss: float
+    accuracy: float
+
+
+class Task:
+    """A task with its model, optimizer and data; the same for every method that is compared.
+
+    Attributes:
+        name: what the command line calls it.
+        steps: of each worker, in a full run.
+        evaluate_every: steps between two evaluations.
+        target_loss: on the test data; four workers of DistributedDataParallel reach it after a third to a half of
+            ``steps``.
+        batch_size: of each worker.
+    """
+
+    name: ClassVar[str]
+    steps: ClassVar[int]
+    evaluate_every: ClassVar[int]
+    target_loss: ClassVar[float]
+    batch_size: ClassVar[int]
+
+    def model(self) -> nn.Module:
+        """Return a new model, from torch's random numbers."""
+        raise NotImplementedError
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of one worker."""
+        raise NotImplementedError
+
+    def batches(self, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of one worker's share of the training data, without end."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of a batch."""
+        output = model(x)
+        return functional.cross_entropy(output.flatten(0, -2), y.flatten())
+
+    def test_data(self) -> tuple[Tensor, Tensor]:
+        """Return what models are tested on."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def test(self, model: nn.Module) -> Score:
+        """Return the score of a model; it is in training mode afterwards."""
+        model.eval()
+        x, y = self.test_data()
+        output = model(x).flatten(0, -2)
+        model.train()
+        loss = float(functional.cross_entropy(output, y.flatten()))
+        return Score(loss, float((output.argmax(1) == y.flatten()).float().mean()))
+
+
+class Digits(Task):
+    """scikit-learn's handwritten digits: 1,437 images of 8x8 pixels to train on, 360 to test on."""
+
+    name = "digits"
+    steps = 512
+    evaluate_every = 8
+    target_loss = 0.1
+    batch_size = 16
+
+    def __init__(self) -> None:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+        labels = torch.tensor(digits.target)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        self._train = (images[order[:1437]], labels[order[:1437]])
+        self._test = (images[order[1437:]], labels[order[1437:]])
+
+    def model(self) -> nn.Module:
+        """Return three convolutions with batch-norm."""
+        layers: list[nn.Module] = []
+        for before, after in ((1, 16), (16, 32), (32, 32)):
+            layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+            layers += [nn.MaxPool2d(2)] if after == 16 else []
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+    def batches(self, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield full batches of the worker's images, shuffled anew in each epoch."""
+        x, y = self._train
+        generator = torch.Generator().manual_seed(seed * workers + rank)
+        split = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+        shard = split[rank::workers]
+        while True:
+            for batch in shard[torch.randperm(len(shard), generator=generator)].split(self.batch_size):
+                if len(batch) == self.batch_size:
+                    yield x[batch], y[batch]
+
+    def test_data(self) -> tuple[Tensor, Tensor]:
+        """Return the 360 images."""
+        return self._test
+
+
+class WideDigits(Digits):
+    """The digits for an MLP with two hidden layers of ``width``; all of its compute is real."""
+
+    name = "wide-digits"
+    steps = 200
+    evaluate_every = 8
+    batch_size = 64
+    target_accuracy = 0.97
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def model(self) -> nn.Module:
+        """Return the MLP."""
+        hidden = (nn.Linear(64, self.width), nn.ReLU(), nn.Linear(self.width, self.width), nn.ReLU())
+        return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(self.width, 10))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Bytes(Task):
+    """The Python standard library's sources as bytes: one file in ten is for the test."""
+
+    name = "bytes"
+    steps = 1024
+    evaluate_every = 32
+    target_loss = 2.0
+    batch_size = 8
+    context = 64
+
+    def __init__(self) -> None:
+        folder = Path(sysconfig.get_path("stdlib"))
+        files = sorted(folder.glob("*.py"))
+        texts: tuple[list[bytes], list[bytes]] = ([], [])
+        for index, file in enumerate(files):
+            texts[index % 10 == 0].append(file.read_bytes())
+        self._train, self._test = (
+            torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8) for part in texts
+        )
+
+    def model(self) -> nn.Module:
+        """Return the transformer."""
+        return Transformer(width=96, layers=2, heads=4, context=self.context)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+
+    def batches(self, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield random windows of the worker's part of the text."""
+        share = len(self._train) // workers
+        text = self._train[rank * share : (rank + 1) * share]
+        generator = torch.Generator().manual_seed(seed * workers + rank)
+        while True:
+            starts = torch.randint(len(text) - self.context - 1, (self.batch_size,), generator=generator)
+            yield windows(text, starts, self.context)
+
+    def test_data(self) -> tuple[Tensor, Tensor]:
+        """Return 64 windows, spread evenly over the test files."""
+        starts = torch.linspace(0, len(self._test) - self.context - 2, 64).long()
+        return windows(self._test, starts, self.context)
+
+
+def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Return bytes and the bytes that follow them, each int64 of shape (windows, context)."""
+    places = starts[:, None] + torch.arange(context + 1)
+    found = text[places].long()
+    return found[:, :-1], found[:, 1:]
+
+
+class Transformer(nn.Module):
+    """A decoder of bytes, with tied embeddings (GPT-2's blocks, without dropout)."""
+
+    def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, width)
+        self.places = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        for block in self.blocks:  # the sum of the residuals keeps its size
+            for last in (block.mix, block.shrink):
+                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of the next bytes, shape (windows, context, 256), for bytes (windows, context)."""
+        y = self.bytes(x) + self.places.weight[: x.shape[1]]
+        for block in self.blocks:
+            y = block(y)
+        return functional.linear(self.norm(y), self.bytes.weight)
+
+
+class Block(nn.Module):
+    """Causal attention and a two-layer perceptron, each after a norm and beside a residual."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention, self.norm_perceptron = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.project = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.widen, self.shrink = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, of the shape of its input (windows, context, width)."""
+        projected = self.project(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = projected.permute(
+            2, 0, 3, 1, 4
+        )  # each (windows, heads, context, width of a head)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).flatten(-2))
+        return x + self.shrink(functional.gelu(self.widen(self.norm_perceptron(x))))
+
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, Bytes)}
+"""What is learned, by name."""
+
+# -- a wide model that is only sent --------------------------------------------------------------------------------
+
+LAYERS = 16
+WIDTH = 1250
+"""Of :class:`TimedMLP` as W3: 25.0 million parameters."""
+
+BACKWARD_SHARE = 2 / 3
+"""Of a layer's time; the backward pass of a matrix product is two of them."""
+
+
+class _Sleep(torch.autograd.Function):
+    """Does nothing to a tensor, and takes its time for it in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradient, None, None
+
+
+class TimedMLP(nn.Module):
+    """``LAYERS`` square layers without bias, ``width² LAYERS`` parameters; :attr:`sleep_s` is shared out among them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+        self.sleep_s = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the last layer gives, shape (batch, width)."""
+        for layer in self.layers:
+            share_s = self.sleep_s / LAYERS
+            x = _Sleep.apply(layer(x).relu(), share_s * (1 - BACKWARD_SHARE), share_s * BACKWARD_SHARE)
+        return x
+
+
+def timed_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Make one iteration of a :class:`TimedMLP`, or of what wraps it."""
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()

@@ -1,0 +1,107 @@
+"""Which devices the workers of this machine get, and why torch cannot use the GPUs if it cannot.
+
+torch itself is asked in a process of its own, and only where there may be GPUs: importing it takes seconds.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from lsgd.errors import ConfigError
+
+CPU_WORKERS = 2
+"""Workers of a machine without GPUs."""
+
+_PROBE = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps([count, torch.__version__, torch.version.cuda]))
+"""
+# Oldest driver that runs a CUDA version (CUDA release notes), and torch's builds for it, newest first.
+_BUILDS = ((580, "cu130"), (525, "cu126"))
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices of the workers, ``cpu`` or ``cuda:0`` and so on, and what the user should know about them."""
+
+    names: tuple[str, ...]
+    warning: str = ""
+
+
+def choose(wanted: str, workers: int | None) -> Devices:
+    """Return the device of each worker.
+
+    Args:
+        wanted: ``auto`` (GPUs if torch can use them), ``cpu``, ``cuda`` (the workers take turns over all GPUs),
+            or ``cuda:1`` (all workers on this one).
+        workers: how many; None for one a GPU, or :data:`CPU_WORKERS`.
+
+    Raises:
+        ConfigError: ``wanted`` is something else, or torch cannot use it; the message says what to install.
+    """
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", wanted):
+        raise ConfigError(f"the device {wanted!r} is unknown; it is auto, cpu, cuda, or one GPU: cuda:0")
+    on_cpu = ("cpu",) * (workers or CPU_WORKERS)
+    drivers = _drivers()
+    if wanted == "cpu" or (wanted == "auto" and (not drivers or _hidden())):
+        return Devices(on_cpu)
+    count, problem = _usable(drivers)
+    if problem and wanted == "auto":
+        return Devices(on_cpu, f"training on the CPU: {problem}")
+    if problem:
+        raise ConfigError(f"the device {wanted} cannot be used: {problem}")
+    if ":" in wanted:
+        if int(wanted.partition(":")[2]) >= count:
+            raise ConfigError(f"the device {wanted} does not exist: torch sees {count} GPUs, numbered from 0")
+        return Devices((wanted,) * (workers or 1))
+    return Devices(tuple(f"cuda:{worker % count}" for worker in range(workers or count)))
+
+
+def _hidden() -> bool:
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+
+
+def _drivers() -> list[str]:
+    """Return the driver's version for each GPU that it knows."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def _usable(drivers: list[str]) -> tuple[int, str]:
+    """Return how many GPUs torch can use, and if it can use none, why and what to do."""
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise ConfigError(f"torch cannot be imported by {sys.executable}: {' '.join(last)}")
+    count, version, cuda = json.loads(done.stdout.splitlines()[-1])
+    if count:
+        return count, ""
+    if not drivers:
+        return 0, "nvidia-smi finds no GPU here"
+    if _hidden():
+        return 0, "CUDA_VISIBLE_DEVICES hides all GPUs"
+    reason = f" ({said.group(1)})" if (said := re.search(r"UserWarning: ([^.(]+)", done.stderr)) else ""
+    return 0, (
+        f"torch {version} cannot use the GPUs of this machine{reason}: driver {drivers[0]}, "
+        f"torch.version.cuda {cuda}; {_remedy(drivers[0], version)}"
+    )
+
+
+def _remedy(driver: str, version: str) -> str:
+    number = int(driver.partition(".")[0])
+    build = next((name for oldest, name in _BUILDS if number >= oldest), None)
+    if build is None:
+        return f"update the driver to {_BUILDS[-1][0]} or newer"
+    release = version.partition("+")[0]
+    return (
+        f"install a build for this driver: {sys.executable} -m pip install torch=={release}+{build} "
+        f"--index-url https://download.pytorch.org/whl/{build}"
+    )

@@ -1,0 +1,313 @@
+"""Process groups on torch.distributed, built anew for each generation; the only user of its private names."""
+
+import datetime
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from lsgd.client.channel import Channel
+from lsgd.client.joining import Membership
+from lsgd.client.wires import Wires
+from lsgd.errors import ExchangeError
+from lsgd.messages import Generation, Get, Put, Value
+from lsgd.topology import first_ranks, node_ranks
+
+Meeting = TCPStore
+"""A key-value store of one process that others connect to, where there is no global server: for ``lsgd doctor``."""
+
+REPUBLISH_S = 3.0
+"""How often a member publishes its own addresses again while it waits for others', in seconds."""
+
+PIECE_NBYTES = 64 << 10
+MAX_PIECES = 16
+"""A message between two workers travels in up to 16 pieces of at least 64 KiB, all receives posted first: Gloo then
+comes within 5 % of the wire, against 30 to 100 % over it for one large message (measured)."""
+
+
+class ServerStore(Store):
+    """A key-value store that lives in the global server, for one generation.
+
+    torch's process groups find their members' addresses through it. It needs no port of its own, and a wait in it
+    ends as soon as the generation does.
+    """
+
+    def __init__(
+        self, channel: Channel, worker: str, incarnation: int, generation: int, timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._channel = channel
+        self._identity = (worker, incarnation, generation)
+        self._generation = generation
+        self._timeout_s = timeout_s
+        self._own: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Publish ``value``; waits until the server has it."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._own[key] = data
+        self._channel.send(Put(*self._identity, key, data))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of ``key``, waiting for it."""
+        if key in self._own:
+            return self._own[key]
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            for own, data in self._own.items():  # a server that was started again has forgotten them
+                self._channel.send(Put(*self._identity, own, data))
+            left_s = deadline - time.monotonic()
+            try:
+                answer: Value = self._channel.ask(
+                    Get(*self._identity, key),
+                    lambda m: isinstance(m, Value) and m.generation == self._generation and m.key == key,
+                    what="waiting for a member's address",
+                    timeout_s=min(REPUBLISH_S, left_s),
+                    generation=self._generation,
+                )
+            except ExchangeError:
+                if left_s > REPUBLISH_S and not self._channel.generation_over(self._generation):
+                    continue
+                raise
+            return answer.value
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Wait until all ``keys`` are there."""
+        for key in keys:
+            self.get(key)
+
+
+class TorchGroup:
+    """A Group (:class:`lsgd.group.Group`) on a torch process group; subgroups are built when first used.
+
+    Args:
+        build: makes the process group of some ranks of the generation under a name.
+        name: of this group, unique in its generation.
+        ranks: of its members in the generation, in order.
+        names: of its members, for errors.
+        rank: this member's place in ``ranks``.
+        node_sizes: members of each node, in order.
+        timeout_s: deadline of each verb.
+        backend: ``nccl`` or ``gloo``.
+        device: that tensors made for the group's sake are best on.
+        wires: the sockets of the group that this one is a part of; None for a whole one.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[str, Sequence[int]], dist.ProcessGroup],
+        name: str,
+        ranks: Sequence[int],
+        names: Sequence[str],
+        rank: int,
+        node_sizes: Sequence[int],
+        timeout_s: float,
+        backend: str,
+        device: torch.device,
+        wires: Wires | None = None,
+    ) -> None:
+        self.device = device
+        self._backend = backend
+        self._build = build
+        self._name = name
+        self._ranks = tuple(ranks)
+        self._names = tuple(names)
+        self._timeout_s = timeout_s
+        self._group: dist.ProcessGroup | None = None
+        self._subgroups: dict[str, TorchGroup] = {}
+        self._wires = wires or Wires()
+        self.rank = rank
+        self.size = len(self._ranks)
+        self.node_sizes = tuple(node_sizes)
+
+    @property
+    def node(self) -> "TorchGroup":
+        """The members on this member's node."""
+        return self._subgroup("node", list(node_ranks(self.rank, self.node_sizes)), one_node=True)
+
+    @property
+    def across(self) -> "TorchGroup | None":
+        """The first member of each node, None for the others."""
+        firsts = first_ranks(self.node_sizes)
+        return self._subgroup("across", firsts, one_node=False) if self.rank in firsts else None
+
+    def subset(self, name: str, ranks: Sequence[int]) -> "TorchGroup":
+        """Return the group of some members, in the given order, this one among them; each counts as a node."""
+        return self._subgroup(name, list(ranks), one_node=False)
+
+    def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> "TorchGroup":
+        if kind not in self._subgroups:
+            first = ranks[0] if one_node else ""
+            self._subgroups[kind] = TorchGroup(
+                self._build,
+                f"{self._name}/{kind}{first}",
+                [self._ranks[rank] for rank in ranks],
+                [self._names[rank] for rank in ranks],
+                ranks.index(self.rank),
+                [len(ranks)] if one_node else [1] * len(ranks),
+                self._timeout_s,
+                self._backend,
+                self.device,
+                self._wires,
+            )
+        return self._subgroups[kind]
+
+    def cut(self) -> None:
+        """Make whatever waits in this group or its subgroups fail at once; may be called by another thread."""
+        self._wires.cut()
+
+    def close(self) -> None:
+        """Drop the process groups, so that peers which wait for this member fail at once."""
+        for group in self._subgroups.values():
+            group.close()
+        self._group = None
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by the sum over all members."""
+        options = dist.AllreduceOptions()
+        options.timeout = self._timeout
+        host = self._staged(tensor)
+        self._run("all_reduce", lambda group: group.allreduce([host], options))
+        _unstage(host, tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace ``tensor`` by that of ``source``."""
+        options = dist.BroadcastOptions()
+        options.timeout = self._timeout
+        options.rootRank = source
+        options.rootTensor = 0
+        host = self._staged(tensor)
+        self._run(f"broadcast from {self._names[source]}", lambda group: group.broadcast([host], options))
+        if self.rank != source:
+            _unstage(host, tensor)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Write each member's ``tensor`` to ``outputs[rank]``."""
+        self.all_to_all(outputs, [tensor] * self.size)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Send ``inputs[r]`` to each member ``r``, and receive into ``outputs[r]``."""
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self.exchange({r: inputs[r] for r in others}, {r: outputs[r] for r in others})
+        outputs[self.rank].copy_(inputs[self.rank])
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Send ``sends[r]`` to each ``r`` and write what each ``r`` sends to ``receives[r]``."""
+        if self.size == 1:
+            return
+        peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
+        outgoing = {rank: self._staged(tensor) for rank, tensor in sends.items()}
+        incoming = {rank: self._staged(tensor, copy=False) for rank, tensor in receives.items()}
+        self._run(f"exchange with {peers}", lambda group: _Exchange(group, outgoing, incoming))
+        for rank, tensor in receives.items():
+            _unstage(incoming[rank], tensor)
+
+    def _staged(self, tensor: Tensor, *, copy: bool = True) -> Tensor:
+        """Return ``tensor``, or in host memory a copy of one that this group's backend cannot send from the GPU."""
+        if tensor.device.type == "cpu" or self._backend == "nccl":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor) if copy else host
+
+    @property
+    def _timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self._timeout_s)
+
+    def _run(self, what: str, start: Callable[[dist.ProcessGroup], Any]) -> None:
+        if self.size == 1:
+            return
+        started_at = time.monotonic()
+        try:
+            if self._group is None:
+                self._group = self._wires.watch(lambda: self._build(self._name, self._ranks))
+            start(self._group).wait()
+            if self._backend == "nccl":
+                torch.cuda.current_stream(self.device).synchronize()
+        except (RuntimeError, ConnectionAbortedError) as error:
+            self.close()
+            raise ExchangeError(
+                f"{what} failed after {time.monotonic() - started_at:.1f} s: {str(error).splitlines()[0]}"
+            ) from error
+
+
+class _Exchange:
+    """Point-to-point messages under way: pieces of a few tensors, every receive posted before the first send."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> None:
+        self._works = [
+            group.recv([piece], rank, tag)
+            for rank, tensor in receives.items()
+            for tag, piece in enumerate(_pieces(tensor))
+        ]
+        self._works += [
+            group.send([piece], rank, tag)
+            for rank, tensor in sends.items()
+            for tag, piece in enumerate(_pieces(tensor))
+        ]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _unstage(host: Tensor, tensor: Tensor) -> None:
+    if host is not tensor:
+        tensor.copy_(host)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    count = max(1, min(MAX_PIECES, tensor.nbytes // PIECE_NBYTES))
+    return tensor.view(-1).chunk(count) if tensor.numel() else []
+
+
+def gloo_group(
+    store: Store, name: str, rank: int, size: int, address: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """Return a process group over Gloo on the interface of ``address``; its members meet in ``store`` by its name."""
+    named = PrefixStore(name, store)
+    group = dist.ProcessGroup(named, rank, size)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    gloo = ProcessGroupGloo(named, rank, size, options)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def form(generation: Generation, membership: Membership) -> TorchGroup:
+    """Return the group of all members of ``generation``, as the worker of ``membership`` sees it.
+
+    Every verb, and the building of each group, has the deadline that the plan gives.
+    """
+    worker, address = membership.join.worker, membership.join.address
+    device, timeout_s = membership.device, membership.plan.run.exchange_timeout_s
+    incarnation = membership.join.incarnation
+    store = ServerStore(membership.channel, worker, incarnation, generation.number, timeout_s)
+    me = generation.members.index(worker)
+
+    def build(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        rank = list(ranks).index(me)
+        if generation.backend == "nccl":
+            named = PrefixStore(name, store)
+            group = dist.ProcessGroup(named, rank, len(ranks))
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = datetime.timedelta(seconds=timeout_s)
+            nccl = dist.ProcessGroupNCCL(named, rank, len(ranks), options)
+            group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
+            group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+            return group
+        return gloo_group(store, name, rank, len(ranks), address, timeout_s)
+
+    size = len(generation.members)
+    names, sizes = generation.members, generation.node_sizes
+    home = device if generation.backend == "nccl" else torch.device("cpu")
+    return TorchGroup(
+        build, "world", range(size), names, me, sizes, timeout_s, generation.backend, home, Wires()
+    )

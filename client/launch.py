@@ -1,0 +1,235 @@
+"""``lsgd launch``: everything that one node runs, started, shown and ended as one.
+
+Node 0 runs the global server. Every node runs a local server and its workers, which are told who they are by
+variables: ``LSGD_LOCAL`` (the local server's address), ``LSGD_NODE``, ``LSGD_LOCAL_RANK``, ``LSGD_DEVICE``,
+``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a run that goes on.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lsgd import plan
+from lsgd.client.place import Place, claim_port, resolve
+from lsgd.client.process import Command
+from lsgd.client.run_folder import CHECKPOINTS, counts
+from lsgd.client.supervise import Supervisor
+from lsgd.errors import ConfigError
+from lsgd.keys import (
+    OPERATOR,
+    TOKEN_VARIABLE,
+    KeyRing,
+    default_folder,
+    is_local,
+    link_keys,
+    node_name,
+    token_path,
+)
+
+TOKEN_WITHIN_S = 60.0
+"""How long a node waits for node 0 to make its token, in a folder that they share."""
+
+_SERVER = (sys.executable, "-P", "-m", "lsgd.server")
+RESTARTS = 5
+"""How many times a process that a signal killed is started again."""
+
+_SOCKET_NAME = "local"
+_MAX_SOCKET_PATH_NBYTES = 107
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one node runs.
+
+    Args:
+        place: which node this is.
+        port: TCP port of the global server; 0 for any that is free, if there is one node.
+        devices: device of each worker.
+        plan_path: the plan, a TOML file, or None; node 0's counts.
+        run_dir: folder for the logs, the plan as used, and what the workers save.
+        command: what each worker runs.
+        insecure: go without keys on a network where everybody is trusted.
+        join_line: how another node is started, for people; NODE stands for its index.
+        resume: go on from the checkpoints in ``run_dir``, with the plan there unless another is given.
+    """
+
+    place: Place
+    port: int
+    devices: tuple[str, ...]
+    plan_path: Path | None
+    run_dir: Path
+    command: tuple[str, ...]
+    insecure: bool = False
+    join_line: str = ""
+    resume: bool = False
+
+
+def launch(settings: Launch) -> int:
+    """Run the servers and workers of this node until they have ended; return the exit status.
+
+    Raises:
+        ConfigError: an address, the port, the plan, the run folder or the command cannot be used.
+    """
+    place = settings.place
+    environ = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not shutil.which(settings.command[0], path=environ["PATH"]):
+        raise ConfigError(f"the command {settings.command[0]!r} is not found, or is not a program")
+    network = _network_address(place, settings.port)
+    if place.node == 0 and not settings.resume and counts(settings.run_dir / CHECKPOINTS):
+        raise ConfigError(
+            f"{settings.run_dir} has the checkpoints of an earlier run: go on from them with --resume (RESUME=1), or "
+            f"name another folder with --run-dir (RUN_NAME)"
+        )
+    keys, token = _access(settings, network)
+    servers = {"global": [*_global_arguments(settings, network), *keys]} if place.node == 0 else {}
+    try:
+        settings.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run folder {settings.run_dir} cannot be made: {error.strerror}") from None
+    folder = _socket_folder()
+    local = f"ipc://{folder / _SOCKET_NAME}"
+    servers[f"node{place.node}"] = [
+        *("--local", "--node", str(place.node)),
+        *("--listen", local, "--connect", network, *["--insecure"] * settings.insecure),
+    ]
+    variables = environ | ({TOKEN_VARIABLE: token} if token else {})
+    commands = [
+        Command(
+            name,
+            [*_SERVER, *arguments],
+            variables,
+            _log(settings, name),
+            is_server=True,
+            restarts=RESTARTS,
+            appends=settings.resume,
+        )
+        for name, arguments in servers.items()
+    ]
+    environ.pop(TOKEN_VARIABLE, None)  # no business of the training script's
+    commands += _workers(settings, local, environ)
+    linger = place.node == 0 and place.nodes > 1
+    return Supervisor(commands, stops_run=commands[0].name, linger=linger, folder=folder).run()
+
+
+def _network_address(place: Place, port: int) -> str:
+    """Return where the global server listens; on node 0 after a look that it can."""
+    if port == 0 and place.nodes > 1:
+        raise ConfigError("port 0 (any that is free) is for one node; with more, all have to know the port")
+    ip = resolve(place.address, place.nodes)
+    if place.node == 0:
+        port = claim_port(ip, port)
+    return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
+
+
+def _access(settings: Launch, network: str) -> tuple[list[str], str]:
+    """Return the global server's arguments about keys, and this node's token; empty where no keys are needed.
+
+    Node 0 makes keys for all nodes, and says how the others are started with theirs. Another node waits for its token
+    to be there, if node 0 has not made it yet and they share their settings' folder.
+    """
+    place = settings.place
+    if settings.insecure:
+        return ["--insecure"], ""
+    if is_local(network):
+        return [], ""
+    folder, name = default_folder(), node_name(place.node)
+    if place.node == 0:
+        ring = KeyRing.make(folder, [*map(node_name, range(place.nodes)), OPERATOR])
+        for node in range(1, place.nodes):
+            line = settings.join_line.replace("NODE", str(node))
+            print(
+                f"[launch] node {node} joins with: {TOKEN_VARIABLE}={ring.token(node_name(node))} {line}",
+                flush=True,
+            )
+        return ["--keys", str(folder)], ring.token(name)
+    if token := os.environ.get(TOKEN_VARIABLE):
+        link_keys(network, None, name, insecure=False)
+        return [], token
+    path = token_path(name)
+    deadline_s = time.monotonic() + TOKEN_WITHIN_S
+    if not path.exists():
+        print(
+            f"[launch] this node needs a token; node 0 prints the line to start it with. Waits {TOKEN_WITHIN_S:g} s "
+            f"for {path}, in case that the nodes share this folder",
+            flush=True,
+        )
+    while not path.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    link_keys(network, None, name, insecure=False)
+    return [], path.read_text(encoding="ascii").strip()
+
+
+def _global_arguments(settings: Launch, network: str) -> list[str]:
+    """Return the arguments of the global server; the number of workers is ours, unless the plan has one."""
+    variable = os.environ.get("LSGD_PLAN")
+    path = settings.plan_path or (Path(variable) if variable else None)
+    used = settings.run_dir / "plan.toml"
+    goes_on = path is None and settings.resume and used.exists()
+    if goes_on:
+        path = used
+    journal = settings.run_dir / "journal.sqlite"
+    for old in settings.run_dir.glob(f"{journal.name}*"):  # of an earlier run with this folder
+        old.unlink()
+    arguments = ["--global", "--listen", network, "--save-plan", str(used)]
+    arguments += ["--journal", str(journal)]
+    if path:
+        arguments += ["--plan", str(path)]
+    wanted = plan.read(path, os.environ, {}).origins.get("workers", "")
+    if not wanted or (
+        goes_on and wanted == f"the plan {path}"
+    ):  # that of the run before had as many as it had
+        arguments += ["--workers", str(settings.place.nodes * len(settings.devices))]
+    return arguments
+
+
+def _socket_folder() -> Path:
+    """Return a new folder that only this user can enter, with a name short enough for a socket in it."""
+    base = tempfile.gettempdir()
+    if len(os.fsencode(f"{base}/lsgd-12345678/{_SOCKET_NAME}")) > _MAX_SOCKET_PATH_NBYTES:
+        base = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="lsgd-", dir=base))
+
+
+def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[Command]:
+    node = settings.place.node
+    threads = max(1, len(os.sched_getaffinity(0)) // len(settings.devices))
+    commands = []
+    for index, device in enumerate(settings.devices):
+        own = {
+            "LSGD_LOCAL": local,
+            "LSGD_NODE": str(node),
+            "LSGD_LOCAL_RANK": str(index),
+            "LSGD_DEVICE": device,
+            "LSGD_RUN_DIR": str(settings.run_dir),
+        }
+        if settings.resume:
+            own["LSGD_RESUME"] = str(settings.run_dir / CHECKPOINTS)
+        name = f"node{node}/worker{index}"
+        variables = {**environ, **own}
+        variables["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(threads)
+        first = node == index == 0
+        commands.append(
+            Command(
+                name,
+                settings.command,
+                variables,
+                _log(settings, name),
+                on_terminal=first,
+                restarts=RESTARTS,
+                appends=settings.resume,
+            )
+        )
+    return commands
+
+
+def _log(settings: Launch, name: str) -> Path:
+    return settings.run_dir / f"{name.replace('/', '-')}.log"

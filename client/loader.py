@@ -1,0 +1,162 @@
+"""The data of a worker: a shard that no other worker has, reshuffled each epoch."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
+
+from lsgd.errors import ConfigError
+
+logger = logging.getLogger("lsgd")
+
+T = TypeVar("T")
+
+DIGEST_NBYTES = 1 << 16
+"""How much of each tensor of a batch its digest looks at."""
+
+
+class ShardSampler(Sampler[int]):
+    """Indices of this worker's shard.
+
+    The dataset is dealt out to the workers by one permutation that all know, so that shards are disjoint and cover
+    it; they follow the membership from the next epoch on. Within an epoch the worker's shard is shuffled anew.
+
+    Args:
+        length: of the dataset.
+        place: returns (rank, world size) of this worker now.
+        seed: of the permutation and the shuffling; the same on all workers.
+        shuffle: whether to shuffle; without, a shard is in the dataset's order.
+    """
+
+    def __init__(self, length: int, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool) -> None:
+        self.length = length
+        self.place = place
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
+        self.consumed = 0  # samples of this epoch that were trained on
+        self.dealt_for = place()  # the rank and world size whose shard this epoch's is
+        self._skip = 0
+
+    def shard(self) -> Tensor:
+        """Return the indices of this worker's shard in the order of the current epoch."""
+        rank, size = self.place()
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed))
+        shard = order[rank::size].sort().values
+        if not self.shuffle:
+            return shard
+        # Tuples of small integers hash to the same value in every process.
+        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, rank)) % (1 << 63))
+        return shard[torch.randperm(len(shard), generator=generator)]
+
+    def __iter__(self) -> Iterator[int]:
+        skip, self._skip = self._skip, 0
+        if self.consumed > skip:  # an epoch that was left early is over: the next one has another order
+            self.epoch += 1
+        self.consumed = skip
+        self.dealt_for = self.place()
+        return iter(self.shard()[skip:].tolist())
+
+    def __len__(self) -> int:
+        rank, size = self.place()
+        return len(range(rank, self.length, size))
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how far training is: the epoch, and the samples of it that were consumed (not prefetched)."""
+        return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where :meth:`state_dict` was taken: the next epoch iterated is the rest of that one."""
+        self.epoch, self.seed = state["epoch"], state["seed"]
+        self.consumed = self._skip = state["consumed"]
+
+
+class ShardLoader(DataLoader[Any]):
+    """A DataLoader of this worker's shard, made by ``Worker.loader``."""
+
+    sampler: ShardSampler
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how far training is; see :meth:`ShardSampler.state_dict`."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        self.sampler.load_state_dict(state)
+
+
+def shard_loader(
+    dataset: Dataset[Any],
+    place: Callable[[], tuple[int, int]],
+    seed: int,
+    shuffle: bool,
+    options: dict[str, Any],
+) -> ShardLoader:
+    """Return a loader of a worker's shard; ``options`` are DataLoader's.
+
+    Raises:
+        ConfigError: the dataset has no length, is too small, or an option is one that sharding decides.
+    """
+    taken = {"sampler", "batch_sampler"} & options.keys()
+    if taken:
+        raise ConfigError(
+            f"loader() makes the {taken.pop()} itself; with one of your own, make a DataLoader and pass it to batches()"
+        )
+    length = getattr(dataset, "__len__", None)
+    if length is None:
+        raise ConfigError(
+            "loader() needs a dataset with a length; iterate a stream of your own and pass it to batches()"
+        )
+    _, size = place()
+    if length() < size:
+        raise ConfigError(f"the dataset has {length()} samples for {size} workers; some would have none")
+    loader = ShardLoader(dataset, sampler=ShardSampler(length(), place, seed, shuffle), **options)
+    if len(loader) == 0:
+        raise ConfigError(
+            f"the dataset has {length()} samples for {size} workers: with drop_last, that is not one whole batch each"
+        )
+    return loader
+
+
+def track(loader: Iterable[T]) -> Iterator[T]:
+    """Yield the loader's batches; a ShardLoader's count as consumed when they are handed out."""
+    if not isinstance(loader, ShardLoader):
+        yield from loader
+        return
+    sampler, size = loader.sampler, loader.batch_size or 1
+    for batch in loader:
+        sampler.consumed += size
+        yield batch
+    sampler.epoch += 1
+    sampler.consumed = 0
+
+
+def warn_if_unsharded(loader: object, world_size: int) -> None:
+    """Log a warning if every worker draws from the whole dataset."""
+    if not isinstance(loader, DataLoader) or isinstance(loader, ShardLoader) or world_size == 1:
+        return
+    if isinstance(loader.sampler, RandomSampler | SequentialSampler):
+        logger.warning(
+            "this DataLoader is not sharded: each of the %d workers draws from the whole dataset; "
+            "worker.loader(dataset, ...) gives each a shard of its own",
+            world_size,
+        )
+
+
+def digest(batch: object) -> str:
+    """Return a digest of a batch's tensors, or an empty text if it has none."""
+    hashed = hashlib.blake2b(digest_size=16)
+    leaves = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = [
+        leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_nested and leaf.numel()
+    ]
+    for tensor in tensors:
+        head = tensor.detach().reshape(-1)[: DIGEST_NBYTES // tensor.element_size()].cpu().contiguous()
+        hashed.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        hashed.update(head.view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest() if tensors else ""

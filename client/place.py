@@ -1,0 +1,122 @@
+"""Where a launcher is: which node of how many, and the address that all nodes find node 0 at."""
+
+import errno
+import ipaddress
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lsgd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Index of this node, number of nodes, and address or host name of node 0."""
+
+    node: int
+    nodes: int
+    address: str
+
+
+def find_place(node: int | None, nodes: int | None, address: str | None, environ: Mapping[str, str]) -> Place:
+    """Return the place that the arguments give; without ``node``, Slurm's, if ``srun`` started this process.
+
+    Raises:
+        ConfigError: something is missing or impossible.
+    """
+    if node is None:
+        if "SLURM_STEP_ID" in environ:
+            node, nodes, address = _ask_slurm(nodes, address, environ)
+        elif nodes in (None, 1):
+            node = 0
+        else:
+            raise ConfigError(
+                f"which of the {nodes} nodes is this? Say its index, from 0: --node 0, or bash scripts/train.sh 0 "
+                f"(srun says it too)"
+            )
+    nodes = 1 if nodes is None else nodes
+    if not 0 <= node < nodes:
+        raise ConfigError(
+            f"there is no node {node} among {nodes}: indices go from 0 to {nodes - 1}; "
+            "NUM_GROUPS (--nodes) is the number of nodes"
+        )
+    if nodes > 1 and not address:
+        raise ConfigError(
+            f"with {nodes} nodes each has to be told the address of node 0: IP_ADDR=10.0.0.1 (--address 10.0.0.1)"
+        )
+    return Place(node, nodes, address or "127.0.0.1")
+
+
+def _ask_slurm(
+    nodes: int | None, address: str | None, environ: Mapping[str, str]
+) -> tuple[int, int, str | None]:
+    """Return index and number of nodes, and the name of the first host; what is given already stays."""
+    if environ.get("SLURM_LOCALID", "0") != "0":
+        raise ConfigError("srun started more than one launcher on this node: srun --ntasks-per-node=1")
+    node = int(environ.get("SLURM_NODEID") or environ["SLURM_PROCID"])
+    nodes = nodes or int(environ.get("SLURM_STEP_NUM_NODES") or environ["SLURM_JOB_NUM_NODES"])
+    if address or nodes == 1:
+        return node, nodes, address
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+    command = ["scontrol", "show", "hostnames", hosts]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"scontrol does not tell the first of {hosts} ({error}); say it: IP_ADDR=... (--address)"
+        ) from None
+    return node, nodes, done.stdout.split()[0]
+
+
+def resolve(address: str, nodes: int) -> str:
+    """Return the numeric form of node 0's address.
+
+    Raises:
+        ConfigError: it is unknown, or a name that means this machine alone, which other nodes would not find.
+    """
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"the address of node 0, {address!r}, is not known here: {error.strerror}"
+        ) from None
+    ip = min(found, key=lambda info: info[0] != socket.AF_INET)[4][0]
+    assert isinstance(ip, str)
+    if nodes > 1 and ipaddress.ip_address(ip).is_loopback and address not in (ip, "localhost"):
+        raise ConfigError(
+            f"the host name of node 0, {address!r}, is {ip} on this machine, which other nodes cannot reach; "
+            "give the address of its network interface: IP_ADDR=... (--address; ip -brief address lists them)"
+        )
+    return ip
+
+
+def claim_port(ip: str, port: int) -> int:
+    """Return ``port`` if a server can listen on it at ``ip``, an address of this machine; for 0, a free port.
+
+    Raises:
+        ConfigError: another process listens there, or the address belongs to another machine.
+    """
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ip, port))
+        except OSError as error:
+            raise ConfigError(_why_not(error, ip, port)) from None
+        return int(probe.getsockname()[1])
+
+
+def _why_not(error: OSError, ip: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} of {ip} is taken, perhaps by the global server of another run "
+            f"(ss -ltnp 'sport = :{port}' shows whose it is): end that, or use another port on all nodes: "
+            f"PORT={port + 1} (--port)"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"{ip} is not an address of this machine, but node 0 has to run where IP_ADDR (--address) is; "
+            "ip -brief address lists the addresses here"
+        )
+    return f"no server can listen on port {port} of {ip}: {error.strerror}"

@@ -1,0 +1,27 @@
+"""8-bit min-max quantization: one specification, and two fast paths, CPU and CUDA, that repeat it bit by bit.
+
+:mod:`~lsgd.kernels.reference` is the definition; docs/kernels.md describes the payload. Importing this compiles
+nothing.
+"""
+
+from lsgd.kernels.dispatch import (
+    dequantize,
+    dequantize_add,
+    dequantize_reduce,
+    dequantize_reduce_quantize,
+    quantize,
+)
+from lsgd.kernels.layout import DEFAULT_BLOCK, Layout, NonFiniteError, Quantized, payload_nbytes
+
+__all__ = [
+    "DEFAULT_BLOCK",
+    "Layout",
+    "NonFiniteError",
+    "Quantized",
+    "dequantize",
+    "dequantize_add",
+    "dequantize_reduce",
+    "dequantize_reduce_quantize",
+    "payload_nbytes",
+    "quantize",
+]

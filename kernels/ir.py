@@ -1,0 +1,291 @@
+"""A small language for vector kernels: Python operators that emit LLVM instructions through llvmlite.
+
+A :class:`Value` is a number or a vector of numbers in the kernel that is being built; ``a * b + c`` on values emits
+the instructions. Floating-point operations are emitted plainly, so that LLVM neither fuses nor reorders them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from llvmlite import ir
+
+I8: Final = ir.IntType(8)
+I16: Final = ir.IntType(16)
+I32: Final = ir.IntType(32)
+I64: Final = ir.IntType(64)
+F16: Final = ir.HalfType()
+F32: Final = ir.FloatType()
+POINTER: Final = ir.PointerType()
+
+
+def vector(element: Any, width: int) -> Any:
+    """Return the type of ``width`` elements; a scalar's for width 1."""
+    return element if width == 1 else ir.VectorType(element, width)
+
+
+class Value:
+    """A scalar or a vector in the kernel under construction; Python numbers beside it become constants."""
+
+    def __init__(self, kernel: Kernel, raw: Any) -> None:
+        self.kernel = kernel
+        self.raw = raw
+
+    @property
+    def element(self) -> Any:
+        """Type of one element."""
+        return getattr(self.raw.type, "element", self.raw.type)
+
+    @property
+    def width(self) -> int:
+        """Elements of the vector; 1 for a scalar."""
+        return getattr(self.raw.type, "count", 1)
+
+    def _operand(self, other: Value | float) -> Any:
+        if not isinstance(other, Value):
+            return self.kernel.constant(other, self.element, self.width).raw
+        return other.splat(self.width).raw if other.width != self.width else other.raw
+
+    def _emit(self, integer: str, floating: str, other: Value | float) -> Value:
+        name = floating if self.element == F32 else integer
+        return Value(self.kernel, getattr(self.kernel.builder, name)(self.raw, self._operand(other)))
+
+    def __add__(self, other: Value | float) -> Value:
+        return self._emit("add", "fadd", other)
+
+    def __sub__(self, other: Value | float) -> Value:
+        return self._emit("sub", "fsub", other)
+
+    def __mul__(self, other: Value | float) -> Value:
+        return self._emit("mul", "fmul", other)
+
+    def __truediv__(self, other: Value | float) -> Value:
+        return self._emit("udiv", "fdiv", other)
+
+    def __mod__(self, other: Value | float) -> Value:
+        return self._emit("urem", "frem", other)
+
+    def __and__(self, other: Value | int) -> Value:
+        return self._emit("and_", "", other)
+
+    def __or__(self, other: Value | int) -> Value:
+        return self._emit("or_", "", other)
+
+    def __xor__(self, other: Value | int) -> Value:
+        return self._emit("xor", "", other)
+
+    def __lshift__(self, other: Value | int) -> Value:
+        return self._emit("shl", "", other)
+
+    def __rshift__(self, other: Value | int) -> Value:
+        """Shift to the right, zeros from the left."""
+        return self._emit("lshr", "", other)
+
+    def compare(self, how: str, other: Value | float) -> Value:
+        """Return a truth value for each element; integers compare with their sign, NaN makes it false."""
+        builder, operand = self.kernel.builder, self._operand(other)
+        emit = builder.fcmp_ordered if self.element == F32 else builder.icmp_signed
+        return Value(self.kernel, emit(how, self.raw, operand))
+
+    def where(self, yes: Value | float, no: Value) -> Value:
+        """Choose for each element of this truth value."""
+        return Value(self.kernel, self.kernel.builder.select(self.raw, no._operand(yes), no.raw))
+
+    def minimum(self, other: Value | float) -> Value:
+        """Return the lesser of each pair; of a NaN and a number, ``other``."""
+        right = Value(self.kernel, self._operand(other))
+        return self.compare("<", right).where(self, right)
+
+    def maximum(self, other: Value | float) -> Value:
+        """Return the greater of each pair; of a NaN and a number, ``other``."""
+        right = Value(self.kernel, self._operand(other))
+        return self.compare(">", right).where(self, right)
+
+    def clamp(self, least: float, greatest: float) -> Value:
+        """Return the value moved into the range."""
+        return self.maximum(least).minimum(greatest)
+
+    def splat(self, width: int) -> Value:
+        """Repeat a scalar ``width`` times."""
+        if width == 1:
+            return self
+        kernel, lane = self.kernel, ir.Constant(I32, 0)
+        one = kernel.builder.insert_element(
+            ir.Constant(vector(self.element, width), ir.Undefined), self.raw, lane
+        )
+        return Value(kernel, one).shuffle([0] * width)
+
+    def shuffle(self, lanes: Sequence[int], other: Value | None = None) -> Value:
+        """Return the lanes named, those of ``other`` numbered after this vector's own."""
+        second = ir.Constant(self.raw.type, ir.Undefined) if other is None else other.raw
+        mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+        return Value(self.kernel, self.kernel.builder.shuffle_vector(self.raw, second, mask))
+
+    def reduce(self, combine: Callable[[Value, Value], Value]) -> Value:
+        """Combine all lanes of a vector of 2**k elements into one scalar, in pairs."""
+        value, distance = self, self.width // 2
+        while distance:
+            value = combine(value, value.shuffle([(i + distance) % self.width for i in range(self.width)]))
+            distance //= 2
+        return Value(self.kernel, self.kernel.builder.extract_element(value.raw, ir.Constant(I32, 0)))
+
+    def convert(self, how: str, element: Any, width: int | None = None) -> Value:
+        """Emit the conversion instruction ``how`` (``zext``, ``trunc``, ``bitcast``, ...); the width is kept."""
+        emit = getattr(self.kernel.builder, how)
+        return Value(self.kernel, emit(self.raw, vector(element, width or self.width)))
+
+    def rounded(self) -> Value:
+        """Round float32 to the nearest int32, half to even."""
+        kind = vector(F32, self.width)
+        name = "llvm.rint." + ("f32" if self.width == 1 else f"v{self.width}f32")
+        function = self.kernel.declare(name, ir.FunctionType(kind, [kind]))
+        return Value(self.kernel, self.kernel.builder.call(function, [self.raw])).convert("fptosi", I32)
+
+    def fused_multiply_add(self, factor: Value, summand: float) -> Value:
+        """Return float32 self * factor + summand, rounded once."""
+        kind = vector(F32, self.width)
+        name = "llvm.fma." + ("f32" if self.width == 1 else f"v{self.width}f32")
+        function = self.kernel.declare(name, ir.FunctionType(kind, [kind] * 3))
+        operands = [self.raw, self._operand(factor), self._operand(summand)]
+        return Value(self.kernel, self.kernel.builder.call(function, operands))
+
+    def magnitude(self) -> Value:
+        """Return the absolute value of a float32."""
+        return (self.convert("bitcast", I32) & 0x7FFFFFFF).convert("bitcast", F32)
+
+
+class Variable:
+    """A mutable value on the stack, which LLVM turns into registers."""
+
+    def __init__(self, initial: Value) -> None:
+        self._kernel = initial.kernel
+        with self._kernel.builder.goto_entry_block():
+            self._slot = self._kernel.builder.alloca(initial.raw.type)
+        self._slot.type = POINTER  # llvmlite still types it by what it points to
+        self._type = initial.raw.type
+        self.set(initial)
+
+    def get(self) -> Value:
+        """Return the present value."""
+        return Value(self._kernel, self._kernel.builder.load(self._slot, typ=self._type))
+
+    def set(self, value: Value) -> None:
+        """Replace the value."""
+        self._kernel.builder.store(value.raw, self._slot)
+
+
+class Kernel:
+    """One function under construction in an LLVM module: ``void name(arguments)``."""
+
+    def __init__(
+        self, module: ir.Module, name: str, arguments: Sequence[Any], *, public: bool = False
+    ) -> None:
+        self.module = module
+        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
+        self.function.attributes.add("noinline")
+        self.function.attributes.add("nounwind")
+        if not public:
+            self.function.linkage = "internal"
+        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self.arguments = [Value(self, argument) for argument in self.function.args]
+
+    def declare(self, name: str, kind: Any) -> Any:
+        """Return the function of that name and type, declared in the module once."""
+        known = self.module.globals.get(name)
+        return ir.Function(self.module, kind, name) if known is None else known
+
+    def constant(self, number: float, element: Any, width: int = 1) -> Value:
+        """Return a constant, repeated ``width`` times."""
+        literal = number if width == 1 else [number] * width
+        return Value(self, ir.Constant(vector(element, width), literal))
+
+    def lanes(self, numbers: Sequence[int], element: Any) -> Value:
+        """Return a constant vector of different numbers."""
+        return Value(self, ir.Constant(vector(element, len(numbers)), list(numbers)))
+
+    def stack(self, element: Any, count: int) -> Value:
+        """Return a pointer to room for ``count`` elements, aligned to 64 bytes, that lives as long as the call."""
+        with self.builder.goto_entry_block():
+            room = self.builder.alloca(ir.ArrayType(element, count))
+        room.align = 64
+        room.type = POINTER  # llvmlite still types it by what it points to
+        return Value(self, room)
+
+    def offset(self, base: Value, element: Any, index: Value | int) -> Value:
+        """Return the pointer to element ``index`` of an array."""
+        raw = index.raw if isinstance(index, Value) else ir.Constant(I64, index)
+        return Value(self, self.builder.gep(base.raw, [raw], source_etype=element))
+
+    def load(self, base: Value, element: Any, index: Value | int = 0, width: int = 1) -> Value:
+        """Load ``width`` elements from element ``index`` on, aligned as one element."""
+        pointer = self.offset(base, element, index).raw
+        loaded = self.builder.load(pointer, align=_alignment(element), typ=vector(element, width))
+        return Value(self, loaded)
+
+    def store(self, value: Value, base: Value, index: Value | int = 0, *, stream: bool = False) -> None:
+        """Store a value at element ``index`` of an array; ``stream``: past the caches, aligned to 64 bytes."""
+        pointer = self.offset(base, value.element, index).raw
+        instruction = self.builder.store(
+            value.raw, pointer, align=64 if stream else _alignment(value.element)
+        )
+        if stream:
+            instruction.set_metadata("nontemporal", self.module.add_metadata([ir.Constant(I32, 1)]))
+
+    def prefetch(self, pointer: Value) -> None:
+        """Ask for the cache line at an address, which need not be valid, to be read again later."""
+        kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
+        read, keep, data = (ir.Constant(I32, number) for number in (0, 3, 1))
+        self.builder.call(self.declare("llvm.prefetch.p0", kind), [pointer.raw, read, keep, data])
+
+    def call(self, callee: Kernel, *arguments: Value) -> None:
+        """Call another kernel of the module."""
+        self.builder.call(callee.function, [argument.raw for argument in arguments])
+
+    @contextmanager
+    def branch(self, condition: Value) -> Iterator[None]:
+        """Run what the body emits only if the condition holds."""
+        with self.builder.if_then(condition.raw):
+            yield
+
+    @contextmanager
+    def either(self, condition: Value) -> Iterator[tuple[Any, Any]]:
+        """Two bodies, ``with then: ...`` and ``with otherwise: ...``, of which one runs."""
+        with self.builder.if_else(condition.raw) as bodies:
+            yield bodies
+
+    @contextmanager
+    def loop(self, start: Value | int, stop: Value, step: int = 1) -> Iterator[Value]:
+        """Count an int64 from start while it is below stop."""
+        first = start if isinstance(start, Value) else self.constant(start, I64)
+        index = Variable(first)
+        with self.repeat() as leave_unless:
+            leave_unless(index.get().compare("<", stop))
+            yield index.get()
+            index.set(index.get() + step)
+
+    @contextmanager
+    def repeat(self) -> Iterator[Callable[[Value], None]]:
+        """Loop until the condition handed to the yielded function is false."""
+        top = self.builder.append_basic_block()
+        done = self.builder.append_basic_block()
+        self.builder.branch(top)
+        self.builder.position_at_end(top)
+
+        def leave_unless(condition: Value) -> None:
+            body = self.builder.append_basic_block()
+            self.builder.cbranch(condition.raw, body, done)
+            self.builder.position_at_end(body)
+
+        yield leave_unless
+        self.builder.branch(top)
+        self.builder.position_at_end(done)
+
+    def finish(self) -> None:
+        """End the function."""
+        self.builder.ret_void()
+
+
+def _alignment(element: Any) -> int:
+    return {I8: 1, I16: 2, I32: 4, I64: 8, F16: 2, F32: 4}.get(element, 8)

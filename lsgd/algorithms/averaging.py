@@ -1,0 +1,36 @@
+"""Sums of models that leave out those which are not finite."""
+
+import logging
+
+from torch import Tensor
+
+from lsgd.algorithms.base import Flat, all_finite
+
+log = logging.getLogger(__name__)
+
+
+def empty_sums(parameters: Flat) -> list[Tensor]:
+    """Return a scratch tensor for each of ``parameters``, one element longer: the last counts models left out."""
+    return [x.new_empty(x.numel() + 1) for x in parameters]
+
+
+def contribute(parameters: Flat, sums: Flat, round_id: int) -> None:
+    """Write this worker's model to ``sums``; zeros, and a one in the last element, if it is not finite."""
+    finite = all_finite(parameters)
+    if not finite:
+        log.warning("round %d: this worker's model is not finite; it takes the others'", round_id)
+    for x, total in zip(parameters, sums, strict=True):
+        total[:-1].copy_(x) if finite else total[:-1].zero_()
+        total[-1] = 0.0 if finite else 1.0
+
+
+def divide(sums: Flat, models: int) -> bool:
+    """Turn sums over ``models`` models, those left out included, into means.
+
+    Returns:
+        Whether any model was finite; if not, nothing is changed.
+    """
+    usable = models - int(sums[0][-1])
+    for total in sums if usable else ():
+        total.div_(usable)
+    return usable > 0

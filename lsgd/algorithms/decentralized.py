@@ -1,0 +1,116 @@
+"""Decentralized SGD: Lian et al., arXiv 1705.09056, with the peers of Bagua, Gan et al., arXiv 2107.01499."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lsgd.algorithms.averaging import contribute, divide, empty_sums
+from lsgd.algorithms.base import Algorithm, Flat, empties
+from lsgd.background import Background
+from lsgd.group import Group
+from lsgd.messages import Round
+from lsgd.settings import DecentralizedSettings
+from lsgd.topology import node_index, shift_one_peer
+
+
+class DecentralizedSGD(Algorithm):
+    """``x ← mean(x, x of the peer) - lr g(x)``: the gradient is that of the model before the exchange.
+
+    The exchange of x begins before the forward pass, runs beside it and the backward pass, and is written back just
+    before the optimizer's step. The peer is another one every time (``shift_one``), or all are averaged.
+
+    With ``hierarchical``, it is nodes that exchange, and their sums: the mean is always that over workers. A model
+    that is not finite is left out of it, and replaced by it.
+    """
+
+    spans_backward: ClassVar[bool] = True
+
+    settings: DecentralizedSettings
+
+    def __init__(self, settings: DecentralizedSettings, parameters: Flat) -> None:
+        self.settings = settings
+        self._background = Background()
+        self._sums: list[Tensor] = []
+        self._received: list[Tensor] = []
+        self._changed = False
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether an exchange is under way."""
+        return self._background.busy
+
+    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+        """Forget an exchange of the last generation that is still under way."""
+        self._background = Background()
+        self._sums = empty_sums(parameters)
+        self._received = empties(self._sums)
+
+    def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
+        """Begin the exchange."""
+        if round is not None and parameters:
+            self._background.start(lambda: self._exchange(parameters, group, round), parameters[0].device)
+
+    @torch.no_grad()
+    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, round: Round | None) -> None:
+        """Wait for the exchange and write the means back."""
+        self.settle(parameters)
+
+    @torch.no_grad()
+    def settle(self, parameters: Flat) -> None:
+        """Wait for the exchange, if there is one, and write the means back."""
+        if not self._background.busy:
+            return
+        self._background.finish()
+        if self._changed:
+            for x, mean in zip(parameters, self._sums, strict=True):
+                x.copy_(mean[:-1])
+
+    def _exchange(self, parameters: Flat, group: Group, round: Round) -> None:
+        contribute(parameters, self._sums, round.id)
+        models = self._add_up(group, round)
+        self._changed = models > 1 and divide(self._sums, models)
+
+    def _add_up(self, group: Group, round: Round) -> int:
+        """Replace the sums by those over all whose models are to be averaged; return how many that are."""
+        if not self.settings.hierarchical:
+            return self._between(group, group.rank, [1] * group.size, round)
+        sizes = group.node_sizes
+        for total in self._sums:
+            group.node.all_reduce(total)
+        models = self._between(group.across, node_index(group.rank, sizes), sizes, round)
+        if len(sizes) > 1:
+            for total in self._sums:
+                group.node.broadcast(total, 0)
+        return models
+
+    def _between(self, units: Group | None, unit: int, sizes: Sequence[int], round: Round) -> int:
+        """Add up the sums of ``unit`` and of its peer, or of all; units are nodes, or workers.
+
+        Args:
+            units: the members that exchange; None for one that only waits for the result.
+            unit: this member's place among them.
+            sizes: models in the sum of each.
+            round: which exchange it is.
+
+        Returns:
+            The number of models in the result.
+        """
+        if self.settings.peers == "all":
+            if units is not None:
+                for total in self._sums:
+                    units.all_reduce(total)
+            return sum(sizes)
+        peer = shift_one_peer(unit, len(sizes), round.exchanges)
+        if peer is None:
+            if (
+                units is not None
+            ):  # a group is built by all its members together, whether they have a peer or not
+                units.exchange({}, {})
+            return sizes[unit]
+        if units is not None:
+            for total, received in zip(self._sums, self._received, strict=True):
+                units.exchange({peer: total}, {peer: received})
+                total.add_(received)
+        return sizes[unit] + sizes[peer]

@@ -1,0 +1,83 @@
+"""What gradient methods share: they replace the gradient of every iteration, bucket by bucket."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lsgd.algorithms.base import Algorithm, Flat
+from lsgd.group import Group
+from lsgd.messages import Round
+
+
+def buckets(gradients: Flat, nbytes: int) -> Iterator[Tensor]:
+    """Yield slices of the flat gradients of at most ``nbytes`` bytes, from the last to the first.
+
+    The backward pass completes the gradients of the last layers first. The slices begin at multiples of their size.
+    """
+    for gradient in reversed(gradients):
+        size = max(1, nbytes // gradient.element_size())
+        starts = range(0, gradient.numel(), size)
+        yield from (gradient[start : start + size] for start in reversed(starts))
+
+
+class GradientAlgorithm(Algorithm):
+    """Base of the methods that exchange gradients in every iteration.
+
+    :meth:`exchange_bucket` is called once for each bucket, in the same order on all members, from one thread at a
+    time, be it another than that of the backward pass; then :meth:`finish`. Until then the gradients stay as they
+    were, so that those of a failed iteration can be exchanged again by the next generation.
+
+    NaN or Inf in one member's gradient reaches all members alike, at least as NaN where it stood: so GradScaler
+    skips the step on all of them together.
+    """
+
+    identical_models: ClassVar[bool] = True
+    spans_backward: ClassVar[bool] = True
+
+    def __init__(self, bucket_mib: float) -> None:
+        self._bucket_nbytes = int(bucket_mib * 2**20)
+        self._results: dict[int, Tensor] = {}
+        self._exchanged: list[tuple[Tensor, Tensor]] = []
+
+    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+        """Forget the exchanges of the last generation."""
+        self._results = {}
+        self._exchanged = []
+
+    def buckets(self, gradients: Flat) -> list[Tensor]:
+        """Return the slices of the flat gradients to exchange, in this order."""
+        return list(buckets(gradients, self._bucket_nbytes))
+
+    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, round: Round | None) -> None:
+        """Exchange all buckets, here and now."""
+        if round is None:
+            return
+        for index, bucket in enumerate(self.buckets(gradients)):
+            self.exchange_bucket(bucket, index, group, round)
+        self.finish()
+
+    @torch.no_grad()
+    def exchange_bucket(self, gradient: Tensor, index: int, group: Group, round: Round) -> None:
+        """Exchange one bucket; the result is kept until :meth:`finish`.
+
+        Raises:
+            ExchangeError: it failed on the wire; the gradient is unchanged.
+        """
+        result = self._results.get(index)
+        if result is None or result.shape != gradient.shape:
+            result = self._results[index] = torch.empty_like(gradient)
+        self.reduce(gradient, result, index, group, round)
+        self._exchanged.append((gradient, result))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Replace the gradients of all buckets that were exchanged by the results."""
+        for gradient, result in self._exchanged:
+            gradient.copy_(result)
+        self._exchanged = []
+
+    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round) -> None:
+        """Write to ``result`` what takes the place of ``gradient``, with the same bits on all members."""
+        raise NotImplementedError

@@ -1,0 +1,85 @@
+"""Local SGD (Stich, arXiv 1805.09767) and DiLoCo (Douillard et al., arXiv 2311.08105)."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lsgd.algorithms.base import Algorithm, Flat, all_finite, copy_all, empties
+from lsgd.group import Group
+from lsgd.messages import Round
+from lsgd.quantized import QuantizedAllReduce
+from lsgd.settings import LocalSettings
+
+log = logging.getLogger(__name__)
+
+
+class LocalSGD(Algorithm):
+    """Workers train alone; a round takes the mean change of their models as the gradient of an outer step.
+
+    With c the common model of the last round and d the mean over workers of ``x - c`` (algorithm 1 of DiLoCo, with
+    the sign turned), a round sets ``v ← momentum v + d``, ``c ← c + lr (d + momentum v)`` and ``x ← c``: Nesterov's
+    step as torch.optim.SGD has it. With ``outer_lr = 1`` and no momentum, c is the mean of the models.
+
+    c and v are float32 (float64 for such parameters) and alike on all members; d travels in the model's dtype, or
+    in 8 bits.
+    """
+
+    settings: LocalSettings
+
+    def __init__(self, settings: LocalSettings, parameters: Flat, run: str) -> None:
+        self.settings = settings
+        self._run = run
+        self.common = [x.detach().to(_wide(x), copy=True) for x in parameters]
+        self.velocity = [torch.zeros_like(c) for c in self.common]
+        self._scratch: list[Tensor] = []
+        self._all_reduce: QuantizedAllReduce | None = None
+
+    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+        """Make new scratch tensors."""
+        self._scratch = empties(parameters)
+        self._all_reduce = QuantizedAllReduce(group, block=self.settings.block or None, rounding="nearest")
+
+    @torch.no_grad()
+    def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
+        """Average the models' changes and take the outer step."""
+        if round is None:
+            return
+        finite = all_finite(parameters)
+        if not finite:
+            log.warning("round %d: this worker's model is not finite; it takes the common one", round.id)
+        for index, (x, c, change) in enumerate(zip(parameters, self.common, self._scratch, strict=True)):
+            torch.sub(x, c, out=change) if finite else change.zero_()
+            self._average(change, index, group, round)
+        lr, momentum = self.settings.outer_lr, self.settings.outer_momentum
+        for x, c, v, change in zip(parameters, self.common, self.velocity, self._scratch, strict=True):
+            v.mul_(momentum).add_(change)
+            c.add_(change, alpha=lr).add_(v, alpha=lr * momentum)
+            x.copy_(c)
+
+    def _average(self, change: Tensor, index: int, group: Group, round: Round) -> None:
+        """Replace ``change`` by its mean over all members, with the same bits on all."""
+        if self.settings.compression == "minmax8":
+            assert self._all_reduce is not None
+            self._all_reduce(change, change, (self._run, round.id, index))
+        else:
+            change.div_(group.size)
+            group.all_reduce(change)
+
+    def shared_state(self) -> list[Tensor]:
+        """Return the common model and the outer step's velocity."""
+        return [*self.common, *self.velocity]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the common model and the outer step's velocity."""
+        return {"common": self.common, "velocity": self.velocity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the common model and the outer step's velocity."""
+        copy_all(self.common, state["common"])
+        copy_all(self.velocity, state["velocity"])
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,189 @@
+"""The two-round quantized all-reduce as a communication hook of DistributedDataParallel, without any of our servers.
+
+In a script that torchrun starts::
+
+    from lsgd.ddp_hook import QuantizedState, quantized_hook
+
+    model = DistributedDataParallel(model)
+    model.register_comm_hook(QuantizedState(error_feedback=True), quantized_hook)
+
+Gradients are averaged as ByteGrad does it between nodes (:class:`lsgd.quantized.QuantizedAllReduce`); every rank gets
+the same bits. DDP calls the hook for a bucket as soon as its gradients are there, and the exchange runs beside the
+rest of the backward pass.
+"""
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lsgd.errors import ConfigError
+from lsgd.kernels import DEFAULT_BLOCK
+from lsgd.quantized import QuantizedAllReduce
+
+PIECE_NBYTES = 64 << 10
+MAX_PIECES = 16
+"""Messages over Gloo travel in up to 16 pieces of at least 64 KiB, which keeps the wire busy."""
+
+
+END_WITHIN_S = 5.0
+"""How long the exit of a process waits for the exchange's thread, in seconds."""
+
+
+class QuantizedState:
+    """State of :func:`quantized_hook`: the ranks, how to round, and the residuals.
+
+    Args:
+        process_group: the ranks that exchange; all by default. A group of the same ranks is made for the hook alone,
+            so that DDP's own collectives never come between its messages: all ranks must do this together.
+        block: numbers that share one range of codes; None: all of a chunk.
+        rounding: ``nearest`` or ``stochastic``.
+        error_feedback: add what rounding lost to the next gradient. A bucket's residual is dropped when DDP rebuilds
+            the buckets, after the first iteration.
+        seed: of stochastic rounding.
+
+    Raises:
+        ConfigError: torch.distributed is not initialized.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        block: int | None = DEFAULT_BLOCK,
+        rounding: str = "nearest",
+        error_feedback: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is not initialized; call torch.distributed.init_process_group first"
+            )
+        self.error_feedback = error_feedback
+        self.seed = seed
+        self.step = 0
+        self.residuals: dict[int, Tensor] = {}
+        group = _TorchGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
+        self._all_reduce = QuantizedAllReduce(group, block=block, rounding=rounding)
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def average(self, gradient: Tensor, bucket: int, step: int) -> None:
+        """Replace a bucket's gradients by the mean over all ranks."""
+        seed = ("ddp", self.seed, step, bucket)
+        if not self.error_feedback:
+            self._all_reduce(gradient, gradient, seed)
+            return
+        old = self.residuals.get(bucket)
+        if old is None or old.shape != gradient.shape:
+            old = torch.zeros_like(gradient, dtype=torch.float32)
+        new = old.clone()
+        spoilt = self._all_reduce(gradient, gradient, seed, new) != 0
+        self.residuals[bucket] = torch.where(spoilt, old, new)
+
+    def submit(self, call: Callable[[], None], device: torch.device) -> None:
+        """Run ``call`` after those before it, in the exchange's thread, and on its stream on a GPU."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="lsgd-ddp", daemon=True)
+            self._thread.start()
+            # Python ends a thread that is still in C++ code at exit by ending the process: let it come out first.
+            atexit.register(self._end)
+        if device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._calls.put(call)
+
+    def _end(self) -> None:
+        """End the thread, unless it hangs in an exchange."""
+        self._calls.put(None)
+        if self._thread is not None:
+            self._thread.join(END_WITHIN_S)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            with torch.no_grad(), torch.cuda.stream(self._stream):  # does nothing with None
+                call()
+
+
+def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """Average one bucket of gradients over all ranks in 8 bits; for ``model.register_comm_hook(state, ...)``.
+
+    Returns:
+        A future of the bucket's gradients, the same bits on all ranks. NaN or Inf on one rank is NaN on all.
+    """
+    gradient, index, step = bucket.buffer(), bucket.index(), state.step
+    if bucket.is_last():
+        state.step += 1
+    devices = [gradient.device] if gradient.device.type == "cuda" else []
+    future: Future[Tensor] = Future(devices=devices)
+
+    def exchange() -> None:
+        try:
+            state.average(gradient, index, step)
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(gradient)
+
+    state.submit(exchange, gradient.device)
+    return future
+
+
+class _TorchGroup:
+    """The verbs that the quantized all-reduce uses, on a process group of torch.distributed."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._backend = dist.get_backend(group)
+        self.rank = dist.get_rank(group)
+        self.size = len(self._ranks)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Write each member's ``tensor`` to ``outputs[rank]``."""
+        self.all_to_all(outputs, [tensor] * self.size)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Send ``inputs[r]`` to each member ``r``, and receive into ``outputs[r]``; one's own is there already."""
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._exchange({rank: inputs[rank] for rank in others}, {rank: outputs[rank] for rank in others})
+
+    def _exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        if self._backend == "nccl":
+            ops = [dist.P2POp(dist.irecv, x, self._ranks[r], self._group) for r, x in receives.items()]
+            ops += [dist.P2POp(dist.isend, x, self._ranks[r], self._group) for r, x in sends.items()]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            return
+        incoming = {rank: _on_host(x) for rank, x in receives.items()}
+        works: list[dist.Work | None] = []  # every receive before the first send
+        for rank, x in incoming.items():
+            works += [dist.irecv(piece, self._ranks[rank], self._group, tag) for tag, piece in _pieces(x)]
+        for rank, x in sends.items():
+            works += [
+                dist.isend(piece, self._ranks[rank], self._group, tag)
+                for tag, piece in _pieces(_on_host(x, copy=True))
+            ]
+        for posted in works:
+            assert posted is not None
+            posted.wait()
+        for rank, x in incoming.items():
+            if x is not receives[rank]:
+                receives[rank].copy_(x)
+
+
+def _on_host(x: Tensor, *, copy: bool = False) -> Tensor:
+    """Return ``x``, or for one on a GPU a tensor in host memory, which is all that Gloo sends from."""
+    if x.device.type == "cpu":
+        return x
+    return x.cpu() if copy else torch.empty_like(x, device="cpu")
+
+
+def _pieces(x: Tensor) -> list[tuple[int, Tensor]]:
+    return list(enumerate(x.chunk(max(1, min(MAX_PIECES, x.nbytes // PIECE_NBYTES)))))

@@ -1,0 +1,37 @@
+"""Every error that lsgd raises on purpose, by who has to act on it."""
+
+
+class LsgdError(Exception):
+    """Base of all errors that lsgd raises on purpose; the message says what, where and what to do next."""
+
+
+class ConfigError(LsgdError):
+    """A setting, flag or argument of ours is wrong: mend the value named in the message and start again."""
+
+
+class ProtocolError(LsgdError):
+    """A peer sent bytes that are not of the protocol; never ends a daemon, which drops them and goes on."""
+
+
+class JoinError(LsgdError):
+    """The run cannot be joined: no server answers, or it refuses this worker; the message has the line to type."""
+
+
+class ExchangeError(LsgdError):
+    """A round failed on the wire: a peer died or a deadline passed; the model is as it was before the round."""
+
+
+class LeftOutError(JoinError):
+    """The run goes on without this worker, which was silent for too long; started again it joins as a newcomer."""
+
+    exit_code = 76  # of a worker whose script does not handle it
+
+
+class ServerLostError(LsgdError):
+    """The servers stayed away past the deadline while this worker waited for an answer."""
+
+    exit_code = 75  # EX_TEMPFAIL: try again later
+
+
+class DetachedError(LsgdError):
+    """A parameter no longer lives in the flat buffer that is exchanged (after ``model.to(...)``, say)."""

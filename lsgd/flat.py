@@ -1,0 +1,143 @@
+"""A model's parameters in one contiguous buffer for each dtype and device, without the model noticing.
+
+Each parameter's data becomes a window onto a slice of the buffer. The window has a storage of its own (it is made
+through DLPack), so that ``torch.save`` of a submodule writes that submodule and not the whole buffer, and
+safetensors sees tensors that share nothing.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from lsgd.errors import ConfigError, DetachedError
+
+ALIGNMENT_NBYTES = 64
+"""Every parameter begins at a multiple of this in its buffer: a cache line, and the widest vector of a CPU."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lives: ``numel`` elements from ``offset`` of the flat buffer number ``buffer``."""
+
+    name: str
+    parameter: nn.Parameter
+    buffer: int
+    offset: int
+    address: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.parameter.numel()
+
+
+class FlatParameters:
+    """The trainable parameters of a model, moved into flat buffers.
+
+    Frozen parameters (``requires_grad`` false) never change and are left where they are. Tied ones are there once.
+    The padding between parameters begins as zero, and is no part of the model.
+
+    Args:
+        model: its parameters are moved; the Parameter objects, and with them optimizers and hooks, stay the same.
+
+    Raises:
+        ConfigError: the model has no trainable parameter, or one that cannot be moved; nothing is changed then.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ConfigError("the model has no parameter with requires_grad: there is nothing to train")
+        for name, parameter in named:
+            _check(name, parameter)
+        self.frozen = [p for p in model.parameters() if not p.requires_grad]
+        kinds = list(dict.fromkeys((p.dtype, p.device) for _, p in named))
+        sizes = [0] * len(kinds)
+        places = []
+        for _, parameter in named:
+            buffer = kinds.index((parameter.dtype, parameter.device))
+            places.append((buffer, sizes[buffer]))
+            sizes[buffer] += _padded(parameter.numel(), parameter.element_size())
+        self.buffers = [
+            torch.zeros(size, dtype=dtype, device=device)
+            for size, (dtype, device) in zip(sizes, kinds, strict=True)
+        ]
+        self.slots = [
+            self._move(name, parameter, buffer, offset)
+            for (name, parameter), (buffer, offset) in zip(named, places, strict=True)
+        ]
+
+    def _move(self, name: str, parameter: nn.Parameter, buffer: int, offset: int) -> Slot:
+        window = _window(self.buffers[buffer], offset, parameter.data)
+        window.copy_(parameter.data)
+        parameter.data = window
+        return Slot(name, parameter, buffer, offset, window.data_ptr())
+
+    def check(self) -> None:
+        """Make sure that every parameter still is a window onto its buffer, and that none was thawed since.
+
+        Raises:
+            DetachedError: one is not; its training would not be exchanged.
+        """
+        for slot in self.slots:
+            if slot.parameter.data_ptr() != slot.address:
+                raise DetachedError(
+                    f"the parameter {slot.name} was replaced after Worker.join (by model.to(...) or an assignment to "
+                    f".data, say), so that its training would not be exchanged; do that before the join"
+                )
+        for parameter in self.frozen:
+            if parameter.requires_grad:
+                raise DetachedError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen at Worker.join and is trained now; only "
+                    f"those that require gradients at the join are exchanged"
+                )
+
+    def windows(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Return windows onto other buffers of the same layout, shaped as the parameters, in the order of ``slots``."""
+        return [_window(buffers[s.buffer], s.offset, s.parameter.data) for s in self.slots]
+
+
+def floating_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the model's buffers that hold numbers to average: floating-point, not empty; shared ones once."""
+    return [b for b in model.buffers() if b.is_floating_point() and b.numel()]
+
+
+def describe(model: nn.Module) -> tuple[str, str]:
+    """Return a digest of the names, shapes and dtypes of all parameters and buffers, and a summary for people."""
+    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in model.named_parameters()]
+    lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.named_buffers()]
+    count = sum(p.numel() for p in model.parameters())
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+    return (
+        digest,
+        f"{count:,} parameters in {len(lines)} tensors of {', '.join(dtypes)} (digest {digest[:8]})",
+    )
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if parameter.layout != torch.strided or parameter.is_meta:
+        what = "on the meta device" if parameter.is_meta else f"of layout {parameter.layout}"
+        raise ConfigError(f"the parameter {name} is {what}; only dense ones in real memory can be exchanged")
+    if not parameter.is_floating_point():
+        raise ConfigError(
+            f"the parameter {name} is {parameter.dtype}; only floating-point ones can be exchanged"
+        )
+
+
+def _padded(numel: int, element_size: int) -> int:
+    unit = ALIGNMENT_NBYTES // element_size
+    return -(-numel // unit) * unit
+
+
+def _window(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
+    """Return memory of ``buffer`` as a tensor with the shape and strides of ``like`` and a storage of its own."""
+    flat = from_dlpack(buffer[offset : offset + like.numel()])
+    dense = torch.empty_like(
+        like, device="meta"
+    )  # the strides of like where it is dense, contiguous ones elsewhere
+    return flat.as_strided(like.shape, dense.stride())

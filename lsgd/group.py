@@ -1,0 +1,73 @@
+"""The Group: the few verbs with which members of a generation exchange tensors.
+
+Algorithms know this protocol and nothing else of the outside. :mod:`lsgd.client.groups` has the real one, on
+torch.distributed; :mod:`lsgd.simulation` has one of threads in a process.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Group(Protocol):
+    """Members that exchange tensors. Every verb is collective, blocks until done, and has a deadline.
+
+    All members call the same verbs in the same order with tensors of the same sizes and dtypes, contiguous and on
+    the group's device. When a verb raises :class:`lsgd.errors.ExchangeError`, what it was to write is undefined
+    and the group is of no more use.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Rank of this member in the group, 0 to ``size - 1``."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        ...
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Members of each node, in rank order; ranks of a node are consecutive."""
+        ...
+
+    @property
+    def node(self) -> "Group":
+        """The members on this member's node."""
+        ...
+
+    @property
+    def across(self) -> "Group | None":
+        """The first member of each node, in order of nodes; None for a member that is not the first of its node."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by the sum over all members, with the same bits on all."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace ``tensor`` by that of the member ``source``, whose own is not changed."""
+        ...
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Write each member's ``tensor`` to ``outputs[rank]``; sizes may differ between members.
+
+        ``outputs[own rank]`` may be ``tensor``.
+        """
+        ...
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Send ``inputs[r]`` to each member ``r``, and write what it sends to ``outputs[r]``; sizes may differ.
+
+        ``outputs[own rank]`` may be ``inputs[own rank]``.
+        """
+        ...
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Send ``sends[r]`` to each ``r`` and write what each ``r`` sends to ``receives[r]``.
+
+        Unlike the other verbs it binds only those named: members without partners need not call it.
+        """
+        ...

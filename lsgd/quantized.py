@@ -1,0 +1,198 @@
+"""The two-round all-reduce in 8 bits (ByteGrad's of Bagua, arXiv 2107.01499), as one collective on a Group."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lsgd.kernels import (
+    Quantized,
+    dequantize,
+    dequantize_add,
+    dequantize_reduce,
+    dequantize_reduce_quantize,
+    quantize,
+)
+from lsgd.kernels.dispatch import Reduction, Rounding
+from lsgd.kernels.layout import Layout
+
+
+def seed_of(*parts: object) -> int:
+    """Return a seed of stochastic rounding for what ``parts`` name (run, round, rank, stage, tensor): 64 bits.
+
+    Errors of members, rounds and tensors average out only if each has a seed of its own.
+    """
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def rounding_of(setting: str) -> Rounding:
+    """Return the rounding that a setting names."""
+    return "stochastic" if setting == "stochastic" else "nearest"
+
+
+def decode_into(q: Quantized, out: Tensor) -> None:
+    """Write the decoded vector to ``out``, float64 included."""
+    if out.dtype == torch.float64:
+        out.copy_(dequantize(q))
+    else:
+        dequantize(q, out=out)
+
+
+def add_decoded(q: Quantized, x: Tensor) -> None:
+    """``x ← x + decoded``, with the same bits wherever ``x`` and the payload have the same; float64 included."""
+    if x.dtype == torch.float64:
+        x.add_(dequantize(q))
+    else:
+        dequantize_add(q, x)
+
+
+def chunk_bounds(numel: int, size: int, block: int | None) -> list[int]:
+    """Return where each of ``size`` chunks of a vector begins, and where the last one ends.
+
+    Chunks differ by at most one block, and consist of whole blocks but for the end of the vector.
+    """
+    unit = block or 1
+    blocks = -(-numel // unit)
+    return [min(blocks * rank // size * unit, numel) for rank in range(size + 1)]
+
+
+class Members(Protocol):
+    """What the all-reduce needs of a :class:`lsgd.group.Group`."""
+
+    @property
+    def rank(self) -> int:
+        """As in Group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """As in Group."""
+        ...
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """As in Group; ``tensor`` is ``outputs[rank]``."""
+        ...
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """As in Group; ``inputs[rank]`` is ``outputs[rank]``."""
+        ...
+
+
+class QuantizedAllReduce:
+    """Sum or average of a flat tensor over all members of a group; every member decodes the same bytes.
+
+    1. The tensor is cut into one chunk per member, and each chunk quantized.
+    2. Member i gets everyone's chunk i, decodes and adds them up in float32, and quantizes the result.
+    3. All get all results and decode them.
+
+    A member sends ``2 (n - 1) / n`` bytes per number, and 8 bytes per block and 64 per chunk. NaN and Inf travel
+    as the flag of a payload: the blocks that hold them become NaN on all members alike. A single member keeps its
+    numbers as they are.
+
+    With a residual (error feedback on both rounds, DoubleSqueeze, arXiv 1905.05957, algorithm 1) it is added before,
+    and then holds what this member's rounding lost: of its own numbers in the first round, and of the result for
+    the chunk that it owns in the second.
+
+    Args:
+        group: the members.
+        block: numbers that share one range of codes; None: all of a chunk.
+        rounding: ``nearest`` or ``stochastic``.
+        average: whether to divide by the number of members.
+    """
+
+    def __init__(self, group: Members, *, block: int | None, rounding: str, average: bool = True) -> None:
+        self.group = group
+        self.block = block
+        self.rounding = rounding_of(rounding)
+        self.average = average
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], _Buffers] = {}
+
+    def __call__(
+        self, x: Tensor, out: Tensor, seed: tuple[object, ...], residual: Tensor | None = None
+    ) -> Tensor:
+        """Write the sum or mean of all members' ``x`` to ``out``.
+
+        Args:
+            x: contiguous, one dimension, float32, float16, bfloat16 or float64 (which is rounded to float32); the
+                same size and dtype on all members. Not changed, unless it is ``out``.
+            out: like ``x``, of any of these dtypes; may be ``x``.
+            seed: what the rounding's seed is made from, besides rank, stage and chunk.
+            residual: float32, like ``x``; changed.
+
+        Returns:
+            int32, shape (1,): not zero if some member's ``x`` held NaN or Inf; equal on all members of two or more.
+
+        Raises:
+            ExchangeError: it failed on the wire; ``out`` and ``residual`` are undefined.
+        """
+        if residual is not None:
+            x = residual.add_(x)
+        elif x.dtype == torch.float64:
+            x = x.to(torch.float32)
+        if self.group.size == 1:
+            out.copy_(x)
+            if residual is not None:
+                residual.zero_()
+            return torch.zeros(1, dtype=torch.int32, device=x.device)
+        buffers = self._buffers_for(x)
+        bounds, me = buffers.bounds, self.group.rank
+        for rank, payload in enumerate(buffers.sent):
+            chunk = x[bounds[rank] : bounds[rank + 1]]
+            key = seed_of(*seed, me, 0, rank)
+            q = quantize(chunk, block=self.block, rounding=self.rounding, seed=key, out=payload)
+            if residual is not None:
+                dequantize_add(q, chunk, alpha=-1.0)
+
+        self.group.all_to_all(buffers.received, buffers.sent)
+        parts = [Quantized.from_payload(payload, layout=buffers.chunk) for payload in buffers.received]
+        self._reduce(parts, buffers, seed_of(*seed, me, 1), residual)
+
+        self.group.all_gather(buffers.gathered, buffers.gathered[me])
+        results = [
+            Quantized.from_payload(payload, layout=layout)
+            for payload, layout in zip(buffers.gathered, buffers.results, strict=True)
+        ]
+        for rank, q in enumerate(results):
+            decode_into(q, out[bounds[rank] : bounds[rank + 1]])
+        return torch.stack([q.flags for q in results]).amax(0)
+
+    def _reduce(
+        self, parts: Sequence[Quantized], buffers: "_Buffers", seed: int, residual: Tensor | None
+    ) -> None:
+        """Write the payload of this member's chunk of the result, and note what its rounding lost."""
+        me = self.group.rank
+        op: Reduction = "mean" if self.average else "sum"
+        payload = buffers.gathered[me]
+        if residual is None:
+            dequantize_reduce_quantize(
+                parts, op=op, block=self.block, rounding=self.rounding, seed=seed, out=payload
+            )
+            return
+        result = dequantize_reduce(parts, op=op)
+        q = quantize(result, block=self.block, rounding=self.rounding, seed=seed, out=payload)
+        own = residual[buffers.bounds[me] : buffers.bounds[me + 1]]
+        # It comes back as one member's contribution: in a mean, it then counts one n-th.
+        own.add_(dequantize_add(q, result, alpha=-1.0), alpha=self.group.size if self.average else 1)
+
+    def _buffers_for(self, x: Tensor) -> "_Buffers":
+        key = (x.numel(), x.dtype, x.device)
+        if key not in self._buffers:
+            self._buffers[key] = _Buffers(x, self.group, self.block)
+        return self._buffers[key]
+
+
+class _Buffers:
+    """Payloads of one all-reduce for tensors like ``x``, and how they are to be read."""
+
+    def __init__(self, x: Tensor, group: Members, block: int | None) -> None:
+        self.bounds = chunk_bounds(x.numel(), group.size, block)
+        sizes = [self.bounds[rank + 1] - self.bounds[rank] for rank in range(group.size)]
+        layouts = [Layout(size, block, x.dtype) for size in sizes]
+        self.results = [Layout(size, block, torch.float32) for size in sizes]
+        self.chunk = layouts[group.rank]
+        self.sent = [layout.empty(device=x.device) for layout in layouts]
+        self.received = [self.chunk.empty(device=x.device) for _ in sizes]
+        self.received[group.rank] = self.sent[group.rank]
+        self.gathered = [layout.empty(device=x.device) for layout in self.results]

@@ -1,0 +1,71 @@
+"""Who stands where: ranks, nodes and (for decentralized methods) neighbors."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def node_index(rank: int, node_sizes: Sequence[int]) -> int:
+    """Return the index of the node that ``rank`` is on; ranks of a node are consecutive."""
+    return next(i for i, end in enumerate(accumulate(node_sizes)) if rank < end)
+
+
+def first_ranks(node_sizes: Sequence[int]) -> list[int]:
+    """Return the rank of the first member of each node."""
+    return [0, *accumulate(node_sizes)][: len(node_sizes)]
+
+
+def node_ranks(rank: int, node_sizes: Sequence[int]) -> range:
+    """Return the ranks of all members on the node of ``rank``."""
+    index = node_index(rank, node_sizes)
+    first = first_ranks(node_sizes)[index]
+    return range(first, first + node_sizes[index])
+
+
+def shift_one_peer(rank: int, size: int, exchanges: int) -> int | None:
+    """Return the peer of ``rank`` in the exchange number ``exchanges`` (from 0), None for whoever has a bye.
+
+    The lower half meets the upper half, each time shifted by one (Bagua's ``shift_one``). Where ``size`` is odd,
+    rank ``exchanges mod size`` stays alone, so that everyone does in turn, and the others are renumbered.
+    """
+    if size % 2:
+        bye = exchanges % size
+        if rank == bye:
+            return None
+        peer = _shift_one(rank - (rank > bye), (size - 1) // 2, exchanges)
+        return peer + (peer >= bye)
+    return _shift_one(rank, size // 2, exchanges)
+
+
+def _shift_one(rank: int, half: int, shift: int) -> int:
+    return (shift + rank) % half + half if rank < half else (rank - half - shift) % half
+
+
+def ring(size: int) -> list[tuple[int, ...]]:
+    """Return the neighbors of each rank in a ring: those before and after it, once if they are the same."""
+    return [tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank})) for rank in range(size)]
+
+
+def complete(size: int) -> list[tuple[int, ...]]:
+    """Return the neighbors of each rank where everyone is everyone's neighbor."""
+    return [tuple(other for other in range(size) if other != rank) for rank in range(size)]
+
+
+def mixing_matrix(neighbors: Sequence[Sequence[int]], workers: Sequence[int]) -> list[list[float]]:
+    """Return Metropolis weights W for a connected graph of nodes: row r has the weights of what r averages.
+
+    Rows add up to 1, and ``workers[r] W[r][s] = workers[s] W[s][r]``, so that averaging with W keeps the mean over
+    all workers; with as many workers everywhere, W is symmetric and doubly stochastic. A weight between neighbors is
+    ``min(workers) / ((1 + max(degrees)) workers[r])``: 1/3 in a ring, 1/2 between two.
+
+    Args:
+        neighbors: neighbors of each node.
+        workers: workers on each node.
+    """
+    size = len(neighbors)
+    matrix = [[0.0] * size for _ in range(size)]
+    for r, others in enumerate(neighbors):
+        for s in others:
+            degree = max(len(others), len(neighbors[s]))
+            matrix[r][s] = min(workers[r], workers[s]) / ((1 + degree) * workers[r])
+        matrix[r][r] = 1.0 - sum(matrix[r])
+    return matrix

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Checks everything: style, types, tests, and their coverage. The first call makes .venv.
+# Arguments go to pytest, and only pytest runs then:   bash scripts/test.sh tests/client -k launch
+set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+use_environment dev examples
+cd -- "$root"
+
+if (($#)); then
+    exec "$python" -m pytest "$@"
+fi
+"$python" -m ruff check
+"$python" -m ruff format --check
+"$python" -m mypy
+# What decides for everybody is tested to the last branch; the rest runs without being traced, which takes time.
+decides=(tests/server tests/lsgd/test_messages.py tests/lsgd/test_plan.py tests/lsgd/test_settings.py)
+"$python" -m pytest "${decides[@]}" --cov --cov-report=
+for module in server/{admission,coordinator,history,members,rounds,scheduler,wording} lsgd/{messages,plan}; do
+    "$python" -m coverage report --fail-under=100 --show-missing --include="*/$module.py"
+done
+"$python" -m pytest "${decides[@]/#/--ignore=}" --durations=30

@@ -1,0 +1,1 @@
+"""The servers: the coordinator, and the global and local daemons around it."""

@@ -1,0 +1,479 @@
+"""How iterations and rounds are given out: tokens, held requests, elections, failures, the end.
+
+The numbered rules are at the top of :mod:`lsgd.server.coordinator`; those that this file keeps are 1 to 7 and 10.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from lsgd.messages import Downward, Generation, GenerationOver, Go, Request, Round, Stop, Waiting
+from lsgd.plan import Plan
+from lsgd.server import wording
+from lsgd.server.course import Course
+from lsgd.server.history import MAX_ELECTIONS, Election, election, line
+from lsgd.server.members import Group, Member, OpenRound, Phase, Roster, by_place
+from lsgd.server.rounds import compose
+from lsgd.settings import changed
+
+MAX_FAILED_ROUNDS = 10
+"""So many failed rounds without a completed global one between them end the run."""
+
+LENGTH_SETTINGS = ("iterations", "seconds")
+"""Settings of the run that can be changed while it goes on."""
+
+WAIT_WORDS_S = 0.2
+"""For how long the sentence that says what is waited for is kept."""
+
+
+@dataclass
+class Decision:
+    """What to do now: answers by (worker, incarnation), in order, and lines for people."""
+
+    answers: list[tuple[str, int, Downward]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Scheduler:
+    """Grants iterations to the members of a run and orders their rounds.
+
+    Who is a member is decided elsewhere (:class:`lsgd.server.coordinator.Coordinator`), which moves members in and
+    out of :attr:`roster`; what a message or a member's end means for tokens and rounds is decided here.
+
+    Args:
+        plan: the settings.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.course = Course(plan.phases)
+        self.roster = Roster()
+        self.members = self.roster.members
+        self.tokens = 0.0
+        self.count = 0
+        self.open: dict[int, OpenRound] = {}
+        self.rounds = {"local": 0, "global": 0}
+        self.elections: deque[Election] = deque(maxlen=MAX_ELECTIONS)
+        self.broken = ""  # why the generation is over; empty while it lasts
+        self.started_at: float | None = None  # of the first round
+        self.stopping = ""  # why the run ends; empty while it goes on
+        self.final = False  # the round that makes the consensus has been ordered
+        self.closed = False  # whoever still asks is told to leave
+        self.over = False
+        self.unheard = (
+            0  # iterations that may have been made and not heard of when the server was started again
+        )
+        self.changes = 0  # counts what a journal has to keep before the answers leave
+        self._now = 0.0
+        self._moved_at = 0.0  # when a member last asked, or completed a round
+        self._fresh = False  # no round of the generation has been ordered yet
+        self._released = False  # tokens or members came back: held requests may find something now
+        self.failures = 0  # failed rounds since the last completed global one
+        self._saved_at = 0  # global rounds before the last one that was completed with a checkpoint
+        self._final_due_at: float | None = None
+        self._closed_at = math.inf
+        self._wait: tuple[float, str] = (-math.inf, "")
+        self._out = Decision()
+
+    @property
+    def generation(self) -> Generation | None:
+        """The current generation, or the last one."""
+        return self.roster.generation
+
+    @property
+    def groups(self) -> dict[int, Group]:
+        """The generation's groups by node."""
+        return self.roster.groups
+
+    def stop(self, reason: str) -> None:
+        """End the run: withdraw what is not granted; the consensus round follows when all live members are held.
+
+        Takes effect with the next message or tick.
+        """
+        if not self.stopping:
+            self.stopping = reason
+            self.changes += 1
+            self.tokens = 0.0
+            self._out.notes.append(f"stopping: {reason}")
+
+    def change(self, name: str, text: str) -> None:
+        """Change a numeric setting: the run's length at once, the algorithm's from the next global round on.
+
+        Raises:
+            ConfigError: there is no such setting, it cannot be changed in a run, or the value is wrong.
+        """
+        if name in LENGTH_SETTINGS:
+            self.plan = replace(self.plan, run=changed(self.plan.run, name, text))
+            granted = sum(m.granted for m in self.members.values())
+            left = (self.plan.run.iterations or math.inf) - self.count - granted
+            self.tokens = max(0.0, min(self.tokens, left))
+        else:
+            self.course.change(name, text)
+        self.changes += 1
+        self._out.notes.append(f"{name} is to be {text}")
+
+    def progress(self, now: float) -> float:
+        """Return the share of the run that is made, 0 to 1; 0 for one without an end."""
+        run = self.plan.run
+        elapsed_s = 0.0 if self.started_at is None else now - self.started_at
+        by_count = self.count / run.iterations if run.iterations else 0.0
+        by_time = elapsed_s / run.seconds if run.seconds else 0.0
+        return min(1.0, max(by_count, by_time))
+
+    def waits_for(self, now: float) -> str:
+        """Return in words what the held requests wait for."""
+        if now - self._wait[0] > WAIT_WORDS_S:
+            self._wait = (now, self._describe_wait(now))
+        return self._wait[1]
+
+    def _describe_wait(self, now: float) -> str:
+        if self.closed:
+            return f"the run is over: {self.stopping}"
+        if self.generation is None:
+            return wording.start_waits(self.members.values(), self.plan.run.workers)
+        if self.final:
+            return wording.consensus_waits(self.members.values())
+        return (
+            wording.round_waits(self.members.values(), sorted(self.open), now)
+            or f"nobody waits; {self._joined()}"
+        )
+
+    # -- requests and tokens -----------------------------------------------------------------------------------
+
+    def _request(self, member: Member, request: Request) -> None:
+        if request.seq < max(member.seq, 1):
+            return
+        if request.seq == member.seq and not self._takes_back(member, request.dropped):
+            self._count(member, request.done, granted=0)  # made on its own, when nobody answered
+            self._repeat(member)
+            return
+        self._report(member, request.done)
+        self._committed(member, request.committed)
+        self._left_round(member, "it passed the round over")
+        member.seq, member.answer, member.loss = request.seq, None, request.loss
+        member.held_at = self._moved_at = self._now
+        if member.phase in (Phase.PAUSED, Phase.LATE):
+            self._released = True
+            self.changes += 1
+        self.roster.move(member, Phase.HELD)
+        if self.closed or member.leaving:
+            self._dismiss(member)
+        elif not self._grant(member) and (group := self.roster.group_of(member)):
+            self._start_local(group)
+
+    def _takes_back(self, member: Member, dropped: int) -> bool:
+        """Whether a member that asks again has dropped the round of its answer, and so needs another answer.
+
+        Only the member knows: it may have completed a round that failed for others, and then used its grant.
+        """
+        answer = member.answer
+        if answer is None or answer.round is None or answer.round.id != dropped:
+            return False
+        self._left_round(member, "it could not complete it")
+        member.granted = 0
+        return True
+
+    def _repeat(self, member: Member) -> None:
+        """Answer the same request again."""
+        answer = member.answer
+        if answer is None:
+            self._answer(member, Waiting(member.seq, self.waits_for(self._now)))
+            return
+        if answer.round is not None and member.round is None and member.committed < answer.round.id:
+            self._answer(member, GenerationOver(answer.round.generation.number, "its round failed"))
+        self._answer(member, answer)
+
+    def _grant(self, member: Member) -> bool:
+        """Answer a held request with an iteration and no round, if both queues have a token."""
+        if self.course.schedule.lockstep:  # every iteration is a round: a grant that came back is no token
+            return False
+        group = self.roster.group_of(member)
+        if group is None or not member.synced or self.tokens < 1 or group.tokens < 1:
+            return False
+        self.tokens -= 1
+        group.tokens -= 1
+        self._go(member, None, "the run and the group have a token left")
+        return True
+
+    def _go(self, member: Member, round: Round | None, reason: str) -> None:
+        member.granted = 1
+        self._reply(member, Go(member.seq, round, self.progress(self._now), reason), Phase.BUSY)
+
+    def _dismiss(self, member: Member) -> None:
+        """Answer a held request with the end."""
+        self._reply(member, Stop(member.seq, None, member.leaving or self.stopping), Phase.ENDED)
+
+    def _report(self, member: Member, done: int) -> None:
+        """Count what a member has done; a grant that it has not used goes back."""
+        used = self._count(member, done, member.granted)
+        if member.granted and not used and not self.stopping:
+            self._give_back(member)
+        member.granted = 0
+
+    def _count(self, member: Member, done: int, granted: int) -> int:
+        """Count what a member has done, and return it; what was not granted to it is taken from the run's queue."""
+        used = max(0, done - member.done)
+        self.count += used
+        member.done += used
+        self.tokens = max(0.0, self.tokens - max(0, used - granted))
+        return used
+
+    def _give_back(self, member: Member) -> None:
+        """Put the token of a grant that a member has not used back into the queues."""
+        if group := self.roster.group_of(member):
+            self.tokens += 1
+            group.tokens += 1
+            self._released = True
+        # else it was left out, and the next global round counts what is left anew
+
+    # -- rounds ------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Start the rounds that are due, and notice the end."""
+        if self._released:
+            self._released = False
+            self._serve_held()
+        if self.stopping and self.generation is None and not self.closed:
+            self._close()
+        if self.stopping and not self.members:
+            self.over = True
+        live = self.roster.live
+        if self.final or not live or self.roster.held < live:
+            return
+        if self.generation is not None or live >= self.plan.run.workers:
+            self._start_global()
+
+    def _serve_held(self) -> bool:
+        """Grant held requests what is in the queues and start the local rounds that can; return whether any went."""
+        granted = [self._grant(member) for member in self._held()]
+        started = [self._start_local(group) for group in self.groups.values()]
+        return any(granted) or any(started)
+
+    def _start_local(self, group: Group) -> bool:
+        size = len(group.members)
+        if group.held < size or group.tokens >= 1 or self.tokens < size or self.broken or self.roster.absent:
+            return False
+        self.tokens -= size
+        group.tokens = (self.course.schedule.local_period - 1) * size
+        self._order("local", group.members, [group])
+        return True
+
+    def _start_global(self) -> None:
+        limit = self.plan.run.iterations or math.inf
+        if self.generation is None:  # the checkpoint of the most iterations is the one to go on from
+            self.count = max(0, *(m.join.resumed for m in self.members.values() if m.live))
+        late = [m for m in self.members.values() if m.granted]  # left out: nobody is busy now
+        given = self.count + sum(m.granted for m in late)
+        if given >= limit:
+            self.stop(wording.all_made(self.count, limit, late, resumed=self.generation is None))
+        if self._awaits_paused():
+            return
+        members = sorted((m for m in self.members.values() if m.live), key=by_place)
+        if self.stopping:
+            self._start_final(members)
+            return
+        if self.course.take_up(given, len(members)):
+            self._fresh = True
+            self._out.notes.append(
+                wording.phase(self.course.number + 1, self.course.algorithm.name, self.count)
+            )
+        schedule = self.course.schedule
+        left = min(limit, self.course.end) - given
+        if left < len(members) and schedule.lockstep:
+            self.stop(
+                f"{self.count} of {limit:.0f} iterations are made, too few are left for one of each worker"
+            )
+            self._start_global()
+            return
+        if left < len(members):
+            if self._grant_rest(left):
+                return
+            # Nobody has the run's model, or a checkpoint has it: as many members as there are iterations go on from it.
+            members.sort(key=lambda m: (m.join.resumed != self.count, m.place))
+            members = sorted(members[: int(left)], key=by_place)
+        self._begin_generation(members)
+        size = len(members)
+        self.tokens = min(schedule.period * size, left) - size
+        local_rounds = len(self.groups) > 1 and schedule.local_period < schedule.period
+        for group in self.groups.values():
+            group.tokens = (schedule.local_period - 1) * len(group.members) if local_rounds else math.inf
+        self._order("global", members, self.groups.values())
+
+    def _awaits_paused(self) -> bool:
+        """Whether a global round has to wait for a worker that paused."""
+        if self.stopping:
+            self._final_due_at = self._final_due_at if self._final_due_at is not None else self._now
+            wait_s = self.plan.run.patience_s or math.inf
+            return self.roster.paused > 0 and self._now < self._final_due_at + wait_s
+        # Newcomers alone would begin anew, and what the others have learnt would be overwritten.
+        return (
+            self.roster.paused > 0
+            and not any(m.committed for m in self.members.values() if m.live)
+            and any(m.committed for m in self.members.values() if m.phase is Phase.PAUSED)
+        )
+
+    def _grant_rest(self, left: float) -> bool:
+        """Grant the last iterations, fewer than there are members, without a round."""
+        self.tokens = left
+        for group in self.groups.values():
+            group.tokens = math.inf
+        return self._serve_held()
+
+    def _start_final(self, members: list[Member]) -> None:
+        if self.failures >= MAX_FAILED_ROUNDS:
+            self._close()
+            return
+        self.final = True
+        self._begin_generation(members)
+        self._order("global", members, self.groups.values())
+
+    def _begin_generation(self, members: list[Member]) -> None:
+        """Make ``members`` the generation, unless they are."""
+        names = tuple(m.worker for m in members)
+        if self.generation is not None and not self.broken and self.generation.members == names:
+            return
+        if self.generation is None and self.count:
+            for member in members:
+                member.synced = member.join.resumed == self.count
+            self._out.notes.append(wording.resumed(self.count, members))
+        generation = self.roster.begin_generation(members)
+        if generation.number > 1 and not any(m.synced for m in members):
+            self._out.notes.append("nobody who has completed the last global round is left")
+        self._out.notes.append(
+            wording.generation(
+                generation.number, len(names), len(self.groups), generation.backend, self.broken
+            )
+        )
+        self.broken, self._fresh = "", True
+
+    def _order(self, scope: str, members: list[Member], groups: Iterable[Group]) -> None:
+        """Order a round of ``members``, all of them held, and answer them."""
+        assert self.generation is not None
+        assert scope == "local" or not self.open
+        exchanges, every = self.rounds["global"], self.plan.run.checkpoint_every
+        due = scope == "global" and every > 0 and exchanges - self._saved_at >= every
+        if self.started_at is None:
+            self.started_at = self._now
+        round, leader = compose(
+            self.generation,
+            members,
+            groups,
+            id=self.rounds["local"] + self.rounds["global"] + 1,
+            scope=scope,
+            exchanges=exchanges,
+            copies=self.course.schedule.identical and self._fresh,
+            final=self.final,
+            algorithm=self.course.to_json(),
+            count=self.count,
+            checkpoint=due or self.final,
+        )
+        self._fresh = False
+        self.changes += 1
+        self.rounds[scope] += 1
+        self.open[round.id] = opened = OpenRound(round, set(members))
+        leader.times_leader += 1
+        self._record(round, leader, members)
+        if scope == "global":
+            self.unheard = 0  # all others have said what they made
+            for member in self.members.values():
+                member.synced &= member.rank >= 0
+        reason = wording.start_of(round, members[0].join, len(members))
+        for member in members:
+            member.round = opened
+            if round.final:
+                self._reply(member, Stop(member.seq, round, self.stopping), Phase.BUSY)
+            else:
+                self._go(member, round, reason)
+
+    def _record(self, round: Round, leader: Member, members: list[Member]) -> None:
+        assert self.started_at is not None
+        entry = election(round, leader, members, self.count, self._now - self.started_at)
+        self.elections.append(entry)
+        if (
+            round.final or not self.course.schedule.lockstep
+        ):  # where every iteration is a round, no line for each
+            self._out.notes.append(line(entry, final=round.final))
+
+    def _committed(self, member: Member, round_id: int) -> None:
+        """Note that a member has completed a round."""
+        member.committed = max(member.committed, round_id)
+        opened = member.round
+        if opened is None or opened.round.id != round_id:
+            return
+        member.round, member.met = None, opened.round.generation.number
+        opened.waiting.remove(member)
+        self._moved_at = self._now
+        member.synced |= opened.round.scope == "global"
+        if opened.round.final:
+            self.roster.move(member, Phase.ENDED)
+        if opened.waiting:
+            return
+        del self.open[round_id]
+        self.changes += 1
+        if opened.round.scope == "global":
+            self.failures = 0
+        if opened.round.checkpoint:
+            self._saved_at = opened.round.exchanges
+        if opened.round.final:
+            self._close()
+
+    def _dropped(self, member: Member, round_id: int, error: str) -> None:
+        """Note that a member could not complete a round."""
+        if member.round is not None and member.round.round.id == round_id:
+            self._fail(member.round, f"{member.worker}: {error}")
+
+    def _left_round(self, member: Member, reason: str) -> None:
+        """Note that a member will not complete the round that it is in, if it is in one."""
+        if member.round is not None:
+            self._fail(member.round, f"{member.worker}: {reason}")
+
+    def _fail(self, opened: OpenRound, reason: str) -> None:
+        """End a round that somebody could not complete: whoever has not completed it drops it and asks again."""
+        del self.open[opened.round.id]
+        self.changes += 1
+        self._out.notes.append(f"round {opened.round.id} failed: {reason}")
+        for member in opened.waiting:
+            member.round = None
+        self.tokens = 0.0
+        self.final &= not opened.round.final
+        if not self.broken:
+            self.failures += 1
+        self._end_generation(reason)
+        if self.failures >= MAX_FAILED_ROUNDS:
+            self.stop(f"{self.failures} rounds in a row failed, the last because {reason}")
+
+    def _end_generation(self, reason: str) -> None:
+        if self.generation is None or self.broken:
+            return
+        self.broken = reason
+        for member in self.members.values():
+            if member.rank >= 0 and member.phase is not Phase.ENDED:
+                self._answer(member, GenerationOver(self.generation.number, reason))
+
+    def _close(self) -> None:
+        """Tell whoever asks to leave, from now on."""
+        self.closed, self._closed_at = True, self._now
+        self.changes += 1
+        for member in self._held():
+            self._dismiss(member)
+
+    def _held(self) -> list[Member]:
+        return [m for m in self.members.values() if m.held]
+
+    # -- answers and words -------------------------------------------------------------------------------------
+
+    def _reply(self, member: Member, answer: Go | Stop, phase: Phase) -> None:
+        """Answer a held request; the same request gets the same answer from now on."""
+        member.answer = answer
+        self.roster.move(member, phase)
+        self._answer(member, answer)
+
+    def _answer(self, member: Member, message: Downward) -> None:
+        self._answer_to(member.worker, member.join.incarnation, message)
+
+    def _answer_to(self, worker: str, incarnation: int, message: Downward) -> None:
+        self._out.answers.append((worker, incarnation, message))
+
+    def _joined(self) -> str:
+        return wording.joined(len(self.members), self.plan.run.workers, started=self.generation is not None)

@@ -1,0 +1,126 @@
+"""Members of a generation as threads of one process: real channels, real Gloo, and the server's own rendezvous."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from lsgd.client.channel import Channel
+from lsgd.client.identity import Identity, versions
+from lsgd.client.joining import Membership
+from lsgd.messages import (
+    PROTOCOL,
+    Generation,
+    GenerationOver,
+    Get,
+    Join,
+    Message,
+    Put,
+    Welcome,
+    decode,
+    encode,
+)
+from lsgd.plan import Plan
+from lsgd.server.rendezvous import Rendezvous
+from lsgd.sockets import Listener, Poller, Wakeup
+
+
+def generation(*node_sizes: int, number: int = 1) -> Generation:
+    names = tuple(f"node{i}/worker{j}" for i, size in enumerate(node_sizes) for j in range(size))
+    return Generation(number, names, node_sizes, "gloo")
+
+
+class Switchboard:
+    """Stands where the servers are, for what process groups need of them.
+
+    Args:
+        folder: for its socket.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._listener = Listener(f"ipc://{folder}/s")
+        self.address = self._listener.address
+        self._wakeup = Wakeup()
+        self._rendezvous = Rendezvous()
+        self._peers: dict[str, bytes] = {}
+        self._outbox: list[Message] = []
+        self._closing = False
+        self._channels: list[Channel] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._closing = True
+        self._wakeup.set()
+        self._thread.join()
+        self._listener.close()
+        self._wakeup.close()
+
+    def push(self, message: Message) -> None:
+        """Send a message to all members."""
+        self._outbox.append(message)
+        self._wakeup.set()
+
+    def end(self, generation: int, reason: str) -> None:
+        """Tell all members that a generation is over."""
+        self.push(GenerationOver(generation, reason))
+
+    def member(self, name: str, plan: Plan | None = None) -> Membership:
+        """Return the membership of a worker on this machine."""
+        incarnation = len(self._channels) + 1
+        channel = Channel(self.address, incarnation, silence_s=20.0)
+        self._channels.append(channel)
+        identity = Identity(0, incarnation, self.address, None)
+        join = Join(
+            PROTOCOL, name, incarnation, int(name[4]), int(name[-1]), versions(), "m", "m", "", "127.0.0.1"
+        )
+        plan = plan or Plan()
+        welcome = Welcome("run", plan.to_json(), 0, 1, ())
+        return Membership(identity, torch.device("cpu"), channel, join, welcome, plan)
+
+    def _serve(self) -> None:
+        poller = Poller(self._listener, self._wakeup)
+        while not self._closing:
+            poller.wait(1.0)
+            self._wakeup.clear()
+            while self._outbox:
+                message = self._outbox.pop(0)
+                for peer in self._peers.values():
+                    self._listener.send(peer, [encode(message)])
+            for peer, frames in self._listener.receive():
+                for frame in frames:
+                    self._take(peer, decode(frame))
+
+    def _take(self, peer: bytes, message: Any) -> None:
+        self._peers[message.worker] = peer
+        if isinstance(message, Put | Get):
+            self._rendezvous.begin(max(message.generation, self._rendezvous.generation))
+        if isinstance(message, Put):
+            for worker, _, value in self._rendezvous.put(message):
+                self._listener.send(self._peers[worker], [encode(value)])
+        elif isinstance(message, Get) and (value := self._rendezvous.get(message)):
+            self._listener.send(peer, [encode(value)])
+
+
+def together(work: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
+    """Return what ``work(rank)`` returns for each rank, all run at once; an exception counts as a result."""
+
+    def attempt(rank: int) -> Any:
+        try:
+            return work(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(attempt, ranks))

@@ -1,0 +1,188 @@
+"""Rounds on real groups: who takes what from whom, the consensus, and that a failed round changes nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lsgd.client.exchange import Exchanger
+from lsgd.errors import ExchangeError
+from lsgd.flat import FlatParameters
+from lsgd.messages import Round
+from lsgd.plan import Phase, Plan
+from lsgd.settings import LeaderSettings, RunSettings
+
+from ..integration.running import until
+from .bench import Switchboard, generation, together
+
+
+@pytest.fixture
+def switchboard(tmp_path):
+    with Switchboard(tmp_path) as made:
+        yield made
+
+
+class Odd(nn.Module):
+    """Two dtypes, a frozen layer, buffers of numbers and of counts."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.wide = nn.Linear(2, 2, dtype=torch.float64)
+        self.low = nn.Linear(2, 2, dtype=torch.bfloat16)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(2)
+        with torch.no_grad():
+            for x in (*self.parameters(), *self.buffers()):
+                x.fill_(value)
+
+
+class Members:
+    """Workers of one generation after another, each with a model full of its own number (1, 2, ...)."""
+
+    def __init__(self, switchboard: Switchboard, count: int, **run: object) -> None:
+        settings = LeaderSettings(
+            period=4, local_period=4, pull_global=0.5, proximal_global=0.0, proximal_local=0.0
+        )
+        plan = Plan(RunSettings(**{"exchange_timeout_s": 2.0, **run}), (Phase(settings),))
+        self.count = count
+        self.models = [Odd(rank + 1.0) for rank in range(count)]
+        self.optimizers = [torch.optim.SGD(m.linear.parameters(), lr=0.1, momentum=0.9) for m in self.models]
+        self.exchangers = [
+            Exchanger(
+                switchboard.member(f"node0/worker{rank}", plan), FlatParameters(model), model, [optimizer]
+            )
+            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True))
+        ]
+
+    def round(self, id: int = 1, *, number: int = 1, **changes: object) -> Round:
+        made = Round(
+            id=id,
+            generation=generation(self.count, number=number),
+            scope="global",
+            leader=0,
+            leaders=(0,),
+            exchanges=id - 1,
+            new=(),
+            source=0,
+            final=False,
+        )
+        return replace(made, **changes)  # type: ignore[arg-type]
+
+    def run(self, round: Round, *, without: tuple[int, ...] = ()) -> list[object]:
+        ranks = [rank for rank in range(self.count) if rank not in without]
+        return together(lambda rank: self.exchangers[rank].run(round), ranks)
+
+    def values(self, name: str) -> list[float]:
+        return [float(model.state_dict()[name].flatten()[0]) for model in self.models]
+
+
+def test_newcomers_take_everything_from_the_source(switchboard) -> None:
+    members = Members(switchboard, 3)
+    members.run(members.round(new=(0, 2), source=1, leader=1))
+    for name in members.models[0].state_dict():
+        assert members.values(name) == [2.0, 2.0, 2.0], name
+    assert [x[0] for e in members.exchangers for x in e.algorithm.shared_state()] == [2.0] * 9
+
+
+def test_a_global_round_pulls_to_its_leader_and_averages_buffers(switchboard) -> None:
+    members = Members(switchboard, 3)
+    members.run(members.round(leader=1, source=1))
+    for name in ("linear.weight", "wide.bias", "low.weight"):
+        assert members.values(name) == [1.5, 2.0, 2.5], name
+    assert members.values("norm.running_mean") == [2.0] * 3
+    assert members.values("norm.num_batches_tracked") == [1, 2, 3]
+    assert members.values("frozen.weight") == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("keep", [1.0, 2.0]), ("leader", [2.0, 2.0]), ("average", [1.5, 1.5])]
+)
+def test_buffers_are_treated_as_the_plan_says(switchboard, setting, expected) -> None:
+    members = Members(switchboard, 2, buffers=setting)
+    members.run(members.round(leader=1))
+    assert members.values("norm.running_var") == expected
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("average", 2.0), ("leader", 3.0)])
+def test_the_consensus_is_one_model_for_all(switchboard, setting, expected) -> None:
+    members = Members(switchboard, 3, consensus=setting)
+    members.run(members.round(leader=2, final=True))
+    for name in ("linear.weight", "wide.weight", "low.bias", "norm.running_mean"):
+        assert members.values(name) == pytest.approx([expected] * 3, rel=1e-14), name
+    led = [e.leader_model[0][0].item() for e in members.exchangers]
+    assert led == [3.0] * 3
+    # |x - mean| / |mean| is 1/2, 0 and 1/2.
+    assert [e.consensus_distance for e in members.exchangers] == [pytest.approx(1 / 3)] * 3
+
+
+def test_double_precision_stays_double_in_the_consensus(switchboard) -> None:
+    members = Members(switchboard, 2)
+    with torch.no_grad():
+        for model, value in zip(members.models, (1.0, 1.0 + 2**-40), strict=True):
+            model.wide.weight.fill_(value)
+    members.run(members.round(final=True))
+    assert members.values("wide.weight") == [1.0 + 2**-41] * 2
+
+
+def test_a_model_that_is_not_finite_is_left_out_of_the_consensus(switchboard, caplog) -> None:
+    members = Members(switchboard, 3)
+    with torch.no_grad():
+        members.models[1].low.weight[0, 0] = float("nan")
+    members.run(members.round(final=True))
+    assert members.values("linear.weight") == [2.0] * 3
+    assert members.values("low.weight") == [2.0] * 3
+    assert "this worker's model is not finite: it is left out of the average" in caplog.messages
+
+
+def test_a_newcomer_does_not_weigh_in_the_consensus(switchboard) -> None:
+    members = Members(switchboard, 3)
+    members.run(members.round(new=(2,), source=0, final=True))
+    assert members.values("linear.weight") == [1.5] * 3
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_newcomer_takes_the_optimizers_state_if_the_plan_says_so(switchboard, sync) -> None:
+    members = Members(switchboard, 2, sync_optimizer=sync)
+    for model, optimizer in zip(members.models, members.optimizers, strict=True):
+        model.linear(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    members.optimizers[0].state[members.models[0].linear.weight]["momentum_buffer"].fill_(7.0)
+    members.run(members.round(new=(1,)))
+    momentum = members.optimizers[1].state[members.models[1].linear.weight]["momentum_buffer"]
+    assert bool((momentum == 7.0).all()) is sync
+
+
+def test_a_failed_round_changes_nothing_and_the_next_generation_goes_on(switchboard) -> None:
+    members = Members(switchboard, 3)
+    members.run(members.round())
+    before = [{n: x.clone() for n, x in m.state_dict().items()} for m in members.models]
+    leaders = [[x.clone() for x in e.algorithm.shared_state()] for e in members.exchangers]
+
+    errors = members.run(members.round(2, leader=1), without=(2,))
+    assert [type(error) for error in errors] == [ExchangeError] * 2
+    for model, state in zip(members.models, before, strict=True):
+        assert all(torch.equal(x, state[n]) for n, x in model.state_dict().items())
+    for exchanger, state in zip(members.exchangers, leaders, strict=True):
+        pairs = zip(exchanger.algorithm.shared_state(), state, strict=True)
+        assert all(torch.equal(x, y) for x, y in pairs)
+
+    assert members.exchangers[0].generation is None
+    members.exchangers[2].leave()
+    assert not any(isinstance(r, Exception) for r in members.run(members.round(3, number=2, leader=1)))
+
+
+def test_a_round_of_a_generation_that_is_over_is_not_begun(switchboard) -> None:
+    members = Members(switchboard, 2)
+    members.run(members.round())
+    switchboard.end(1, "node0/worker1 left")
+
+    def told() -> list[str]:
+        return [e._membership.channel.generation_over(1) for e in members.exchangers]
+
+    until(lambda: all(told()), "the members hear of it")
+    assert [str(error) for error in members.run(members.round(2))] == [
+        "generation 1 is over: node0/worker1 left"
+    ] * 2

@@ -1,0 +1,226 @@
+"""Process groups over Gloo: every verb, subgroups, and what a missing member does."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from lsgd.client import groups
+from lsgd.client.groups import TorchGroup, form
+from lsgd.errors import ExchangeError
+from lsgd.plan import Plan
+from lsgd.settings import RunSettings
+
+from ..integration.running import until
+from .bench import Switchboard, generation, together
+
+
+@pytest.fixture
+def switchboard(tmp_path):
+    with Switchboard(tmp_path) as made:
+        yield made
+
+
+def run(switchboard, node_sizes, work, *, number=1, missing=(), timeout_s=20.0):
+    """Return what ``work(group)`` returns on every member that is not missing."""
+    members = generation(*node_sizes, number=number)
+    plan = Plan(RunSettings(exchange_timeout_s=timeout_s))
+    ranks = [rank for rank in range(len(members.members)) if rank not in missing]
+    memberships = {rank: switchboard.member(members.members[rank], plan) for rank in ranks}
+
+    def member(rank: int):
+        group = form(members, memberships[rank])
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    return together(member, ranks)
+
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8]
+
+
+def every_verb(group: TorchGroup) -> bool:
+    rank, size = group.rank, group.size
+    for dtype in DTYPES:
+        x = torch.full((5,), rank + 1, dtype=dtype)
+        group.all_reduce(x)
+        assert x.tolist() == [size * (size + 1) / 2] * 5
+        for source in range(size):
+            x = torch.full((5,), rank, dtype=dtype)
+            group.broadcast(x, source)
+            assert x.tolist() == [source] * 5
+        # Sizes differ, one of them is large enough for several pieces, and one is empty.
+        lengths = [0 if r == 1 else 100_003 if r == 0 else 7 * r for r in range(size)]
+        outputs = [torch.empty(n, dtype=dtype) for n in lengths]
+        group.all_gather(outputs, torch.full((lengths[rank],), rank, dtype=dtype))
+        assert all(bool((x == r).all()) for r, x in enumerate(outputs))
+        inputs = [torch.full((3 + r,), 10 * rank + r, dtype=dtype) for r in range(size)]
+        outputs = [torch.empty(3 + rank, dtype=dtype) for _ in range(size)]
+        group.all_to_all(outputs, inputs)
+        assert all(x.tolist() == [10 * r + rank] * (3 + rank) for r, x in enumerate(outputs))
+    if size > 1 and rank < 2:  # only those named take part
+        received = torch.empty(4)
+        group.exchange({1 - rank: torch.full((4,), float(rank))}, {1 - rank: received})
+        assert received.tolist() == [1.0 - rank] * 4
+    return True
+
+
+@pytest.mark.parametrize("node_sizes", [(1,), (2,), (2, 1), (3, 1, 1)])
+def test_every_verb_on_the_world_and_its_subgroups(switchboard, node_sizes) -> None:
+    firsts = [sum(node_sizes[:i]) for i in range(len(node_sizes))]
+
+    def work(group: TorchGroup) -> bool:
+        assert (group.size, group.node_sizes) == (sum(node_sizes), node_sizes)
+        assert every_verb(group)
+        node = next(i for i in reversed(range(len(firsts))) if firsts[i] <= group.rank)
+        assert (group.node.rank, group.node.size) == (group.rank - firsts[node], node_sizes[node])
+        assert group.node.node_sizes == (node_sizes[node],)
+        assert every_verb(group.node)
+        if group.rank in firsts:
+            assert group.across is not None
+            assert (group.across.rank, group.across.size) == (node, len(node_sizes))
+            assert every_verb(group.across)
+        else:
+            assert group.across is None
+        return True
+
+    assert run(switchboard, node_sizes, work) == [True] * sum(node_sizes)
+
+
+def test_a_subset_in_an_order_of_its_own(switchboard) -> None:
+    def work(group: TorchGroup) -> float:
+        x = torch.tensor([float(group.rank)])
+        if group.rank != 1:
+            group.subset("some", [2, 0]).broadcast(x, 0)
+        return x.item()
+
+    assert run(switchboard, (2, 1), work) == [2.0, 1.0, 2.0]
+
+
+def test_each_generation_has_groups_of_its_own(switchboard) -> None:
+    for number in (1, 2, 5):
+        assert run(switchboard, (2,), every_verb, number=number) == [True, True]
+
+
+def test_a_member_that_never_comes_ends_the_others_in_time(switchboard) -> None:
+    started_at = time.monotonic()
+    errors = run(switchboard, (2, 1), lambda g: g.all_reduce(torch.ones(1)), missing=[2], timeout_s=1.0)
+    assert [type(error) for error in errors] == [ExchangeError] * 2
+    assert time.monotonic() - started_at < 10
+
+
+def test_a_member_that_goes_frees_its_neighbours_at_once(switchboard) -> None:
+    def work(group: TorchGroup):
+        group.all_reduce(torch.ones(1))
+        if group.rank == 0:
+            return None
+        started_at = time.monotonic()
+        with pytest.raises(ExchangeError, match="all_reduce failed after"):
+            group.all_reduce(torch.ones(1))
+        return time.monotonic() - started_at < 5
+
+    assert run(switchboard, (2,), work) == [None, True]
+
+
+def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(switchboard) -> None:
+    over = threading.Event()
+
+    def work(group: TorchGroup):
+        group.all_reduce(torch.ones(1))
+        if group.rank == 1:
+            over.wait(20)
+            return None
+        try:
+            group.broadcast(torch.ones(1), 1)
+        except ExchangeError as error:
+            return str(error)
+        finally:
+            over.set()
+
+    told, _ = run(switchboard, (1, 1), work, timeout_s=1.0)
+    assert told.startswith("broadcast from node1/worker0 failed after 1.")
+
+
+def test_a_cut_frees_who_waits_for_a_silent_peer(switchboard) -> None:
+    """Long before the deadline, and without the peer's doing anything."""
+    waiting, freed = threading.Event(), threading.Event()
+
+    def work(group: TorchGroup) -> float:
+        group.all_reduce(torch.ones(3))
+        if group.rank == 1:
+            assert freed.wait(30)
+            return 0.0
+        threading.Timer(0.5, group.cut).start()
+        waiting.set()
+        started_at = time.monotonic()
+        with pytest.raises(ExchangeError, match="all_reduce failed"):
+            group.all_reduce(torch.ones(3))
+        freed.set()
+        return time.monotonic() - started_at
+
+    waited_s, _ = run(switchboard, (2,), work, timeout_s=60.0)
+    assert waiting.is_set() and 0.4 < waited_s < 20
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_cut_frees_who_waits_for_a_member_that_does_not_connect(switchboard, monkeypatch, silent) -> None:
+    """A member that dies when it has published its address leaves the other side of Gloo nothing to notice."""
+    freed = threading.Event()
+    get = groups.ServerStore.get
+
+    def get_or_hang(store, key):
+        if store._identity[0] == f"node0/worker{silent}":
+            assert freed.wait(30)
+            raise ExchangeError("it dies")
+        return get(store, key)
+
+    monkeypatch.setattr(groups.ServerStore, "get", get_or_hang)
+
+    def work(group: TorchGroup) -> float:
+        if group.rank != silent:
+            threading.Timer(0.5, group.cut).start()
+        started_at = time.monotonic()
+        with pytest.raises(
+            ExchangeError, match="all_reduce failed after" if group.rank != silent else "it dies"
+        ):
+            group.all_reduce(torch.ones(3))
+        freed.set()
+        return time.monotonic() - started_at
+
+    assert (
+        max(run(switchboard, (2,), work, timeout_s=1.0)) < 4.0
+    )  # Gloo's deadline to connect is five times that
+    until(
+        lambda: all(t.name != "lsgd-build" for t in threading.enumerate()), "what was left to itself ends too"
+    )
+
+
+def test_the_end_of_a_generation_ends_the_forming_of_its_groups(switchboard) -> None:
+    timer = threading.Timer(0.5, switchboard.end, (1, "node0/worker1 left"))
+    timer.start()
+    (error,) = run(switchboard, (2,), lambda g: g.all_reduce(torch.ones(1)), missing=[1])
+    timer.join()
+    assert isinstance(error, ExchangeError)
+    assert "generation 1 is over: node0/worker1 left" in str(error)
+
+
+def test_groups_listen_on_the_address_they_are_given(switchboard, monkeypatch) -> None:
+    """The host name plays no part, though it is what torch would look up."""
+
+    def refuse(*_):
+        raise AssertionError("a host name was looked up")
+
+    monkeypatch.setattr(socket, "gethostname", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    asked = []
+    create = groups.ProcessGroupGloo.create_device
+    monkeypatch.setattr(
+        groups.ProcessGroupGloo, "create_device", lambda **kw: asked.append(kw) or create(**kw)
+    )
+    assert run(switchboard, (2,), every_verb) == [True, True]
+    assert asked == [{"hostname": "127.0.0.1"}] * 2

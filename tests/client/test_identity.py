@@ -1,0 +1,90 @@
+"""Who this worker is: our own variables before torchrun's before Slurm's."""
+
+import pytest
+import torch
+
+from lsgd import __version__
+from lsgd.client.identity import device, gpu_name, identify, versions
+from lsgd.errors import ConfigError
+
+OURS, TORCHRUN, SLURM = {"LSGD_LOCAL_RANK": "1"}, {"LOCAL_RANK": "2"}, {"SLURM_LOCALID": "3"}
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with two GPUs, as far as counting goes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "index"),
+    [
+        ({}, 0),
+        (SLURM, 3),
+        (SLURM | TORCHRUN, 2),
+        (SLURM | TORCHRUN | OURS, 1),
+        (SLURM | OURS, 1),
+        (TORCHRUN | {"RANK": "9", "GROUP_RANK": "4", "SLURM_PROCID": "8"}, 2),
+    ],
+)
+def test_the_number_on_the_machine(environ, index) -> None:
+    assert identify(environ).index == index
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "cuda:0"),
+        (TORCHRUN | SLURM, "cuda:0"),
+        (SLURM, "cuda:1"),
+        (OURS | TORCHRUN, "cuda:1"),
+        (OURS | {"LSGD_DEVICE": "cuda:0"}, "cuda:0"),
+        (OURS | {"LSGD_DEVICE": "cpu"}, "cpu"),
+    ],
+)
+def test_the_device_on_a_machine_with_gpus(gpus, environ, expected) -> None:
+    assert device(environ) == torch.device(expected)
+
+
+def test_the_device_without_gpus(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device(TORCHRUN) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"LSGD_DEVICE = 'cuda:1', but torch .* can use no GPU here"):
+        device({"LSGD_DEVICE": "cuda:1"})
+    assert gpu_name(torch.device("cpu")) == ""
+
+
+def test_the_local_server_and_the_run_folder(monkeypatch, tmp_path) -> None:
+    identity = identify({"LSGD_LOCAL": "ipc:///x", "LSGD_RUN_DIR": str(tmp_path)})
+    assert (identity.local_address, identity.run_dir) == ("ipc:///x", tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
+    assert identify({}).local_address == "ipc:///run/user/1/lsgd-local.sock"
+    assert identify({}).run_dir is None
+
+
+def test_every_process_has_an_incarnation_of_its_own() -> None:
+    assert len({identify({}).incarnation for _ in range(100)}) == 100
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK = 'one' is not a whole number"),
+        ({"LSGD_LOCAL_RANK": "-1"}, "LSGD_LOCAL_RANK = '-1'"),
+        ({"LSGD_DEVICE": "gpu"}, "LSGD_DEVICE = 'gpu' is no device; write cpu, cuda or cuda:0"),
+        ({"LSGD_LOCALRANK": "1"}, "LSGD_LOCALRANK is unknown.*LSGD_LOCAL_RANK"),
+    ],
+)
+def test_a_wrong_variable_is_named(environ, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        device(environ)
+        identify(environ)
+
+
+def test_versions_are_those_that_are_installed() -> None:
+    ours = versions()
+    assert ours.keys() == {"lsgd", "torch", "cuda", "nccl"}
+    assert ours["lsgd"] == __version__
+    assert torch.__version__.startswith(ours["torch"]) and "+" not in ours["torch"]
+    assert ours["cuda"] == (torch.version.cuda or "")

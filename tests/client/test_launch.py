@@ -1,0 +1,421 @@
+"""``lsgd launch``: its errors in one line, Slurm's answers, and whole nodes with the real servers."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from lsgd.client import gpus, launch
+from lsgd.client.cli import main
+from lsgd.client.place import Place, find_place, resolve
+from lsgd.errors import ConfigError
+from lsgd.keys import KeyRing
+
+TRAIN = """
+import json, os, sys, torch
+from pathlib import Path
+from lsgd.client import Worker
+
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+here = Path(os.environ["LSGD_RUN_DIR"])
+with Worker.join(model, optimizer) as worker:
+    loader = worker.loader(data, batch_size=8)
+    while not worker.stopped:
+        for (x,) in worker.batches(loader):
+            loss = (model(x) - x.sum()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            worker.report(loss)
+            if "fail" in sys.argv and worker.rank == 1:
+                raise RuntimeError("the data is bad")
+            (here / f"trains{worker.rank}").touch()
+    about = {name: value for name, value in os.environ.items() if name.startswith(("LSGD", "OMP"))}
+    about["weights"] = model.weight.flatten().tolist()
+    (here / f"worker{worker.rank}.json").write_text(json.dumps(about))
+"""
+
+
+class Node:
+    """A launcher in a process of its own; all that it starts is known by a variable."""
+
+    def __init__(
+        self, folder: Path, *arguments: str, program: tuple[str, ...] = (), **variables: str
+    ) -> None:
+        self.run_dir = folder / "run"
+        self.token = uuid.uuid4().hex
+        (folder / "train.py").write_text(TRAIN)
+        environ = {**os.environ, "LAUNCHED": self.token, **variables}
+        options = ["--device", "cpu", "--run-dir", str(self.run_dir), *arguments]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lsgd.client", "launch", *options, "--", "python", "train.py", *program],
+            cwd=folder,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def left(self) -> list[int]:
+        """Return the processes that are there."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.token.encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def finish(self) -> tuple[int, str]:
+        """Return exit status and output, when it has ended and left nothing behind."""
+        output, _ = self.process.communicate(timeout=90)
+        assert self.left() == []
+        return self.process.returncode, output
+
+    def about(self, rank: int) -> dict[str, object]:
+        """Return what the worker of this rank has told at its end."""
+        return json.loads((self.run_dir / f"worker{rank}.json").read_text())
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    """Start a node that trains."""
+    nodes: list[Node] = []
+
+    def start(*arguments: str, **options: object) -> Node:
+        folder = tmp_path / f"launcher {len(nodes)}"
+        folder.mkdir()
+        nodes.append(Node(folder, *arguments, **options))  # type: ignore[arg-type]
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.process.kill()
+        node.process.communicate()
+        until(lambda node=node: not node.left(), "all processes are gone")  # type: ignore[misc]
+
+
+def until(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    """Make a shell script that can be executed."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+class TestNode:
+    """Real servers, real workers."""
+
+    def test_trains_and_ends(self, start):
+        node = start("--node", "0", "--port", "0", LSGD_ITERATIONS="100", OMP_NUM_THREADS="")
+        status, output = node.finish()
+        assert status == 0, output
+        plan = tomllib.loads((node.run_dir / "plan.toml").read_text())
+        assert (plan["workers"], plan["iterations"]) == (2, 100)
+        first, second = node.about(0), node.about(1)
+        assert first["weights"] == second["weights"]
+        assert (first["LSGD_LOCAL_RANK"], second["LSGD_LOCAL_RANK"]) == ("0", "1")
+        assert first["LSGD_NODE"] == "0" and first["LSGD_DEVICE"] == "cpu"
+        assert first["LSGD_RUN_DIR"] == str(node.run_dir)
+        assert first["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+        logs = {path.name for path in node.run_dir.glob("*.log")}
+        assert logs == {"global.log", "node0.log", "node0-worker0.log", "node0-worker1.log"}
+        for log in node.run_dir.glob("*.log"):
+            name = log.stem.replace("-", "/")
+            shown = [line for line in output.splitlines() if line.startswith(f"[{name}] ")]
+            assert [f"[{name}] {line}" for line in log.read_text().splitlines()] == shown
+
+    def test_ctrl_c_makes_the_consensus(self, start):
+        node = start("--node", "0", "--port", "0")
+        until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
+        node.process.send_signal(signal.SIGINT)
+        status, output = node.finish()
+        assert status == 0, output
+        assert node.about(0)["weights"] == node.about(1)["weights"]
+
+    def test_goes_on_with_the_run_of_its_folder_on_more_workers(self, start):
+        first = start("--node", "0", "--port", "0", LSGD_ITERATIONS="64", LSGD_PERIOD="16")
+        status, output = first.finish()
+        assert status == 0, output
+        again = ("--node", "0", "--port", "0", "--run-dir", str(first.run_dir))
+        status, output = start(*again).finish()
+        assert status == 1
+        assert (
+            f"Error: {first.run_dir} has the checkpoints of an earlier run: go on from them with --res"
+            in output
+        )
+        folder = first.run_dir.parent  # the newest run in it is meant
+        status, output = start(
+            *again[:-1], str(folder), "--resume", "--workers", "3", LSGD_ITERATIONS="99"
+        ).finish()
+        assert status == 0, output
+        assert f"[launch] goes on from the checkpoints in {first.run_dir}\n" in output
+        assert (
+            "goes on after 64 iterations, from checkpoints of node0/worker0, node0/worker1; taking over"
+            in output
+        )
+        assert "all 99 iterations are made; 99 iterations" in output
+        plan = tomllib.loads((first.run_dir / "plan.toml").read_text())
+        assert (plan["workers"], plan["algorithm"]["period"]) == (3, 16)
+        log = (first.run_dir / "global.log").read_text()
+        assert "all 64 iterations are made; 64" in log and "all 99 iterations are made; 99" in log
+        status, output = start(*again[:-1], str(folder / "nothing"), "--resume").finish()
+        assert status == 1 and "there is nothing to resume: no checkpoint of node 0 lies in" in output
+
+    def test_failing_worker_ends_the_node(self, start):
+        status, output = start("--node", "0", "--port", "0", program=("fail",)).finish()
+        assert status == 1
+        report = output.partition("lsgd launch: ")[2]
+        assert report.startswith("node0/worker1 failed with exit code 1. Its last lines (all are in ")
+        assert "    RuntimeError: the data is bad" in report
+
+    def test_killed_launcher_leaves_nothing(self, start):
+        node = start("--node", "0", "--port", "0")
+        until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
+        assert len(node.left()) == 6  # launcher, guard, two servers, two workers
+        node.process.kill()
+        until(lambda: not node.left(), "all processes are gone")
+
+    def test_two_nodes_under_slurm_the_second_first(self, start, tmp_path):
+        program(
+            tmp_path,
+            "scontrol",
+            'test "$*" = "show hostnames local[host,net]" && echo localhost && echo other',
+        )
+        slurm = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_STEP_ID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "local[host,net]",
+            "LSGD_ITERATIONS": "200",
+        }
+        common = ("--workers", "1", "--port", str(free_port()))
+        second = start(*common, SLURM_NODEID="1", **slurm)
+        until((second.run_dir / "node1.log").exists, "the second node has started")
+        first = start(*common, SLURM_NODEID="0", **slurm)
+        for node in (first, second):
+            status, output = node.finish()
+            assert status == 0, output
+        assert (first.about(0)["LSGD_NODE"], second.about(1)["LSGD_NODE"]) == ("0", "1")
+        assert first.about(0)["weights"] == second.about(1)["weights"]
+
+    def test_plan_decides_the_number_of_workers(self, start, tmp_path):
+        plan = tmp_path / "plan.toml"
+        plan.write_text("workers = 1\niterations = 20\n")
+        node = start("--node", "0", "--port", "0", "--workers", "1", "--nodes", "1", "--plan", str(plan))
+        status, output = node.finish()
+        assert status == 0, output
+        assert tomllib.loads((node.run_dir / "plan.toml").read_text())["workers"] == 1
+
+
+class TestRefusals:
+    """What is wrong, in one line, before anything is started."""
+
+    @pytest.fixture
+    def refused(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+        """Return the one line with which ``lsgd launch`` refuses its arguments."""
+        monkeypatch.chdir(tmp_path)
+
+        def refused(*arguments: str, command: str = "python") -> str:
+            result = CliRunner().invoke(main, ["launch", "--device", "cpu", *arguments, "--", command])
+            line = result.stderr.strip()
+            assert result.exit_code == 1 and line.startswith("Error: ") and "\n" not in line, result.output
+            assert not (tmp_path / "runs").exists()
+            return line
+
+        return refused
+
+    def test_index(self, refused):
+        assert "which of the 2 nodes is this?" in refused("--nodes", "2")
+        assert "no node 1 among 1: indices go from 0 to 0" in refused("--node", "1")
+        assert "NUM_GROUPS" in refused("--node", "2", "--nodes", "2", "--address", "10.0.0.1")
+
+    def test_address(self, refused):
+        assert "IP_ADDR=10.0.0.1" in refused("--node", "0", "--nodes", "2")
+        line = refused("--node", "0", "--address", "192.0.2.1")
+        assert "192.0.2.1 is not an address of this machine" in line
+        assert "'no.such.host.invalid'" in refused("--node", "0", "--address", "no.such.host.invalid")
+
+    def test_port(self, refused):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            line = refused("--node", "0", "--port", str(port))
+        assert f"port {port} of 127.0.0.1 is taken" in line and f"PORT={port + 1}" in line
+        two = ("--node", "0", "--nodes", "2", "--address", "127.0.0.1")
+        assert "all have to know the port" in refused(*two, "--port", "0")
+
+    def test_command(self, refused):
+        assert "'no-such-program' is not found" in refused(
+            "--node", "0", "--port", "0", command="no-such-program"
+        )
+
+    def test_token(self, refused, tmp_path, monkeypatch):
+        ring = KeyRing.make(tmp_path / "keys", ["node0"])
+        node1 = ("--node", "1", "--nodes", "2", "--address", "192.0.2.1")
+        monkeypatch.setenv("LSGD_KEYS", str(ring.folder))
+        monkeypatch.setenv("LSGD_TOKEN", ring.token("node0"))
+        assert "this is node1, and the token is that of node0; take node1's" in refused(*node1)
+        monkeypatch.delenv("LSGD_TOKEN")
+        monkeypatch.setattr(launch, "TOKEN_WITHIN_S", 0.1)
+        assert "copy its file node1.token here" in refused(*node1)
+
+    def test_plan(self, refused, tmp_path):
+        (tmp_path / "plan.toml").write_text("iteration = 3")
+        line = refused("--node", "0", "--port", "0", "--plan", "plan.toml")
+        assert "did you mean 'iterations'?" in line
+
+    def test_device(self, refused):
+        assert "the device 'gpu' is unknown" in refused("--node", "0", "--device", "gpu")
+
+
+class TestPlace:
+    """Which node of how many, from the arguments or from Slurm."""
+
+    SLURM = {  # noqa: RUF012
+        "SLURM_STEP_ID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_JOB_NODELIST": "n[1-4]",
+    }
+
+    @pytest.fixture(autouse=True)
+    def scontrol(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        program(tmp_path, "scontrol", 'echo "first-of-$3"; echo another')
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def test_arguments_alone(self):
+        assert find_place(0, None, None, {}) == Place(0, 1, "127.0.0.1")
+        assert find_place(1, 2, "10.0.0.1", {}) == Place(1, 2, "10.0.0.1")
+
+    def test_an_index_given_by_hand_is_not_slurms(self):
+        assert find_place(0, None, None, self.SLURM) == Place(0, 1, "127.0.0.1")
+
+    def test_slurm(self):
+        assert find_place(None, None, None, self.SLURM) == Place(1, 4, "first-of-n[1-4]")
+        assert find_place(None, None, "10.0.0.1", self.SLURM) == Place(1, 4, "10.0.0.1")
+
+    def test_a_step_on_fewer_nodes_than_the_job(self):
+        step = {**self.SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[2-3]"}
+        assert find_place(None, None, None, step) == Place(1, 2, "first-of-n[2-3]")
+
+    def test_two_launchers_on_a_node(self):
+        with pytest.raises(ConfigError, match="srun --ntasks-per-node=1"):
+            find_place(None, None, None, {**self.SLURM, "SLURM_LOCALID": "1"})
+
+    def test_scontrol_fails(self, tmp_path):
+        program(tmp_path, "scontrol", "exit 1")
+        with pytest.raises(ConfigError, match="IP_ADDR"):
+            find_place(None, None, None, self.SLURM)
+
+    def test_a_name_that_only_means_this_machine(self, monkeypatch):
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        with pytest.raises(ConfigError, match=r"'node1', is 127\.0\.1\.1 on this machine"):
+            resolve("node1", nodes=2)
+        assert resolve("node1", nodes=1) == "127.0.1.1"
+        assert resolve("localhost", nodes=2) == "127.0.1.1"
+
+
+class TestDevices:
+    """One device for each worker, and what to do where torch cannot use the GPUs."""
+
+    @pytest.fixture
+    def nvidia_smi(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+        """Put a driver of this version with two GPUs on the machine."""
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return lambda version: program(tmp_path, "nvidia-smi", f"echo {version}; echo {version}")
+
+    def test_cpu(self):
+        assert gpus.choose("cpu", None) == gpus.Devices(("cpu", "cpu"))
+        assert gpus.choose("cpu", 3) == gpus.Devices(("cpu", "cpu", "cpu"))
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPUs of this machine")
+    @pytest.mark.parametrize(
+        ("driver", "remedy"),
+        [("580.95.05", "whl/cu130"), ("535.104.12", "whl/cu126"), ("470.42.01", "update the driver to 525")],
+    )
+    def test_gpus_that_torch_cannot_use(self, nvidia_smi, driver, remedy):
+        nvidia_smi(driver)
+        with pytest.raises(ConfigError) as refused:
+            gpus.choose("cuda", None)
+        line = str(refused.value)
+        assert f"driver {driver}, torch.version.cuda {torch.version.cuda}" in line and remedy in line
+        assert gpus.choose("auto", 1) == gpus.Devices(
+            ("cpu",), "training on the CPU: " + line.partition("be used: ")[2]
+        )
+
+    def test_hidden_gpus(self, nvidia_smi, monkeypatch):
+        nvidia_smi("580.95.05")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert gpus.choose("auto", 1) == gpus.Devices(("cpu",))
+        with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES hides all GPUs"):
+            gpus.choose("cuda", None)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_no_gpu(self, nvidia_smi, tmp_path):
+        program(tmp_path, "nvidia-smi", "exit 9")
+        assert gpus.choose("auto", None) == gpus.Devices(("cpu", "cpu"))
+        with pytest.raises(ConfigError, match="nvidia-smi finds no GPU here"):
+            gpus.choose("cuda:0", None)
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_workers_take_turns(self):
+        count = torch.cuda.device_count()
+        every = tuple(f"cuda:{index}" for index in range(count))
+        assert gpus.choose("auto", None).names == every
+        assert gpus.choose("cuda", 2 * count).names == every * 2
+        assert gpus.choose("cuda:0", 2).names == ("cuda:0", "cuda:0")
+        with pytest.raises(ConfigError, match=f"torch sees {count} GPUs"):
+            gpus.choose(f"cuda:{count}", None)
+
+
+def test_config_show_tells_where_each_value_comes_from(tmp_path, monkeypatch):
+    (tmp_path / "plan.toml").write_text("workers = 4\niterations = 10\nseconds = 5\n")
+    monkeypatch.setenv("LSGD_ITERATIONS", "20")
+    monkeypatch.setenv("LSGD_SECONDS", "6")
+    arguments = ["config", "show", "--plan", str(tmp_path / "plan.toml"), "--seconds", "7"]
+    result = CliRunner().invoke(main, arguments)
+    rows = {
+        name: (value, origin)
+        for name, value, origin in (line.split(None, 2) for line in result.output.splitlines())
+    }
+    assert rows["workers"] == ("4", f"the plan {tmp_path / 'plan.toml'}")
+    assert rows["iterations"] == ("20", "variable LSGD_ITERATIONS")
+    assert rows["seconds"] == ("7.0", "flag --seconds")
+    assert rows["algorithm.period"][1] == "default"
+
+
+def test_config_show_refuses_in_one_line(tmp_path):
+    result = CliRunner().invoke(main, ["config", "show", "--plan", str(tmp_path / "none.toml")])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: the plan ") and result.stderr.count("\n") == 1

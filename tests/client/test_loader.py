@@ -1,0 +1,129 @@
+"""Shards: disjoint, reshuffled, counted by what was consumed; and the warnings about data that is not sharded."""
+
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from lsgd.client.loader import digest, shard_loader, track, warn_if_unsharded
+from lsgd.errors import ConfigError
+
+
+def dataset(length: int = 23) -> TensorDataset:
+    return TensorDataset(torch.arange(length))
+
+
+def loader(rank: int = 0, size: int = 1, *, length: int = 23, shuffle: bool = True, seed: int = 0, **options):
+    return shard_loader(dataset(length), lambda: (rank, size), seed, shuffle, {"batch_size": 4, **options})
+
+
+def epoch(loader) -> list[int]:
+    return [int(x) for (batch,) in track(loader) for x in batch]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 23])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_shards_are_disjoint_and_cover_the_dataset(size, shuffle) -> None:
+    shards = [epoch(loader(rank, size, shuffle=shuffle)) for rank in range(size)]
+    assert sorted(x for shard in shards for x in shard) == list(range(23))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    assert [len(loader(rank, size).sampler) for rank in range(size)] == [len(shard) for shard in shards]
+    assert shuffle or all(shard == sorted(shard) for shard in shards)
+
+
+def test_each_epoch_has_an_order_of_its_own_and_the_seed_gives_it() -> None:
+    one, same, other = loader(), loader(), loader(seed=1)
+    epochs = [epoch(one) for _ in range(3)]
+    assert [epoch(same) for _ in range(3)] == epochs
+    assert len({tuple(e) for e in (*epochs, epoch(other))}) == 4
+
+
+def test_an_epoch_left_early_is_followed_by_another_order() -> None:
+    data = loader()
+    first = [next(iter(track(data)))[0].tolist() for _ in range(3)]
+    assert len({tuple(batch) for batch in first}) == 3
+
+
+def test_shards_follow_the_membership_from_the_next_epoch_on() -> None:
+    place = [0, 2]
+    data = shard_loader(dataset(), lambda: (place[0], place[1]), 0, True, {"batch_size": 4})
+    batches = track(data)
+    next(batches)
+    place[:] = [2, 3]
+    assert 4 + sum(len(batch) for (batch,) in batches) == 12
+    assert sorted(epoch(data)) == sorted(epoch(loader(2, 3)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_counts_what_was_consumed_and_not_what_was_prefetched(workers) -> None:
+    options = {"num_workers": workers, **({"prefetch_factor": 4} if workers else {})}
+    data = loader(**options)
+    epoch(data)
+    expected = epoch(loader_at(data.state_dict()))
+    batches = track(data)
+    seen = [int(x) for _ in range(2) for x in next(batches)[0]]
+    state = data.state_dict()
+    assert state == {"epoch": 1, "consumed": 8, "seed": 0}
+
+    again = loader_at(state)
+    assert seen + epoch(again) == expected
+    assert again.state_dict() == {"epoch": 2, "consumed": 0, "seed": 0}
+    assert [int(x) for (batch,) in batches for x in batch] == expected[8:]
+    assert epoch(again) == epoch(data)
+
+
+def loader_at(state):
+    data = loader()
+    data.load_state_dict(state)
+    return data
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: shard_loader(Stream(), lambda: (0, 1), 0, True, {}), "needs a dataset with a length"),
+        (lambda: loader(0, 24), "23 samples for 24 workers"),
+        (lambda: loader(sampler=[1]), "makes the sampler itself"),
+        (lambda: loader(0, 8, batch_size=4, drop_last=True), "not one whole batch"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(make, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_an_unsharded_loader_warns(caplog) -> None:
+    data = dataset()
+    sharded = DistributedSampler(data, num_replicas=2, rank=0)
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        warn_if_unsharded(loader(0, 2), 2)
+        warn_if_unsharded(DataLoader(data, sampler=sharded), 2)
+        warn_if_unsharded(DataLoader(data), 1)
+        warn_if_unsharded([1, 2], 2)
+        assert caplog.messages == []
+        warn_if_unsharded(DataLoader(data, shuffle=True), 2)
+        warn_if_unsharded(DataLoader(data), 3)
+    assert [m.partition(":")[0] for m in caplog.messages] == ["this DataLoader is not sharded"] * 2
+    assert "each of the 3 workers draws from the whole dataset" in caplog.messages[1]
+
+
+def test_digests_tell_batches_apart() -> None:
+    one = [torch.arange(6.0).view(2, 3), {"y": torch.tensor([1, 2])}]
+    same = [torch.arange(6.0).view(2, 3), {"y": torch.tensor([1, 2])}]
+    others = [
+        [torch.arange(6.0).view(3, 2), {"y": torch.tensor([1, 2])}],
+        [torch.arange(6.0).view(2, 3), {"y": torch.tensor([1, 3])}],
+        [torch.arange(6).view(2, 3), {"y": torch.tensor([1, 2])}],
+        torch.tensor(3.0),
+        torch.tensor([True, False]),
+        torch.eye(3).to(torch.bfloat16),
+    ]
+    assert digest(one) == digest(same)
+    assert len({digest(batch) for batch in (one, *others)}) == 7
+    assert digest("no tensor") == digest([torch.empty(0)]) == digest(torch.eye(3).to_sparse()) == ""

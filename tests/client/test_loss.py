@@ -1,0 +1,57 @@
+"""The loss window: its mean, and that nothing waits for a device."""
+
+import math
+
+import pytest
+import torch
+
+from lsgd.client.loss import MAX_PENDING, LossWindow
+from lsgd.errors import ConfigError
+
+
+def test_the_mean_is_that_of_the_last_losses() -> None:
+    window = LossWindow(3)
+    assert window.mean() is None
+    window.add(1.0)
+    assert window.mean() == 1.0
+    for loss in (torch.tensor(2.0, requires_grad=True) * 1, torch.tensor([[4.0]]), 6):
+        window.add(loss)
+    assert window.mean() == 4.0
+    window.add(torch.tensor(2.0, dtype=torch.bfloat16))
+    assert window.mean() == 4.0
+
+
+def test_a_loss_that_is_no_number_makes_the_mean_none_until_it_is_out_of_the_window() -> None:
+    window = LossWindow(2)
+    for loss in (1.0, float("nan")):
+        window.add(loss)
+    assert math.isnan(window.mean() or 0.0)
+    for _ in range(2):
+        window.add(3.0)
+    assert window.mean() == 3.0
+
+
+def test_a_loss_of_several_numbers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"one number, not a tensor of \(3,\)"):
+        LossWindow(2).add(torch.ones(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_loss_on_a_gpu_is_read_without_waiting_for_it() -> None:
+    window = LossWindow(4)
+    x = torch.ones(1, device="cuda")
+    torch.cuda.synchronize()
+    with_sync_debug = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")  # whatever waits for the GPU raises
+    try:
+        torch.cuda._sleep(200_000_000)  # the GPU is busy for about 0.1 s
+        window.add(x.sum())
+        assert window.mean() is None
+    finally:
+        torch.cuda.set_sync_debug_mode(with_sync_debug)
+    torch.cuda.synchronize()
+    assert window.mean() == 1.0
+    for _ in range(MAX_PENDING + 10):
+        window.add(x.sum() * 3)
+    assert window.mean() == 3.0

@@ -1,0 +1,154 @@
+"""``lsgd status``, ``set``, ``stop`` and ``algorithms``: what they say of a real server, and of none."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from lsgd.client import operate
+from lsgd.client.cli import main
+from lsgd.keys import KeyRing, parse_token, token_path
+from lsgd.settings import ALGORITHMS, fields
+
+from ..integration.running import Cluster
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """A global server and one node without workers."""
+    made = Cluster(tmp_path_factory.mktemp("servers"), None)
+    made.start("--workers", "2", "--algorithm", "local", "--period", "8", "--iterations", "100")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lsgd(servers):
+    """Run a command of ``lsgd`` against the server; return its exit code and what it prints."""
+
+    def run(name, *arguments, connect=servers.address):
+        done = CliRunner().invoke(main, [name, "--connect", connect, *arguments])
+        return done.exit_code, done.output
+
+    return run
+
+
+def test_status_says_what_the_run_waits_for(lsgd):
+    code, output = lsgd("status")
+    assert code == 0
+    run, rounds = output.splitlines()
+    assert run.endswith(", local: waiting, 0 of 2 workers have joined")
+    assert rounds.startswith("0 of 100 iterations in 0.0 s (0.0 a second), 0 global and 0 local rounds")
+
+
+def test_status_as_json(lsgd):
+    code, output = lsgd("status", "--json")
+    status = json.loads(output)
+    assert code == 0
+    assert (status["state"], status["count"], status["members"]) == ("waiting", 0, [])
+
+
+def test_the_table_of_members():
+    member = {"worker": "node0/worker0", "rank": 0, "state": "live", "done": 12, "loss": 0.123456}
+    member |= {"times_leader": 3, "heard_s_ago": 0.04}
+    away = member | {"worker": "node0/worker1", "rank": -1, "state": "left", "loss": None}
+    status = {"run": "r", "algorithm": "leader", "state": "running", "reason": "why", "iterations": 0}
+    status |= {"count": 24, "seconds": 2.0, "rounds_global": 1, "rounds_local": 2, "generation": 1}
+    lines = operate.table(status | {"members": [member, away]}).splitlines()
+    assert lines[1] == "24 iterations in 2.0 s (12.0 a second), 1 global and 2 local rounds, generation 1"
+    assert lines[3].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
+    assert lines[4].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("outer_rate=0.5", "outer_rate is unknown; did you mean 'outer_lr'?"),
+        ("compression=minmax8", "compression cannot be changed while the run goes on"),
+        ("outer_momentum=2", "outer_momentum = '2' is not in 0 … 1"),
+        ("outer_lr=fast", "outer_lr = 'fast' is not a number"),
+        ("outer_lr", "write it as NAME=VALUE, not 'outer_lr'"),
+    ],
+)
+def test_a_change_that_cannot_be(lsgd, change, reason):
+    code, output = lsgd("set", change)
+    assert code != 0
+    assert reason in output
+
+
+def test_a_change(lsgd):
+    code, output = lsgd("set", "outer_lr=0.5")
+    assert code == 0
+    assert "outer_lr = 0.5, after 0 iterations" in output
+
+
+def test_stop_before_the_start_ends_the_servers(tmp_path):
+    cluster = Cluster(tmp_path, None)
+    try:
+        server = cluster.start_global("--workers", "2")
+        done = CliRunner().invoke(main, ["stop", "--connect", cluster.address, "--reason", "not today"])
+        assert done.exit_code == 0, done.output
+        assert "is stopping after 0 iterations" in done.output
+        assert "the run is over: not today" in server.succeeds()
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("name", ["status", "stop", "set"])
+def test_without_a_server_each_says_so(lsgd, monkeypatch, name):
+    monkeypatch.setattr(operate, "ANSWER_WITHIN_S", 0.2)
+    arguments = ["outer_lr=1"] if name == "set" else []
+    code, output = lsgd(name, *arguments, connect="tcp://127.0.0.1:9")
+    assert code == 1
+    assert output.startswith("Error: no global server answers at tcp://127.0.0.1:9 within 0.2 s; give its")
+
+
+def test_all_algorithms_with_their_bytes():
+    done = CliRunner().invoke(main, ["algorithms", "--parameters", "1000000", "--workers", "2"])
+    assert done.exit_code == 0
+    lines = {line.split()[0]: line.split() for line in done.output.splitlines()[1:]}
+    assert list(lines) == list(ALGORITHMS)
+    megabytes = {name: float(words[1]) for name, words in lines.items()}
+    assert megabytes["allreduce"] == 4.0  # 2 (n - 1) / n of 4 bytes a parameter
+    assert megabytes["qsgd"] == pytest.approx(1 + 8 / 2048, abs=1e-3)
+    assert megabytes["local"] == pytest.approx(4 / 64, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_one_algorithm_with_its_settings(name):
+    done = CliRunner().invoke(main, ["algorithms", name])
+    assert done.exit_code == 0
+    shown = {line.split()[0]: line.split()[1] for line in done.output.splitlines()[3:]}
+    expected = {setting: json.dumps(spec.default) for setting, spec in fields(ALGORITHMS[name]).items()}
+    assert shown == expected
+
+
+def test_an_algorithm_that_is_none():
+    done = CliRunner().invoke(main, ["algorithms", "qsdg"])
+    assert done.exit_code == 2
+    assert "algorithm 'qsdg' is unknown; did you mean 'qsgd'?" in done.output
+
+
+def test_keygen_makes_a_token_for_each_node_and_tells_where(tmp_path):
+    done = CliRunner().invoke(main, ["keygen", "--keys", str(tmp_path / "keys"), "--nodes", "3"])
+    assert done.exit_code == 0
+    *tokens, advice = done.output.splitlines()
+    names = ["node0", "node1", "node2", "operator"]
+    assert [line.split() for line in tokens] == [[n, str(tmp_path / "keys" / f"{n}.token")] for n in names]
+    assert advice.endswith(f"--keys {tmp_path}/keys")
+    assert {parse_token((tmp_path / "keys" / f"{n}.token").read_text(), n).name for n in names} == set(names)
+
+
+def test_a_command_takes_a_token_and_says_when_it_needs_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("LSGD_KEYS", str(tmp_path / "keys"))
+    needs = CliRunner().invoke(main, ["status", "--connect", "tcp://192.0.2.1:1"])
+    assert needs.exit_code == 1 and "a token is needed" in needs.output
+    ring = KeyRing.make(tmp_path / "keys", ["operator"])
+    cluster = Cluster(tmp_path, None)
+    try:
+        cluster.start_global("--keys", str(ring.folder))
+        token = str(token_path("operator", ring.folder))
+        done = CliRunner().invoke(main, ["stop", "--connect", cluster.address, "--token", token])
+        assert done.exit_code == 0 and "is stopping after 0 iterations: lsgd stop" in done.output
+    finally:
+        cluster.close()

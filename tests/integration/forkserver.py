@@ -1,0 +1,82 @@
+"""Imports torch and lsgd once, then forks a process for each worker script that a test asks for.
+
+A script so starts in milliseconds instead of seconds. Otherwise it is a process like any other: started at the top
+level of this module, with a standard output, an environment and an exit code of its own.
+
+Requests are lines on standard input, JSON objects with ``script``, ``arguments``, ``environ`` and ``log``. Answers are
+lines on standard output: ``{"started": pid}`` to each, and ``{"ended": pid, "code": code}`` as scripts end.
+"""
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+from select import select
+
+import torch
+import torch._dynamo  # the first optimizer imports it, and it takes as long as all of torch
+
+import lsgd.client
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def serve() -> str:
+    """Fork until standard input ends; return the script to run, in the process that is to run it."""
+    assert lsgd.client and torch.get_num_threads() == 1
+    wakes, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    tell({"ready": os.getpid()})
+    while True:
+        ready, _, _ = select([sys.stdin, wakes], [], [])
+        if wakes in ready:
+            os.read(wakes, 4096)
+            reap()
+        if sys.stdin in ready:
+            line = sys.stdin.readline()
+            if not line:
+                sys.exit()
+            request = json.loads(line)
+            if (pid := os.fork()) == 0:
+                become(**request)
+                return str(request["script"])
+            tell({"started": pid})
+
+
+def reap() -> None:
+    """Tell of every child that has ended."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        tell({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def become(script: str, arguments: list[str], environ: dict[str, str], log: str) -> None:
+    """Make this process what a shell would have made for the script; it ends with the server of forks."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    sys.stdin.close()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = [script, *arguments]
+
+
+def tell(answer: dict[str, int]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    runpy.run_path(serve(), run_name="__main__")

@@ -1,0 +1,229 @@
+"""Real servers and real worker processes, each ended by its id and seen to be gone."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lsgd.messages import Status, StatusQuery, decode, encode
+from lsgd.sockets import Link, Poller
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE / "workers"
+DEADLINE_S = 40.0
+
+
+def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """Return what ``condition`` returns as soon as that is true."""
+    end = time.monotonic() + deadline_s
+    while not (result := condition()):
+        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
+        time.sleep(0.02)
+    return result
+
+
+class Process:
+    """A process under test: a server, or a script of the server of forks. Its output is a file."""
+
+    def __init__(self, name: str, pid: int, log: Path, poll: Callable[[], int | None]) -> None:
+        self.name = name
+        self.pid = pid
+        self.log = log
+        self.poll = poll
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def says(self, pattern: str, deadline_s: float = DEADLINE_S) -> re.Match[str]:
+        """Return the match of ``pattern`` in the output, when it is there."""
+
+        def found() -> re.Match[str] | None:
+            match = re.search(pattern, self.output, re.MULTILINE)
+            assert match or self.poll() is None, (
+                f"{self.name} ended without saying {pattern!r}:\n{self.output}"
+            )
+            return match
+
+        return until(found, f"{self.name} says {pattern!r}:\n{self.output}", deadline_s)
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """Return the exit code, when there is one."""
+        try:
+            until(lambda: self.poll() is not None, f"{self.name} ends", deadline_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from None
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def succeeds(self, deadline_s: float = DEADLINE_S) -> str:
+        """Return the output, when the process has ended well."""
+        code = self.wait(deadline_s)
+        assert code == 0, f"{self.name} ended with {code}:\n{self.output}"
+        return self.output
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.send(signal.SIGKILL)
+        self.wait()
+
+
+class ForkServer:
+    """Starts worker scripts (forkserver.py)."""
+
+    def __init__(self) -> None:
+        environ = {**os.environ, **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}}
+        self._process = subprocess.Popen(
+            [sys.executable, HERE / "forkserver.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ,
+        )
+        assert self._process.stdin and self._process.stdout
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+        assert "ready" in json.loads(self._answers.readline())
+        os.set_blocking(self._answers.fileno(), False)
+        self._codes: dict[int, int] = {}
+        self._started: list[int] = []
+
+    def start(self, script: Path, arguments: list[str], environ: Mapping[str, str], log: Path) -> Process:
+        request = {"script": str(script), "arguments": arguments, "environ": dict(environ), "log": str(log)}
+        self._requests.write(json.dumps(request).encode() + b"\n")
+        self._requests.flush()
+        pid = until(self._take_started, f"{script} starts")
+        return Process(log.stem, pid, log, lambda: self._code(pid))
+
+    def close(self) -> None:
+        self._requests.close()
+        self._process.wait(DEADLINE_S)
+        self._answers.close()
+
+    def _take_started(self) -> int | None:
+        self._read()
+        return self._started.pop() if self._started else None
+
+    def _code(self, pid: int) -> int | None:
+        self._read()
+        return self._codes.get(pid)
+
+    def _read(self) -> None:
+        while line := self._answers.readline():
+            answer = json.loads(line)
+            if "started" in answer:
+                self._started.append(answer["started"])
+            else:
+                self._codes[answer["ended"]] = answer["code"]
+
+
+class Cluster:
+    """Servers and workers of one run on this machine, on free ports and sockets of their own.
+
+    Args:
+        folder: of logs, and the workers' run folder.
+        forks: starts the workers.
+    """
+
+    def __init__(self, folder: Path, forks: ForkServer | None) -> None:
+        self.folder = folder
+        self.address = ""
+        self._forks = forks
+        self._sockets = Path(tempfile.mkdtemp(prefix="lsgd-test-", dir="/tmp"))
+        self.processes: list[Process] = []
+
+    def server(self, name: str, *arguments: str, **variables: str) -> Process:
+        """Start ``lsgd-server`` with these arguments."""
+        log = self.folder / f"{name}-{len(self.processes)}.log"
+        with log.open("wb") as stream:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "lsgd.server", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
+            )
+        return self._started(Process(name, popen.pid, log, popen.poll))
+
+    def start_global(self, *arguments: str, listen: str = "tcp://127.0.0.1:0") -> Process:
+        """Start the global server and note its address."""
+        server = self.server("global", "--global", "--listen", listen, *arguments)
+        self.address = server.says(r"global server on (\S+),")[1]
+        return server
+
+    def start_local(self, node: int = 0) -> Process:
+        """Start the local server of a node."""
+        arguments = ["--node", str(node), "--listen", self.local_address(node), "--connect", self.address]
+        server = self.server(f"local{node}", "--local", *arguments)
+        server.says("local server of node")
+        return server
+
+    def local_address(self, node: int) -> str:
+        return f"ipc://{self._sockets}/node{node}"
+
+    def worker(
+        self, script: str, node: int = 0, index: int = 0, *arguments: object, **variables: str
+    ) -> Process:
+        """Start a script of workers/ as a worker."""
+        assert self._forks is not None
+        environ = {
+            **os.environ,
+            "LSGD_LOCAL": self.local_address(node),
+            "LSGD_LOCAL_RANK": str(index),
+            "LSGD_RUN_DIR": str(self.folder),
+            "PYTHONUNBUFFERED": "1",
+            **variables,
+        }
+        log = self.folder / f"worker{node}.{index}-{len(self.processes)}.log"
+        return self._started(
+            self._forks.start(SCRIPTS / f"{script}.py", [str(a) for a in arguments], environ, log)
+        )
+
+    def start(self, *arguments: str, nodes: int = 1) -> tuple[Process, list[Process]]:
+        """Start the global server and a local one for each node."""
+        return self.start_global(*arguments), [self.start_local(node) for node in range(nodes)]
+
+    def ask(self, message: Any) -> Any:
+        """Send a message to the global server as an operator does and return the answer."""
+        with Link(self.address, f"test{time.monotonic_ns()}".encode()) as link:
+            until(lambda: link.send([encode(message)]), "the global server takes a message")
+            poller = Poller(link)
+            end = time.monotonic() + DEADLINE_S
+            while time.monotonic() < end:
+                poller.wait(0.1)
+                for frames in link.receive():
+                    return decode(frames[1])
+        raise AssertionError("the global server does not answer")
+
+    def status(self) -> dict[str, Any]:
+        answer = self.ask(StatusQuery(0))
+        assert isinstance(answer, Status)
+        return json.loads(answer.report)
+
+    def result(self, node: int, index: int) -> dict[str, Any]:
+        """Return what a worker has written down as its result."""
+        return json.loads((self.folder / f"node{node}-worker{index}.json").read_text())
+
+    def _started(self, process: Process) -> Process:
+        self.processes.append(process)
+        return process
+
+    def close(self) -> None:
+        """End what still runs, the workers first."""
+        for process in reversed(self.processes):
+            process.end()
+        gone = [p.name for p in self.processes if p.poll() is None]
+        assert not gone
+        shutil.rmtree(self._sockets)

@@ -1,0 +1,257 @@
+"""Processes that are killed, frozen or stuck in the middle of a run, and what becomes of the run."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from lsgd.errors import LeftOutError
+from lsgd.messages import ChangeSetting, Status
+
+from .running import Cluster, Process, until
+
+EVERY = ("--period", "12", "--local-period", "4")
+
+
+def steps(cluster: Cluster) -> int:
+    """Return how many steps all workers have written down, those that died included."""
+    return sum(len(path.read_text().split()) for path in cluster.folder.glob("*.steps"))
+
+
+def kill(*processes: Process) -> None:
+    """Kill processes, all before the first is seen to be gone."""
+    for process in processes:
+        assert process.poll() is None
+        process.send(signal.SIGKILL)
+    for process in processes:
+        assert process.wait() == -signal.SIGKILL
+
+
+def trains(cluster: Cluster, iterations: int = 20) -> int:
+    """Return the count, when so many more iterations have been made."""
+    before = cluster.status()["count"]
+    return until(lambda: (n := cluster.status()["count"]) >= before + iterations and n, "the run goes on")
+
+
+def finish(cluster: Cluster, server: Process, *others: Process) -> int:
+    """Let the run end a little later, exactly at a limit, and everybody with it; return that."""
+    limit = cluster.status()["count"] + 60
+    assert isinstance(cluster.ask(ChangeSetting("iterations", str(limit))), Status)
+    for process in (*others, server):
+        process.succeeds()
+    server.says(rf"the run is over: all {limit} iterations are made; {limit} iterations")
+    return limit
+
+
+class JournaledRun:
+    """A global server with a journal, which can be killed and started again on its port."""
+
+    def __init__(self, cluster: Cluster, *arguments: str) -> None:
+        self.cluster = cluster
+        self._arguments = ("--journal", str(cluster.folder / "journal.sqlite"), *arguments)
+        self.server = cluster.start_global(*self._arguments)
+        self.run = cluster.status()["run"]
+
+    def start_again(self) -> None:
+        self.server = self.cluster.start_global(*self._arguments, listen=self.cluster.address)
+        assert re.search(rf"goes on with run {self.run} of the journal", self.server.output)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_global_server_killed_20_times_in_one_run(cluster) -> None:
+    run = JournaledRun(cluster, "--workers", "3", *EVERY)
+    locals_ = [cluster.start_local(node) for node in (0, 1)]
+    workers = [cluster.worker("crash", *place, "--sleep", 0.003) for place in ((0, 0), (0, 1), (1, 0))]
+    trains(cluster)
+    rounds = 0
+    for _ in range(20):
+        kill(run.server)
+        run.start_again()
+        trains(cluster)
+        status = cluster.status()
+        assert (status["run"], status["generation"]) == (run.run, 1)
+        assert status["rounds_local"] + status["rounds_global"] > rounds
+        rounds = status["rounds_local"] + status["rounds_global"]
+    assert finish(cluster, run.server, *workers, *locals_) == steps(cluster)
+    results = [cluster.result(*place) for place in ((0, 0), (0, 1), (1, 0))]
+    assert sum(result["iterations"] for result in results) == steps(cluster)
+    assert len({result["model"] for result in results}) == 1
+    assert [result["failed"] for result in results] == [[], [], []]
+
+
+def test_a_local_server_killed_and_started_again_at_once(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "3", *EVERY, nodes=2)
+    workers = [cluster.worker("crash", *place, "--sleep", 0.003) for place in ((0, 0), (1, 0), (1, 1))]
+    trains(cluster)
+    kill(locals_[1])
+    again = cluster.start_local(1)
+    trains(cluster)
+    assert cluster.status()["generation"] == 1
+    assert finish(cluster, server, *workers, locals_[0], again) == steps(cluster)
+    assert again.says("node1/worker0 is here already")
+
+
+def test_workers_wait_for_their_local_server_and_say_so(cluster) -> None:
+    server, (local,) = cluster.start("--workers", "2", "--lease-s", "60", *EVERY)
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    trains(cluster)
+    kill(local)
+    workers[0].says(r"node0/worker0 waits for its next iteration for \d+ s: ")
+    made = steps(cluster)
+    again = cluster.start_local()
+    trains(cluster)
+    assert steps(cluster) > made
+    assert finish(cluster, server, *workers, again) == steps(cluster)
+
+
+@pytest.mark.parametrize("dies", ["global", "local"])
+def test_workers_go_on_alone_for_a_while_and_the_count_stays_exact(cluster, dies) -> None:
+    run = JournaledRun(cluster, "--workers", "2", "--unsupervised-iterations", "50", *EVERY)
+    local = cluster.start_local()
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    trains(cluster)
+    kill(run.server if dies == "global" else local)
+    for worker in workers:
+        worker.says(rf"goes on alone for at most 50 iterations: .* the {dies} server at .* silent for")
+    made = steps(cluster)
+    until(lambda: steps(cluster) >= made + 80, "they go on")  # a few may have been made before the first look
+    if dies == "global":
+        run.start_again()
+    else:
+        local = cluster.start_local()
+    for worker in workers:
+        worker.says(r"has made 50 iterations alone; the servers are back")
+    trains(cluster)
+    assert finish(cluster, run.server, *workers, local) == steps(cluster)
+    assert len({cluster.result(0, index)["model"] for index in (0, 1)}) == 1
+
+
+def test_workers_whose_servers_stay_away_end_with_a_code_of_their_own(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "2", "--server-timeout-s", "3", *EVERY, nodes=2)
+    workers = [cluster.worker("crash", node, 0, "--sleep", 0.003) for node in (0, 1)]
+    trains(cluster)
+    kill(server, locals_[1])
+    assert [worker.wait() for worker in workers] == [75, 75]
+    ends = r"worker0 ends with exit code 75: node\d/worker0 waits for its next iteration for \d+ s, and the "
+    again = re.escape(f"lsgd-server --global --listen {cluster.address}")
+    assert re.search(
+        rf"{ends}global server at .* silent for \d+ s; start it again .*: {again}", workers[0].output
+    )
+    again = re.escape(f"lsgd-server --local --listen {cluster.local_address(1)}")
+    assert re.search(
+        rf"{ends}local server at .* silent for \d+ s; start it again: {again}", workers[1].output
+    )
+
+
+def test_both_servers_killed_together(cluster) -> None:
+    run = JournaledRun(cluster, "--workers", "2", *EVERY)
+    local = cluster.start_local()
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    for _ in range(2):
+        trains(cluster)
+        kill(run.server, local)
+        local = cluster.start_local()
+        run.start_again()
+    trains(cluster)
+    assert finish(cluster, run.server, *workers, local) == steps(cluster)
+
+
+def test_a_global_server_killed_at_the_end_ends_the_run_when_it_is_back(cluster) -> None:
+    run = JournaledRun(cluster, "--workers", "2", "--iterations", "60", *EVERY)
+    local = cluster.start_local()
+    workers = [cluster.worker("crash", 0, index) for index in (0, 1)]
+    run.server.says("makes the consensus")
+    kill(run.server)
+    run.start_again()
+    for process in (*workers, local, run.server):
+        process.succeeds()
+    assert steps(cluster) == 60
+    assert "the run is over: all 60 iterations are made; 60 iterations" in run.server.output
+    assert "the run is over: all 60 iterations are made" in local.output
+    assert len({cluster.result(0, index)["model"] for index in (0, 1)}) == 1
+
+
+def state(process: Process) -> str:
+    """Return the letter for the state of a process: T is stopped."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("fault", ["killed", "frozen", "stuck"])
+def test_a_worker_that_falls_silent_is_left_out_and_only_another_process_takes_its_place(
+    cluster, fault
+) -> None:
+    server, locals_ = cluster.start("--workers", "3", "--lease-s", "2", *EVERY)
+    survivors = [cluster.worker("crash", 0, index, "--sleep", 0.01) for index in (0, 1)]
+    stuck = ("--stick-at", 10, "--stick", 6) if fault == "stuck" else ()
+    victim = cluster.worker("crash", 0, 2, "--sleep", 0.01, *stuck)
+    if fault == "stuck":
+        victim.says("holds the GIL")
+    else:
+        trains(cluster)
+        victim.send(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+    server.says(r"node0/worker2 leaves: nothing was heard from it for 2 s")
+    if fault == "frozen":
+        assert state(victim) == "T"
+    if fault == "stuck":
+        assert "lets the GIL go" not in victim.output
+    server.says(r"generation 2: 2 workers on 1 node, over gloo \(node0/worker2 left: nothing was heard")
+    trains(cluster)
+
+    if fault == "killed":
+        assert victim.wait() == -signal.SIGKILL
+    else:
+        victim.send(signal.SIGCONT)
+        assert victim.wait() == LeftOutError.exit_code
+        assert re.search(
+            r"ends with exit code 76: node0/worker2 is not in run \w+: it was left out", victim.output
+        )
+        assert cluster.status()["generation"] == 2
+    again = cluster.worker("crash", 0, 2, "--sleep", 0.01)
+    server.says(r"generation 3: 3 workers")
+    trains(cluster)
+    count = finish(cluster, server, *survivors, again, *locals_)
+    assert count <= steps(cluster) <= count + 1  # the step that the fault destroyed, or hid
+    assert len({cluster.result(0, index)["model"] for index in range(3)}) == 1
+
+
+def test_a_worker_that_computes_for_too_long_is_left_out_and_comes_back(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "2", "--patience-s", "1", *EVERY)
+    other = cluster.worker("crash", 0, 0, "--sleep", 0.01)
+    slow = cluster.worker("crash", 0, 1, "--sleep", 0.01, "--stall-at", 10, "--stall", 3)
+    told = r"node0/worker1 is left out of round \d+: the others waited 1 s for it"
+    server.says(told)
+    slow.says(rf"generation 1 is over: {told}")
+    trains(cluster)
+    assert "goes on" not in slow.output
+    (member,) = (m for m in cluster.status()["members"] if m["worker"] == "node0/worker1")
+    assert member["state"] == "late" and member["heard_s_ago"] < 3
+    server.says(r"generation 3: 2 workers on 1 node")
+    trains(cluster)
+    assert finish(cluster, server, other, slow, *locals_) == steps(cluster)
+    assert len({cluster.result(0, index)["model"] for index in range(2)}) == 1
+    assert [cluster.result(0, index)["failed"] for index in range(2)] == [[], []]
+
+
+def test_a_leader_killed_in_the_middle_of_its_own_broadcast(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "3", "--lease-s", "2", *EVERY)
+    survivors = [cluster.worker("crash", 0, index, "--sleep", 0.005) for index in (0, 1)]
+    victim = cluster.worker("crash", 0, 2, "--sleep", 0.005, "--lead", "--die-in-round", 3)
+    assert victim.wait() == -signal.SIGKILL
+    (round_id,) = map(int, re.findall(r"dies in round (\d+)", victim.output))
+    assert re.search(rf"round {round_id}\b.*: leader node0/worker2 \(loss 0\)", server.output)
+    server.says(rf"round {round_id} failed: ")
+    server.says(r"generation 2: 2 workers on 1 node")
+    trains(cluster)
+    count = finish(cluster, server, *survivors, *locals_)
+    assert steps(cluster) == count  # it died between two steps, the last one of which was reported
+    for index, process in enumerate(survivors):
+        failed = cluster.result(0, index)["failed"]
+        assert [round_id, 1, True] in failed  # the model was as before, bit for bit
+        assert all(same for _, _, same in failed)
+        assert re.search(
+            rf"round {round_id} failed, the model is as before: .*; asking again", process.output
+        )
+        assert "generation 2: rank" in process.output
+    assert len({cluster.result(0, index)["model"] for index in (0, 1)}) == 1

@@ -1,0 +1,90 @@
+"""The example on one machine: the exchange makes the average of the workers good, and nothing else does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))  # as python examples/digits.py does
+
+import digits  # noqa: E402
+import report  # noqa: E402
+
+NO_EXCHANGE = """
+iterations = 3000
+
+[algorithm]
+period = 1000000
+local_period = 1000000
+pull_global = 0.0
+pull_local = 0.0
+proximal_global = 0.0
+proximal_local = 0.0
+"""
+
+
+def train(plan: Path, run_dir: Path, script: str = "digits.py") -> str:
+    """Train an example with two workers on this machine and return what it showed."""
+    options = ["--node", "0", "--port", "0", "--workers", "2", "--device", "cpu", "--plan", plan]
+    launch = [sys.executable, "-m", "lsgd.client", "launch", *options, "--run-dir", run_dir]
+    command = [*launch, "--", sys.executable, EXAMPLES / script]
+    done = subprocess.run(
+        command, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def result_of(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "result.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(tmp_path: Path) -> None:
+    plan = tmp_path / "no_exchange.toml"
+    plan.write_text(NO_EXCHANGE)
+    output = train(EXAMPLES / "digits.toml", tmp_path / "exchange")
+    train(plan, tmp_path / "none")
+
+    result, alone = result_of(tmp_path / "exchange"), result_of(tmp_path / "none")
+    assert result["test_accuracy"] >= 0.97
+    assert alone["test_accuracy"] < 0.90
+    assert alone["leader_accuracy"] >= 0.95  # each of them has learned; only their average has not
+    assert result["relative_distance_before_last_average"] < alone["relative_distance_before_last_average"]
+
+    for run in (result, alone):
+        assert run["iterations"] == sum(run["iterations_per_worker"].values()) == 3000
+        assert (run["workers"], run["groups"], run["rounds_local"]) == (2, 1, 0)
+    # One when the generation begins, one for each 64 iterations of a worker, and the last one.
+    assert 3000 // 128 <= result["rounds_global"] <= 3000 // 128 + 3
+    assert alone["rounds_global"] == 2
+    assert sum(result["times_leader"].values()) == result["rounds_global"]
+
+    assert "%, loss 0." in output and "of the average" in output
+    files = {path.name for path in (tmp_path / "exchange").iterdir()}
+    assert {"result.json", "model.safetensors", "curve.png", "plan.toml", "node0-worker0.log"} <= files
+    model = digits.network()
+    model.load_state_dict(load_file(tmp_path / "exchange" / "model.safetensors"))
+    assert report.accuracy(model, digits.datasets()[1]) == result["test_accuracy"]
+
+
+def test_the_plain_script_with_its_few_lines_trains_and_saves(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text("iterations = 1200\n")
+    train(plan, tmp_path / "run", "plain_lsgd.py")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+    model.load_state_dict(state)
+    assert report.accuracy(torch.nn.Sequential(torch.nn.Flatten(), model), digits.datasets()[1]) > 0.95
+    nbytes = sum(x.nbytes for x in state.values())
+    assert (
+        tmp_path / "model.pt"
+    ).stat().st_size < nbytes + 10_000  # each value once, whatever buffer it is a view of

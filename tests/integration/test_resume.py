@@ -1,0 +1,122 @@
+"""Runs that are killed as a whole and go on from their checkpoints."""
+
+import signal
+
+import pytest
+
+from lsgd.client.run_folder import CHECKPOINTS, checkpoint_path, counts
+
+from .running import Cluster, Process
+
+
+def start(cluster: Cluster, workers: int, *arguments: str, worker: tuple[object, ...] = (), **variables: str):
+    """Start a run; return its servers and its workers."""
+    server, locals_ = cluster.start("--workers", str(workers), *arguments)
+    return [server, *locals_], [
+        cluster.worker("resume", 0, index, *worker, **variables) for index in range(workers)
+    ]
+
+
+def kill_all(servers: list[Process], workers: list[Process]) -> None:
+    """See all workers dead by their own hand, and kill the servers."""
+    assert [worker.wait() for worker in workers] == [-signal.SIGKILL] * len(workers)
+    for server in servers:
+        server.send(signal.SIGKILL)
+        server.wait()
+
+
+def finish(servers: list[Process], workers: list[Process], count: int) -> str:
+    """Wait until all have ended well after so many iterations; return what the global server said."""
+    for process in (*workers, *servers):
+        process.succeeds()
+    assert servers[0].says(rf"the run is over: .*; {count} iterations")
+    return servers[0].output
+
+
+def going_on(cluster: Cluster) -> dict[str, str]:
+    return {"LSGD_RESUME": str(cluster.folder / CHECKPOINTS)}
+
+
+@pytest.mark.parametrize(
+    ("workers", "arguments", "options", "die_in_round"),
+    [
+        (1, ("--algorithm", "diloco", "--period", "6", "--checkpoint-every", "2"), ("--batch-norm",), 6),
+        (2, ("--algorithm", "allreduce", "--checkpoint-every", "10"), (), 15),
+    ],
+    ids=["diloco", "allreduce"],
+)
+def test_a_run_that_was_killed_and_goes_on_ends_with_the_same_bits(
+    cluster, workers: int, arguments: tuple[str, ...], options: tuple[str, ...], die_in_round: int
+) -> None:
+    arguments = (*arguments, "--iterations", str(40 * workers))
+    finish(*start(cluster, workers, *arguments, worker=options), 40 * workers)
+    whole = [cluster.result(0, index) for index in range(workers)]
+    for count in counts(cluster.folder / CHECKPOINTS):
+        for index in range(workers):
+            checkpoint_path(cluster.folder / CHECKPOINTS, count, f"node0/worker{index}").unlink()
+
+    kill_all(*start(cluster, workers, *arguments, worker=(*options, "--die-in-round", die_in_round)))
+    last = counts(cluster.folder / CHECKPOINTS)[-1]
+    servers, processes = start(cluster, workers, *arguments, worker=options, **going_on(cluster))
+    assert f"goes on after {last} iterations" in finish(servers, processes, 40 * workers)
+    for index in range(workers):
+        result = cluster.result(0, index)
+        made = last // workers
+        assert result.pop("seen") == whole[index].pop("seen")[made:]
+        assert result == whole[index]
+        assert result["iterations"] == 40
+
+
+def test_a_run_goes_on_with_other_workers_and_makes_exactly_its_iterations(cluster) -> None:
+    arguments = ("--period", "8", "--local-period", "8", "--checkpoint-every", "1")
+    kill_all(*start(cluster, 2, *arguments, worker=("--die-in-round", 6)))
+    folder = cluster.folder / CHECKPOINTS
+    before, last = counts(folder)
+    # What is left of a write that was cut off: a temporary file, and, after a loss of power, half a file.
+    torn = checkpoint_path(folder, last, "node0/worker1")
+    torn.write_bytes(torn.read_bytes()[:-100])
+    torn.with_name(f"{torn.name}.tmp").write_bytes(b"half")
+
+    servers, workers = start(cluster, 3, *arguments, "--iterations", str(last + 50), **going_on(cluster))
+    output = finish(servers, workers, last + 50)
+    assert (
+        f"goes on after {last} iterations, from checkpoints of node0/worker0; "
+        "taking over their model: node0/worker1, node0/worker2"
+    ) in output
+    assert f"goes on from {checkpoint_path(folder, last, 'node0/worker0')}: {last} iterations" in (
+        workers[0].output
+    )
+    assert f"{torn} cannot be read: " in workers[1].output
+    assert f"goes on from {checkpoint_path(folder, before, 'node0/worker1')}" in workers[1].output
+    assert "node0/worker2 has no checkpoint in" in workers[2].output
+    assert "the data is dealt out anew" in workers[0].output
+
+    servers, workers = start(cluster, 1, *arguments, "--iterations", str(last + 50), **going_on(cluster))
+    finish(servers, workers, last + 50)
+    workers[0].says(rf"stops after 0 iterations: all {last + 50} iterations were made before it was resumed")
+
+
+def test_checkpoints_that_cannot_be_written_are_a_warning(cluster) -> None:
+    (cluster.folder / CHECKPOINTS).write_text("not a folder")
+    servers, workers = start(
+        cluster, 1, "--period", "4", "--local-period", "4", "--checkpoint-every", "1", "--iterations", "12"
+    )
+    finish(servers, workers, 12)
+    workers[0].says(r"the checkpoint of 4 iterations cannot be written to \S+checkpoints: .*training goes on")
+    workers[0].says("the checkpoint of 12 iterations cannot be written")
+
+
+def test_a_worker_that_loses_its_servers_saves_its_state(cluster) -> None:
+    arguments = ("--period", "4", "--local-period", "4", "--server-timeout-s", "1", "--lease-s", "2")
+    (server, local), (worker,) = start(cluster, 1, *arguments)
+    server.says("global round 3: leader")
+    server.send(signal.SIGKILL)
+    server.wait()
+    local.send(signal.SIGKILL)
+    local.wait()
+    assert worker.wait() == 75
+    (count,) = counts(cluster.folder / CHECKPOINTS)
+    path = checkpoint_path(cluster.folder / CHECKPOINTS, count, "node0/worker0")
+    assert f"its state is saved in {path}; when the servers can run again, go on from it" in worker.output
+    servers, workers = start(cluster, 1, *arguments, "--iterations", str(count + 9), **going_on(cluster))
+    assert f"goes on after {count} iterations" in finish(servers, workers, count + 9)

@@ -1,0 +1,293 @@
+"""Whole runs in real processes, with real servers and Gloo."""
+
+import re
+import signal
+import time
+from itertools import pairwise
+from statistics import median
+
+import pytest
+import torch
+
+from lsgd.client import Worker
+from lsgd.errors import JoinError
+
+from .running import Cluster, Process, until
+
+
+def steps(cluster: Cluster) -> dict[str, int]:
+    """Return how many steps each worker has written to its own file."""
+    files = cluster.folder.glob("*.steps")
+    return {path.stem.replace("-", "/"): len(path.read_text().split()) for path in files}
+
+
+def every(period: int) -> tuple[str, ...]:
+    """Return the flags for a global round every so many iterations, and no local ones."""
+    return ("--period", str(period), "--local-period", str(period))
+
+
+def end_well(*processes: Process) -> None:
+    for process in processes:
+        process.succeeds()
+
+
+def same_models(*results: dict) -> bool:
+    return all(result["model"] == results[0]["model"] for result in results)
+
+
+def test_two_nodes_train_to_one_consensus_and_every_step_counts(cluster) -> None:
+    server, locals_ = cluster.start(
+        "--workers", "4", "--iterations", "600", "--period", "32", "--local-period", "8", nodes=2
+    )
+    places = [(node, index) for node in range(2) for index in range(2)]
+    workers = [cluster.worker("train", *place) for place in places]
+    end_well(*workers, *locals_, server)
+
+    results = [cluster.result(*place) for place in places]
+    assert [r["rank"] for r in results] == [0, 1, 2, 3]
+    assert same_models(*results)
+    assert all(r["stopped"] and r["progress"] == 1.0 and r["loss"] < 1.0 for r in results)
+    assert len({r["distance"] for r in results}) == 1 and results[0]["distance"] > 0
+    assert steps(cluster) == {f"node{n}/worker{i}": cluster.result(n, i)["iterations"] for n, i in places}
+    assert sum(steps(cluster).values()) == 600
+    assert "the run is over: all 600 iterations are made; 600 iterations" in server.output
+
+    # The learning rate follows the progress of the whole run, whatever share of it a worker makes.
+    for result in results:
+        rates = result["rates"]
+        assert rates == sorted(rates, reverse=True)
+        assert rates[0] > 0.0195 and rates[-1] < 0.0035
+    assert results[0]["status"]["count"] == 600
+    for line in workers[0].says("tensors travel on .*"), workers[0].says("generation 1: rank 0 of 4.*"):
+        assert "127.0.0.1" in line[0]
+
+
+@pytest.mark.parametrize("flag", ["--fail-at", "--break-at"])
+def test_a_worker_that_fails_or_breaks_gives_its_grant_back(cluster, flag) -> None:
+    server, locals_ = cluster.start("--workers", "2", "--iterations", "300", *every(16))
+    good, bad = cluster.worker("train"), cluster.worker("train", 0, 1, flag, 20)
+    end_well(good, *locals_, server)
+    if flag == "--fail-at":
+        assert bad.wait() == 1
+        assert "RuntimeError: the data is bad" in bad.output
+        assert "node0/worker1 leaves: failed: RuntimeError: the data is bad (20 iterations)" in server.output
+    else:
+        bad.succeeds()
+        assert "node0/worker1 leaves: its training loop ended (19 iterations)" in server.output
+    assert steps(cluster)["node0/worker1"] == (20 if flag == "--fail-at" else 19)
+    assert sum(steps(cluster).values()) == 300
+    assert "300 iterations" in server.output
+
+
+def test_every_kind_of_parameter_and_loop_at_once(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "2", "--iterations", "80", *every(8), "--lease-s", "60")
+    end_well(cluster.worker("odd"), cluster.worker("odd", 0, 1), *locals_, server)
+    results = [torch.load(cluster.folder / f"node0-worker{i}.pt", weights_only=True) for i in (0, 1)]
+    one, two = (result["state"] for result in results)
+    assert all(torch.equal(one[name], two[name]) for name in one if one[name].is_floating_point())
+    for result in results:
+        state, leader = result["state"], result["leader"]
+        assert result["tied"] and result["channels_last"]
+        assert torch.equal(state["encode.weight"], state["decode.weight"])
+        assert torch.equal(leader["encode.weight"], leader["decode.weight"])
+        assert {str(x.dtype) for x in state.values()} >= {"torch.bfloat16", "torch.float64", "torch.float32"}
+        assert all(torch.equal(x, state[name]) for name, x in result["copy"].items())
+        assert all(x.dtype == state[name].dtype for name, x in leader.items())
+        assert torch.equal(leader["frozen.weight"], state["frozen.weight"])
+        assert not torch.equal(leader["encode.weight"], state["encode.weight"])
+        # The last micro-batch is drawn when the run has ended already.
+        assert result["micro_batches"] in (2 * result["iterations"], 2 * result["iterations"] + 1)
+        assert result["distance"] == results[0]["distance"] > 0
+    assert all(
+        torch.equal(x, results[1]["leader"][n]) for n, x in results[0]["leader"].items() if "tracked" not in n
+    )
+    assert sum(result["iterations"] for result in results) == 80
+    assert (cluster.folder / "submodule.pt").stat().st_size < 4_000
+
+
+def test_a_slow_worker_makes_fewer_iterations_and_nobody_waits_for_it_between_rounds(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "2", "--iterations", "180", *every(30))
+    end_well(cluster.worker("train", 0, 0, "--sleep", 0.03), cluster.worker("train", 0, 1, "--sleep", 0.06))
+    end_well(*locals_, server)
+    fast, slow = cluster.result(0, 0), cluster.result(0, 1)
+    assert fast["iterations"] + slow["iterations"] == 180
+    assert 1.5 < fast["iterations"] / slow["iterations"] < 2.5
+    gaps_s = [[b - a for a, b in pairwise(result["times"])] for result in (fast, slow)]
+    assert median(gaps_s[0]) < 0.75 * median(gaps_s[1])
+    # It waits for the slow one where there is a round, which is at 180 / 60 of its turns and at the ends.
+    waits = [gap for gap in gaps_s[0] if gap > 0.9 * median(gaps_s[1])]
+    assert len(waits) < 0.3 * len(gaps_s[0])
+
+
+def test_one_group_trains_on_while_another_waits_for_its_local_round(cluster) -> None:
+    server, locals_ = cluster.start(
+        "--workers", "4", "--iterations", "700", "--period", "128", "--local-period", "8", nodes=2
+    )
+    sleeper = cluster.worker("train", 0, 1, "--nap-at", 30, "--nap", 2.0)
+    others = [cluster.worker("train", *place, "--sleep", 0.01) for place in ((0, 0), (1, 0), (1, 1))]
+    end_well(sleeper, *others, *locals_, server)
+    ((began, ended),) = cluster.result(0, 1)["naps"]
+    during = {
+        place: sum(began < t < ended for t in cluster.result(*place)["times"])
+        for place in ((0, 0), (1, 0), (1, 1))
+    }
+    assert during[0, 0] <= 16  # what its group's queue still had
+    assert during[1, 0] > 20 and during[1, 1] > 20
+    scopes = re.findall(r"local round \d+ of node(\d)", server.output)
+    assert {"0", "1"} == set(scopes) and len(scopes) > 20
+
+
+def test_a_worker_that_pauses_misses_rounds_and_comes_back(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "2", "--iterations", "400", *every(8))
+    away = cluster.worker("train", 0, 1, "--pause-at", 21, "--nap", 1.0)
+    stays = cluster.worker("train", 0, 0, "--sleep", 0.005)
+    end_well(away, stays, *locals_, server)
+    one, two = cluster.result(0, 0), cluster.result(0, 1)
+    ((began, ended),) = two["naps"]
+    assert sum(began < t < ended for t in one["times"]) > 3 * 8  # several rounds of its own
+    generations = re.findall(r"generation (\d+): (\d) workers? on 1 node", server.output)
+    assert generations[:3] == [("1", "2"), ("2", "1"), ("3", "2")]
+    assert two["iterations"] > 21 and two["times"][21] > ended
+    assert same_models(one, two) and one["stopped"] and two["stopped"]
+    assert sum(steps(cluster).values()) == 400
+
+
+def test_a_newcomer_takes_part_until_it_is_interrupted(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "1", *every(8), "--exchange-timeout-s", "10")
+    first = cluster.worker("train", 0, 0)
+    until(lambda: cluster.status()["count"] > 50, "the run is under way")
+    newcomer = cluster.worker("train", 0, 1)
+    newcomer.says("generation 2: rank 1 of 2")
+    until(lambda: steps(cluster).get("node0/worker1", 0) > 20, "it trains too")
+    newcomer.send(signal.SIGINT)
+    assert newcomer.wait() == -signal.SIGINT
+    server.says("generation 3: 1 worker on 1 node")
+    server.send(signal.SIGTERM)
+    end_well(first, *locals_, server)
+    assert "node0/worker1 leaves: failed: KeyboardInterrupt" in server.output
+    made = steps(cluster)
+    done = {m["worker"]: m["done"] for m in cluster.result(0, 0)["status"]["members"]}
+    assert done["node0/worker0"] == made["node0/worker0"]
+    # It may have been interrupted between its step and the line in its file.
+    assert 0 <= done["node0/worker1"] - made["node0/worker1"] <= 1
+    assert f"; {sum(done.values())} iterations" in server.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_global_server_ends_the_run_with_a_consensus(cluster, number) -> None:
+    server, locals_ = cluster.start("--workers", "2", *every(8))
+    workers = [cluster.worker("train", 0, index) for index in (0, 1)]
+    until(lambda: cluster.status()["count"] > 50, "the run is under way")
+    server.send(number)
+    end_well(*workers, *locals_, server)
+    one, two = cluster.result(0, 0), cluster.result(0, 1)
+    assert same_models(one, two) and one["stopped"] and two["stopped"]
+    count = int(server.says(rf"the run is over: the global server got {number.name}; (\d+) iterations")[1])
+    assert count == sum(steps(cluster).values()) > 50
+
+
+def test_a_signal_to_a_local_server_takes_its_node_out_and_the_others_go_on(cluster) -> None:
+    server, (stays, leaves) = cluster.start(
+        "--workers", "2", "--period", "16", "--local-period", "8", nodes=2
+    )
+    one, two = cluster.worker("train", 0, 0), cluster.worker("train", 1, 0)
+    until(lambda: cluster.status()["count"] > 50, "the run is under way")
+    leaves.send(signal.SIGTERM)
+    end_well(two, leaves)
+    assert cluster.result(1, 0)["stopped"]
+    assert "the local server of node1 got SIGTERM" in two.output
+    count = cluster.status()["count"]
+    until(lambda: cluster.status()["count"] > count + 50, "the other one goes on")
+    again = cluster.start_local(1)  # at once, under the same index
+    again.says("connected to the global server")
+    server.send(signal.SIGTERM)
+    end_well(one, stays, server, again)
+    assert cluster.result(0, 0)["iterations"] > cluster.result(1, 0)["iterations"]
+    assert f"; {sum(steps(cluster).values())} iterations" in server.output
+    assert "node1/worker0 leaves" in server.output
+
+
+def test_a_run_by_time_with_a_worker_that_no_one_should_follow(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "2", "--seconds", "1.5", *every(16))
+    end_well(cluster.worker("train", 0, 0, "--nan"), cluster.worker("train", 0, 1), *locals_, server)
+    result = cluster.result(0, 0)
+    assert "the run is over: the time of 1.5 s is over" in server.output
+    assert 1.5 <= result["status"]["seconds"] < 15
+    leaders = result["status"]["leaders"]
+    assert len(leaders) > 3
+    assert {entry["worker"] for entry in leaders[1:]} == {"node0/worker1"}
+    assert {entry["losses"]["node0/worker0"] for entry in leaders} == {None}
+    assert result["rates"][-1] < 0.01  # progress goes by time here
+    assert sum(steps(cluster).values()) == result["status"]["count"]
+
+
+def test_whoever_does_not_fit_is_refused_and_told_why(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "2", "--iterations", "100000", *every(16), nodes=2)
+    cluster.worker("train")
+    server.says("node0/worker0 joins")
+    version = torch.__version__.partition("+")[0]
+    major, minor, patch = version.split(".")
+    strangers = {
+        f"torch {major}.{int(minor) + 1}.0 on node1, {version} on node0; install the same release": (
+            *("--torch-version", f"{major}.{int(minor) + 1}.0"),
+        ),
+        r"its model differs from node0/worker0's: 2\d\d parameters .* against \d+ parameters": (
+            "--width",
+            20,
+        ),
+        r"a worker of node1 speaks version 99 .*, and the local server of node1 on .* speaks 1 .*; install the same": (
+            *("--protocol", 99),
+        ),
+    }
+    refused = [cluster.worker("train", 1, 0, *flags) for flags in strangers.values()]
+    for process, reason in zip(refused, strangers, strict=True):
+        assert process.wait() == 1
+        assert re.search(f"JoinError: .*{reason}", process.output), process.output
+
+    patched = cluster.worker("train", 1, 1, "--torch-version", f"{major}.{minor}.{int(patch) + 1}")
+    patched.says(
+        rf"joins with other versions: torch {major}.{minor}.{int(patch) + 1} on node1, {version} on node0"
+    )
+    until(lambda: cluster.status()["count"] > 0, "they train")
+    server.send(signal.SIGTERM)
+    end_well(patched, *locals_, server)
+
+
+def test_two_workers_with_the_same_data_are_an_error_that_names_both(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "2", *every(16))
+    workers = [cluster.worker("train", 0, index, "--same-data") for index in (0, 1)]
+    until(lambda: any(worker.poll() == 1 for worker in workers), "one is refused")
+    refused, stays = sorted(workers, key=lambda worker: worker.poll() is None)
+    told = r"JoinError: node0/worker(\d) and node0/worker(?!\1)\d draw the same batches"
+    assert re.search(told, refused.output), refused.output
+    assert "this DataLoader is not sharded" in stays.output
+    server.send(signal.SIGTERM)
+    end_well(stays, *locals_, server)
+
+
+def test_without_servers_a_join_fails_in_5_s_with_the_line_to_type(cluster, monkeypatch) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+    started_at = time.monotonic()
+    with pytest.raises(JoinError, match=r"lsgd-server --local --node N --connect .* lsgd-server --global"):
+        Worker.join(model, optimizer)
+    assert time.monotonic() - started_at < 5
+
+    cluster.address = "tcp://127.0.0.1:9"
+    local = cluster.start_local(0)
+    with pytest.raises(
+        JoinError, match=r"no global server answers at tcp://127.0.0.1:9; start it there with"
+    ):
+        Worker.join(model, optimizer, timeout_s=1.0)
+    local.send(signal.SIGTERM)
+    local.succeeds()
+
+
+def test_a_join_says_for_whom_it_waits(cluster, monkeypatch) -> None:
+    server, _ = cluster.start("--workers", "3", "--join-timeout-s", "2")
+    monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(JoinError, match="1 of 3 workers have joined; start the others, or a run of fewer"):
+        Worker.join(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert server.poll() is None

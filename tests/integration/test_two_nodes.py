@@ -1,0 +1,160 @@
+"""Two nodes: two workers each, in network namespaces of their own, started as a user starts them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab import Host, Lab
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+]
+
+ITERATION_TIMES = """
+import sys, time, torch
+from lsgd.client import Worker
+model = torch.nn.Linear(1000, 250)
+data = torch.utils.data.TensorDataset(torch.randn(400, 1000))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+times = []
+with Worker.join(model, optimizer) as worker:
+    loader = worker.loader(data, batch_size=10)
+    while not worker.stopped:
+        for (x,) in worker.batches(loader):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            worker.report(loss)
+            times.append(time.monotonic())
+            time.sleep(0.005)
+    (worker.run_dir / f"times{worker.rank}").write_text("\\n".join(map(str, times)))
+"""
+
+
+def start(
+    host: Host, folder: Path, *command: str, script: Sequence[str] = (), **settings: str
+) -> subprocess.Popen[str]:
+    """Run train.sh (or ``script``) on ``host`` as its node, with results in a folder of its own below ``folder``."""
+    environ = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "IP_ADDR": "10.77.0.1",
+        "NUM_GROUPS": "2",
+        "NUM_WORKERS": "2",
+        "DEVICE": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "LSGD_KEYS": str(folder / "keys"),
+        "RUN_NAME": os.path.relpath(folder / host.name, ROOT / "runs"),
+        **settings,
+    }
+    script = script or ["bash", str(ROOT / "scripts/train.sh"), str(host.index), *command]
+    return host.popen(
+        script, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """Return what each process showed, when all have ended well."""
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+    return outputs
+
+
+def processes_on(host: Host) -> list[str]:
+    """Return the names of the processes on ``host``, without its first one and ps."""
+    names = host.run(["ps", "-e", "-o", "comm="]).split()
+    return sorted(name for name in names if name not in ("cat", "ps"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_nodes_reach_the_accuracy_with_local_rounds_inside_each(tmp_path: Path) -> None:
+    with Lab(2) as lab:
+        finish([start(host, tmp_path) for host in lab.hosts])
+        assert [processes_on(host) for host in lab.hosts] == [[], []]
+        on_the_wire_nbytes = sum(host.sent_nbytes for host in lab.hosts)
+    result = json.loads((tmp_path / "node0" / "result.json").read_text())
+    assert result["test_accuracy"] >= 0.97
+    assert (result["workers"], result["groups"]) == (4, 2)
+    assert result["iterations"] == sum(result["iterations_per_worker"].values()) == 3000
+    assert result["rounds_local"] >= 4 * result["rounds_global"] > 0
+    # A model crosses at most three times in a global round, and never in a local one.
+    model_nbytes = (tmp_path / "node0" / "model.safetensors").stat().st_size
+    control_nbytes = 3000 * 500
+    assert on_the_wire_nbytes < (result["rounds_global"] + 6) * 3 * model_nbytes + control_nbytes
+    assert on_the_wire_nbytes < result["rounds_local"] * model_nbytes
+
+
+def shows(process: subprocess.Popen[str], text: str) -> str:
+    """Return the next line of a process's output with this text."""
+    assert process.stdout
+    shown = []
+    while not shown or text not in shown[-1]:
+        shown.append(process.stdout.readline())
+        assert shown[-1], f"it ended early: {''.join(shown)}"
+    return shown[-1]
+
+
+def test_the_line_that_node_0_prints_starts_node_1_with_a_token_of_its_own(tmp_path: Path) -> None:
+    with Lab(2, loopback_names=True) as lab:
+        first = start(lab.hosts[0], tmp_path, LSGD_ITERATIONS="200")
+        line = shows(first, "[launch] node 1 joins with: ").partition("joins with: ")[2]
+        assert line.startswith("LSGD_TOKEN=lsgd1:node1:")
+        shows(first, "worker1")  # it is well under way
+        elsewhere = {"LSGD_KEYS": str(tmp_path / "none"), "IP_ADDR": "", "NUM_GROUPS": ""}
+        second = start(lab.hosts[1], tmp_path, script=("bash", "-c", line), **elsewhere)
+        finish([first, second])
+    result = json.loads((tmp_path / "node0" / "result.json").read_text())
+    assert (result["workers"], result["groups"], result["iterations"]) == (4, 2, 200)
+
+
+def test_node_1_may_start_first_and_waits_for_its_token_in_a_folder_that_both_see(tmp_path: Path) -> None:
+    with Lab(2) as lab:
+        second = start(lab.hosts[1], tmp_path, LSGD_ITERATIONS="200")
+        shows(second, "this node needs a token; node 0 prints the line to start it with")
+        finish([second, start(lab.hosts[0], tmp_path, LSGD_ITERATIONS="200")])
+    result = json.loads((tmp_path / "node0" / "result.json").read_text())
+    assert (result["workers"], result["groups"], result["iterations"]) == (4, 2, 200)
+
+
+def test_while_one_node_is_in_a_local_round_the_other_keeps_training(tmp_path: Path) -> None:
+    script = tmp_path / "times.py"
+    script.write_text(ITERATION_TIMES)
+    plan = {"LSGD_ITERATIONS": "800", "LSGD_PERIOD": "80", "LSGD_LOCAL_PERIOD": "10", "INSECURE": "1"}
+    with Lab(2) as lab:
+        # A model of 1 MB takes more than 0.3 s from one worker of node 0 to the other.
+        lab.hosts[0].run(
+            ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *"rate 20mbit burst 128k latency 1s".split()]
+        )
+        finish([start(host, tmp_path, "--", sys.executable, str(script), **plan) for host in lab.hosts])
+    times_s = [
+        [float(line) for line in (tmp_path / f"node{rank // 2}" / f"times{rank}").read_text().split()]
+        for rank in range(4)
+    ]
+    pauses = [(a, b) for a, b in pairwise(times_s[0]) if b - a > 0.2]
+    went_on = [any(a < t < b for t in times_s[2]) and any(a < t < b for t in times_s[3]) for a, b in pauses]
+    assert len(pauses) >= 8
+    assert sum(went_on) >= 0.6 * len(pauses)  # all but those of global rounds, which are one in eight
+
+
+@pytest.mark.slow
+def test_the_script_for_two_nodes_trains_over_a_slow_wire(tmp_path: Path) -> None:
+    name = os.path.relpath(tmp_path / "run", ROOT / "runs")
+    environ = {**os.environ, "PYTHON": sys.executable, "RUN_NAME": name, "LSGD_ITERATIONS": "100"}
+    environ["LSGD_KEYS"] = str(tmp_path / "keys")
+    script = ["bash", ROOT / "scripts/two_nodes.sh", "--rate-mbit", "100", "--delay-ms", "5"]
+    done = subprocess.run(
+        script, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    result = json.loads((tmp_path / "run" / "node0" / "result.json").read_text())
+    assert (result["workers"], result["groups"], result["iterations"]) == (4, 2, 100)

@@ -1,0 +1,113 @@
+"""A small regression that comes to grief on request, and notes each step and each round that failed.
+
+Writes a line for each step to ``<name>-<process id>.steps``, and at the end what it knows to ``<name>.json``.
+"""
+
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import lsgd.client.groups
+import lsgd.client.worker
+from lsgd.client import Worker
+from lsgd.client.exchange import Exchanger
+from lsgd.client.groups import TorchGroup
+from lsgd.errors import ExchangeError
+from lsgd.messages import Round
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--sleep", type=float, default=0.0, help="seconds in every turn")
+parser.add_argument("--die-in-round", type=int, default=0, help="kill -9 when this or a later one broadcasts")
+parser.add_argument("--lead", action="store_true", help="report a loss that no other worker is below")
+parser.add_argument("--stick-at", type=int, default=0, help="hold the GIL in this iteration")
+parser.add_argument("--stick", type=int, default=0, help="for so many seconds")
+parser.add_argument("--stall-at", type=int, default=0, help="sleep in this iteration, with the GIL free")
+parser.add_argument("--stall", type=float, default=0.0, help="for so many seconds")
+parser.add_argument("--poison-at", type=int, default=0, help="make a parameter NaN in this iteration")
+parser.add_argument("--dwell-in-round", type=int, default=0, help="sleep when this or a later one broadcasts")
+parser.add_argument("--dwell", type=float, default=0.0, help="for so many seconds, once")
+options = parser.parse_args()
+
+torch.manual_seed(time.monotonic_ns())
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+inputs = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
+data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+failed: list[tuple[int, int, bool]] = []
+current = 0
+
+
+def digest() -> str:
+    tensors = [x for x in model.state_dict().values() if x.is_floating_point()]
+    data = b"".join(x.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors)
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+class NotingExchanger(Exchanger):
+    """Notes of each round that failed its id and generation, and whether the model is what it was before."""
+
+    def run(self, round: Round) -> Any:
+        global current
+        before, current = digest(), round.id
+        try:
+            return super().run(round)
+        except ExchangeError:
+            failed.append((round.id, round.generation.number, digest() == before))
+            raise
+
+
+class MortalGroup(TorchGroup):
+    """Dies in the middle of a round, when the others wait for what it broadcasts or receives."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if options.die_in_round and current >= options.die_in_round:
+            print(f"dies in round {current}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if options.dwell and current >= options.dwell_in_round:
+            print(f"dwells in round {current}", flush=True)
+            time.sleep(options.dwell)
+            print(f"goes on with round {current}", flush=True)
+            options.dwell = 0
+        super().broadcast(tensor, source)
+
+
+lsgd.client.groups.TorchGroup = MortalGroup
+lsgd.client.worker.Exchanger = NotingExchanger
+
+with Worker.join(model, optimizer) as worker:
+    assert worker.run_dir is not None
+    name = worker.name.replace("/", "-")
+    loader = worker.loader(data, batch_size=16)
+    with (worker.run_dir / f"{name}-{os.getpid()}.steps").open("w", buffering=1) as steps:
+        while not worker.stopped:
+            for x, y in worker.batches(loader):
+                if worker.iterations + 1 == options.stick_at:
+                    print("holds the GIL", flush=True)
+                    ctypes.PyDLL(None).sleep(options.stick)
+                    print("lets the GIL go", flush=True)
+                if worker.iterations + 1 == options.stall_at:
+                    print("stalls", flush=True)
+                    time.sleep(options.stall)
+                    print("goes on", flush=True)
+                loss = nn.functional.mse_loss(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if worker.iterations + 1 == options.poison_at:
+                    print("poisons its model", flush=True)
+                    next(model.parameters()).data[0, 0] = float("nan")
+                steps.write(f"{worker.iterations + 1}\n")
+                worker.report(0.0 if options.lead else loss)
+                time.sleep(options.sleep)
+
+finite = all(bool(x.isfinite().all()) for x in model.state_dict().values())
+result = {"iterations": worker.iterations, "failed": failed, "model": digest(), "finite": finite}
+(worker.run_dir / f"{name}.json").write_text(json.dumps(result))

@@ -1,0 +1,40 @@
+"""A model of two million parameters, and the bytes that have left this machine's ``eth0`` after each step.
+
+Writes a line for each step to ``sent<rank>`` in the folder given: the algorithm and its settings, and the bytes.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from lsgd.client import Worker
+from lsgd.plan import table_of
+
+
+def sent_nbytes() -> int:
+    """Return the bytes behind the limit of the rate, with the headers of every packet."""
+    shown = subprocess.run(
+        ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"], capture_output=True, check=True
+    )
+    return int(json.loads(shown.stdout)[0]["bytes"])
+
+
+model = torch.nn.Linear(1000, 2000)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+data = torch.utils.data.TensorDataset(torch.randn(60, 1000))
+lines = []
+
+with Worker.join(model, optimizer) as worker:
+    loader = worker.loader(data, batch_size=4)
+    while not worker.stopped:
+        for (x,) in worker.batches(loader):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            worker.report(loss)
+            lines.append(json.dumps([table_of(worker.algorithm), sent_nbytes()]))
+Path(sys.argv[1], f"sent{worker.rank}").write_text("\n".join(lines))

@@ -1,0 +1,79 @@
+"""The CUDA path without a GPU: its source compiles, and CuPy is judged before it is used."""
+
+import ctypes
+import sys
+import types
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from lsgd.kernels.cuda import COMPILE_OPTIONS, SOURCE, CupyLaunch
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    """NVIDIA's run-time compiler, from the package nvidia-cuda-nvrtc; it needs no GPU."""
+    spec = find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else ():
+        for library in sorted(Path(folder).glob("**/libnvrtc.so.*")):
+            return ctypes.CDLL(str(library))
+    pytest.skip("nvidia-cuda-nvrtc is not installed")
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_source_compiles(nvrtc, architecture):
+    program = ctypes.c_void_p()
+    source = SOURCE.read_bytes()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None) == 0
+    options = [option.encode() for option in (f"--gpu-architecture={architecture}", *COMPILE_OPTIONS)]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert status == 0, log.value.decode()
+    assert nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0
+    assert size.value > 10_000
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def fake_cupy(version, available):
+    runtime = types.SimpleNamespace(runtimeGetVersion=lambda: version)
+    return types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime, is_available=lambda: available))
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "cupy", "message"),
+    [
+        (None, None, "no CUDA"),
+        ("12.8", fake_cupy(13000, True), "built for CUDA 13, torch for CUDA 12; pip install cupy-cuda12x"),
+        ("13.0", fake_cupy(13000, False), "finds no GPU"),
+    ],
+)
+def test_a_cupy_that_does_not_fit(monkeypatch, torch_cuda, cupy, message):
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with pytest.raises(RuntimeError, match=message):
+        CupyLaunch()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_kernels_are_queued_on_the_current_stream():
+    pytest.importorskip("cupy")
+    from lsgd.kernels import dequantize, quantize
+
+    x = torch.randn(1 << 22, device="cuda")
+    expected = quantize(x.cpu(), rounding="stochastic", seed=8).payload
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        late = x * 1
+        q = quantize(late, rounding="stochastic", seed=8)
+        decoded = dequantize(q)
+    stream.synchronize()
+    assert torch.equal(q.payload.cpu(), expected)
+    assert (decoded - x).abs().max() < 0.1

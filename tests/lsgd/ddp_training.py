@@ -1,0 +1,62 @@
+"""A plain DistributedDataParallel script for torchrun: trains with a communication hook and prints what came out.
+
+Usage: ddp_training.py HOOK, where HOOK is none, quantized, feedback, stochastic or overflow: with feedback, a
+GradScaler, and a gradient that is infinite on the last rank in one step.
+"""
+
+import hashlib
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lsgd.ddp_hook import QuantizedState, quantized_hook
+
+STEPS, BATCH, FEATURES, CLASSES = 150, 32, 20, 5
+OVERFLOW_STEP = 20
+
+
+def main(hook: str) -> None:
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    centers = torch.randn(CLASSES, FEATURES)
+    labels = torch.randint(CLASSES, (4000,))
+    points = centers[labels] + 1.5 * torch.randn(4000, FEATURES)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES)
+    )
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)  # several buckets
+    if hook != "none":
+        rounding = "stochastic" if hook == "stochastic" else "nearest"
+        state = QuantizedState(rounding=rounding, error_feedback=hook in ("feedback", "overflow"), block=512)
+        ddp.register_comm_hook(state, quantized_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=hook == "overflow", init_scale=8.0)
+    for step in range(STEPS):
+        rows = torch.arange(step * size * BATCH, (step + 1) * size * BATCH) % len(points)
+        mine = rows[rank::size]
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(ddp(points[mine]), labels[mine])
+        if hook == "overflow" and (step, rank) == (OVERFLOW_STEP, size - 1):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with torch.no_grad():
+        final_loss = float(nn.functional.cross_entropy(model(points), labels))
+    bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    digests: list[str | None] = [None] * size
+    dist.all_gather_object(digests, hashlib.sha256(bits).hexdigest())
+    residuals = len(state.residuals) if hook != "none" else 0
+    if rank == 0:
+        found = {"loss": final_loss, "digests": digests, "residuals": residuals}
+        print(json.dumps({**found, "scale": scaler.get_scale()}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,298 @@
+"""Elastic, local (and DiLoCo) and decentralized SGD against float64 references."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from lsgd.errors import ExchangeError
+from lsgd.settings import DecentralizedSettings, DiLoCoSettings, ElasticSettings, LocalSettings
+from lsgd.simulation import simulate
+
+from .reference import Problem, Worker, decode, nodes_of
+from .training import SPLIT, TorchWorker, make_round, relative_error, train
+
+NODES = [[1], [1, 1], [3], [2, 2], [3, 1], [1, 2, 2], [2, 1, 3], [1] * 7]
+STEPS = 120
+
+
+def reference_workers(workers):
+    return [Worker(workers[0].problem, rank) for rank in range(len(workers))]
+
+
+def step_all(reference):
+    for r in reference:
+        r.apply(r.gradient())
+
+
+def assert_follows(workers, reference, bound=1e-5):
+    errors = [relative_error(w.model, r.x) for w, r in zip(workers, reference, strict=True)]
+    assert max(errors) < bound, errors
+
+
+@pytest.mark.parametrize("node_sizes", NODES)
+def test_elastic(node_sizes):
+    workers = train(ElasticSettings(period=6, strength=0.43), node_sizes, STEPS, period=6)
+    reference = reference_workers(workers)
+    n, m = len(reference), workers[0].problem.start.astype(float)
+    for step in range(STEPS):
+        if step % 6 == 0:
+            mean = np.mean([r.x for r in reference], axis=0)
+            for r in reference:
+                r.x = (1 - 0.43 / n) * r.x + 0.43 / n * m
+            m = (1 - 0.43) * m + 0.43 * mean
+        step_all(reference)
+    assert_follows(workers, reference)
+    assert relative_error(torch.cat(workers[0].algorithm.master).numpy(), m) < 1e-5
+
+
+OUTER = {
+    "mean": LocalSettings(period=6),
+    "mean of changes times 0.5": LocalSettings(period=6, outer_lr=0.5),
+    "diloco": DiLoCoSettings(period=6),
+}
+
+
+@pytest.mark.parametrize("name", OUTER)
+@pytest.mark.parametrize("node_sizes", NODES)
+def test_local(node_sizes, name):
+    settings = OUTER[name]
+    workers = train(settings, node_sizes, STEPS, period=6)
+    reference = reference_workers(workers)
+    lr, momentum = {"mean": (1, 0), "mean of changes times 0.5": (0.5, 0), "diloco": (0.7, 0.9)}[name]
+    common = workers[0].problem.start.astype(float)
+    velocity = np.zeros_like(common)
+    for step in range(STEPS):
+        if step % 6 == 0:
+            gradient = common - np.mean([r.x for r in reference], axis=0)
+            velocity = momentum * velocity + gradient
+            common = common - lr * (gradient + momentum * velocity)
+            for r in reference:
+                r.x = common.copy()
+        step_all(reference)
+    assert_follows(workers, reference)
+
+
+def test_the_outer_step_is_torch_s():
+    """DiLoCo's outer step is torch.optim.SGD with Nesterov momentum on the common model."""
+
+    def member(group):
+        torch.manual_seed(group.rank)
+        model = torch.zeros(40, dtype=torch.float64)
+        worker = TorchWorker(DiLoCoSettings(), group, Problem(2))
+        algorithm = type(worker.algorithm)(DiLoCoSettings(), [model], "")
+        algorithm.reset([model], group, make_round([2]))
+        theirs = torch.zeros(40, dtype=torch.float64, requires_grad=True)
+        outer = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
+        for id in range(1, 6):
+            change = torch.randn(40, dtype=torch.float64)
+            theirs.grad = -change / 2
+            group.all_reduce(theirs.grad)
+            outer.step()
+            model += change
+            algorithm.before_forward([model], group, make_round([2], id=id))
+        return torch.allclose(model, theirs.detach(), rtol=1e-12)
+
+    assert all(simulate([2], member))
+
+
+@pytest.mark.parametrize("node_sizes", [[1, 1], [2, 2, 1], [7]])
+def test_local_in_8_bits(node_sizes):
+    """Changes of the models travel as codes; the reference takes the mean change that was really decoded."""
+    size = sum(node_sizes)
+    settings = LocalSettings(period=6, compression="minmax8", block=5)
+    workers = train(settings, node_sizes, STEPS, period=6, record=True)
+    reference = reference_workers(workers)
+    common = workers[0].problem.start.astype(float)
+    sent = [(w.group.sent("all_to_all"), w.group.sent("all_gather")) for w in workers]
+    for step in range(STEPS):
+        if step % 6 == 0:
+            changes = [r.x - common for r in reference]
+            mean = np.zeros_like(common)
+            for flat, part in enumerate((slice(0, SPLIT), slice(SPLIT, None))):
+                call = 2 * (step // 6) + flat
+                for (first, _), change in zip(sent, changes, strict=True):
+                    chunks = [decode(p) for p in first[call]]
+                    values = np.concatenate([d.values for d in chunks])
+                    units = np.concatenate([d.units for d in chunks])
+                    assert (np.abs(values - change[part]) <= units / 2 + 1e-5).all()
+                results = [decode(second[call][0]) for _, second in sent]
+                mean[part] = np.concatenate([d.values for d in results])
+            assert (
+                np.abs(mean - np.mean(changes, axis=0)).max()
+                <= 2 * max(np.ptp(c) for c in changes) / 255 + 1e-6
+            )
+            common = common + mean
+            for r in reference:
+                r.x = common.copy()
+        step_all(reference)
+    assert_follows(workers, reference)
+    assert len(workers) == size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["elastic", "local", "local in 8 bits", "diloco"])
+def test_common_models_stay_identical(name, dtype):
+    """500 steps of three workers: the same master, or common model and momentum, on all of them."""
+    settings = {
+        "elastic": ElasticSettings(period=5),
+        "local": LocalSettings(period=5),
+        "local in 8 bits": LocalSettings(period=5, compression="minmax8", block=5),
+        "diloco": DiLoCoSettings(period=5, compression="minmax8"),
+    }[name]
+    first, *others = train(
+        settings, [2, 1], 500, period=5, dtypes=(dtype, torch.float32), lr=0.01, momentum=0.0
+    )
+    for other in others:
+        pairs = zip(first.algorithm.shared_state(), other.algorithm.shared_state(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    losses = [first.problem.loss_and_gradient(first.model, r, 0)[0] for r in range(3)]
+    start = [first.problem.loss_and_gradient(first.problem.start, r, 0)[0] for r in range(3)]
+    assert np.mean(losses) < 0.2 * np.mean(start)
+
+
+def shift_one(unit, units, exchanges):
+    """Peers as the paper's library pairs them, written out again: odd numbers give one unit a bye."""
+    if units % 2:
+        bye = exchanges % units
+        order = [u for u in range(units) if u != bye]
+        if unit == bye:
+            return unit
+        return order[shift_one(order.index(unit), units - 1, exchanges)]
+    half = units // 2
+    return (exchanges + unit) % half + half if unit < half else (unit - half - exchanges) % half
+
+
+@pytest.mark.parametrize("peers", ["shift_one", "all"])
+@pytest.mark.parametrize("hierarchical", [True, False])
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("node_sizes", NODES)
+def test_decentralized(node_sizes, interval, hierarchical, peers):
+    settings = DecentralizedSettings(peers=peers, hierarchical=hierarchical, interval=interval)
+    workers = train(settings, node_sizes, STEPS, period=interval)
+    reference = reference_workers(workers)
+    units = nodes_of(node_sizes if hierarchical else [1] * len(reference))
+    for step in range(STEPS):
+        gradients = [r.gradient() for r in reference]  # of the models before they are averaged
+        models = [r.x for r in reference]
+        for u, unit in enumerate(units if step % interval == 0 else []):
+            peer = shift_one(u, len(units), step // interval)
+            members = {*unit, *units[peer]} if peers == "shift_one" else range(len(reference))
+            for rank in unit:
+                reference[rank].x = np.mean([models[k] for k in sorted(members)], axis=0)
+        for r, gradient in zip(reference, gradients, strict=True):
+            r.apply(gradient)
+    assert_follows(workers, reference)
+    if len(reference) > 2 and peers == "shift_one" and not hierarchical:
+        assert relative_error(workers[0].model, workers[1].model) > 1e-4
+
+
+def test_the_exchange_runs_beside_forward_and_backward():
+    """before_forward returns while the peer has not even begun; the model changes in after_backward only."""
+    peer_may_begin = threading.Event()
+
+    def member(group):
+        worker = TorchWorker(DecentralizedSettings(), group, Problem(2))
+        worker.begin(make_round([1, 1]))
+        for x in worker.parameters:
+            x.fill_(group.rank)
+        if group.rank == 1:
+            assert peer_may_begin.wait(20)
+        worker.algorithm.before_forward(worker.parameters, group, make_round([1, 1]))
+        exchanging = worker.algorithm.exchanging
+        before = [x.clone() for x in worker.parameters]
+        worker.backward()
+        peer_may_begin.set()
+        unchanged = all(map(torch.equal, before, worker.parameters))
+        worker.algorithm.after_backward(worker.parameters, [], group, make_round([1, 1]))
+        mean = all((x == 0.5).all() for x in worker.parameters)
+        return exchanging, unchanged, bool(mean), worker.algorithm.exchanging
+
+    assert simulate([1, 1], member) == [(True, True, True, False)] * 2
+
+
+@pytest.mark.parametrize(
+    "settings", [DecentralizedSettings(), ElasticSettings(), LocalSettings(), DiLoCoSettings()]
+)
+def test_a_failed_exchange_has_not_happened(settings):
+    """A peer is lost in the middle: the model and the algorithm's state are as they were."""
+    changed, raised = [], []
+
+    def member(group):
+        worker = TorchWorker(settings, group, Problem(3))
+        worker.begin(make_round([1, 1, 1]))
+        worker.iterate(None)
+        before = [x.clone() for x in (*worker.parameters, *worker.algorithm.shared_state())]
+        if group.rank == 2:
+            part = worker.parameters[0].new_zeros(SPLIT + (settings.name == "decentralized"))
+            if settings.name != "decentralized":
+                group.all_reduce(part)  # the first tensor goes through, then it is gone
+            raise ExchangeError("lost")
+        try:
+            round = make_round([1, 1, 1], id=2)
+            worker.algorithm.before_forward(worker.parameters, group, round)
+            worker.algorithm.after_backward(worker.parameters, [], group, round)
+        except ExchangeError:
+            raised.append(group.rank)
+        after = (*worker.parameters, *worker.algorithm.shared_state())
+        changed.extend(group.rank for a, b in zip(before, after, strict=True) if not torch.equal(a, b))
+
+    with pytest.raises(ExchangeError, match="lost"):
+        simulate([1, 1, 1], member, timeout_s=10)
+    # Exchange 1 of shift_one gives rank 1 a bye: nothing failed for it.
+    assert sorted(raised) == ([0] if settings.name == "decentralized" else [0, 1])
+    assert not changed
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        DecentralizedSettings(peers="all"),
+        DecentralizedSettings(peers="all", hierarchical=False),
+        DecentralizedSettings(),
+        ElasticSettings(),
+        LocalSettings(),
+        LocalSettings(compression="minmax8"),
+    ],
+    ids=str,
+)
+def test_a_model_that_is_not_finite_is_left_out(settings, caplog):
+    """Nobody takes over NaN, and the worker that had it takes over the others' model, and says so."""
+
+    def member(group):
+        worker = TorchWorker(settings, group, Problem(4))
+        worker.begin(make_round([2, 2]))
+        for x in worker.parameters:
+            x.fill_(group.rank)
+        if group.rank == 1:
+            worker.parameters[1][0] = torch.inf
+        worker.algorithm.before_forward(worker.parameters, group, make_round([2, 2]))
+        worker.algorithm.after_backward(worker.parameters, [], group, make_round([2, 2]))
+        return worker.model
+
+    models = simulate([2, 2], member)
+    assert np.isfinite(models).all()
+    if settings.name == "decentralized":
+        np.testing.assert_allclose(models, 5 / 3, rtol=1e-6)  # the mean of 0, 2 and 3
+    assert caplog.text.count("this worker's model is not finite") == 1
+
+
+@pytest.mark.parametrize("settings", [ElasticSettings(), DiLoCoSettings()])
+def test_state_dict_round_trip(settings):
+    def member(group):
+        worker = TorchWorker(settings, group, Problem(2), momentum=0.0)
+        worker.begin(make_round([1, 1]))
+        for id in range(1, 4):
+            worker.iterate(make_round([1, 1], id=id))
+        restored = TorchWorker(settings, group, Problem(2), momentum=0.0)
+        for x, saved in zip(restored.parameters, worker.parameters, strict=True):
+            x.copy_(saved)
+        restored.steps = worker.steps
+        restored.algorithm.load_state_dict(worker.algorithm.state_dict())
+        restored.begin(make_round([1, 1], number=2))
+        for each in (worker, restored):
+            each.iterate(make_round([1, 1], id=4))
+        return all(map(torch.equal, worker.parameters, restored.parameters))
+
+    assert simulate([1, 1], member) == [True, True]

@@ -1,0 +1,151 @@
+"""Keys and tokens: what is made, what is refused, and where none are needed."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lsgd.errors import ConfigError
+from lsgd.keys import KeyRing, default_folder, is_local, link_keys, listener_keys, parse_token, token_path
+from lsgd.sockets import new_key_pair, public_key
+
+NETWORK = "tcp://10.0.0.1:47400"
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> KeyRing:
+    return KeyRing.make(tmp_path / "keys", ["node0", "node1", "operator"])
+
+
+@pytest.fixture(autouse=True)
+def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LSGD_KEYS", str(tmp_path / "keys"))
+    monkeypatch.delenv("LSGD_TOKEN", raising=False)
+
+
+def test_a_token_holds_the_servers_public_key_and_a_pair_that_is_allowed(ring) -> None:
+    for name in ("node0", "node1", "operator"):
+        keys = parse_token(ring.token(name), "the token")
+        assert keys.name == name
+        assert keys.server == ring.public == public_key(ring.secret)
+        assert keys.public == public_key(keys.secret)
+        assert ring.allowed(keys.public) == name
+    assert ring.allowed(new_key_pair()[0]) == ""
+
+
+def test_only_the_user_can_read_what_is_made(ring) -> None:
+    assert stat.S_IMODE(ring.folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in ring.folder.iterdir()} == {0o600}
+    (ring.folder / "server.key").chmod(0o640)
+    with pytest.raises(ConfigError, match=r"others can read .*: chmod 600 "):
+        KeyRing(ring.folder)
+
+
+def test_making_it_again_keeps_what_is_there_and_adds_nodes(ring) -> None:
+    before = {path.name: path.read_text() for path in ring.folder.glob("*.[kt]*")}
+    again = KeyRing.make(ring.folder, ["node0", "node1", "node2"])
+    after = {path.name: path.read_text() for path in ring.folder.glob("*.[kt]*")}
+    assert {name: after[name] for name in before} == before
+    assert after.keys() - before.keys() == {"node2.token"}
+    public = parse_token(again.token("node2"), "").public
+    assert ring.allowed(public) == "node2"  # a ring in use sees it too
+
+
+def test_a_line_that_is_deleted_shuts_a_node_out_and_a_new_token_lets_it_in(ring) -> None:
+    old = parse_token(ring.token("node1"), "")
+    allowed = ring.folder / "allowed"
+    lines = [line for line in allowed.read_text().splitlines() if not line.startswith("node1")]
+    allowed.write_text("\n".join(["# by hand", *lines]))
+    assert ring.allowed(old.public) == ""
+    assert ring.allowed(parse_token(ring.token("node0"), "").public) == "node0"
+    KeyRing.make(ring.folder, ["node1"])
+    new = parse_token(ring.token("node1"), "")
+    assert (ring.allowed(old.public), ring.allowed(new.public)) == ("", "node1")
+
+
+def test_a_list_that_is_damaged_is_an_error_at_the_start_and_changes_nothing_later(ring) -> None:
+    public = parse_token(ring.token("node1"), "").public
+    (ring.folder / "allowed").write_text("node1 abc\n")
+    assert ring.allowed(public) == "node1"
+    with pytest.raises(ConfigError, match=r"allowed is damaged: 'abc'\.\.\. is no key"):
+        KeyRing(ring.folder)
+    (ring.folder / "allowed").write_text("Node 1\n")
+    with pytest.raises(ConfigError, match=r"allowed:1: 'Node' is no name such as node1"):
+        KeyRing(ring.folder)
+    (ring.folder / "server.key").write_text("short\n")
+    with pytest.raises(ConfigError, match=r"server\.key is damaged"):
+        KeyRing(ring.folder)
+
+
+def test_no_keys_are_an_error_that_says_how_to_make_them(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no .*server\.key; `lsgd keygen --keys .*` makes it"):
+        KeyRing(tmp_path)
+
+
+@given(st.text(max_size=200))
+def test_no_text_is_a_token_by_chance_nor_shown_in_the_error(text) -> None:
+    with pytest.raises(ConfigError, match="the variable X holds no token") as error:
+        parse_token(text, "the variable X")
+    assert len(text) < 20 or text not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("ipc:///tmp/x", True),
+        ("tcp://127.0.0.1:1", True),
+        ("tcp://127.9.9.9:1", True),
+        ("tcp://[::1]:1", True),
+        ("tcp://localhost:1", True),
+        ("tcp://0.0.0.0:1", False),
+        ("tcp://[::]:1", False),
+        ("tcp://*:1", False),
+        ("tcp://10.0.0.1:1", False),
+        ("tcp://no.such.host.invalid:1", False),
+    ],
+)
+def test_which_addresses_other_machines_can_reach(address, local) -> None:
+    assert is_local(address) is local
+
+
+class TestWhereKeysAreNeeded:
+    def test_not_on_this_machine_unless_they_are_given(self, ring) -> None:
+        assert listener_keys("tcp://127.0.0.1:1", None, insecure=False) is None
+        assert link_keys("ipc://x", None, "node0", insecure=False) is None
+        given_ring = listener_keys("tcp://127.0.0.1:1", ring.folder, insecure=False)
+        given_link = link_keys("tcp://127.0.0.1:1", token_path("node1", ring.folder), "node1", insecure=False)
+        assert given_ring and given_link and given_link.server == given_ring.public
+
+    def test_on_the_network_always_unless_it_is_trusted(self, tmp_path) -> None:
+        with pytest.raises(
+            ConfigError, match=r"without keys whoever does .* `lsgd keygen --nodes N`, or give --insec"
+        ):
+            listener_keys(NETWORK, None, insecure=False)
+        with pytest.raises(ConfigError, match=r"a token is needed; .*copy its file node1\.token.*LSGD_TOKEN"):
+            link_keys(NETWORK, None, "node1", insecure=False)
+        assert listener_keys(NETWORK, None, insecure=True) is None
+        assert link_keys(NETWORK, None, "node1", insecure=True) is None
+        ring = KeyRing.make(default_folder(), ["node1"])
+        made, own = (
+            listener_keys(NETWORK, None, insecure=False),
+            link_keys(NETWORK, None, "node1", insecure=False),
+        )
+        assert made and own and made.secret == ring.secret and made.allowed(own.public) == "node1"
+
+    def test_the_variable_comes_before_the_folder(self, ring, monkeypatch) -> None:
+        monkeypatch.setenv("LSGD_TOKEN", ring.token("node1"))
+        keys = link_keys(NETWORK, None, "operator", insecure=False)  # a node's token serves an operator too
+        assert keys and keys.name == "node1"
+        with pytest.raises(ConfigError, match="this is node0, and the token is that of node1; take node0's"):
+            link_keys(NETWORK, None, "node0", insecure=False)
+        monkeypatch.setenv("LSGD_TOKEN", "lsgd1:node1:abc")
+        with pytest.raises(ConfigError, match="the variable LSGD_TOKEN holds no token"):
+            link_keys(NETWORK, None, "node1", insecure=False)
+
+
+def test_the_default_folder_is_among_the_users_settings() -> None:
+    assert default_folder({"HOME": "/home/a"}) == Path("/home/a/.config/lsgd/keys")
+    assert default_folder({"HOME": "/home/a", "XDG_CONFIG_HOME": "/c"}) == Path("/c/lsgd/keys")
+    assert default_folder({"HOME": "/home/a", "LSGD_KEYS": "/k"}) == Path("/k")

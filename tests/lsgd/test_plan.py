@@ -1,0 +1,351 @@
+"""The plan: put together from flags, variables, a file and defaults, and the same after every trip."""
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lsgd.errors import ConfigError
+from lsgd.plan import (
+    OTHER_VARIABLES,
+    Phase,
+    Plan,
+    algorithm_of,
+    assemble,
+    check_variables,
+    flag,
+    read,
+    setting_names,
+    table_of,
+    variable,
+)
+from lsgd.settings import ALGORITHMS, LeaderSettings, RunSettings, fields
+
+FILE = """
+workers = 4
+iterations = 4000
+seconds = 30
+
+[algorithm]
+name = "leader"
+period = 32
+pull_global = 0.5
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_defaults() -> None:
+    sourced = read(None, {}, {})
+    assert sourced.plan == Plan() == Plan(RunSettings(), (Phase(LeaderSettings()),))
+    assert all(origin == "default" for _, _, origin in sourced.rows())
+
+
+def test_flag_before_variable_before_file_before_default(path: Path) -> None:
+    environ = {"LSGD_ITERATIONS": "500", "LSGD_PERIOD": "48", "PATH": "/bin", "LSGD_NODE": "1"}
+    sourced = read(path, environ, {"iterations": 60, "period": None, "lease_s": "3"})
+    run, algorithm = sourced.plan.run, sourced.plan.algorithm
+    assert isinstance(algorithm, LeaderSettings)
+    assert (run.workers, run.iterations, run.seconds, run.lease_s) == (4, 60, 30.0, 3.0)
+    assert (algorithm.period, algorithm.pull_global, algorithm.local_period) == (48, 0.5, 16)
+    rows = {name: (value, origin) for name, value, origin in sourced.rows()}
+    assert rows["workers"] == ("4", f"the plan {path}")
+    assert rows["iterations"] == ("60", "flag --iterations")
+    assert rows["lease_s"] == ("3.0", "flag --lease-s")
+    assert rows["algorithm.period"] == ("48", "variable LSGD_PERIOD")
+    assert rows["algorithm.pull_global"] == ("0.5", f"the plan {path}")
+    assert rows["algorithm.name"] == ('"leader"', f"the plan {path}")
+    assert rows["algorithm.local_period"] == ("16", "default")
+    assert rows["buffers"] == ('"average"', "default")
+
+
+def test_rows_are_every_setting_once_in_order() -> None:
+    names = [name for name, _, _ in read(None, {}, {"algorithm": "qsgd"}).rows()]
+    qsgd = [f"algorithm.{name}" for name in fields(ALGORITHMS["qsgd"])]
+    assert names == [*fields(RunSettings), "algorithm.name", *qsgd]
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "origin"),
+    [
+        ({"LSGD_ALGORITHM": "qsgd"}, {}, "variable LSGD_ALGORITHM"),
+        ({}, {"algorithm": "qsgd"}, "flag --algorithm"),
+    ],
+)
+def test_the_algorithm_is_chosen_like_any_other_setting(
+    environ: dict[str, str], flags: dict[str, str], origin: str
+) -> None:
+    sourced = read(None, environ, {"block": 0, **flags})
+    assert sourced.plan.algorithm == ALGORITHMS["qsgd"](block=0)
+    assert sourced.origins["algorithm.name"] == origin
+    assert sourced.origins["algorithm.block"] == "flag --block"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("itertions = 3", ": the run has no setting 'itertions'; did you mean 'iterations'?"),
+        ("period = 3", ": the run has no setting 'period'; write period = ... below [algorithm]"),
+        ("zzz = 3", ": the run has no setting 'zzz'; known are: buffers, "),
+        ("workers = 'two'", ": workers = 'two' is not a whole number"),
+        ("workers = 0", ": workers = 0 is not in 1 … 100000"),
+        ("seconds = nan", ": seconds = nan is not a number"),
+        ("buffers = 'averge'", ": buffers = 'averge'; did you mean 'average'?"),
+        ("sync_optimizer = 1", ": sync_optimizer = 1 is not true or false"),
+        ("[algorithm]\nperid = 3", ": the algorithm leader has no setting 'perid'; did you mean 'period'?"),
+        (
+            "[algorithm]\nworkers = 3",
+            ": the algorithm leader has no setting 'workers'; write workers = ... above [algorithm]",
+        ),
+        ("[algorithm]\nname = 'leder'", ": algorithm 'leder' is unknown; did you mean 'leader'?"),
+        ("[algorithm]\nname = ['leader']", ": algorithm ['leader'] is unknown; did you mean 'leader'?"),
+        ("[algorithm]\nname = 3", ": algorithm 3 is unknown; known are: allreduce, "),
+        ("[algorithm]\npull_local = 2", ": pull_local = 2 is not in 0 … 1"),
+        ("[algorithm]\nperiod = [1, 2]", ": period = [1, 2] is not a whole number"),
+        ("algorithm = 'qsgd'", ": algorithm is a table; write [algorithm] and below it name = 'qsgd'"),
+        ("workers = ", " is not TOML: Invalid value"),
+        ("workers = 1\nworkers = 2", " is not TOML: Cannot overwrite a value"),
+        ("\x00", " is not TOML: "),
+    ],
+)
+def test_a_wrong_file_says_where_what_and_what_is_right(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read(path, {}, {})
+    assert str(error.value).startswith(f"the plan {path}{problem}")
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_bytes(b"workers = \xff")
+    with pytest.raises(ConfigError, match="is not TOML: 'utf-8' codec can't decode"):
+        read(path, {}, {})
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read: No such file or directory$"):
+        read(tmp_path / "none.toml", {}, {})
+    with pytest.raises(ConfigError, match=r"cannot be read: Is a directory$"):
+        read(tmp_path, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("environ", "problem"),
+    [
+        ({"LSGD_PEROD": "3"}, "the variable LSGD_PEROD is unknown; did you mean 'LSGD_PERIOD'?"),
+        ({"LSGD_LOCL_RANK": "3"}, "the variable LSGD_LOCL_RANK is unknown; did you mean 'LSGD_LOCAL_RANK'?"),
+        ({"LSGD_PERIOD": "many"}, "variable LSGD_PERIOD: period = 'many' is not a whole number"),
+        ({"LSGD_WORKERS": ""}, "variable LSGD_WORKERS: workers = '' is not a whole number"),
+        (
+            {"LSGD_ALGORITHM": "x"},
+            "variable LSGD_ALGORITHM: algorithm 'x' is unknown; known are: allreduce, ",
+        ),
+        (
+            {"LSGD_ALGORITHM": "allreduce", "LSGD_PERIOD": "3"},
+            "variable LSGD_PERIOD: the algorithm allreduce has no setting 'period'; known are: bucket_mib",
+        ),
+    ],
+)
+def test_wrong_variables(environ: dict[str, str], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(None, environ, {})
+    assert str(error.value).startswith(problem)
+
+
+def test_variables_of_others_and_of_places_are_left_alone() -> None:
+    environ = dict.fromkeys(["PATH", "LSG", "MY_LSGD_PERIOD", *OTHER_VARIABLES], "?")
+    check_variables(environ)
+    assert read(None, environ, {}).plan == Plan()
+
+
+def test_wrong_flags() -> None:
+    with pytest.raises(ConfigError, match=r"^flag --pull-global: pull_global = 3 is not in 0 … 1$"):
+        read(None, {}, {"pull_global": 3})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['[algorithm]\nname = "allreduce"', '[[phase]]\nname = "decentralized"\niterations = 9\n[[phase]]\n'],
+)
+def test_nobody_goes_on_alone_where_every_iteration_is_a_round(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(f"unsupervised_iterations = 8\n{text}")
+    with pytest.raises(
+        ConfigError, match=r"unsupervised_iterations = 8, but every iteration of \w+ is a round"
+    ):
+        read(path, {}, {})
+    assert read(path, {}, {"unsupervised_iterations": 0}).plan.run.unsupervised_iterations == 0
+
+
+def test_settings_that_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="period = 64 is not a multiple of local_period = 48"):
+        read(None, {}, {"local_period": 48})
+
+
+PHASES = """
+[[phase]]
+name = "allreduce"
+iterations = 200
+
+[[phase]]
+name = "leader"
+period = 32
+"""
+
+
+def test_phases_follow_one_another(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(PHASES)
+    sourced = read(path, {"LSGD_WORKERS": "3"}, {})
+    first, second = sourced.plan.phases
+    assert (first.algorithm, first.iterations) == (ALGORITHMS["allreduce"](), 200)
+    assert (second.algorithm, second.iterations) == (LeaderSettings(period=32), 0)
+    assert sourced.plan.algorithm == first.algorithm and sourced.plan.run.workers == 3
+    rows = {name: (value, origin) for name, value, origin in sourced.rows()}
+    assert rows["phase1.iterations"] == ("200", f"the plan {path}")
+    assert rows["phase2.period"] == ("32", f"the plan {path}")
+    assert rows["phase2.local_period"] == ("16", "default")
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "problem"),
+    [
+        (
+            PHASES,
+            {"LSGD_PERIOD": "3"},
+            "variable LSGD_PERIOD: the plan {} has phases; set period in the [[phase]]",
+        ),
+        ("[algorithm]\n[[phase]]", {}, "the plan {}: it has both [algorithm] and [[phase]]"),
+        ("phase = 3", {}, "the plan {}: phase is a list of tables; write [[phase]] above each"),
+        ("phase = []", {}, "the plan {}: phase is a list of tables; write [[phase]] above each"),
+        ("phase = [3]", {}, "the plan {}: phase is a list of tables; write [[phase]] above each"),
+        ("[[phase]]\n[[phase]]", {}, "the plan {}: phase1.iterations = 0; a whole number from 1"),
+        (
+            "[[phase]]\niterations = true\n[[phase]]",
+            {},
+            "the plan {}: phase1.iterations = True; a whole number from 1",
+        ),
+        (
+            "[[phase]]\niterations = 3",
+            {},
+            "the plan {}: algorithm.iterations = 3; the last phase has no iterations of its own",
+        ),
+        (
+            "[[phase]]\niterations = 9\n[[phase]]\nname = 'qsg'",
+            {},
+            "the plan {}: algorithm 'qsg' is unknown; did you mean 'qsgd'?",
+        ),
+    ],
+)
+def test_wrong_phases(tmp_path: Path, text: str, environ: dict[str, str], problem: str) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read(path, environ, {})
+    assert str(error.value).startswith(problem.format(path))
+
+
+def test_an_algorithm_by_its_table() -> None:
+    settings = LeaderSettings(period=32)
+    assert table_of(settings)["name"] == "leader"
+    assert algorithm_of(table_of(settings), "here") == settings
+    with pytest.raises(ConfigError, match=r"^here: pull_local = 2 is not in 0 … 1$"):
+        algorithm_of({"name": "leader", "pull_local": 2}, "here")
+
+
+def test_every_setting_has_one_flag_and_one_variable() -> None:
+    names = setting_names()
+    assert names[0] == "algorithm" and len(set(names)) == len(names)
+    assert {*fields(RunSettings), *fields(LeaderSettings)} < set(names)
+    assert len({variable(n) for n in names} | OTHER_VARIABLES) == len(names) + len(OTHER_VARIABLES)
+    assert (flag("pull_global"), variable("pull_global")) == ("--pull-global", "LSGD_PULL_GLOBAL")
+
+
+def drawn(draw: st.DrawFn, cls: type) -> Any:
+    """Return settings of a class with every value drawn from its range."""
+    values: dict[str, Any] = {}
+    for name, field in fields(cls).items():
+        low, high = field.metadata["low"], min(field.metadata["high"], 1e15)
+        kind = type(field.default)
+        if field.metadata["choices"]:
+            values[name] = draw(st.sampled_from(field.metadata["choices"]))
+        elif kind is bool:
+            values[name] = draw(st.booleans())
+        elif kind is float:
+            values[name] = draw(st.floats(low, high))
+        else:
+            values[name] = draw(st.integers(int(low), int(high)))
+    if "local_period" in values:
+        values["local_period"] = draw(st.integers(1, 1000))
+        values["period"] = values["local_period"] * draw(st.integers(1, 1000))
+    if "delay" in values:
+        values["delay"] = draw(st.integers(0, values["local_period"] - 1))
+    return cls(**values)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    lengths = [*draw(st.lists(st.integers(1, 10**9), max_size=2)), 0]
+    algorithms = st.sampled_from(list(ALGORITHMS.values()))
+    phases = [Phase(drawn(draw, draw(algorithms)), length) for length in lengths]
+    run = drawn(draw, RunSettings)
+    if any(phase.algorithm.schedule().lockstep for phase in phases):
+        run = replace(run, unsupervised_iterations=0)
+    return Plan(run, tuple(phases))
+
+
+@given(plans())
+def test_a_plan_is_the_same_after_every_trip(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+    table = tomllib.loads(plan.to_toml())
+    again = assemble(table, origin="the file")
+    assert again.plan == plan
+    sections = {
+        "algorithm": table.pop("algorithm", {}),
+        **{f"phase{i}": section for i, section in enumerate(table.pop("phase", []), start=1)},
+    }
+    inside = {f"{section}.{name}": v for section, values in sections.items() for name, v in values.items()}
+    assert {name: json.loads(value) for name, value, _ in again.rows()} == table | inside
+    assert {origin for _, _, origin in again.rows()} == {"the file"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "the plan is not JSON: Expecting value"),
+        ("{", "the plan is not JSON: Expecting property name"),
+        ("[" * 100_000, "the plan is not JSON: maximum recursion depth"),
+        ("[]", "the plan is not a JSON object but a list"),
+        ("3", "the plan is not a JSON object but a int"),
+        ("null", "the plan is not a JSON object but a NoneType"),
+        ('{"algorithm": 3}', "the server's plan: algorithm is a table"),
+        ('{"workers": 1.5}', "the server's plan: workers = 1.5 is not a whole number"),
+        ('{"seconds": NaN}', "the server's plan: seconds = nan is not a number"),
+        ('{"wrokers": 1}', "the server's plan: the run has no setting 'wrokers'; did you mean 'workers'?"),
+    ],
+)
+def test_what_is_no_plan(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Plan.from_json(text)
+    assert str(error.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("loss_window", "algorithm", "window"),
+    [(0, LeaderSettings(), 16), (5, LeaderSettings(), 5), (0, ALGORITHMS["allreduce"](), 1)],
+)
+def test_the_loss_window_is_the_local_period_unless_set(
+    loss_window: int, algorithm: LeaderSettings, window: int
+) -> None:
+    assert Plan(RunSettings(loss_window=loss_window), (Phase(algorithm),)).loss_window == window

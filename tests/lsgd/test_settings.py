@@ -1,0 +1,182 @@
+"""Settings: each declared once, complete for people, and checked for type and range."""
+
+import dataclasses
+import math
+import typing
+
+import pytest
+
+from lsgd.errors import ConfigError
+from lsgd.settings import (
+    ALGORITHMS,
+    AlgorithmSettings,
+    LeaderSettings,
+    RunSettings,
+    changed,
+    checked,
+    fields,
+    nearest,
+    setting,
+    span,
+)
+
+ALL = [RunSettings, *ALGORITHMS.values()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One setting of each kind."""
+
+    count: int = setting(1, "a count", low=0, high=10)
+    share: float = setting(0.5, "a share", low=0, high=1)
+    any_number: float = setting(0.0, "any number")
+    at_least: int = setting(3, "no upper end", low=3)
+    flag: bool = setting(False, "a flag")
+    kind: str = setting("average", "a choice", choices=("average", "keep"))
+    text: str = setting("", "free text")
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+def test_every_setting_is_complete_and_its_default_is_right(cls: type) -> None:
+    for name, field in fields(cls).items():
+        assert field.metadata["meaning"], name
+        assert typing.get_type_hints(cls)[name] in (int, float, bool, str), name
+        value = checked(cls, name, field.default, "default")
+        assert value == field.default and type(value) is typing.get_type_hints(cls)[name], name
+
+
+@pytest.mark.parametrize("cls", ALGORITHMS.values(), ids=lambda cls: cls.__name__)
+def test_every_algorithm_says_what_it_is_and_when_it_wants_rounds(cls: type[AlgorithmSettings]) -> None:
+    assert ALGORITHMS[cls.name] is cls and cls.summary
+    schedule = cls().schedule()
+    assert 1 <= schedule.local_period <= schedule.period
+    assert schedule.period % schedule.local_period == 0
+    assert not schedule.lockstep or schedule.period == 1
+
+
+def test_no_setting_of_the_run_is_one_of_an_algorithm() -> None:
+    """Flags and variables have one name each."""
+    of_algorithms = {name for cls in ALGORITHMS.values() for name in fields(cls)}
+    assert not of_algorithms & {*fields(RunSettings), "algorithm", "name"}
+
+
+def test_an_algorithm_without_a_schedule_is_none() -> None:
+    with pytest.raises(NotImplementedError):
+        AlgorithmSettings().schedule()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "result"),
+    [
+        ("count", 3, 3),
+        ("count", "3", 3),
+        ("count", 10, 10),
+        ("share", 1, 1.0),
+        ("share", "1e-3", 0.001),
+        ("any_number", -1e300, -1e300),
+        ("flag", True, True),
+        ("flag", "true", True),
+        ("flag", "YES", True),
+        ("flag", "1", True),
+        ("flag", "False", False),
+        ("flag", "0", False),
+        ("flag", "no", False),
+        ("kind", "keep", "keep"),
+        ("text", "", ""),
+    ],
+)
+def test_right_values(name: str, value: object, result: object) -> None:
+    got = checked(Sample, name, value, "flag")
+    assert got == result and type(got) is type(result)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("count", "three", "count = 'three' is not a whole number"),
+        ("count", "3.0", "count = '3.0' is not a whole number"),
+        ("count", "", "count = '' is not a whole number"),
+        ("count", 3.0, "count = 3.0 is not a whole number"),
+        ("count", True, "count = True is not a whole number"),
+        ("count", None, "count = None is not a whole number"),
+        ("count", [3], "count = [3] is not a whole number"),
+        ("count", 11, "count = 11 is not in 0 … 10"),
+        ("count", "-1", "count = '-1' is not in 0 … 10"),
+        ("at_least", 2, "at_least = 2 is not in at least 3"),
+        ("share", "half", "share = 'half' is not a number"),
+        ("share", math.nan, "share = nan is not a number"),
+        ("share", "inf", "share = 'inf' is not a number"),
+        ("share", False, "share = False is not a number"),
+        ("share", 1.001, "share = 1.001 is not in 0 … 1"),
+        ("flag", "maybe", "flag = 'maybe' is not true or false"),
+        ("flag", 1, "flag = 1 is not true or false"),
+        ("kind", "averag", "kind = 'averag'; did you mean 'average'?"),
+        ("kind", "xyz", "kind = 'xyz'; known are: average, keep"),
+        ("kind", 1, "kind = 1 is not a text"),
+    ],
+)
+def test_wrong_values_say_where_what_and_what_is_right(name: str, value: object, problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        checked(Sample, name, value, "the plan p.toml")
+    assert str(error.value) == f"the plan p.toml: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("count", "0 … 10"),
+        ("at_least", "at least 3"),
+        ("any_number", ""),
+        ("flag", ""),
+        ("kind", "average | keep"),
+    ],
+)
+def test_ranges_in_words(name: str, text: str) -> None:
+    assert span(fields(Sample)[name]) == text
+
+
+def test_nearest_name() -> None:
+    assert nearest("perod", ["period", "seconds"]) == "did you mean 'period'?"
+    assert nearest("zzz", ["b", "a"]) == "known are: a, b"
+
+
+@pytest.mark.parametrize(
+    ("period", "local_period"),
+    [(64, 48), (16, 64), (1, 2)],
+)
+def test_local_period_divides_period(period: int, local_period: int) -> None:
+    problem = (
+        f"period = {period} is not a multiple of local_period = {local_period}; set local_period to a divisor"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        LeaderSettings(period=period, local_period=local_period)
+
+
+def test_a_delay_ends_before_the_next_round() -> None:
+    assert LeaderSettings(delay=15).delay == 15
+    assert LeaderSettings(period=1, local_period=1).delay == 0
+    with pytest.raises(ConfigError, match=r"delay = 16 is not less than local_period = 16.* at most 15$"):
+        LeaderSettings(delay=16)
+
+
+def test_a_numeric_setting_is_changed_in_a_running_run() -> None:
+    settings = LeaderSettings(period=32)
+    assert changed(settings, "pull_global", "0.3") == LeaderSettings(period=32, pull_global=0.3)
+    assert changed(settings, "period", "48") == LeaderSettings(period=48)
+    assert settings.period == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("compression", "minmax8", "compression cannot be changed while the run goes on; "),
+        ("delay", "3", "delay cannot be changed while the run goes on; "),
+        ("pul_global", "0.3", "pul_global is unknown; did you mean 'pull_global'?"),
+        ("pull_global", "3", "lsgd set: pull_global = '3' is not in 0 … 1"),
+        ("period", "20", "period = 20 is not a multiple of local_period = 16"),
+    ],
+)
+def test_what_cannot_be_changed_in_a_running_run(name: str, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        changed(LeaderSettings(), name, text)
+    assert str(error.value).startswith(problem)

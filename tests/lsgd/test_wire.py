@@ -1,0 +1,65 @@
+"""The formulas of bytes sent, against what simulated workers send in one round."""
+
+import pytest
+import torch
+
+from lsgd.algorithms import create
+from lsgd.settings import ALGORITHMS
+from lsgd.simulation import simulate
+from lsgd.wire import sent_nbytes
+
+from .training import make_round
+
+NUMEL = 100_000
+EIGHT_BITS = {"compression": "minmax8"}
+CASES = [(name, {}) for name in ALGORITHMS] + [
+    ("leader", EIGHT_BITS),
+    ("local", EIGHT_BITS),
+    ("decentralized", {"peers": "all"}),
+    ("low_precision_decentralized", {"topology": "all"}),
+]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_bytes_of_one_iteration(name, options, workers):
+    """Per round, times the period: the mean over workers agrees to 2 %, with headers."""
+    settings = ALGORITHMS[name](**options)
+    node_sizes = [1] * workers
+
+    def member(group):
+        group = Rings(group)
+        model = [torch.randn(NUMEL)]
+        algorithm = create(settings, model)
+        algorithm.reset(model, group, make_round(node_sizes))
+        before = group.sent_nbytes
+        algorithm.before_forward(model, group, make_round(node_sizes))
+        algorithm.after_backward(model, [torch.randn(NUMEL)], group, make_round(node_sizes))
+        return group.sent_nbytes - before
+
+    mean = sum(simulate(node_sizes, member)) / workers
+    expected = sent_nbytes(settings, NUMEL, workers) * settings.schedule().period
+    assert mean == pytest.approx(expected, rel=0.02)
+
+
+class Rings:
+    """A group whose all_reduce counts as a ring's, 2 (n - 1) / n of the tensor: the simulation's sends all to all."""
+
+    def __init__(self, group):
+        self._group, self._ring_nbytes = group, 0.0
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    @property
+    def across(self):
+        return self
+
+    @property
+    def sent_nbytes(self):
+        return self._group.sent_nbytes + self._ring_nbytes
+
+    def all_reduce(self, tensor):
+        size = self._group.size
+        self._ring_nbytes += 2 * (size - 1) / size * tensor.nbytes - (size - 1) * tensor.nbytes
+        self._group.all_reduce(tensor)

@@ -1,0 +1,283 @@
+"""What the coordinator's tests share: greetings, a bench that speaks for workers, and the invariants of its state."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lsgd.messages import (
+    PROTOCOL,
+    Data,
+    Done,
+    Downward,
+    Go,
+    Heartbeat,
+    Join,
+    Leave,
+    Pause,
+    Refused,
+    Request,
+    Round,
+    Stop,
+    Waiting,
+    Welcome,
+)
+from lsgd.plan import Phase as PlanPhase
+from lsgd.plan import Plan
+from lsgd.server.coordinator import Coordinator, Decision
+from lsgd.server.members import Phase
+from lsgd.settings import AlgorithmSettings, LeaderSettings, RunSettings, Schedule
+
+
+class Lockstep(AlgorithmSettings):
+    """An algorithm for which every iteration is a round."""
+
+    name = "lockstep"
+
+    def schedule(self) -> Schedule:
+        return Schedule(1, 1, lockstep=True)
+
+
+def make_plan(
+    *, period: int = 8, local_period: int = 4, algorithm: AlgorithmSettings | None = None, **run: object
+) -> Plan:
+    return Plan(
+        RunSettings(**run),  # type: ignore[arg-type]
+        (PlanPhase(algorithm or LeaderSettings(period=period, local_period=local_period)),),
+    )
+
+
+def greeting(node: int, index: int, incarnation: int = 1, **changes: object) -> Join:
+    join = Join(
+        protocol=PROTOCOL,
+        worker=f"node{node}/worker{index}",
+        incarnation=incarnation,
+        node=node,
+        index=index,
+        versions={"lsgd": "1.0.0", "torch": "2.13.0", "cuda": "", "nccl": ""},
+        model="m",
+        model_summary="2 tensors, 12 numbers",
+        gpu="",
+        address=f"10.0.0.{node + 1}",
+    )
+    return replace(join, **changes)  # type: ignore[arg-type]
+
+
+class Bench:
+    """A coordinator with a clock, and one call for everything that a worker can say.
+
+    Workers are named ``"01"``: the worker 1 of node 0. :attr:`got` has the answers of the last call by that name.
+    """
+
+    def __init__(self, *places: str, plan: Plan | None = None, **settings: object) -> None:
+        self.coordinator = Coordinator(
+            plan or make_plan(**{"workers": max(len(places), 1), **settings}),  # type: ignore[arg-type]
+            "run",
+        )
+        self.now = 100.0
+        self.got: dict[str, list[Downward]] = {}
+        self.notes: list[str] = []
+        self.seqs: dict[str, int] = {}
+        self.done: dict[str, int] = {}
+        self.committed: dict[str, int] = {}
+        self.incarnations: dict[str, int] = {}
+        for place in places:
+            self.join(place)
+
+    def act(self, decision: Decision) -> dict[str, list[Downward]]:
+        check_invariants(self.coordinator)
+        self.notes = decision.notes
+        self.got = {}
+        for worker, incarnation, message in decision.answers:
+            place = worker[4] + worker[-1]
+            assert incarnation == self.incarnations.get(place, incarnation)
+            self.got.setdefault(place, []).append(message)
+        return self.got
+
+    def say(self, message: object) -> dict[str, list[Downward]]:
+        return self.act(self.coordinator.handle(message, self.now))  # type: ignore[arg-type]
+
+    def tick(self, after_s: float = 0.0) -> dict[str, list[Downward]]:
+        """Let time pass in steps as a daemon does, with everybody's heartbeats; keep all that the ticks decide."""
+        end, whole = self.now + after_s, Decision()
+        while True:
+            beats = [Heartbeat(*self.who(place)) for place in self.incarnations]
+            decisions = [self.coordinator.handle(beat, self.now) for beat in beats]
+            for decision in [*decisions, self.coordinator.tick(self.now)]:
+                whole.answers += decision.answers
+                whole.notes += decision.notes
+            if self.now >= end:
+                return self.act(whole)
+            self.now = min(end, self.now + 1.0)
+
+    def join(self, place: str, incarnation: int = 1, **changes: object) -> dict[str, list[Downward]]:
+        self.incarnations[place] = incarnation
+        self.seqs[place] = self.done[place] = self.committed[place] = 0
+        return self.say(greeting(int(place[0]), int(place[1]), incarnation, **changes))
+
+    def who(self, place: str) -> tuple[str, int]:
+        return f"node{place[0]}/worker{place[1]}", self.incarnations[place]
+
+    def heartbeat(self, place: str) -> dict[str, list[Downward]]:
+        return self.say(Heartbeat(*self.who(place)))
+
+    def ask(
+        self, place: str, *, did: bool = True, loss: float | None = None, same: bool = False, dropped: int = 0
+    ) -> dict[str, list[Downward]]:
+        """Ask for the next iteration, having done the last; or, with ``same``, again for the same one."""
+        if not same:
+            self.done[place] += did and self.seqs[place] > 0
+            self.seqs[place] += 1
+        return self.say(
+            Request(
+                *self.who(place), self.seqs[place], self.done[place], self.committed[place], dropped, loss
+            )
+        )
+
+    def ask_all(self, *places: str, **losses: float) -> dict[str, list[Downward]]:
+        for place in places:
+            self.ask(place, loss=losses.get(f"w{place}"))
+        return self.got
+
+    def complete(self, place: str, round: int) -> dict[str, list[Downward]]:
+        self.committed[place] = round
+        return self.say(Done(*self.who(place), round, True, ""))
+
+    def complete_all(self, *places: str) -> None:
+        for place in places:
+            member = self.member(place)
+            assert member.round is not None
+            self.complete(place, member.round.round.id)
+
+    def fail(self, place: str, round: int, error: str = "peer closed") -> dict[str, list[Downward]]:
+        return self.say(Done(*self.who(place), round, False, error))
+
+    def pause(self, place: str, *, did: bool = True) -> dict[str, list[Downward]]:
+        self.done[place] += did
+        return self.say(Pause(*self.who(place), self.seqs[place], self.done[place], self.committed[place]))
+
+    def leave(
+        self, place: str, *, did: bool = False, failed: bool = False, reason: str = "done"
+    ) -> dict[str, list[Downward]]:
+        self.done[place] += did
+        return self.say(Leave(*self.who(place), self.done[place], failed, reason, self.committed[place]))
+
+    def data(self, place: str, digest: str) -> dict[str, list[Downward]]:
+        return self.say(Data(*self.who(place), digest))
+
+    def member(self, place: str):  # type: ignore[no-untyped-def]
+        return self.coordinator.members[self.who(place)[0]]
+
+    def only(self, place: str) -> Downward:
+        """Return the single answer that the last call gave to a worker."""
+        (answer,) = self.got[place]
+        return answer
+
+    def round_of(self, place: str) -> Round:
+        """Return the round that the last call gave to a worker, whatever else it told it."""
+        (round,) = rounds_in(self.got[place])
+        return round
+
+    def round(self, *places: str) -> Round:
+        """Return the round that the last call gave to exactly these workers, the same to all."""
+        answers = {place: self.only(place) for place in self.got}
+        rounds = {p: a.round for p, a in answers.items() if isinstance(a, Go | Stop) and a.round is not None}
+        assert sorted(rounds) == sorted(places), rounds
+        assert len({id(r) for r in rounds.values()}) == 1
+        return next(iter(rounds.values()))
+
+
+def check_invariants(coordinator: Coordinator) -> None:
+    """Recompute every count that the coordinator keeps, and check what must hold between its events."""
+    roster, members = coordinator.roster, coordinator.members
+    everybody = list(members.values())
+    assert all(name == m.worker for name, m in members.items())
+    assert roster.live == sum(m.phase in (Phase.HELD, Phase.BUSY) for m in everybody)
+    assert roster.held == sum(m.phase is Phase.HELD for m in everybody)
+    assert roster.paused == sum(m.phase is Phase.PAUSED for m in everybody)
+    _check_generation(coordinator)
+    _check_rounds(coordinator)
+    _check_tokens(coordinator)
+    _check_nobody_waits_in_vain(coordinator)
+    assert coordinator._describe_wait(0.0)
+
+
+def _check_generation(coordinator: Coordinator) -> None:
+    generation, everybody = coordinator.generation, list(coordinator.members.values())
+    inside = [m for m in everybody if m.rank >= 0]
+    if generation is None:
+        assert not inside and not coordinator.groups and not coordinator.broken
+        return
+    assert len({m.rank for m in inside}) == len(inside)
+    assert all(generation.members[m.rank] == m.worker for m in inside)
+    assert coordinator.roster.absent == len(generation.members) - sum(m.live for m in inside)
+    if not coordinator.broken and not any(m.phase is Phase.ENDED for m in inside):
+        gone = set(generation.members) - {m.worker for m in inside}
+        assert not gone or any(m.leaving for m in everybody) or coordinator.roster.absent
+    groups = list(coordinator.groups.values())
+    assert tuple(len(g.members) for g in groups) == generation.node_sizes
+    assert [m.worker for g in groups for m in g.members] == list(generation.members)
+    assert [g.index for g in groups] == list(range(len(groups)))
+    for group in groups:
+        assert group.held == sum(m.held for m in inside if m.join.node == group.node)
+        assert group.tokens >= 0
+    assert all(m.rank >= 0 for m in everybody if m.synced)
+
+
+def _check_rounds(coordinator: Coordinator) -> None:
+    for id, opened in coordinator.open.items():
+        assert id == opened.round.id and opened.waiting
+        for member in opened.waiting:
+            assert coordinator.members[member.worker] is member
+            assert member.round is opened and member.phase is Phase.BUSY
+            assert member.answer is not None and member.answer.round is opened.round
+            assert member.rank >= 0 and member.committed < id
+    waiting = {m for opened in coordinator.open.values() for m in opened.waiting}
+    assert waiting == {m for m in coordinator.members.values() if m.round is not None}
+    assert not coordinator.final or coordinator.closed or len(coordinator.open) == 1
+
+
+def _check_tokens(coordinator: Coordinator) -> None:
+    run = coordinator.plan.run
+    granted = sum(m.granted for m in coordinator.members.values())
+    assert all(m.phase in (Phase.BUSY, Phase.LATE) for m in coordinator.members.values() if m.granted)
+    assert coordinator.tokens >= 0
+    assert not coordinator.stopping or coordinator.tokens == 0
+    if run.iterations:
+        assert coordinator.tokens <= max(0, run.iterations - coordinator.count - granted)
+
+
+def _check_nobody_waits_in_vain(coordinator: Coordinator) -> None:
+    """No held request could be answered now."""
+    roster, everybody = coordinator.roster, list(coordinator.members.values())
+    for member in everybody:
+        group = roster.group_of(member)
+        if member.held and member.synced and group and not coordinator.course.schedule.lockstep:
+            assert coordinator.tokens < 1 or group.tokens < 1
+        if member.held:
+            assert not coordinator.closed
+    if not coordinator.broken and not roster.absent:
+        for group in coordinator.groups.values():
+            complete = group.held == len(group.members) and group.tokens < 1
+            assert not complete or coordinator.tokens < len(group.members)
+    if roster.live and roster.held == roster.live:
+        assert (
+            coordinator.final
+            or roster.paused
+            or (coordinator.generation is None and roster.live < coordinator.plan.run.workers)
+        )
+
+
+def rounds_in(messages: Iterable[Downward]) -> list[Round]:
+    return [m.round for m in messages if isinstance(m, Go | Stop) and m.round is not None]
+
+
+__all__ = [
+    "Bench",
+    "Lockstep",
+    "Refused",
+    "Waiting",
+    "Welcome",
+    "check_invariants",
+    "greeting",
+    "make_plan",
+    "rounds_in",
+]

@@ -1,0 +1,495 @@
+"""Whole runs in virtual time: workers that behave like the real client, over a network that does not behave."""
+
+import heapq
+import itertools
+import json
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lsgd.messages import (
+    Done,
+    Downward,
+    GenerationOver,
+    Go,
+    Heartbeat,
+    Leave,
+    Left,
+    Pause,
+    Paused,
+    Refused,
+    Request,
+    Round,
+    Stop,
+    Upward,
+    Waiting,
+    Welcome,
+)
+from lsgd.plan import Plan
+from lsgd.server.coordinator import Coordinator, Decision
+from lsgd.server.memento import capture, restore
+
+from .helpers import check_invariants, greeting
+
+RESEND_S = 1.0
+HEARTBEAT_S = 1.0
+LEAVE_WITHIN_S = 3.0
+SLOW_S = (8.0, 20.0, 120.0)
+MOST_DOWN_S = 1.0
+LEAST_UP_S = 2.0
+MOST_KILLS = 12  # the death of a worker is seen by a server that lives for longer than its lease
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How often what goes wrong: probabilities, and two times."""
+
+    lose: float = 0.0
+    double: float = 0.0
+    delay_s: float = 0.0  # longest extra delay of a message, which is what brings them out of order
+    pause: float = 0.0  # of an iteration
+    unused_pause: float = 0.0  # before an iteration that was granted
+    leave: float = 0.0
+    crash: float = 0.0
+    exchange: float = 0.0  # of one member's part in a round
+    exchange_timeout_s: float = 4.0
+    slow: float = 0.0  # of a step that takes one of SLOW_S
+    kill: float = (
+        0.0  # of the global server, by each decision; it is soon started again, and lives for a while
+    )
+
+    @property
+    def any_loss(self) -> bool:
+        return bool(self.lose or self.crash)
+
+
+@dataclass
+class Exchange:
+    """The data plane of one round: who has arrived; it begins when all have."""
+
+    round: Round
+    expected: set[str]
+    arrived: dict[str, "SimulatedWorker"] = field(default_factory=dict)
+    completed: set[str] = field(default_factory=set)
+
+
+class SimulatedWorker:
+    """The client's side of the protocol, one at a time in virtual time."""
+
+    def __init__(self, run: "SimulatedRun", node: int, index: int, incarnation: int, step_s: float) -> None:
+        self.run = run
+        self.join = greeting(node, index, incarnation)
+        self.name, self.incarnation, self.step_s = self.join.worker, incarnation, step_s
+        self.slow = run.faults.slow
+        self.seq = self.done = self.committed = 0
+        self.state = "joining"  # waiting, exchanging, training, paused, leaving, gone
+        self.dropped = 0
+        self.over: set[int] = set()
+        self.current: Go | Stop | None = None
+        self.pending: Upward | None = None
+        self.stopped_with: Round | None = None
+        self.reported_leave = False
+        self.refused = ""
+        self.ask(self.join)
+        self.beat()
+
+    def say(self, message: Upward) -> None:
+        self.run.upward(self, message)
+
+    def ask(self, message: Upward) -> None:
+        """Say it now and again every second until something else is asked."""
+        self.pending = message
+        self._resend(message)
+
+    def _resend(self, message: Upward) -> None:
+        if self.pending is message and self.state != "gone":
+            self.say(message)
+            self.run.after(RESEND_S, lambda: self._resend(message))
+
+    def beat(self) -> None:
+        if self.state != "gone":
+            self.say(Heartbeat(self.name, self.incarnation))
+            self.run.after(HEARTBEAT_S, self.beat)
+
+    def request(self) -> None:
+        self.state = "waiting"
+        loss = self.run.random.choice([None, float("nan"), self.run.random.random(), float("inf")])
+        self.ask(
+            Request(self.name, self.incarnation, self.seq, self.done, self.committed, self.dropped, loss)
+        )
+
+    def next_request(self) -> None:
+        self.seq += 1
+        self.request()
+
+    def receive(self, message: Downward) -> None:
+        if self.state == "gone":
+            return
+        match message:
+            case Refused(reason):
+                self.refused = reason
+                self.end()
+            case Welcome() if self.state == "joining":
+                self.state, self.pending = "training", None
+                self.run.after(self.run.random.random(), self.next_request)
+            case GenerationOver(number, _):
+                self.over.add(number)
+                if self.state == "exchanging" and self.round.generation.number == number:
+                    self.drop()
+            case Go() | Stop() if self.state == "waiting" and message.seq == self.seq:
+                self.take(message)
+            case Paused(seq) if self.state == "paused" and seq == self.seq:
+                self.pending = None
+            case Left() if self.state == "leaving":
+                self.end()
+            case Waiting():
+                assert message.reason
+
+    @property
+    def round(self) -> Round:
+        assert self.current is not None and self.current.round is not None
+        return self.current.round
+
+    def take(self, answer: Go | Stop) -> None:
+        if answer.round is not None and answer.round.id <= self.dropped:
+            return  # a late copy of the answer that was dropped
+        self.current, self.pending = answer, None
+        if answer.round is None:
+            self.after_round()
+            return
+        self.state = "exchanging"
+        if answer.round.generation.number in self.over:
+            self.drop()
+        else:
+            self.run.arrive(self)
+
+    def drop(self) -> None:
+        """The round failed here."""
+        if self.state == "exchanging":
+            self.dropped = self.round.id
+            self.say(Done(self.name, self.incarnation, self.round.id, False, "a peer closed"))
+            self.request()
+
+    def commit(self) -> None:
+        if self.state == "exchanging":
+            self.committed = self.round.id
+            self.run.completed(self)
+            self.say(Done(self.name, self.incarnation, self.round.id, True, ""))
+            self.after_round()
+
+    def after_round(self) -> None:
+        if isinstance(self.current, Stop):
+            self.stopped_with = self.current.round
+            self.leave("stopped")
+            return
+        self.state = "training"
+        if self.run.happens(self.run.faults.unused_pause):
+            self.pause()
+        else:
+            self.run.after(
+                self.run.slowness_s(self) + self.step_s * self.run.random.uniform(0.5, 1.5), self.step
+            )
+
+    def step(self) -> None:
+        if self.state != "training":
+            return
+        self.done += 1
+        self.run.steps += 1
+        if self.run.happens(self.run.faults.leave):
+            self.leave("has enough")
+        elif self.run.happens(self.run.faults.crash):
+            self.end()
+        elif self.run.happens(self.run.faults.pause):
+            self.pause()
+        else:
+            self.next_request()
+
+    def pause(self) -> None:
+        self.state = "paused"
+        self.ask(Pause(self.name, self.incarnation, self.seq, self.done, self.committed))
+        self.run.after(self.run.random.uniform(0.1, 5.0), self._resume)
+
+    def _resume(self) -> None:
+        if self.state == "paused":
+            self.next_request()
+
+    def leave(self, reason: str) -> None:
+        self.state = "leaving"
+        self.ask(Leave(self.name, self.incarnation, self.done, False, reason, self.committed))
+        self.run.after(LEAVE_WITHIN_S, self.end)
+
+    def end(self) -> None:
+        self.state, self.pending = "gone", None
+
+
+class SimulatedRun:
+    """A coordinator, its workers and their network.
+
+    Args:
+        plan: with a limit of iterations.
+        groups: workers on each node.
+        seed: of everything random.
+        faults: what goes wrong.
+        latecomers: workers that join in the middle, some of them on new nodes.
+    """
+
+    def __init__(
+        self, plan: Plan, groups: list[int], seed: int, faults: Faults | None = None, latecomers: int = 0
+    ) -> None:
+        self.plan, self.faults = plan, faults or Faults()
+        self.random = random.Random(seed)
+        self.coordinator = Coordinator(plan, "run")
+        self.now = 0.0
+        self.steps = 0
+        self.rounds: dict[int, Round] = {}
+        self.failed: set[int] = set()
+        self.answered: dict[tuple[str, int, int], list[Go | Stop]] = defaultdict(list)
+        self.requests: set[tuple[str, int, int]] = set()
+        self.notes: list[str] = []
+        self.clean_leaves: set[tuple[str, int]] = set()
+        self.kills = self.late = self.slow_steps = 0
+        self.forgotten: Counter[tuple[str, int]] = (
+            Counter()
+        )  # steps reported, and not yet in the journal at a kill
+        self._down = False
+        self._started_at = 0.0
+        self._kept = -1  # the changes that the journal has
+        self._keep()
+        self._under_way: dict[int, tuple[bool, Callable[[], None]]] = {}
+        self._exchanges: dict[int, Exchange] = {}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._sizes = list(groups)
+        self.workers: list[SimulatedWorker] = []
+        self._by_identity: dict[tuple[str, int], SimulatedWorker] = {}
+        for node, size in enumerate(groups):
+            for index in range(size):
+                self.add(node, index)
+        for _ in range(latecomers):
+            self.after(self.random.uniform(1.0, 30.0), self.add_latecomer)
+
+    # -- time and network --------------------------------------------------------------------------------------
+
+    def after(self, delay_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + delay_s, next(self._order), event))
+
+    def happens(self, probability: float) -> bool:
+        return probability > 0 and self.random.random() < probability
+
+    def slowness_s(self, worker: SimulatedWorker) -> float:
+        """Return by how much a step is too long."""
+        if not self.happens(worker.slow):
+            return 0.0
+        self.slow_steps += 1
+        return self.random.choice(SLOW_S)
+
+    def transmit(self, deliver: Callable[[], None], *, downward: bool) -> None:
+        if self._down or self.happens(self.faults.lose):
+            return
+        for _ in range(1 + self.happens(self.faults.double)):
+            key = next(self._order)
+            self._under_way[key] = (downward, deliver)
+            delay_s = 0.001 + self.random.uniform(0.0, self.faults.delay_s)
+            self.after(delay_s, lambda key=key: self._arrive(key))
+
+    def _arrive(self, key: int) -> None:
+        if key in self._under_way:
+            _, deliver = self._under_way.pop(key)
+            deliver()
+
+    def upward(self, worker: SimulatedWorker, message: Upward) -> None:
+        if isinstance(message, Request):
+            self.requests.add((message.worker, message.incarnation, message.seq))
+        self.transmit(lambda: self._deliver(message), downward=False)
+
+    def _deliver(self, message: Upward) -> None:
+        who = (message.worker, message.incarnation)
+        member = self.coordinator.members.get(message.worker)
+        known = member is not None and member.join.incarnation == message.incarnation
+        kept = self.act(self.coordinator.handle(message, self.now))
+        if kept and isinstance(message, Leave):
+            if known:
+                self.clean_leaves.add(who)
+            self._send(*who, Left())
+
+    def act(self, decision: Decision) -> bool:
+        """Do as the global server does with a decision; return whether it lived to journal it."""
+        check_invariants(self.coordinator)
+        assert self.coordinator.count <= self.plan.run.iterations
+        dies = (
+            self.now - self._started_at > LEAST_UP_S
+            and self.kills < MOST_KILLS
+            and self.happens(self.faults.kill)
+        )
+        killed = self.random.choice(("decided", "kept", "sent")) if dies else ""
+        if killed == "decided":
+            self.kill()
+            return False
+        self._keep()
+        self.notes += decision.notes
+        self.late += sum(" left out of round " in note for note in decision.notes)
+        self.failed |= {int(n.split()[1]) for n in decision.notes if n.startswith("round ")}
+        self._check_rounds(decision)
+        if killed != "kept":
+            for worker, incarnation, message in decision.answers:
+                if isinstance(message, Go | Stop):
+                    self._check_answer(worker, incarnation, message)
+                self._send(worker, incarnation, message)
+        if killed:
+            self.kill()
+        return True
+
+    def _send(self, worker: str, incarnation: int, message: Downward) -> None:
+        target = self._by_identity[worker, incarnation]
+        if target.state != "gone":
+            self.transmit(lambda: target.receive(message), downward=True)
+
+    # -- deaths of the global server ---------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Write the journal, by the rule of the global server: when what has to be kept has changed."""
+        if self.coordinator.changes != self._kept:
+            self._journal = json.dumps(capture(self.coordinator, self.now))
+            self._kept = self.coordinator.changes
+
+    def kill(self) -> None:
+        """Lose the coordinator; what it was sent is lost, what it has sent arrives now or never."""
+        self.kills += 1
+        self._down = True
+        kept = {(m["join"]["worker"], m["join"]["incarnation"]): m["done"] for m in self._saved_members()}
+        for member in self.coordinator.members.values():
+            who = (member.worker, member.join.incarnation)
+            self.forgotten[who] += member.done - kept.get(who, 0)
+        under_way, self._under_way = self._under_way, {}
+        for downward, deliver in under_way.values():
+            if downward and self.random.random() < 0.5:
+                deliver()
+        self.after(self.random.uniform(0.0, MOST_DOWN_S), self._restart)
+
+    def _saved_members(self) -> list[dict[str, Any]]:
+        return list(json.loads(self._journal)["members"])
+
+    def _restart(self) -> None:
+        elections = self.coordinator.elections  # they have a table of their own in the journal
+        self.coordinator = restore(json.loads(self._journal), self.now)
+        self.coordinator.elections = elections
+        self._kept = self.coordinator.changes
+        self._down = False
+        self._started_at = self.now
+        check_invariants(self.coordinator)
+
+    def _check_rounds(self, decision: Decision) -> None:
+        """A new round goes to all its members in one decision, once to each, the same object."""
+        ordered: dict[int, list[tuple[str, Round]]] = defaultdict(list)
+        for worker, _, message in decision.answers:
+            if isinstance(message, Go | Stop) and message.round and message.round.id not in self.rounds:
+                ordered[message.round.id].append((worker, message.round))
+        assert len({r.scope for pairs in ordered.values() for _, r in pairs}) <= 1
+        for id, pairs in ordered.items():
+            round = pairs[0][1]
+            assert all(r is round for _, r in pairs)
+            assert id == len(self.rounds) + 1
+            self.rounds[id] = round
+            members = self.members_of(round)
+            assert sorted(worker for worker, _ in pairs) == sorted(members)
+            if round.scope == "global":
+                live = {m.worker for m in self.coordinator.members.values() if m.live}
+                end = min(self.plan.run.iterations, self.coordinator.course.end)
+                late = sum(m.granted for m in self.coordinator.members.values() if not m.live)
+                left = end - self.coordinator.count - late
+                assert set(members) == live or len(members) == left < len(live)
+            assert round.leader >= 0 and round.source >= 0
+            assert not round.new or self.first_of_generation(round)
+
+    def first_of_generation(self, round: Round) -> bool:
+        same = [r.id for r in self.rounds.values() if r.generation.number == round.generation.number]
+        return min(same) == round.id
+
+    def members_of(self, round: Round) -> tuple[str, ...]:
+        names = round.generation.members
+        if round.scope == "global":
+            return names
+        node = names[round.leader].split("/")[0]
+        return tuple(name for name in names if name.split("/")[0] == node)
+
+    def _check_answer(self, worker: str, incarnation: int, answer: Go | Stop) -> None:
+        assert answer.reason
+        key = (worker, incarnation, answer.seq)
+        assert key in self.requests
+        earlier = self.answered[key]
+        if not any(answer is e or (self.kills and answer.round == e.round) for e in earlier):
+            # Another answer only if the earlier one ordered a round that failed, or died with the server.
+            assert all(e.round.id in self.failed if e.round is not None else self.kills for e in earlier)
+            earlier.append(answer)
+
+    # -- data plane --------------------------------------------------------------------------------------------
+
+    def arrive(self, worker: SimulatedWorker) -> None:
+        round = worker.round
+        exchange = self._exchanges.setdefault(round.id, Exchange(round, set(self.members_of(round))))
+        exchange.arrived[worker.name] = worker
+        if set(exchange.arrived) == exchange.expected:
+            for member in exchange.arrived.values():
+                self.after(self.random.uniform(0.01, 0.3), lambda m=member, r=round: self._finish(m, r))
+        answer = worker.current
+        self.after(self.faults.exchange_timeout_s, lambda: worker.current is answer and worker.drop())
+
+    def completed(self, worker: SimulatedWorker) -> None:
+        self._exchanges[worker.round.id].completed.add(worker.name)
+
+    def unfinished(self) -> set[int]:
+        """Return the rounds that not all their members have completed."""
+        done = {id: exchange.completed for id, exchange in self._exchanges.items()}
+        return {id for id, round in self.rounds.items() if done.get(id) != set(self.members_of(round))}
+
+    def _finish(self, worker: SimulatedWorker, round: Round) -> None:
+        if worker.state != "exchanging" or worker.round != round:
+            return
+        if self.happens(self.faults.exchange):
+            worker.drop()
+        else:
+            worker.commit()
+
+    # -- the run -----------------------------------------------------------------------------------------------
+
+    def add(self, node: int, index: int) -> None:
+        speed = self.random.choice([0.05, 0.1, 0.2, 0.5])
+        worker = SimulatedWorker(self, node, index, len(self.workers) + 1, speed)
+        self.workers.append(worker)
+        self._by_identity[worker.name, worker.incarnation] = worker
+
+    def add_latecomer(self) -> None:
+        node = self.random.randrange(len(self._sizes) + 1)
+        if node == len(self._sizes):
+            self._sizes.append(0)
+        self._sizes[node] += 1
+        self.add(node, self._sizes[node] - 1)
+
+    def go(self, most_s: float = 3000.0) -> "SimulatedRun":
+        """Run until the coordinator is over."""
+        self._tick()
+        while not self.coordinator.over:
+            assert self._events and self.now < most_s, self._story()
+            if not self._down and not self.coordinator.members and self.now > 40.0:
+                self.coordinator.stop("everybody has left")
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        return self
+
+    def _tick(self) -> None:
+        if not self._down:
+            self.act(self.coordinator.tick(self.now))
+        self.after(0.5, self._tick)
+
+    def _story(self) -> str:
+        states = {w.name: (w.state, w.seq, w.done) for w in self.workers}
+        return "\n".join(
+            [
+                f"not over at {self.now:.1f}",
+                self.coordinator.waits_for(self.now),
+                str(states),
+                *self.notes[-30:],
+            ]
+        )

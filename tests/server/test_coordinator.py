@@ -1,0 +1,1056 @@
+"""The coordinator's decisions one by one, each with the sentence that it gives for it."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from lsgd.errors import ConfigError
+from lsgd.messages import (
+    Done,
+    GenerationOver,
+    Go,
+    Heartbeat,
+    LeftOut,
+    NodeLeave,
+    Paused,
+    Put,
+    Request,
+    Stop,
+    StopRun,
+    encode,
+)
+from lsgd.plan import Phase as PlanPhase
+from lsgd.plan import Plan
+from lsgd.server.coordinator import LINGER_S
+from lsgd.server.history import MAX_LOSSES
+from lsgd.server.members import MAX_LEFT, Member, Roster
+from lsgd.server.rounds import abridged
+from lsgd.server.scheduler import MAX_FAILED_ROUNDS
+from lsgd.settings import AlgorithmSettings, AllReduceSettings, LeaderSettings, RunSettings
+
+from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_plan
+
+
+def started(*places: str, **settings: object) -> Bench:
+    """Return a run whose first round all have completed."""
+    bench = Bench(*places, **settings)
+    bench.ask_all(*places)
+    bench.complete_all(*places)
+    return bench
+
+
+# -- joining ---------------------------------------------------------------------------------------------------
+
+
+def test_join_waits_for_the_others_then_all_are_welcome() -> None:
+    bench = Bench(workers=2)
+    assert bench.join("01")["01"] == [Waiting(0, "1 of 2 workers have joined")]
+    assert bench.coordinator.waits_for(bench.now) == "1 of 2 workers have joined"
+    answers = bench.join("00")
+    assert bench.notes == ["node0/worker0 joins from 10.0.0.1; 2 of 2 workers have joined"]
+    welcomes = {place: answers[place][0] for place in ("00", "01")}
+    assert all(isinstance(w, Welcome) and w.world_size == 2 and w.run == "run" for w in welcomes.values())
+    assert [welcomes["00"].rank, welcomes["01"].rank] == [0, 1]
+
+
+def test_join_said_again_is_answered_again() -> None:
+    bench = Bench(workers=2)
+    first = bench.join("00")
+    assert bench.join("00") == first
+    bench.join("01")
+    assert isinstance(bench.join("00")["00"][0], Welcome)
+    assert len(bench.coordinator.members) == 2
+
+
+def test_more_workers_than_wanted_belong_to_the_first_round() -> None:
+    bench = Bench("00", "01", "10", workers=2)
+    assert bench.coordinator.waits_for(bench.now).startswith("the first round waits for the first request of")
+    bench.ask("10")
+    assert not bench.got
+    bench.ask("00")
+    assert bench.round("00", "10").generation.members == ("node0/worker0", "node1/worker0")
+    assert bench.join("01")["01"][0].world_size == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"versions": {"lsgd": "1.0.0", "torch": "2.12.0"}},
+            "its software differs: torch 2.12.0 on node1, 2.13.0 on node0; install the same release on both",
+        ),
+        (
+            {"model": "other", "model_summary": "3 tensors, 13 numbers"},
+            "its model differs from node0/worker0's: 3 tensors, 13 numbers against 2 tensors, 12 numbers; "
+            "build the same model on every worker",
+        ),
+        (
+            {"address": "127.0.0.1"},
+            "node1/worker0 can be reached at 127.0.0.1 and node0/worker0 at 10.0.0.1: one of them is on the "
+            "loopback interface; connect every node's local server by the global server's real address",
+        ),
+        (
+            {"address": "::1"},
+            "node1/worker0 can be reached at ::1 and node0/worker0 at 10.0.0.1: one of them is on the "
+            "loopback interface; connect every node's local server by the global server's real address",
+        ),
+    ],
+)
+def test_a_worker_that_does_not_fit_is_refused(changes: dict[str, object], reason: str) -> None:
+    bench = Bench("00", workers=2)
+    assert bench.join("10", **changes)["10"] == [Refused(reason)]
+    assert bench.notes == [f"node1/worker0 is refused, {reason}"]
+    assert len(bench.coordinator.members) == 1
+
+
+@pytest.mark.parametrize(
+    ("versions", "warnings"),
+    [
+        ({"lsgd": "1.0.0", "torch": "2.13.0"}, ()),
+        ({"lsgd": "1.0.1", "torch": "2.13.0"}, ("lsgd 1.0.1 on node1, 1.0.0 on node0",)),
+        ({"lsgd": "1.0.0", "torch": "2.13.0", "cuda": "12.6", "nccl": "2.27.3"}, ()),
+    ],
+)
+def test_another_patch_is_a_warning_and_a_lack_is_nothing(
+    versions: dict[str, str], warnings: tuple[str, ...]
+) -> None:
+    bench = Bench("00", workers=1)
+    (welcome,) = bench.join("10", versions=versions)["10"]
+    assert isinstance(welcome, Welcome) and welcome.warnings == warnings
+
+
+def test_two_living_workers_of_one_name_are_refused() -> None:
+    bench = Bench("00", workers=2)
+    bench.incarnations.pop("00")
+    twin = greeting(0, 0, 2)
+    (contested,) = bench.say(twin)["00"]
+    assert contested == Waiting(
+        0,
+        "another process was node0/worker0 until 0.0 s ago; this one takes its place if it stays silent",
+    )
+    bench.now += 1.0
+    bench.say(Heartbeat("node0/worker0", 1))
+    (refused,) = bench.say(twin)["00"]
+    assert isinstance(refused, Refused)
+    assert refused.reason.startswith(
+        "node0/worker0 is in the run already (heard 0.0 s ago); two workers cannot"
+    )
+    assert bench.coordinator.members["node0/worker0"].join.incarnation == 1
+
+
+def test_a_restarted_worker_takes_its_own_name_over() -> None:
+    bench = Bench("00", "01", lease_s=10)
+    assert isinstance(bench.join("00", 2)["00"][0], Waiting)
+    for _ in range(4):
+        bench.now += 1.0
+        bench.heartbeat("01")
+        assert isinstance(bench.say(greeting(0, 0, 2))["00"][0], Waiting)
+    bench.now += 1.0
+    assert isinstance(bench.say(greeting(0, 0, 2))["00"][0], Welcome)
+    assert bench.coordinator.members["node0/worker0"].join.incarnation == 2
+
+
+def test_who_has_left_cannot_come_back_as_the_same_process() -> None:
+    bench = started("00", "01")
+    bench.leave("01", did=True)
+    assert bench.coordinator.count == 1
+    (refused,) = bench.join("01")["01"]
+    assert refused == Refused(
+        "this process of node0/worker1 has left the run already, or was left out of it; start it again"
+    )
+    bench.ask("01")
+    assert bench.only("01") == LeftOut(
+        "node0/worker1 is not in run run: it was left out, or belongs to an earlier run; start it again"
+    )
+    bench.heartbeat("01")
+    assert not bench.got and bench.coordinator.count == 1
+
+
+def test_waiting_for_others_ends_in_time() -> None:
+    bench = Bench("00", workers=2, join_timeout_s=30)
+    bench.tick(29)
+    assert len(bench.coordinator.members) == 1
+    bench.leave("00")
+    bench.now += 100
+    bench.join("00", 2)
+    bench.tick(30)
+    assert not bench.got
+    bench.tick(1)
+    reason = "after 30 s only 1 of 2 workers have joined; start the others, or a run of fewer (--workers)"
+    assert bench.got["00"] == [Refused(reason)]
+    assert not bench.coordinator.members
+    assert isinstance(bench.join("00", 3)["00"][0], Waiting)
+
+
+def test_one_that_joins_and_never_asks_is_waited_for_so_long_and_no_longer() -> None:
+    bench = Bench("00", "01", join_timeout_s=30)
+    bench.ask("00")
+    bench.tick(30)
+    assert not bench.notes
+    bench.tick(1)
+    assert bench.notes == [
+        "node0/worker1 leaves: it did not ask for its first iteration for 30 s (0 iterations)"
+    ]
+    bench.join("01", 2)
+    bench.ask("01")
+    assert bench.round("00", "01").id == 1
+
+
+def test_one_that_leaves_before_the_first_round_is_waited_for_anew() -> None:
+    bench = Bench("00", "01", join_timeout_s=30)
+    bench.ask("00")
+    bench.leave("01")
+    assert bench.coordinator.waits_for(bench.now) == "1 of 2 workers have joined"
+    bench.join("01", 2)
+    bench.ask("01")
+    assert bench.round("00", "01").id == 1
+
+
+@pytest.mark.parametrize("welcomed", [False, True])
+def test_stopped_before_the_first_round(welcomed: bool) -> None:
+    bench = Bench("00", workers=1 if welcomed else 2)
+    bench.say(StopRun("enough"))
+    assert bench.notes == ["stopping: enough"]
+    assert bench.coordinator.waits_for(bench.now) == "the run is over: enough"
+    if welcomed:
+        assert isinstance(bench.join("00")["00"][0], Welcome)
+        assert bench.ask("00")["00"] == [Stop(1, None, "enough")]
+        bench.leave("00")
+    else:
+        assert bench.join("00")["00"] == [Refused("the run is over: enough")]
+    assert bench.coordinator.over
+    assert bench.join("01")["01"] == [Refused("the run is ending: enough")]
+
+
+def test_stopped_with_nobody_there() -> None:
+    bench = Bench(workers=1)
+    bench.coordinator.stop("enough")
+    bench.tick()
+    assert bench.notes == ["stopping: enough"] and bench.coordinator.over
+
+
+# -- tokens and rounds -----------------------------------------------------------------------------------------
+
+
+def test_first_round_starts_all_from_the_model_of_rank_0() -> None:
+    bench = Bench("00", "01", "10")
+    bench.ask_all("00", "01", "10")
+    round = bench.round("00", "01", "10")
+    assert (round.id, round.scope, round.exchanges, round.final) == (1, "global", 0, False)
+    assert (round.source, round.new, round.leader, round.leaders) == (0, (1, 2), 0, (0, 2))
+    assert round.generation.node_sizes == (2, 1) and round.generation.backend == "gloo"
+    assert bench.got["00"][0].reason == "global round 1: all 3 members are held"  # type: ignore[union-attr]
+    assert bench.notes == [
+        "generation 1: 3 workers on 2 nodes, over gloo",
+        "global round 1: leader node0/worker0 (no loss yet), 0 iterations",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [(("a", "b"), "nccl"), (("a", "a"), "gloo"), (("a", ""), "gloo"), (("", ""), "gloo")],
+)
+def test_nccl_wants_a_gpu_for_each(gpus: tuple[str, str], backend: str) -> None:
+    bench = Bench(workers=2)
+    for place, gpu in zip(("00", "01"), gpus, strict=True):
+        bench.join(place, gpu=gpu)
+    bench.ask_all("00", "01")
+    assert bench.round("00", "01").generation.backend == backend
+
+
+def test_token_by_token_to_a_local_and_a_global_round() -> None:
+    """Two groups of two, a global round every 8 iterations a worker and a local one every 4: 32 and 8."""
+    places = ("00", "01", "10", "11")
+    bench = started(*places, period=8, local_period=4)
+    for _ in range(3):
+        for place in places:
+            (go,) = bench.ask(place)[place]
+            assert isinstance(go, Go) and go.round is None
+            assert go.reason == "the run and the group have a token left"
+    bench.ask("00")
+    assert not bench.got
+    assert bench.coordinator.waits_for(bench.now) == (
+        "the next round waits 0.0 s for node0/worker1, node1/worker0, node1/worker1"
+    )
+    bench.ask("01")
+    local = bench.round("00", "01")
+    assert (local.scope, local.leader, local.leaders, local.new) == ("local", 0, (0, -1), ())
+    assert bench.got["01"][0].reason == (  # type: ignore[union-attr]
+        "local round 2: all 2 members on node0 are held, their queue is empty"
+    )
+    assert bench.notes == ["local round 2 of node0: leader node0/worker0 (no loss yet), 14 iterations"]
+    # The other group is not held up: it may train on, and so may this one.
+    assert not bench.ask("10")
+    bench.ask("11")
+    assert bench.round("10", "11").leaders == (-1, 2)
+    bench.complete_all(*places)
+    for _ in range(3):
+        for place in places:
+            bench.ask(place)
+    assert bench.coordinator.tokens == 0
+    bench.ask_all(*places)
+    last = bench.round(*places)
+    assert (last.id, last.scope, last.exchanges) == (4, "global", 1)
+    assert bench.coordinator.count == 32
+    assert bench.coordinator.rounds == {"local": 2, "global": 2}
+
+
+def test_a_fast_worker_takes_more_of_the_tokens() -> None:
+    bench = started("00", "01", period=8, local_period=8)
+    while bench.ask("00").get("00"):
+        pass
+    assert bench.coordinator.members["node0/worker0"].done == 15
+    assert bench.ask("01") and bench.round("00", "01").scope == "global"
+    assert bench.coordinator.count == 16
+
+
+def test_one_group_has_no_local_rounds() -> None:
+    bench = started("00", "01", period=8, local_period=2)
+    for _ in range(7):
+        bench.ask_all("00", "01")
+    bench.ask_all("00", "01")
+    assert bench.round("00", "01").id == 2
+    assert bench.coordinator.rounds == {"local": 0, "global": 2}
+
+
+def test_equal_periods_have_no_local_rounds() -> None:
+    bench = started("00", "10", period=4, local_period=4)
+    for _ in range(4):
+        bench.ask_all("00", "10")
+    assert bench.round("00", "10").scope == "global"
+    assert bench.coordinator.rounds == {"local": 0, "global": 2}
+
+
+def test_what_the_run_has_left_is_too_little_for_a_local_round() -> None:
+    """The run's queue does not cover the group: the global round comes, whatever is left."""
+    places = ("00", "01", "02", "10")
+    bench = started(*places, period=2, local_period=1)
+    bench.ask("10")
+    assert bench.round("10").scope == "local" and bench.coordinator.tokens == 3
+    bench.complete_all("10")
+    bench.ask("10")
+    bench.complete_all("10")
+    assert bench.coordinator.tokens == 2
+    for place in ("00", "01", "02"):
+        assert not bench.ask(place)
+    bench.ask("10")
+    bench.complete_all("10")
+    bench.ask("10")
+    bench.complete_all("10")
+    assert bench.coordinator.tokens == 0
+    bench.ask("10")
+    assert bench.round(*places).scope == "global"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 9, 31, 33])
+def test_the_last_fill_is_exact(limit: int) -> None:
+    places = ("00", "01", "10")
+    bench = Bench(*places, iterations=limit, period=4, local_period=2)
+    finals = []
+    for _ in range(3 * limit + 3):
+        for place in places:
+            member = bench.member(place)
+            if member.phase.name == "BUSY":
+                if member.round is not None:
+                    bench.complete(place, member.round.round.id)
+                if isinstance(member.answer, Go):
+                    bench.ask(place)
+            elif member.phase.name == "JOINED":
+                bench.ask(place)
+        finals += [m.answer for m in bench.coordinator.members.values() if isinstance(m.answer, Stop)]
+    assert bench.coordinator.count == limit
+    assert finals and all(f.round is not None and f.round.final for f in finals)
+    assert finals[0].reason == f"all {limit} iterations are made"
+
+
+def test_the_last_iterations_go_to_those_who_have_the_model() -> None:
+    bench = started("00", "01", iterations=7, period=2, local_period=2)
+    bench.ask_all("00", "01")
+    bench.join("02")
+    bench.ask("02")
+    bench.ask("00")
+    bench.ask("01")
+    round = bench.round("00", "01", "02")
+    assert round.new == (2,) and round.generation.number == 2
+    assert bench.coordinator.tokens == 0  # 4 are made, 3 are granted
+    bench.complete_all("00", "01")
+    bench.fail("02", round.id)
+    bench.ask("02", same=True, dropped=round.id)
+    bench.ask_all("00", "01")  # 6 are made
+    assert sorted(bench.got) == ["00"]
+    assert bench.got["00"] == [Go(4, None, 6 / 7, "the run and the group have a token left")]
+    bench.ask("00")
+    assert bench.round("00", "01", "02").final
+
+
+def test_lockstep_stops_when_too_few_are_left_for_all() -> None:
+    bench = Bench("00", "01", plan=make_plan(algorithm=Lockstep(), workers=2, iterations=3))
+    bench.ask_all("00", "01")
+    assert bench.notes[1:] == []  # no line for each: every iteration is a round
+    bench.complete_all("00", "01")
+    bench.ask_all("00", "01")
+    assert bench.round("00", "01").final
+    assert bench.notes[0] == ("stopping: 2 of 3 iterations are made, too few are left for one of each worker")
+
+
+def test_lockstep_begins_a_generation_with_one_model() -> None:
+    bench = Bench("00", "01", plan=make_plan(algorithm=Lockstep(), workers=2))
+    bench.ask_all("00", "01")
+    assert bench.round("00", "01").new == (1,)
+    bench.complete_all("00", "01")
+    bench.ask_all("00", "01")
+    assert bench.round("00", "01").new == ()
+    bench.complete_all("00", "01")
+    bench.ask("00")
+    over, go = bench.leave("01", did=True)["00"]
+    assert isinstance(over, GenerationOver) and isinstance(go, Go) and go.round is not None
+    assert go.round.new == ()
+    bench.join("01", 2)
+    bench.complete_all("00")
+    bench.ask("01")
+    bench.ask("00")
+    round = bench.round("00", "01")
+    assert (round.source, round.new, round.generation.number) == (0, (1,), 3)
+
+
+# -- phases and changes ----------------------------------------------------------------------------------------
+
+
+def phased(*phases: tuple[AlgorithmSettings, int], workers: int = 2, **run: Any) -> Plan:
+    return Plan(RunSettings(workers=workers, **run), tuple(PlanPhase(a, i) for a, i in phases))
+
+
+def test_a_phase_of_gradient_averaging_then_leader_sgd() -> None:
+    leader = LeaderSettings(period=2, local_period=2)
+    bench = Bench("00", "01", plan=phased((AllReduceSettings(), 5), (leader, 0)))
+    for _ in range(2):
+        bench.ask_all("00", "01")
+        assert json.loads(bench.round("00", "01").algorithm)["name"] == "allreduce"
+        bench.complete_all("00", "01")
+    bench.ask_all("00", "01")  # 4 are made: the fifth cannot be made by both
+    assert bench.notes[0] == "phase 2: leader, from iteration 4 on"
+    assert json.loads(bench.round("00", "01").algorithm) == {"name": "leader", **asdict(leader)}
+    assert bench.round("00", "01").new == ()
+    bench.complete_all("00", "01")
+    bench.ask("00")
+    assert bench.got["00"] == [Go(4, None, 0.0, "the run and the group have a token left")]
+
+
+def test_a_phase_with_equal_models_begins_with_one_model() -> None:
+    leader = LeaderSettings(period=1, local_period=1)
+    bench = Bench("00", "01", plan=phased((leader, 2), (AllReduceSettings(), 0)))
+    bench.ask_all("00", "01")
+    bench.complete_all("00", "01")
+    bench.ask("00", loss=0.2)
+    bench.ask("01", loss=0.1)
+    round = bench.round("00", "01")
+    assert (round.source, round.new, round.generation.number) == (1, (0,), 1)
+
+
+def test_a_changed_setting_counts_from_the_next_global_round_on() -> None:
+    bench = started("00", "01", period=2, local_period=2)
+    bench.coordinator.change("period", "4")
+    bench.ask_all("00", "01")
+    assert bench.notes == []
+    assert bench.coordinator.tokens == 0
+    bench.ask_all("00", "01")
+    assert json.loads(bench.round("00", "01").algorithm)["period"] == 4
+    assert bench.coordinator.tokens == 6
+
+
+def test_a_change_is_told_and_a_wrong_one_refused() -> None:
+    bench = started("00")
+    bench.coordinator.change("pull_global", "0.5")
+    bench.tick()
+    assert bench.notes == ["pull_global is to be 0.5"]
+    with pytest.raises(ConfigError, match=r"^lease_s is unknown; known are: "):
+        bench.coordinator.change("lease_s", "3")
+    with pytest.raises(ConfigError, match=r"^lsgd set: iterations = 'many' is not a whole number$"):
+        bench.coordinator.change("iterations", "many")
+
+
+@pytest.mark.parametrize(("limit", "count"), [(10, 10), (4, 4), (3, 4), (1, 4)])
+def test_a_limit_lowered_in_the_run_holds_for_what_is_not_granted(limit: int, count: int) -> None:
+    bench = started("00", "01", period=16, local_period=16)
+    bench.ask_all("00", "01")  # 2 are made, 2 are granted
+    bench.coordinator.change("iterations", str(limit))
+    for _ in range(limit):
+        for place in ("00", "01"):
+            if not bench.member(place).held and isinstance(bench.member(place).answer, Go):
+                bench.ask(place)
+    assert bench.coordinator.count == count
+    assert bench.coordinator.final
+
+
+# -- elections -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "leader"),
+    [
+        ((0.3, 0.2, 0.5), 1),
+        ((0.2, 0.2, 0.2), 0),
+        ((None, 0.9, None), 1),
+        ((None, None, None), 0),
+        ((math.nan, 3.0, 2.0), 2),
+        ((-math.inf, math.inf, 2.0), 2),
+        ((math.nan, math.nan, math.inf), 0),
+    ],
+)
+def test_the_lowest_finite_loss_leads(losses: tuple[float | None, ...], leader: int) -> None:
+    places = ("00", "01", "02")
+    bench = started(*places, period=1, local_period=1)
+    for place, loss in zip(places, losses, strict=True):
+        bench.ask(place, loss=loss)
+    assert bench.round(*places).leader == leader
+    assert bench.member(places[leader]).times_leader == 1 + (leader == 0)
+    assert bench.coordinator.elections[-1].worker == f"node0/worker{leader}"
+
+
+def test_history_of_a_large_run_is_bounded() -> None:
+    places = [f"{n}{i}" for n in range(10) for i in range(8)]
+    bench = started(*places, period=1, local_period=1)
+    for place in places:
+        bench.ask(place, loss=0.1 if place == "97" else 0.5)
+    election = bench.coordinator.elections[-1]
+    assert (election.worker, election.scope, election.group) == ("node9/worker7", "global", -1)
+    assert len(election.losses) == MAX_LOSSES + 1 and election.losses["node9/worker7"] == 0.1
+
+
+# -- lost, doubled and late messages ---------------------------------------------------------------------------
+
+
+def test_the_same_request_gets_the_same_answer() -> None:
+    bench = started("00", "01", period=8, local_period=8)
+    answer = bench.ask("00")["00"]
+    for _ in range(100):
+        assert bench.ask("00", same=True)["00"] == answer
+    assert bench.coordinator.count == 1
+
+
+def test_a_held_request_said_again_hears_what_it_waits_for() -> None:
+    bench = Bench("00", "01")
+    bench.ask("00")
+    assert bench.ask("00", same=True)["00"] == [
+        Waiting(1, "the first round waits for the first request of node0/worker1")
+    ]
+
+
+def test_a_late_request_changes_nothing() -> None:
+    bench = started("00", "01", period=8, local_period=8)
+    bench.ask("00")
+    bench.ask("00")
+    before = bench.coordinator.count
+    for seq in (1, 0, -5):
+        assert not bench.say(Request("node0/worker0", 1, seq, 10, 1, 0, 0.1))
+    assert bench.coordinator.count == before and not bench.member("00").held
+
+
+@pytest.mark.parametrize("seq", [0, -1])
+def test_requests_are_counted_from_1(seq: int) -> None:
+    bench = Bench("00")
+    assert not bench.say(Request("node0/worker0", 1, seq, 0, 0, 0, None))
+
+
+def test_what_the_rendezvous_is_for_is_a_sign_of_life_only() -> None:
+    bench = Bench("00")
+    bench.now += 3
+    assert not bench.say(Put("node0/worker0", 1, 1, "key", b"value"))
+    assert bench.member("00").heard_at == bench.now
+
+
+def test_a_request_that_says_what_it_completed_stands_for_a_lost_done() -> None:
+    bench = Bench("00", "01", period=8, local_period=8)
+    bench.ask_all("00", "01")
+    bench.committed.update({"00": 1, "01": 1})
+    bench.ask("00")
+    assert list(bench.coordinator.open) == [1]
+    bench.ask("01")
+    assert not bench.coordinator.open and bench.member("01").synced
+
+
+def test_a_request_that_passes_its_round_over_fails_it() -> None:
+    bench = Bench("00", "01", period=8, local_period=8)
+    bench.ask_all("00", "01")
+    bench.complete("00", 1)
+    bench.ask("01")
+    assert bench.notes[0] == "round 1 failed: node0/worker1: it passed the round over"
+    assert bench.coordinator.broken
+
+
+# -- pausing ---------------------------------------------------------------------------------------------------
+
+
+def test_iterations_made_alone_count_and_are_taken_from_the_queue() -> None:
+    bench = started("00", "01", period=4, local_period=4, iterations=20)
+    bench.ask("00")  # its answer is lost, and the servers fall silent: it makes three on its own
+    assert (bench.coordinator.count, bench.coordinator.tokens) == (1, 5)
+    bench.done["00"] += 3
+    before = bench.only("00")
+    assert bench.ask("00", same=True) == {"00": [before]}
+    assert (bench.coordinator.count, bench.coordinator.tokens) == (4, 2)
+    bench.ask("00")
+    assert (bench.coordinator.count, bench.coordinator.tokens) == (5, 1)
+    bench.done["01"] += 3
+    bench.ask("01")
+    assert (bench.coordinator.count, bench.coordinator.tokens) == (9, 0)
+
+
+def test_iterations_made_alone_can_overshoot_the_limit_and_then_the_run_ends() -> None:
+    bench = started("00", "01", period=4, local_period=4, iterations=4)
+    bench.done["00"] += 5
+    bench.ask("00")
+    assert bench.coordinator.count == 6
+    bench.ask("01")
+    assert bench.coordinator.count == 7
+    assert bench.round("00", "01").final and bench.coordinator.stopping == "all 4 iterations are made"
+
+
+def test_an_unused_grant_goes_back_and_wakes_who_is_held() -> None:
+    bench = started("00", "01", period=2, local_period=2)
+    bench.ask("00")
+    bench.ask("01")
+    assert bench.coordinator.tokens == 0
+    assert not bench.ask("01")
+    bench.pause("00", did=False)
+    assert bench.got["01"] == [Go(3, None, 0.0, "the run and the group have a token left")]
+    assert bench.coordinator.count == 3
+
+
+def test_rounds_go_on_without_who_pauses_and_it_takes_the_model_when_it_returns() -> None:
+    bench = started("00", "01", period=1, local_period=1)
+    bench.pause("01")
+    bench.ask("00")
+    assert bench.round("00").generation.members == ("node0/worker0",)
+    bench.complete_all("00")
+    assert not bench.member("01").synced
+    bench.ask("01", did=False)
+    bench.ask("00")
+    round = bench.round("00", "01")
+    assert (round.source, round.new) == (0, (1,))
+
+
+def test_a_short_pause_costs_nothing_but_the_pause() -> None:
+    """No global round came in between: the groups' local rounds go on where they were."""
+    bench = started("00", "01", "10", "11", period=8, local_period=2)
+    bench.pause("00")
+    bench.ask_all("10", "11")
+    bench.ask("10")
+    assert not bench.ask("11")  # a local round would be due
+    bench.ask("00", did=False)
+    assert bench.round("10", "11").scope == "local"
+    assert bench.got["00"] == [Go(2, None, 0.0, "the run and the group have a token left")]
+
+
+def test_a_pause_said_twice_or_late_changes_nothing() -> None:
+    bench = started("00", "01", period=8, local_period=8)
+    assert bench.pause("00")["00"] == [Paused(1)]
+    assert bench.pause("00", did=False)["00"] == [Paused(1)]
+    assert bench.coordinator.roster.paused == 1 and bench.coordinator.count == 1
+    assert bench.ask("00", same=True)["00"] == [bench.member("00").answer]  # a late copy
+    assert bench.coordinator.roster.paused == 1
+    seq = bench.seqs["00"]
+    bench.ask("00", did=False)
+    bench.seqs["00"] = seq
+    assert bench.pause("00", did=False)["00"] == [Paused(seq)]
+    assert bench.coordinator.roster.paused == 0
+
+
+def test_a_pause_instead_of_a_round_fails_it() -> None:
+    bench = Bench("00", "01")
+    bench.ask_all("00", "01")
+    bench.pause("01", did=False)
+    assert bench.notes[0] == "round 1 failed: node0/worker1: it paused instead"
+    assert isinstance(bench.got["00"][0], GenerationOver)
+
+
+def test_newcomers_do_not_begin_anew_while_who_has_the_model_pauses() -> None:
+    bench = started("00", period=1, local_period=1)
+    bench.pause("00")
+    bench.join("01")
+    assert not bench.ask("01")
+    assert bench.coordinator.waits_for(bench.now) == "the next round waits for node0/worker0, which paused"
+    bench.tick(60)
+    assert bench.member("01").held
+    bench.ask("00", did=False)
+    round = bench.round("00", "01")
+    assert (round.source, round.new) == (0, (1,))
+
+
+def test_newcomers_begin_anew_when_nobody_has_the_model() -> None:
+    bench = started("00")
+    bench.join("01")
+    bench.ask("01")
+    bench.leave("00", did=True)
+    assert bench.round("01").source == 0
+    assert "nobody who has completed the last global round is left" in bench.notes
+    bench.complete_all("01")
+    bench.pause("01")
+    assert bench.coordinator.waits_for(bench.now + 1) == "nobody waits; 1 worker is in the run"
+
+
+# -- leaving ---------------------------------------------------------------------------------------------------
+
+
+def test_a_leave_ends_the_generation_and_the_others_go_on() -> None:
+    bench = started("00", "01", "10", period=8, local_period=4)
+    bench.ask("01")
+    bench.leave("01", did=True, failed=True, reason="ValueError: no such file")
+    assert bench.notes == ["node0/worker1 leaves: failed: ValueError: no such file (2 iterations)"]
+    over = GenerationOver(1, "node0/worker1 left: failed: ValueError: no such file")
+    assert bench.got == {"00": [over], "10": [over]}
+    assert isinstance(bench.ask("00")["00"][0], Go)
+    while bench.ask("00"):
+        pass
+    while "00" not in bench.ask("10"):
+        pass
+    assert bench.round("00", "10").generation.number == 2
+    assert bench.notes[0] == (
+        "generation 2: 2 workers on 2 nodes, over gloo (node0/worker1 left: failed: ValueError: no such file)"
+    )
+
+
+def test_a_silent_worker_is_left_out_and_its_grant_goes_back() -> None:
+    bench = started("00", "01", period=2, local_period=2, lease_s=5, iterations=6)
+    bench.ask("01")
+    bench.incarnations.pop("01")
+    bench.ask("00")
+    assert not bench.ask("00")
+    bench.tick(5)
+    assert bench.member("00").held
+    bench.tick(1)
+    assert "node0/worker1 leaves: nothing was heard from it for 5 s (1 iterations)" in bench.notes
+    assert isinstance(bench.got["00"][-1], Go)
+
+
+def test_time_that_the_coordinator_itself_was_away_is_nobodys_silence() -> None:
+    bench = started("00", "01", lease_s=10)
+    bench.now += 1000
+    bench.act(bench.coordinator.tick(bench.now))
+    assert len(bench.coordinator.members) == 2
+    bench.incarnations.pop("01")
+    bench.tick(11)
+    assert len(bench.coordinator.members) == 1
+
+
+def test_a_node_that_is_ended_sends_its_workers_home() -> None:
+    places = ("00", "10", "11", "12")
+    bench = started(*places, period=1, local_period=1)
+    bench.pause("11")
+    bench.ask("10")
+    assert not bench.got
+    bench.say(NodeLeave(1, 7, "node1 got SIGTERM"))
+    assert bench.got["10"] == [Stop(2, None, "node1 got SIGTERM")]
+    bench.leave("10")
+    assert not bench.got  # it took part in nothing any more
+    assert bench.ask("12")["12"] == [Stop(2, None, "node1 got SIGTERM")]
+    assert bench.ask("12", same=True)["12"] == [Stop(2, None, "node1 got SIGTERM")]
+    assert bench.ask("11", did=False)["11"] == [Stop(2, None, "node1 got SIGTERM")]
+    bench.ask("00")
+    assert bench.round("00").generation.members == ("node0/worker0",)
+
+
+def test_who_has_left_is_remembered_with_all_that_its_incarnations_made() -> None:
+    bench = started("00", "01")
+    bench.leave("01", did=True)
+    bench.join("01", 2)
+    bench.ask("01")
+    bench.ask("00")
+    bench.leave("01", did=True)
+    assert bench.coordinator.roster.made == {"node0/worker1": 2}
+    assert bench.coordinator.roster.left["node0/worker1"].join.incarnation == 2
+
+
+def test_only_so_many_of_those_who_have_left_are_remembered() -> None:
+    roster = Roster()
+    for index in range(MAX_LEFT + 2):
+        member = Member(greeting(0, index), 0.0)
+        roster.add(member)
+        roster.remove(member)
+    assert len(roster.left) == len(roster.made) == MAX_LEFT
+    assert next(iter(roster.left)) == "node0/worker2"
+
+
+def test_two_workers_with_the_same_batches() -> None:
+    bench = started("00", "01", "02")
+    bench.data("00", "digest")
+    bench.data("00", "digest")
+    assert not bench.got
+    bench.data("01", "another")
+    bench.data("01", "digest")
+    (refused,) = [m for m in bench.got["01"] if isinstance(m, Refused)]
+    assert refused.reason.startswith(
+        "node0/worker1 and node0/worker0 draw the same batches, so that one of them"
+    )
+    assert "node0/worker1" not in bench.coordinator.members
+    bench.leave("00")
+    bench.data("02", "digest")
+    assert "02" not in bench.got
+
+
+# -- rounds that fail ------------------------------------------------------------------------------------------
+
+
+def test_a_failed_round_is_made_again_by_all() -> None:
+    bench = Bench("00", "01", period=8, local_period=8)
+    bench.ask_all("00", "01")
+    first = bench.round("00", "01")
+    bench.complete("00", 1)
+    bench.fail("01", 1, "peer node0/worker0 closed")
+    assert bench.notes == ["round 1 failed: node0/worker1: peer node0/worker0 closed"]
+    over = GenerationOver(1, "node0/worker1: peer node0/worker0 closed")
+    assert bench.got == {"00": [over], "01": [over]}
+    assert bench.coordinator.tokens == 0
+    assert not bench.ask("01", same=True, dropped=1)
+    bench.ask("00")  # made its iteration
+    second = bench.round("00", "01")
+    assert second.generation.number == 2 and second.id == 2 and second.exchanges == 1
+    assert (second.source, second.new) == (0, (1,))  # the most advanced has the state
+    assert first.generation.members == second.generation.members
+    assert bench.coordinator.count == 1
+
+
+def test_an_answer_stands_until_it_is_said_to_be_dropped() -> None:
+    """A copy of the request may be late, and its worker have completed the round: it is not held again."""
+    bench = Bench("00", "01", period=8, local_period=8)
+    bench.ask_all("00", "01")
+    bench.fail("01", 1)
+    over, go = bench.ask("00", same=True)["00"]
+    assert over == GenerationOver(1, "its round failed") and go == bench.member("00").answer
+    assert not bench.member("00").held
+    bench.complete("00", 1)
+    assert bench.ask("00", same=True)["00"] == [go]
+    bench.ask("01", same=True, dropped=1)
+    bench.ask("00")
+    assert bench.round("00", "01").id == 2 and bench.coordinator.count == 1
+
+
+def test_dropped_by_a_request_only() -> None:
+    bench = Bench("00", "01", period=8, local_period=8)
+    bench.ask_all("00", "01")
+    bench.ask("00", same=True, dropped=1)
+    assert bench.notes[0] == "round 1 failed: node0/worker0: it could not complete it"
+    assert bench.member("00").held
+
+
+def test_a_late_word_of_an_old_round_changes_nothing() -> None:
+    bench = Bench("00", "01", period=8, local_period=8)
+    bench.ask_all("00", "01")
+    bench.fail("01", 1)
+    for place in ("00", "01"):
+        bench.ask(place, same=True, dropped=1)
+    assert bench.round("00", "01").id == 2
+    bench.say(Done("node0/worker0", 1, 1, False, "late"))
+    bench.say(Done("node0/worker0", 1, 1, True, ""))
+    assert list(bench.coordinator.open) == [2] and not bench.coordinator.broken
+
+
+def test_a_failed_local_round_brings_a_global_one() -> None:
+    bench = started("00", "01", "10", "11", period=4, local_period=1)
+    bench.ask_all("00", "01")
+    local = bench.round("00", "01")
+    bench.fail("00", local.id)
+    for place in ("00", "01"):
+        bench.ask(place, same=True, dropped=local.id)
+    assert not bench.ask("10")
+    bench.ask("11")
+    assert bench.round("00", "01", "10", "11").scope == "global"
+
+
+def test_who_dies_in_a_round_fails_it() -> None:
+    bench = Bench("00", "01")
+    bench.ask_all("00", "01")
+    bench.leave("01", failed=True, reason="killed")
+    assert bench.notes == [
+        "node0/worker1 leaves: failed: killed (0 iterations)",
+        "round 1 failed: node0/worker1: it left the run: failed: killed",
+    ]
+    bench.ask("00", same=True, dropped=1)
+    assert bench.round("00").generation.members == ("node0/worker0",)
+
+
+def test_rounds_that_fail_for_ever_end_the_run() -> None:
+    bench = Bench("00", "01")
+    bench.ask_all("00", "01")
+    for number in range(1, MAX_FAILED_ROUNDS + 1):
+        assert bench.round("00", "01").id == number
+        bench.fail("01", number, "no route to host")
+        for place in ("00", "01"):
+            bench.ask(place, same=True, dropped=number)
+    reason = "10 rounds in a row failed, the last because node0/worker1: no route to host"
+    assert bench.got == {"00": [Stop(1, None, reason)], "01": [Stop(1, None, reason)]}
+    assert bench.coordinator.closed and bench.coordinator.count == 0
+
+
+def test_a_completed_global_round_forgives_the_failed_ones() -> None:
+    bench = Bench("00", "01", period=1, local_period=1)
+    bench.ask_all("00", "01")
+    for number in range(1, 2 * MAX_FAILED_ROUNDS):
+        if number % 2:
+            bench.fail("01", number)
+            for place in ("00", "01"):
+                bench.ask(place, same=True, dropped=number)
+        else:
+            bench.complete_all("00", "01")
+            bench.ask_all("00", "01")
+    assert not bench.coordinator.stopping
+
+
+# -- the end ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_lets_granted_iterations_finish_then_makes_the_consensus() -> None:
+    bench = started("00", "01", period=8, local_period=8)
+    bench.ask("00")
+    bench.say(StopRun("enough"))
+    assert bench.coordinator.tokens == 0 and not bench.got
+    assert not bench.ask("00")
+    bench.ask("01")
+    round = bench.round("00", "01")
+    assert round.final and bench.got["00"] == [Stop(3, round, "enough")]
+    assert (
+        bench.notes[-1]
+        == "global round 2 makes the consensus: leader node0/worker0 (no loss yet), 3 iterations"
+    )
+    bench.complete("00", 2)
+    assert (
+        bench.coordinator.waits_for(bench.now + 1) == "the last round waits until node0/worker1 completed it"
+    )
+    bench.complete("01", 2)
+    assert bench.coordinator.waits_for(bench.now + 2) == "the run is over: enough"
+    bench.leave("00")
+    assert not bench.got  # nobody's generation ends by that
+    assert not bench.coordinator.over
+    bench.leave("01")
+    assert bench.coordinator.over
+
+
+def test_a_stop_while_a_round_is_open() -> None:
+    bench = Bench("00", "01", period=8, local_period=8)
+    bench.ask_all("00", "01")
+    bench.complete("00", 1)
+    bench.say(StopRun("enough"))
+    bench.ask("00")
+    bench.complete("01", 1)
+    bench.ask("01")
+    assert bench.round("00", "01").final and bench.coordinator.count == 2
+
+
+def test_stop_by_time() -> None:
+    bench = started("00", seconds=10)
+    bench.tick(4)
+    assert bench.coordinator.progress(bench.now) == pytest.approx(0.4)
+    assert not bench.coordinator.stopping
+    bench.tick(6)
+    assert bench.notes == ["stopping: the time of 10 s is over"]
+    assert bench.coordinator.progress(bench.now + 100) == 1.0
+    bench.ask("00")
+    assert bench.round("00").final
+
+
+def test_progress_by_count() -> None:
+    bench = started("00", iterations=10, period=4, local_period=4)
+    bench.ask("00")
+    assert bench.coordinator.progress(bench.now) == 0.1
+
+
+def test_the_last_round_waits_a_while_for_who_pauses() -> None:
+    bench = started("00", "01", patience_s=20)
+    bench.pause("01")
+    bench.coordinator.stop("enough")
+    assert not bench.ask("00")
+    assert bench.coordinator.waits_for(bench.now) == "the next round waits for node0/worker1, which paused"
+    bench.tick(19)
+    assert bench.member("00").held
+    bench.tick(1)
+    assert bench.round("00").final
+    bench.complete_all("00")
+    assert bench.ask("01", did=False)["01"] == [Stop(2, None, "enough")]
+
+
+def test_who_comes_back_in_time_takes_part_in_the_last_round() -> None:
+    bench = started("00", "01")
+    bench.pause("01")
+    bench.coordinator.stop("enough")
+    bench.ask("00")
+    bench.ask("01", did=False)
+    assert bench.round("00", "01").final
+
+
+def test_who_comes_during_the_last_round_is_sent_home_after_it() -> None:
+    bench = started("00")
+    bench.join("01")
+    bench.coordinator.stop("enough")
+    bench.ask("00")
+    assert bench.round("00").final
+    assert not bench.ask("01")
+    bench.complete_all("00")
+    assert bench.got["01"] == [Stop(1, None, "enough")]
+
+
+def test_newcomers_take_part_in_the_last_round() -> None:
+    bench = started("00")
+    bench.join("01")
+    bench.ask("01")
+    bench.coordinator.stop("enough")
+    bench.ask("00")
+    round = bench.round("00", "01")
+    assert round.final and round.new == (1,) and round.source == 0
+
+
+def test_a_last_round_that_fails_is_made_again() -> None:
+    bench = started("00", "01", "02")
+    bench.coordinator.stop("enough")
+    bench.ask_all("00", "01", "02")
+    first = bench.round("00", "01", "02")
+    bench.complete("00", first.id)
+    bench.leave("00")
+    bench.fail("01", first.id)
+    assert not bench.coordinator.final
+    bench.ask("01", same=True, dropped=first.id)
+    bench.ask("02", same=True, dropped=first.id)
+    second = bench.round("01", "02")
+    assert second.final and second.generation.number == 2
+    for place in ("01", "02"):
+        bench.complete_all(place)
+        bench.leave(place)
+    assert bench.coordinator.over
+
+
+def test_the_run_ends_though_somebody_does_not_leave() -> None:
+    bench = started("00", "01")
+    bench.coordinator.stop("enough")
+    bench.ask_all("00", "01")
+    bench.complete_all("00", "01")
+    bench.leave("00")
+    bench.tick(LINGER_S)
+    assert not bench.coordinator.over
+    bench.tick(1)
+    assert bench.coordinator.over
+
+
+def test_what_is_waited_for_in_words() -> None:
+    bench = started("00", "01", "02", "03", "04", "05", period=1, local_period=1)
+    assert bench.coordinator.waits_for(bench.now) == "nobody waits; 6 workers are in the run"
+    bench.ask("00")
+    assert bench.coordinator.waits_for(bench.now + 3.2) == (
+        "the next round waits 3.2 s for node0/worker1, node0/worker2, node0/worker3, node0/worker4 and 1 more"
+    )
+    bench.ask_all("01", "02", "03", "04", "05")
+    bench.complete("00", 2)
+    bench.ask("00")
+    assert bench.coordinator.waits_for(bench.now + 4).endswith("and 1 more (round 2 is not completed yet)")
+
+
+def test_names_go_to_whom_they_are_news() -> None:
+    bench = started("00", "01", period=1, local_period=1)
+    bench.ask_all("00", "01")
+    known = bench.member("00")
+    go = bench.got["00"][-1]
+    assert abridged(go, known).round.generation == replace(go.round.generation, members=(), node_sizes=())
+    assert len(encode(abridged(go, known))) < len(encode(go)) - 2 * len("node0/worker0")
+    known.met = 0
+    assert abridged(go, known) is go

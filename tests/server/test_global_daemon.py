@@ -1,0 +1,253 @@
+"""The global server as a process: what it says, what it survives, and how it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from lsgd.messages import (
+    MAX_NBYTES,
+    PROTOCOL,
+    Get,
+    Left,
+    NodeHello,
+    NodeLeave,
+    NodeWelcome,
+    Put,
+    Refused,
+    Status,
+    StatusQuery,
+    StopRun,
+    decode,
+    encode,
+)
+from lsgd.sockets import Link, Listener, Poller
+
+from ..integration.running import Cluster, until
+from .helpers import greeting
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, None)
+    yield made
+    made.close()
+
+
+class Peer:
+    """A connection to the global server, as a local server has one."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self.link = Link(address, name.encode())
+        self.got: list[tuple[bytes, object]] = []
+
+    def say(self, *frames: bytes) -> None:
+        until(lambda: self.link.send(frames), "the server takes a message")
+
+    def hears(self, kind: type) -> tuple[bytes, object]:
+        """Return the next message of a kind, with the worker that it is for."""
+        poller = Poller(self.link)
+
+        def found() -> tuple[bytes, object] | None:
+            poller.wait(0.05)
+            for frames in self.link.receive():
+                self.got += zip(frames[::2], map(decode, frames[1::2]), strict=True)
+            return next(((who, m) for who, m in self.got if isinstance(m, kind)), None)
+
+        pair = until(found, f"a {kind.__name__} comes")
+        self.got.remove(pair)
+        return pair
+
+
+@pytest.fixture
+def peer(cluster: Cluster) -> Iterator[Peer]:
+    """A local server's connection to a global server that waits for one worker."""
+    cluster.start_global()
+    made = Peer(cluster.address, "node0#1")
+    yield made
+    made.link.close()
+
+
+def hello(node: int = 0, incarnation: int = 1, host: str = "here") -> bytes:
+    return encode(NodeHello(PROTOCOL, node, incarnation, host, "0.1.0"))
+
+
+def test_it_says_where_it_listens_and_how_to_join_it(cluster) -> None:
+    server = cluster.start_global("--workers", "3", "--algorithm", "local")
+    line = server.says(r"^\d\d:\d\d:\d\d lsgd \S+ global server on (\S+), local, waits for 3 workers; (.*)$")
+    assert line[2] == f"join from each machine with: lsgd-server --local --node N --connect {line[1]}"
+    assert cluster.status()["state"] == "waiting"
+    assert cluster.status()["reason"] == "0 of 3 workers have joined"
+
+
+def test_a_server_for_every_interface_tells_others_to_write_its_address(cluster) -> None:
+    server = cluster.server("global", "--global", "--listen", "tcp://0.0.0.0:0", "--insecure")
+    assert "--connect tcp://ADDRESS-OF-THIS-MACHINE:" in server.says("global server on .*")[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_that_nobody_is_in(cluster, number) -> None:
+    server = cluster.start_global()
+    server.send(number)
+    server.succeeds()
+    assert f"the run is over: the global server got {number.name}; 0 iterations" in server.output
+
+
+def test_a_second_signal_ends_it_at_once(cluster, peer) -> None:
+    (server,) = cluster.processes
+    peer.say(hello(), encode(greeting(0, 0)))
+    server.says("node0/worker0 joins")
+    server.send(signal.SIGTERM)
+    server.says("stopping: the global server got SIGTERM")
+    assert server.poll() is None
+    server.send(signal.SIGTERM)
+    assert server.wait() == 3
+    assert "second signal: ending at once, without a consensus model" in server.output
+
+
+def test_an_operator_stops_the_run(cluster) -> None:
+    server = cluster.start_global()
+    answer = cluster.ask(StopRun("enough"))
+    assert isinstance(answer, Status)
+    server.succeeds()
+    assert "the run is over: enough" in server.output
+
+
+def test_a_frame_that_is_too_large_is_not_even_taken_in(cluster, peer) -> None:
+    (server,) = cluster.processes
+    peer.say(bytes(2 * MAX_NBYTES))  # its connection is cut, and made again
+    poller = Poller(peer.link)
+
+    def welcome() -> bool:
+        peer.link.send([hello()])
+        poller.wait(0.2)
+        return any(isinstance(decode(frames[1]), NodeWelcome) for frames in peer.link.receive())
+
+    until(welcome, "the server hears the peer again")
+    assert "dropped a message" not in server.output
+
+
+def test_garbage_does_not_end_it(cluster, peer) -> None:
+    (server,) = cluster.processes
+    host, port = cluster.address.removeprefix("tcp://").split(":")
+    for junk in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000), b"\xff" + b"\0" * 8 + b"\x7f", b""):
+        with socket.create_connection((host, int(port))) as raw:
+            raw.sendall(junk)
+    for frame in (
+        b"",
+        b"\x00",
+        os.urandom(500),
+        msgpack.packb([3, 1]),
+        msgpack.packb([6, *[[]] * 7]),
+        b"\x91\xcc\xff",
+    ):
+        peer.say(frame, frame)
+    peer.say(*[os.urandom(30)] * 3000)
+    peer.say(encode(NodeWelcome("not for a server")), encode(Refused("nor this")))
+    peer.say(encode(StatusQuery(0)))
+    assert isinstance(peer.hears(Status)[1], Status)
+    assert server.output.count("dropped a message from b'node0#1'") == 1  # once a peer
+
+
+def test_a_frame_that_is_too_long_ends_only_its_own_connection(cluster, peer) -> None:
+    peer.say(bytes(2 << 20))
+    assert cluster.status()["state"] == "waiting"
+
+
+def test_another_protocol_is_refused_with_both_sides_named(cluster, peer) -> None:
+    (server,) = cluster.processes
+    peer.say(msgpack.packb([4, PROTOCOL + 1, 0, 1, "here", "9.0.0", "a field of the future"]))
+    who, refused = peer.hears(Refused)
+    assert who == b""
+    theirs, ours = f"node0 speaks version {PROTOCOL + 1} of the protocol", f"speaks {PROTOCOL} (lsgd"
+    assert theirs in str(refused) and f"on {socket.gethostname()} {ours}" in str(refused)
+    assert "install the same release of lsgd on both" in str(refused)
+    assert "refused node0 speaks" in server.output
+    assert cluster.status()["members"] == []
+
+
+def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(cluster, peer) -> None:
+    peer.say(hello(host="alpha"))
+    peer.hears(NodeWelcome)
+    other = Peer(cluster.address, "node0#2")
+    other.say(hello(incarnation=2, host="beta"), encode(NodeLeave(0, 2, "a stranger's word")))
+    other.say(encode(StatusQuery(0)))
+    other.hears(Status)
+    assert other.got == []  # the first may have died
+    peer.say(hello(host="alpha"), encode(StatusQuery(0)))
+    peer.hears(Status)
+    other.say(hello(incarnation=2, host="beta"))
+    assert "node 0 is alpha already; give beta another index (--node" in str(other.hears(Refused)[1])
+    for _ in range(2):  # the answer may be lost
+        peer.say(encode(NodeLeave(0, 1, "done")), encode(StatusQuery(0)))
+        assert peer.hears(Left)[0] == b""
+        peer.hears(Status)
+    other.say(hello(incarnation=2, host="beta"))
+    other.hears(NodeWelcome)
+    other.link.close()
+
+
+def test_a_node_whose_server_was_killed_is_taken_over_by_the_next_one(cluster, peer) -> None:
+    peer.say(hello(incarnation=1))
+    peer.hears(NodeWelcome)
+    peer.link.close()
+    cluster.start_local(0).says("connected to the global server")
+
+
+def test_a_join_waits_until_its_node_is_known(cluster, peer) -> None:
+    peer.say(encode(greeting(0, 0)))
+    assert cluster.status()["members"] == []
+    peer.say(hello(), encode(greeting(0, 0)))
+    until(lambda: [m["worker"] for m in cluster.status()["members"]] == ["node0/worker0"], "it is a member")
+
+
+def test_the_rendezvous_needs_a_generation(cluster, peer) -> None:
+    peer.say(
+        hello(), encode(Put("node0/worker0", 1, 1, "key", b"x")), encode(Get("node0/worker0", 1, 1, "key"))
+    )
+    peer.hears(NodeWelcome)
+    peer.say(encode(StatusQuery(0)))
+    peer.hears(Status)
+    assert peer.got == []
+
+
+def test_a_taken_port_and_a_foreign_address_are_told(cluster, tmp_path) -> None:
+    with Listener("tcp://127.0.0.1:0") as listener:
+        server = cluster.server("taken", "--global", "--listen", listener.address)
+        assert server.wait() == 2
+        port = listener.address.rpartition(":")[2]
+        assert (
+            f"{listener.address} is taken by another program (`ss -ltnp 'sport = :{port}'`" in server.output
+        )
+    server = cluster.server("foreign", "--global", "--listen", "tcp://192.0.2.1:0", "--insecure")
+    assert server.wait() == 2
+    assert "tcp://192.0.2.1:0 is not an address of this machine" in server.output
+
+
+def test_it_writes_the_plan_as_used(cluster, tmp_path) -> None:
+    path = tmp_path / "plan.toml"
+    cluster.start_global("--iterations", "7", "--save-plan", str(path))
+    again = tmp_path / "again.toml"
+    cluster.start_global("--plan", str(path), "--save-plan", str(again))
+    assert "iterations = 7" in path.read_text()
+    assert again.read_text() == path.read_text()
+
+
+def test_a_closed_terminal_is_no_reason_to_stay(tmp_path) -> None:
+    """The line at the start goes to a pipe nobody reads: the server must still end by a signal."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "lsgd.server", "--global", "--listen", "tcp://127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert server.stdout
+    server.stdout.readline()
+    server.stdout.close()
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(20) == 0

@@ -1,0 +1,267 @@
+"""The journal's file: what it keeps, whose it is, and every way in which it can be spoilt."""
+
+import os
+import random
+import resource
+import signal
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lsgd.errors import ConfigError
+from lsgd.messages import ChangeSetting, Status
+from lsgd.server.history import MAX_ELECTIONS, Election
+from lsgd.server.journal import Journal
+
+from ..integration.running import Cluster, until
+
+STATE = {"count": 7, "text": "é" * 3000, "members": [{"loss": None}]}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.journal"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, None)
+    yield made
+    made.close()
+
+
+def elections(count: int, first: int = 1) -> list[Election]:
+    return [
+        Election(n, "local", 0, "node0/worker0", n, 0.5, {"a": None}) for n in range(first, first + count)
+    ]
+
+
+def write(path: Path, state: dict = STATE, rounds: int = 3) -> None:
+    journal = Journal(path)
+    journal.save(state, elections(rounds))
+    journal.close()
+
+
+def test_it_returns_the_last_state_and_the_last_rounds(path) -> None:
+    journal = Journal(path)
+    assert journal.load() is None and not journal.resumed
+    journal.save({"count": 1}, elections(2))
+    journal.save(STATE, elections(3))
+    journal.close()
+    again = Journal(path)
+    assert again.load() == (STATE, elections(3))
+    assert again.resumed
+    again.save(STATE, elections(2, first=3))  # the third is there already
+    again.close()
+    assert Journal(path).load() == (STATE, elections(4))
+
+
+def test_it_keeps_as_many_rounds_as_the_coordinator(path) -> None:
+    write(path, rounds=MAX_ELECTIONS + 5)
+    kept = Journal(path).load()
+    assert kept is not None and kept[1] == elections(MAX_ELECTIONS, first=6)
+
+
+def test_a_run_that_is_over_is_forgotten(path) -> None:
+    write(path)
+    journal = Journal(path)
+    journal.forget()
+    journal.save({"count": 2}, elections(1))  # of another run: its rounds begin anew
+    journal.close()
+    assert Journal(path).load() == ({"count": 2}, elections(1))
+
+
+def test_each_save_outlives_a_kill(path) -> None:
+    """A child is killed without warning after its last save."""
+    child = os.fork()
+    if child == 0:
+        try:
+            Journal(path).save(STATE, elections(3))
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert Journal(path).load() == (STATE, elections(3))
+
+
+def test_cut_short_anywhere_it_is_whole_or_damaged_or_empty(path) -> None:
+    write(path)
+    whole = path.read_bytes()
+    damaged = 0
+    for length in [*range(0, len(whole), 199), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        try:
+            journal = Journal(path)
+        except ConfigError as error:
+            damaged += _says_what_to_do(error, path)
+            continue
+        try:
+            assert journal.load() is None and length == 0
+        except ConfigError as error:
+            damaged += _says_what_to_do(error, path)
+        finally:
+            journal.close()
+    assert damaged > len(whole) // 199 - 2
+
+
+def test_garbage_in_it_is_never_taken_for_a_state(path) -> None:
+    write(path)
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    damaged = 0
+    for _ in range(150):
+        spoilt = bytearray(whole)
+        at = rng.randrange(len(spoilt) - 8)
+        spoilt[at : at + 8] = rng.randbytes(8)
+        path.write_bytes(spoilt)
+        journal = None
+        try:
+            journal = Journal(path)
+            loaded = journal.load()
+            assert loaded is None or loaded[0] == STATE
+        except ConfigError as error:
+            damaged += _says_what_to_do(error, path)
+        finally:
+            if journal is not None:
+                journal.close()
+    assert damaged > 20
+
+
+def _says_what_to_do(error: ConfigError, path: Path) -> bool:
+    assert "\n" not in str(error) and str(path) in str(error)
+    assert f"delete {path.name}* to begin a new run" in str(error) or "give another --journal" in str(error)
+    return True
+
+
+def test_another_file_in_its_place(path) -> None:
+    path.write_text("[algorithm]\nname = 'leader'\n" * 50)
+    with pytest.raises(ConfigError, match=r"run.journal is damaged: file is not a database; delete run"):
+        Journal(path)
+    with pytest.raises(
+        ConfigError, match=r"cannot be written: unable to open database file; see to its folder"
+    ):
+        Journal(path.parent / "nowhere" / "run.journal")
+
+
+def test_a_file_that_may_only_be_read(path) -> None:
+    write(path)
+    path.chmod(0o444)
+    with _as_a_user_without_rights(path.parent):
+        with pytest.raises(ConfigError, match=r"cannot be written: .*; see to its folder, its rights and"):
+            Journal(path)
+    path.chmod(0o644)
+    assert Journal(path).load() == (STATE, elections(3))
+
+
+@contextmanager
+def _as_a_user_without_rights(folder: Path) -> Iterator[None]:
+    """Be nobody for a while, if this is root, who may do anything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for parent in [folder, *folder.parents]:
+        if parent.stat().st_mode & 0o005 != 0o005:
+            parent.chmod(parent.stat().st_mode | 0o005)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_it_is_one_servers_at_a_time(path, monkeypatch) -> None:
+    monkeypatch.setattr("lsgd.server.journal.LOCK_WAIT_S", 0.1)
+    first = Journal(path)
+    with pytest.raises(
+        ConfigError, match=r"another global server uses the journal .*; end it, or give this one"
+    ):
+        Journal(path)
+    first.save(STATE, [])
+    first.close()
+    assert Journal(path).load() == (STATE, [])
+
+
+@pytest.mark.parametrize("all_files", [True, False])
+def test_deleted_while_it_is_in_use_it_is_made_anew(path, all_files) -> None:
+    journal = Journal(path)
+    journal.save({"count": 1}, elections(3))
+    for file in path.parent.iterdir():
+        if all_files or file == path:
+            file.unlink()
+    assert not path.exists()
+    journal.save(STATE, elections(4))
+    journal.close()
+    assert Journal(path).load() == (STATE, elections(4))
+
+
+def test_a_full_disk_is_told_and_leaves_the_last_state(path) -> None:
+    journal = Journal(path)
+    journal.save(STATE, elections(3))
+    journal._connection.execute("PRAGMA max_page_count = 8")
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        journal.save({"text": "x" * 100_000}, elections(4))
+    journal.close()
+    assert Journal(path).load() == (STATE, elections(3))
+
+
+def test_removed_it_leaves_no_file(path) -> None:
+    journal = Journal(path)
+    journal.save(STATE, elections(3))
+    journal.remove()
+    assert list(path.parent.iterdir()) == []
+
+
+# -- in a global server ----------------------------------------------------------------------------------------
+
+
+def test_two_global_servers_do_not_share_one(cluster, path) -> None:
+    first = cluster.start_global("--journal", str(path))
+    second = cluster.server("second", "--global", "--listen", "tcp://127.0.0.1:0", "--journal", str(path))
+    assert second.wait() == 2
+    assert f"another global server uses the journal {path}; end it, or" in second.output
+    assert first.poll() is None
+
+
+def test_a_server_goes_on_with_an_unfinished_run_and_not_with_a_finished_one(cluster, path) -> None:
+    first = cluster.start_global("--journal", str(path), "--workers", "3")
+    run = cluster.status()["run"]
+    first.send(signal.SIGKILL)
+    first.wait()
+    second = cluster.start_global("--journal", str(path))
+    assert (
+        f"goes on with run {run} of the journal {path}, with its plan: 0 iterations, 0 workers"
+        in second.output
+    )
+    assert cluster.status()["run"] == run and "waits for 3 workers" in second.output
+    second.send(signal.SIGTERM)
+    second.succeeds()
+    third = cluster.start_global("--journal", str(path))
+    assert cluster.status()["run"] != run and "goes on" not in third.output
+
+
+def test_a_journal_of_another_version_is_refused_with_what_to_do(cluster, path) -> None:
+    write(path, {"version": 99}, rounds=0)
+    server = cluster.server("global", "--global", "--listen", "tcp://127.0.0.1:0", "--journal", str(path))
+    assert server.wait() == 2
+    assert (
+        f"the journal {path} cannot be gone on with: it is of version 99, this lsgd reads version 2; take the lsgd "
+        f"that wrote it, or delete run.journal* to begin a new run"
+    ) in " ".join(server.output.split())
+
+
+def test_when_the_disk_is_full_the_run_goes_on_without_a_journal(cluster, path) -> None:
+    """A limit on the size of files does to the server's writes what a full disk does."""
+    server = cluster.start_global("--journal", str(path), "--workers", "2")
+    assert path.exists()
+    _, hard = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
+    written = max(file.stat().st_size for file in path.parent.glob("run.journal*"))
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (written, hard))
+    assert isinstance(cluster.ask(ChangeSetting("iterations", "500")), Status)
+    server.says(
+        r"the journal \S+ cannot be written: .*; it is removed, and the run goes on without one: if this"
+    )
+    until(lambda: not list(path.parent.glob("run.journal*")), "the journal is gone")
+    assert cluster.status()["iterations"] == 500

@@ -1,0 +1,259 @@
+"""The local server as a process, between a scripted global server and scripted workers."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from lsgd.messages import (
+    PROTOCOL,
+    Here,
+    Join,
+    Leave,
+    Left,
+    NodeHello,
+    NodeLeave,
+    NodeWelcome,
+    Pause,
+    Refused,
+    Request,
+    RunOver,
+    StatusQuery,
+    Waiting,
+    Where,
+    decode,
+    encode,
+)
+from lsgd.server.local_daemon import LAST_LEAVE_WITHIN_S
+from lsgd.sockets import Link, Listener, Poller
+
+from ..integration.running import Cluster, Process, until
+from .helpers import greeting
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, None)
+    yield made
+    made.close()
+
+
+class Above:
+    """The global server's side of one local server."""
+
+    def __init__(self) -> None:
+        self.listener = Listener("tcp://127.0.0.1:0")
+        self.peer = b""
+        self.got: list[object] = []
+        self.batches: list[int] = []
+
+    def hears(self, kind: type) -> object:
+        poller = Poller(self.listener)
+
+        def found() -> object:
+            poller.wait(0.05)
+            for peer, frames in self.listener.receive():
+                self.peer = peer
+                self.batches.append(len(frames))
+                self.got += map(decode, frames)
+                if any(isinstance(decode(frame), NodeHello) for frame in frames):
+                    self.say(NodeWelcome("run"))
+            return next((m for m in self.got if isinstance(m, kind)), None)
+
+        message = until(found, f"a {kind.__name__} comes")
+        self.got.remove(message)
+        return message
+
+    def say(self, message: object, worker: bytes = b"") -> None:
+        assert self.listener.send(self.peer, [worker, encode(message)])  # type: ignore[arg-type]
+
+
+class Below:
+    """A worker's side."""
+
+    def __init__(self, address: str, incarnation: int = 7) -> None:
+        self.link = Link(address, str(incarnation).encode())
+        self.got: list[object] = []
+
+    def say(self, *messages: object) -> None:
+        frames = [m if isinstance(m, bytes) else encode(m) for m in messages]  # type: ignore[arg-type]
+        until(lambda: self.link.send(frames), "the local server takes a message")
+
+    def hears(self, kind: type) -> object:
+        poller = Poller(self.link)
+
+        def found() -> object:
+            poller.wait(0.05)
+            for frames in self.link.receive():
+                self.got += map(decode, frames)
+            return next((m for m in self.got if isinstance(m, kind)), None)
+
+        message = until(found, f"a {kind.__name__} comes")
+        self.got.remove(message)
+        return message
+
+
+@pytest.fixture
+def above() -> Iterator[Above]:
+    made = Above()
+    yield made
+    made.listener.close()
+
+
+@pytest.fixture
+def local(cluster: Cluster, above: Above) -> Process:
+    cluster.address = above.listener.address
+    process = cluster.start_local(3)
+    hello = above.hears(NodeHello)
+    assert isinstance(hello, NodeHello) and (hello.protocol, hello.node) == (PROTOCOL, 3)
+    process.says("connected to the global server at .*, run run")
+    return process
+
+
+@pytest.fixture
+def below(cluster: Cluster, local: Process) -> Iterator[Below]:
+    made = Below(cluster.local_address(3))
+    yield made
+    made.link.close()
+
+
+def request(seq: int) -> Request:
+    return Request("node3/worker0", 7, seq, 0, 0, 0, None)
+
+
+def test_it_says_where_it_is_and_carries_messages_both_ways(above, below, local, cluster) -> None:
+    assert f"workers find it with: LSGD_LOCAL={cluster.local_address(3)}" in local.output
+    below.say(Where(PROTOCOL, 7))
+    assert below.hears(Here) == Here(3, above.listener.address)
+    join = greeting(3, 0, 7)
+    below.say(join)
+    assert above.hears(Join) == join
+    local.says("node3/worker0 joins")
+    above.say(Waiting(0, "for the others"), b"7")
+    assert below.hears(Waiting) == Waiting(0, "for the others")
+
+
+def test_what_it_finds_waiting_goes_up_in_one_batch(above, below, local) -> None:
+    below.say(*[request(seq) for seq in range(1, 101)])
+    while not above.got or above.got[-1] != request(100):
+        above.hears(Request)
+        if request(100) in above.got:
+            break
+    assert max(above.batches) == 100
+
+
+def test_another_protocol_is_refused(below, local) -> None:
+    below.say(msgpack.packb([1, PROTOCOL + 1, 7, "a field of the future"]))
+    refused = str(below.hears(Refused))
+    assert f"speaks version {PROTOCOL + 1} of the protocol, and the local server of node" in refused
+    assert "install the same release of lsgd in both environments" in refused
+
+
+def test_garbage_does_not_end_it(above, below, local) -> None:
+    below.say(b"", b"\x92", b"\x93\x01\xc0\xc0", b"\x92\x03\xc0", b"\x92\x0a\xc0", bytes(300))
+    below.say(Where(PROTOCOL, 7))
+    below.hears(Here)
+    assert above.listener.send(above.peer, [b"", b"junk"])
+    assert above.listener.send(above.peer, [b"a frame without its pair"])
+    assert above.listener.send(above.peer, [b"", b"\x91\x00", b"nobody", b"\x91\x00"])
+    below.say(Where(PROTOCOL, 7))
+    below.hears(Here)
+    local.says("the global server's message is wrong")
+
+
+def test_with_no_global_server_it_tells_the_workers_what_they_wait_for(cluster, above) -> None:
+    cluster.address = above.listener.address
+    above.listener.close()
+    local = cluster.start_local(0)
+    below = Below(cluster.local_address(0))
+    start = f"lsgd-server --global --listen {cluster.address}"
+    line = f"no global server answers at {cluster.address}; start it there with: {start}"
+    held = {request(5): 5, StatusQuery(7): 0, Pause("node0/worker0", 7, 5, 4): 0}
+    below.say(Where(PROTOCOL, 7))
+    assert below.hears(Here) == Here(0, cluster.address)
+    below.say(greeting(0, 0, 7))
+    assert below.hears(Waiting) == Waiting(0, line, away=True)
+    for message, seq in held.items():
+        below.say(message)
+        assert below.hears(Waiting) == Waiting(seq, line, away=True)
+    local.says("no global server answers")
+    below.link.close()
+    above.listener = Listener(cluster.address)  # it is started at last
+    above.hears(NodeHello)
+    local.says("connected to the global server")
+    local.send(signal.SIGTERM)
+    local.succeeds()
+
+
+def test_it_ends_when_the_run_is_over_and_its_workers_have_left(above, below, local) -> None:
+    below.say(greeting(3, 0, 7))
+    above.hears(Join)
+    above.say(RunOver("all is done"))
+    leave = above.hears(NodeLeave)
+    assert isinstance(leave, NodeLeave) and leave.node == 3
+    assert local.poll() is None
+    below.say(Leave("node3/worker0", 7, 5, False, "the run is over"))
+    below.hears(Left)  # from the local server itself: the global one has gone
+    local.succeeds()
+    assert "ended: the run is over: all is done" in local.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_makes_its_node_leave(above, below, local, number) -> None:
+    below.say(greeting(3, 0, 7))
+    above.hears(Join)
+    local.send(number)
+    leave = above.hears(NodeLeave)
+    assert isinstance(leave, NodeLeave)
+    assert leave.reason == f"the local server of node3 got {number.name}"
+    assert above.hears(NodeLeave) == leave, "it says it again until it was heard"
+    above.say(Left())
+    below.say(Leave("node3/worker0", 7, 5, False, "done"))
+    above.hears(Leave)
+    above.got.clear()
+    above.say(Left(), b"7")
+    below.hears(Left)
+    assert above.hears(NodeLeave) == leave, (
+        "its last word, so that another server of this node is welcome at once"
+    )
+    assert local.poll() is None
+    above.say(Left())
+    local.succeeds()
+
+
+def test_a_global_server_that_is_gone_does_not_keep_a_node_that_leaves(above, local) -> None:
+    above.listener.close()
+    local.send(signal.SIGTERM)
+    local.succeeds(LAST_LEAVE_WITHIN_S + 5.0)
+    above.listener = Listener("tcp://127.0.0.1:0")
+
+
+def test_a_second_signal_ends_it_at_once(above, below, local) -> None:
+    below.say(greeting(3, 0, 7))
+    above.hears(Join)
+    local.send(signal.SIGTERM)
+    above.hears(NodeLeave)
+    local.send(signal.SIGTERM)
+    assert local.wait() == 3
+
+
+def test_workers_that_were_refused_or_killed_do_not_keep_it(cluster, above, below, local) -> None:
+    below.say(greeting(3, 0, 7))
+    above.hears(Join)
+    killed = Below(cluster.local_address(3), 8)
+    killed.say(greeting(3, 1, 8))
+    above.hears(Join)
+    above.say(Refused("its model differs"), b"7")
+    below.hears(Refused)
+    killed.link.close()
+    above.say(RunOver("done"))
+    local.succeeds(5.0)
+    assert "did not leave" not in local.output
+
+
+def test_a_refused_node_ends_with_the_reason(above, local) -> None:
+    above.say(Refused("node 3 is alpha already"))
+    assert local.wait() == 1
+    assert "the global server refuses this node: node 3 is alpha already" in local.output

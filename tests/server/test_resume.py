@@ -1,0 +1,112 @@
+"""A run that goes on from checkpoints, and when members are told to write them."""
+
+import pytest
+
+from lsgd.messages import Go, Stop, StopRun
+
+from .helpers import Bench, Lockstep, make_plan
+
+
+def resumed(limit: int, **counts: int) -> Bench:
+    """Return a run of workers whose checkpoints are of so many iterations, all of which have asked."""
+    places = [name.removeprefix("w") for name in counts]
+    bench = Bench(workers=len(places), period=4, local_period=4, iterations=limit)
+    for place, count in zip(places, counts.values(), strict=True):
+        bench.join(place, resumed=count)
+    bench.ask_all(*places)
+    return bench
+
+
+def test_the_count_goes_on_from_the_highest_checkpoint_and_those_without_it_take_over_the_model() -> None:
+    bench = resumed(220, w00=100, w01=200, w10=0, w11=200)
+    round = bench.round("00", "01", "10", "11")
+    assert (round.count, round.source, round.new, round.leader) == (200, 1, (0, 2), 1)
+    assert not round.checkpoint
+    assert bench.notes[0] == (
+        "goes on after 200 iterations, from checkpoints of node0/worker1, node1/worker1; "
+        "taking over their model: node0/worker0, node1/worker0"
+    )
+    assert bench.coordinator.count == 200
+    bench.complete_all("00", "01", "10", "11")
+    for _ in range(4):
+        bench.ask_all("00", "01", "10", "11")
+        if bench.member("00").round is not None:
+            bench.complete_all("00", "01", "10", "11")
+    assert bench.coordinator.count == 216
+
+
+def test_checkpoints_of_all_members_leave_no_newcomer() -> None:
+    bench = resumed(0, w00=64, w01=64)
+    assert bench.round("00", "01").new == ()
+    assert bench.notes[0] == "goes on after 64 iterations, from checkpoints of node0/worker0, node0/worker1"
+
+
+def test_a_count_that_cannot_be_is_none() -> None:
+    assert resumed(0, w00=-5).coordinator.count == 0
+
+
+def test_a_worker_that_comes_later_does_not_change_the_count() -> None:
+    bench = resumed(0, w00=64)
+    bench.complete_all("00")
+    bench.join("01", resumed=640)
+    bench.ask("01")
+    while not isinstance(bench.got.get("01", [None])[-1], Go):
+        bench.ask("00")
+        if bench.member("00").round is not None and "01" not in bench.got:
+            bench.complete_all("00")
+    assert bench.round("00", "01").new == (1,)
+    assert bench.coordinator.count == 68
+
+
+@pytest.mark.parametrize("algorithm", [None, Lockstep()])
+def test_a_run_whose_iterations_were_all_made_says_so(algorithm: Lockstep | None) -> None:
+    bench = Bench(plan=make_plan(workers=2, iterations=200, algorithm=algorithm))
+    bench.join("00", resumed=200)
+    bench.join("10", resumed=200)
+    bench.ask_all("00", "10")
+    assert bench.round("00", "10").final
+    stop = bench.only("10")
+    assert isinstance(stop, Stop) and stop.reason == (
+        "all 200 iterations were made before it was resumed; raise iterations to go on "
+        "(LSGD_ITERATIONS, or --iterations of lsgd-server)"
+    )
+
+
+def test_the_last_iterations_are_made_by_who_has_the_checkpoint() -> None:
+    bench = resumed(202, w00=0, w01=200, w02=0)
+    assert bench.round("00", "01").generation.members == ("node0/worker0", "node0/worker1")
+    assert bench.round("00", "01").source == 1
+
+
+def test_checkpoints_are_written_every_so_many_global_rounds_and_at_the_end() -> None:
+    bench = Bench("00", "10", period=2, local_period=1, checkpoint_every=2)
+    told: list[tuple[int, bool]] = []
+    for _ in range(14):
+        bench.ask_all("00", "10")
+        for place in ("00", "10"):
+            answer = bench.member(place).answer
+            assert isinstance(answer, Go)
+            if place == "00" and answer.round is not None and answer.round.scope == "global":
+                told.append((answer.round.count, answer.round.checkpoint))
+            elif answer.round is not None and answer.round.scope == "local":
+                assert not answer.round.checkpoint
+            if bench.member(place).round is not None:
+                bench.complete_all(place)
+    assert told == [(4 * n, n > 0 and n % 2 == 0) for n in range(7)]
+    bench.say(StopRun("enough"))
+    bench.ask_all("00", "10")
+    last = bench.round("00", "10")
+    assert last.final and last.checkpoint and last.count == 28
+
+
+def test_a_checkpoint_that_failed_with_its_round_is_written_in_the_next() -> None:
+    bench = Bench("00", "10", plan=make_plan(workers=2, algorithm=Lockstep(), checkpoint_every=1))
+    bench.ask_all("00", "10")
+    bench.complete_all("00", "10")
+    bench.ask_all("00", "10")
+    failed = bench.round("00", "10")
+    assert failed.checkpoint
+    bench.fail("00", failed.id)
+    bench.ask("00", same=True, dropped=failed.id)
+    bench.ask("10", same=True, dropped=failed.id)
+    assert bench.round("00", "10").checkpoint

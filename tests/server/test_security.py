@@ -1,0 +1,215 @@
+"""The global server as a process with keys: who is let in, who is not, and what strangers can do to it."""
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lsgd.client import operate
+from lsgd.errors import JoinError
+from lsgd.keys import KeyRing, parse_token
+from lsgd.messages import PROTOCOL, NodeHello, NodeWelcome, Status, StatusQuery, decode, encode
+from lsgd.sockets import Link, LinkKeys, Poller, new_key_pair
+
+from ..integration.running import Cluster, Process, until
+from .helpers import greeting
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> KeyRing:
+    return KeyRing.make(tmp_path / "keys", ["node0", "node1", "operator"])
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, None)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def server(cluster: Cluster, ring: KeyRing) -> Process:
+    return cluster.start_global("--keys", str(ring.folder), "--workers", "2")
+
+
+def keys_of(ring: KeyRing, name: str) -> LinkKeys:
+    return parse_token(ring.token(name), "the token")
+
+
+def own_keys(ring: KeyRing, name: str = "node1") -> LinkKeys:
+    """Return keys that the server has never heard of, under a name that it has."""
+    return LinkKeys(name, ring.public, *new_key_pair())
+
+
+def hello(node: int) -> bytes:
+    return encode(NodeHello(PROTOCOL, node, 1, "here", "0.1.0"))
+
+
+def trouble_of(address: str, keys: LinkKeys | None) -> str:
+    """Return why a link is not let in."""
+    with Link(address, b"node1#1", keys) as link:
+        return until(link.trouble, "the handshake fails")
+
+
+def answer(link: Link, question: bytes) -> object:
+    """Say something until there is an answer, and return that."""
+    poller = Poller(link)
+
+    def found() -> object:
+        link.send([question])
+        poller.wait(0.2)
+        return next((decode(frames[1]) for frames in link.receive()), None)
+
+    return until(found, "an answer comes")
+
+
+def test_who_has_a_token_is_let_in_under_its_name(cluster, ring, server) -> None:
+    with Link(cluster.address, b"node1#1", keys_of(ring, "node1")) as link:
+        assert isinstance(answer(link, hello(1)), NodeWelcome)
+        assert link.trouble() == ""
+    status = operate.query(cluster.address, keys_of(ring, "operator"))
+    assert status["state"] == "waiting"
+    server.says(r"join from each machine with: .* --token nodeN\.token, from .*/keys")
+
+
+@pytest.mark.parametrize(
+    ("who", "told"),
+    [
+        ("nobody's", "it does not know the key of our token, node1; take the one that `lsgd keygen` made"),
+        ("none", "it wants a token"),
+        ("another server's", "it has another key than our token says"),
+    ],
+)
+def test_a_stranger_is_refused_and_both_sides_say_so(cluster, ring, server, who, told) -> None:
+    keys = {
+        "nobody's": own_keys(ring),
+        "none": None,
+        "another server's": LinkKeys("node1", new_key_pair()[0], *new_key_pair()),
+    }[who]
+    assert told in trouble_of(cluster.address, keys)
+    with pytest.raises(JoinError, match="does not let us in"):
+        operate.query(cluster.address, keys)
+    server.says(r"\d+ connections? refused: the peer has no key, an unknown one, or that of another server")
+    assert operate.query(cluster.address, keys_of(ring, "node0"))["members"] == []
+
+
+def test_a_node_cannot_speak_for_another(cluster, ring, server) -> None:
+    with Link(cluster.address, b"node0#7", keys_of(ring, "node1")) as link:
+        until(lambda: link.send([hello(0)]), "it is sent")
+        server.says(r"dropped a message of node1, which calls itself b'node0#7'")
+    with Link(cluster.address, b"node1#7", keys_of(ring, "node1")) as link:
+        until(lambda: link.send([hello(0), encode(greeting(0, 0))]), "it is sent")
+        server.says(r"dropped a message from b'node1#7': it speaks for node0")
+        assert isinstance(answer(link, encode(StatusQuery(0))), Status)
+    assert operate.query(cluster.address, keys_of(ring, "operator"))["members"] == []
+    assert "node0 (" not in server.output
+
+
+def test_a_node_that_is_shut_out_while_the_server_runs(cluster, ring, server) -> None:
+    keys = keys_of(ring, "node1")
+    operate.query(cluster.address, keys)
+    allowed = ring.folder / "allowed"
+    allowed.write_text("\n".join(x for x in allowed.read_text().splitlines() if not x.startswith("node1")))
+    with pytest.raises(JoinError, match="it does not know the key of our token, node1"):
+        operate.query(cluster.address, keys)
+    KeyRing.make(ring.folder, ["node1"])
+    assert operate.query(cluster.address, keys_of(ring, "node1"))["state"] == "waiting"
+
+
+class Tap:
+    """Listens in between a peer and the server, and keeps what the peer says."""
+
+    def __init__(self, address: str) -> None:
+        self._place = ("127.0.0.1", int(address.rpartition(":")[2]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.said = b""
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            peer, _ = self._listener.accept()
+            server = socket.create_connection(self._place)
+            back = threading.Thread(target=self._copy, args=(server, peer, False), daemon=True)
+            back.start()
+            self._copy(peer, server, True)
+            back.join(5)
+            peer.close()
+            server.close()
+
+    def _copy(self, source: socket.socket, target: socket.socket, keep: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self.said += data if keep else b""
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_a_captured_conversation_says_nothing_when_it_is_played_again(cluster, ring, server) -> None:
+    tap = Tap(cluster.address)
+    operate.stop(tap.address, "said once", keys_of(ring, "node1"))
+    server.wait()
+    tap.close()
+    assert len(tap.said) > 500 and b"said once" not in tap.said
+
+    again = cluster.start_global("--keys", str(ring.folder), "--workers", "2")  # the same keys, another run
+    with socket.create_connection(("127.0.0.1", int(cluster.address.rpartition(":")[2]))) as replay:
+        replay.sendall(tap.said)
+        replay.settimeout(10)
+        with contextlib.suppress(ConnectionError):
+            while replay.recv(4096):
+                pass  # until the server hangs up
+    again.says("1 connection refused")
+    assert operate.query(cluster.address, keys_of(ring, "node1"))["state"] == "waiting"
+
+
+def test_500_half_open_greetings_keep_nobody_out_and_are_let_go(cluster, ring, server) -> None:
+    place = ("127.0.0.1", int(cluster.address.rpartition(":")[2]))
+
+    def descriptors() -> int:
+        return len(list(Path(f"/proc/{server.pid}/fd").iterdir()))
+
+    before = descriptors()
+    with contextlib.ExitStack() as stack:
+        for number in range(500):
+            half = stack.enter_context(socket.create_connection(place))
+            half.sendall(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03"[: number % 12])
+        until(lambda: descriptors() > before + 400, "they are connected")
+        assert operate.query(cluster.address, keys_of(ring, "node1"))["state"] == "waiting"
+        until(lambda: descriptors() < before + 20, "the server lets them go")
+        assert operate.query(cluster.address, keys_of(ring, "node1"))["state"] == "waiting"
+
+
+def zmtp_frame(body: bytes, *, more: bool) -> bytes:
+    """Return a long frame as ZMTP 3.1 has it."""
+    return struct.pack(">BQ", 2 | more, len(body)) + body
+
+
+def test_a_message_without_an_end_is_cut_before_it_fills_the_memory(cluster) -> None:
+    server = cluster.start_global(
+        "--workers", "2"
+    )  # whoever may speak could do it; without keys it is shorter
+    place = ("127.0.0.1", int(cluster.address.rpartition(":")[2]))
+    with Link(cluster.address, b"node0#1") as link, socket.create_connection(place) as endless:
+        assert isinstance(answer(link, hello(0)), NodeWelcome)
+        endless.settimeout(20)
+        greeting_signature = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
+        ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+        endless.sendall(greeting_signature + bytes([4, len(ready)]) + ready)
+        sent_nbytes, frame = 0, zmtp_frame(bytes(1 << 20), more=True)
+        with pytest.raises(OSError):
+            while sent_nbytes < 4 << 30:
+                endless.sendall(frame)
+                sent_nbytes += len(frame)
+        assert 256 << 20 < sent_nbytes < 3 << 30
+        server.says(r"memory has grown by 512 MiB: a peer sends without an end\. All connections are dropped")
+        assert isinstance(answer(link, encode(StatusQuery(0))), Status)  # the other one is connected again
+    assert server.poll() is None

@@ -1,0 +1,209 @@
+"""The benchmarks run, and their figures are possible ones; what the figures are is for docs/performance.md."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _convergence_tables, _network_tables, endtoend
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 240
+root = pytest.mark.root
+slow = pytest.mark.slow
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+
+pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
+
+
+def quick(name: str, folder: Path, *arguments: str, size: str = "--quick") -> dict:
+    """Run a benchmark with --quick, or in another size, and return what it has written."""
+    result = folder / "result.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", size, "--json", str(result), *arguments]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(result.read_text())
+    for result_ in found["results"]:
+        assert all(math.isfinite(x) for x in result_.values() if isinstance(x, float)), result_
+    return found
+
+
+@root
+@needs_root
+@slow
+def test_collectives_send_what_the_formula_says(tmp_path: Path) -> None:
+    results = quick("collectives", tmp_path)["results"]
+    assert [r["method"] for r in results] == ["float32", "float16", "8 bits"]
+    for result in results:
+        assert result["members"] == 2
+        assert 1.0 < result["bytes_over_formula"] < 1.2
+        assert result["seconds_over_wire"] > 0.95  # nothing is faster than the wire
+        assert result["speed_up_over_float32"] > 0.3
+
+
+@root
+@needs_root
+@slow
+def test_overlap_is_within_what_is_possible(tmp_path: Path) -> None:
+    results = quick("overlap", tmp_path)["results"]
+    assert [r["method"] for r in results] == ["bytegrad", "decentralized"]
+    for result in results:
+        # The sleeps alone take that long, and the step cannot be shorter than they are.
+        assert result["step_s"] > result["load"] * result["wire_by_arithmetic_s"]
+        assert result["wire_s"] > 0.8 * result["wire_by_arithmetic_s"]
+        assert result["ceiling"] <= 1.0
+
+
+@slow
+def test_sweep_has_every_pair_of_settings(tmp_path: Path) -> None:
+    found = quick("sweep", tmp_path)
+    results = found["results"]
+    pairs = [(r["learning_rate"], r["strength"]) for r in results]
+    assert len(set(pairs)) == len(pairs) == 9
+    errors = [outcome["test_error"] for r in results for outcome in r["outcomes"]]
+    assert len(errors) == 9 * found["seeds"]
+    assert len(set(errors)) > 1, "the settings change nothing"
+    assert min(errors) < 0.6, "nothing was learned: nine of ten guesses are wrong"
+
+
+@slow
+def test_kernels_measure_every_operation(tmp_path: Path) -> None:
+    results = quick("kernels", tmp_path, "--sizes", "1")["results"]
+    operations = " ".join(r["operation"] for r in results)
+    assert all(word in operations for word in ("nearest", "stochastic", "dequantize"))
+    assert all(r["seconds"] > 0 and r["ratio_to_copy"] > 0 for r in results)
+
+
+def test_control_measures_real_servers_and_simulated_runs(tmp_path: Path) -> None:
+    results = quick("control", tmp_path, size="--smoke")["results"]
+    of_part: dict[str, list[dict]] = {}
+    for result in results:
+        of_part.setdefault(result["part"], []).append(result)
+    (requests,) = of_part["requests"]
+    assert requests["requests_per_s"] > 100
+    assert requests["server_cpu_us"] > 0
+    assert [r["asked_by"] for r in of_part["round_trips"]] == ["the client's Channel", "a bare socket"]
+    for round_trips in of_part["round_trips"]:
+        assert round_trips["requests"] > 0
+        assert 0 < round_trips["p50_ms"] <= round_trips["p99_ms"]
+    ten, forty = of_part["simulation"]
+    for run in (ten, forty):
+        assert run["iterations"] == 128 * run["workers"], "the count is exact whatever died"
+        assert run["killed"] == 2
+        assert run["rounds_global"] >= 3, "one every 64 iterations, and the consensus"
+        assert 2 < run["messages_per_iteration"] < 3, "a request and its answer, and little else"
+    assert forty["global_round_mb"] > ten["global_round_mb"]
+
+
+@root
+@needs_root
+def test_network_measures_ours_and_peers_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    smallest = ("--steps", "3", "--periods", "1", "--methods")
+    found = quick("network", tmp_path, *smallest, "ddp", "leader-8bit")
+    ddp, leader = found["results"]
+    assert (ddp["method"], leader["method"]) == ("ddp", "leader-8bit")
+    for result in (ddp, leader):
+        assert result["compute_s"] > found["settings"]["compute_ms"] / 1e3, "the sleep is a part of the step"
+        assert result["step_s"] > 0.9 * result["sent_nbytes"] * 8 / 100e6, "nothing is faster than the wire"
+    model_nbytes = 4 * found["settings"]["parameters"]
+    assert 1.0 < ddp["sent_nbytes"] / model_nbytes < 1.2, "two nodes: each sends the whole model once"
+    assert 1.0 < leader["sent_nbytes"] / leader["needed_nbytes"] < 1.3
+    assert leader["wait_s"] > 0
+    assert leader["step_s"] < ddp["step_s"] / 2, "a 64th of the bytes, on a wire that slow"
+    again = quick("network", tmp_path, *smallest, "leader-8bit", "ddp")
+    assert again["results"] == found["results"], "what the file has is not run again"
+
+
+@root
+@needs_root
+def test_endtoend_tests_the_average_of_the_models_and_draws_it(tmp_path: Path) -> None:
+    picture = tmp_path / "endtoend.png"
+    found = quick("endtoend", tmp_path, "--plot", str(picture), "--methods", "ddp", "local-8bit")
+    ddp, local = found["results"]
+    assert (ddp["method"], local["method"]) == ("ddp", "local-8bit")
+    for result in (ddp, local):
+        steps, seconds, accuracies = zip(*result["curve"], strict=True)
+        assert list(steps) == list(range(8, result["steps"] + 1, 8))
+        assert list(seconds) == sorted(set(seconds))
+        assert 0.85 < max(accuracies) < 1.0
+        assert result["step_s"] > 0.9 * result["sent_nbytes"] * 8 / 100e6, "nothing is faster than the wire"
+    assert 16 < ddp["steps"] < local["steps"] == found["settings"]["steps"], "its bytes would take too long"
+    assert local["sent_nbytes"] < ddp["sent_nbytes"] / 32, "a quarter of the bytes, every 16 steps"
+    assert local["step_s"] < ddp["step_s"]
+    assert picture.stat().st_size > 10_000
+
+
+def test_the_table_of_endtoend_has_ratios_only_where_both_reached_the_target() -> None:
+    common = {"steps": 80, "sent_nbytes": 2.1e6, "final_accuracy": 0.98}
+    measured = [("ddp", 40.0, 64, 0.5), ("leader", 5.0, 72, 0.1), ("alone", None, None, 0.05)]
+    rows = [
+        {**common, "method": m, "seconds_to_target": s, "steps_to_target": steps, "step_s": step_s}
+        for m, s, steps, step_s in measured
+    ]
+    assert endtoend.table_of(rows).splitlines()[-3:] == [
+        "| ddp | 80 | 40.0 | 1.00 | 64 | 500.0 | 1.00 | 2.100 | 0.9800 |",
+        "| leader | 80 | 5.0 | 8.00 | 72 | 100.0 | 5.00 | 2.100 | 0.9800 |",
+        "| alone | 80 | never |  |  | 50.0 | 10.00 | 2.100 | 0.9800 |",
+    ]
+
+
+def test_convergence_trains_simulated_workers_as_real_ones_of_a_peer(tmp_path: Path) -> None:
+    pictures = tmp_path / "pictures"
+    smallest = ("--steps", "40", "--plots", str(pictures), "--methods", "ddp", "allreduce", "leader")
+    results = {r["method"]: r for r in quick("convergence", tmp_path, *smallest)["results"]}
+    for result in results.values():
+        assert [step for step, _, _ in result["curve"]] == [8, 16, 24, 32, 40]
+        assert result["final_loss"] < 2.0, "nothing was learned: ten equal guesses have a loss of 2.3"
+    losses = {method: result["final_loss"] for method, result in results.items()}
+    assert math.isclose(losses["allreduce"], losses["ddp"], rel_tol=0.1), (
+        "they differ in batch-norm's averages only"
+    )
+    assert not math.isclose(losses["leader"], losses["allreduce"], rel_tol=1e-3)
+    assert [picture.name for picture in pictures.iterdir()] == ["convergence-digits-16.png"]
+
+
+def test_a_ratio_of_step_times_is_the_median_of_those_within_a_turn() -> None:
+    common = {"nodes": 2, "link": "100mbit", "compute_s": 0.1, "wait_s": 0.02, "sent_nbytes": 2.1e6}
+    steps_s = {"ddp": (1.0, 2.0, 4.0), "leader": (0.5, 0.5, 0.4)}  # ratios of a turn: 2, 4, 10
+    rows = [
+        {
+            **common,
+            "method": method,
+            "repeat": repeat,
+            "step_s": step_s,
+            "needed_nbytes": 2e6 * (method != "ddp"),
+        }
+        for method, of_turns in steps_s.items()
+        for repeat, step_s in enumerate(of_turns)
+    ]
+    lines = _network_tables.step_table(rows).splitlines()
+    assert lines[0] == "**2 nodes, 100mbit**"
+    assert lines[-1] == "| leader | 500.0 | 4.00 | 2.100 | 1.050 | 20% | 4.0% | 76% |"
+
+
+def test_the_time_to_a_target_is_steps_times_the_time_of_a_step_of_the_same_period() -> None:
+    def trained(method: str, period: int, seed: int, steps: int | None, accuracy: float) -> dict:
+        common = {"task": "digits", "method": method, "period": period, "seed": seed}
+        return {**common, "steps_to_target": steps, "final_accuracy": accuracy}
+
+    rows = [
+        *(trained("ddp", 0, 0, 100, 0.98), trained("ddp", 0, 1, 300, 0.98)),
+        *(trained("leader", 16, 0, 110, 0.97), trained("leader", 16, 1, None, 0.98)),
+        trained("leader", 64, 0, 120, 0.96),
+    ]
+    measured = [("ddp", 4, 0.5), ("leader", 4, 0.1), ("leader", 2, 0.05)]
+    results = [{"method": m, "link": "100mbit", "nodes": nodes, "step_s": s} for m, nodes, s in measured]
+    network = {"settings": {"period": 16}, "results": results}
+    of_16, of_64 = _convergence_tables.tables(rows, network, "100mbit", 4).split("**digits, period 64**")
+    assert of_16.splitlines()[-3:-1] == [
+        "| ddp | 200 ± 141 | 2 of 2 | 1.00 ± 0.00 | 0.9800 ± 0.0000 | +0.00 ± 0.00 | 500.0 | 100.0 | 1.00 |",
+        "| leader | 110 | 1 of 2 | 1.10 | 0.9750 ± 0.0071 | -0.50 ± 0.71 | 100.0 | 11.0 | 4.55 |",
+    ]
+    assert of_64.splitlines()[-1] == "| leader | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |  |  |  |"

@@ -1,0 +1,43 @@
+"""Nothing is decided by the time of day, which can be set back: only by clocks that never go back."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("lsgd", "server", "client", "kernels")
+TIME_OF_DAY = {
+    "time",
+    "time_ns",
+    "localtime",
+    "gmtime",
+    "ctime",
+    "asctime",
+    "strftime",
+    "now",
+    "utcnow",
+    "today",
+}
+FOR_PEOPLE = {
+    ("server/daemon.py", "strftime"),  # before each line that a server prints
+    ("client/cli.py", "strftime"),  # the name of a run's folder
+    ("client/doctor.py", "time"),  # compared between two machines
+}
+
+
+def times_of_day(path: Path) -> set[str]:
+    """Return the names of the time of day that a module uses of the modules ``time`` and ``datetime``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+            found |= {alias.name for alias in node.names} & {*TIME_OF_DAY, "datetime", "date"}
+        elif isinstance(node, ast.Attribute) and node.attr in TIME_OF_DAY:
+            owner = ast.unparse(node.value)
+            if owner in ("time", "datetime", "datetime.datetime", "datetime.date"):
+                found.add(node.attr)
+    return found
+
+
+def test_the_time_of_day_is_for_people_only() -> None:
+    paths = {path.resolve() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    uses = {(path.relative_to(ROOT).as_posix(), use) for path in paths for use in times_of_day(path)}
+    assert uses == FOR_PEOPLE

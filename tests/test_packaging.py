@@ -1,0 +1,157 @@
+"""The wheel and the sdist: what is in them, and that they work where the checkout is not."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("server", "client", "kernels")
+ENTRY_POINTS = {"lsgd": "lsgd.client.cli:main", "lsgd-server": "lsgd.server.cli:main"}
+
+
+def modules() -> set[str]:
+    """Return the files of the package as they are to be installed."""
+    own = [path for path in (ROOT / "lsgd").rglob("*.py") if path.relative_to(ROOT).parts[1] not in ROOMS]
+    rooms = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    installed = {str(path.relative_to(ROOT)) for path in own} | {
+        f"lsgd/{path.relative_to(ROOT)}" for path in rooms
+    }
+    cuda = {f"lsgd/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").rglob("*.cu")}
+    return installed | cuda | {"lsgd/py.typed"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build both from a clean copy, the wheel from the sdist, and return the folder that they are in."""
+    copy = tmp_path_factory.mktemp("clean") / "checkout"
+    clutter = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=clutter)
+    dist = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(copy)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return dist
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel in an environment that has its dependencies and no lsgd, and return its Python.
+
+    Only the packages of the environment that runs this test are lent to it, not the checkout.
+    """
+    home = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+    python = home / "bin" / "python"
+    (wheel,) = built.glob("*.whl")
+    purelib = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    ours = ("lsgd", "__editable__", "_lsgd", "distutils-precedence")
+    for path in Path(importlib.metadata.distribution("torch").locate_file("")).iterdir():
+        if not path.name.startswith(ours):
+            (Path(purelib) / path.name).symlink_to(path)
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]
+    subprocess.run([str(part) for part in install], check=True, capture_output=True)
+    return python
+
+
+def run(python: Path, *arguments: str) -> str:
+    """Run the Python of the environment away from the checkout and return what it printed."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [python, *arguments],
+        cwd=python.parent,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_wheel_has_the_package_and_nothing_else(built):
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = {name for name in wheel.namelist() if not name.endswith("/")}
+        metadata = {name for name in names if ".dist-info/" in name}
+        assert names - metadata == modules()
+        (entry_points,) = (name for name in metadata if name.endswith("entry_points.txt"))
+        text = wheel.read(entry_points).decode()
+    assert {f"{name} = {target}" for name, target in ENTRY_POINTS.items()} <= set(text.splitlines())
+    assert any(name.endswith("/licenses/LICENSE") for name in metadata)
+
+
+def test_sdist_has_what_the_wheel_is_built_from(built):
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as sdist:
+        members = sdist.getmembers()
+    assert all(member.isfile() or member.isdir() for member in members), "links do not survive everywhere"
+    names = {member.name.partition("/")[2] for member in members if member.isfile()}
+    generated = {"PKG-INFO", "setup.cfg"} | {name for name in names if name.startswith("lsgd.egg-info/")}
+    assert names - generated == modules() | {"pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
+
+
+def test_commands_of_the_installed_wheel(installed):
+    for name in ENTRY_POINTS:
+        assert "Usage: " in run(installed, str(installed.parent / name), "--help")
+    assert importlib.metadata.version("lsgd") in run(installed, "-m", "lsgd.server", "--version")
+    assert "algorithm.name" in run(installed, "-m", "lsgd.client", "config", "show")
+
+
+def test_every_module_of_the_installed_wheel_can_be_imported(installed):
+    names = [name.removesuffix(".py").replace("/", ".") for name in sorted(modules()) if name.endswith(".py")]
+    names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+    code = "\n".join(f"import {name}" for name in names) + "\nprint(lsgd.__file__)"
+    where = Path(run(installed, "-P", "-c", code).strip())
+    assert where.is_relative_to(installed.parents[1])
+
+
+def test_constraints_pin_every_dependency():
+    """Each package that an installation with any extra but CUDA's brings, by its exact version."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(
+        re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines if not line.startswith("#")
+    )
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = project["dependencies"] + extras["examples"] + extras["dev"]
+    missing = set(closure(wanted)) - set(pinned)
+    assert missing == set()
+    for requirement in map(Requirement, wanted + extras["cuda12"] + extras["cuda13"]):
+        version = pinned[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement} and {version}"
+
+
+def closure(texts: list[str]) -> list[str]:
+    """Return the names of these requirements and of all that they require in turn here."""
+    found: list[str] = []
+    waiting = [Requirement(text) for text in texts]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name in found or re.match("nvidia-|cuda-|triton", name):
+            continue
+        found.append(name)
+        for text in importlib.metadata.requires(name) or []:
+            child = Requirement(text)
+            if child.marker is None or any(
+                child.marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras)
+            ):
+                waiting.append(child)
+    return found

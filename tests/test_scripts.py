@@ -1,0 +1,230 @@
+"""The scripts: an environment made once, by one process at a time, and train.sh around the launcher.
+
+The environments made here are real but small: lsgd is a package without dependencies in them.
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "lsgd"
+version = "0.0.1"
+
+[project.optional-dependencies]
+dev = []
+examples = []
+"""
+PROBE = """
+set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+use_environment "$@"
+echo "$python"
+"""
+PIN = next(
+    line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("setuptools==")
+)
+
+
+class Checkout:
+    """A checkout in a folder with a space in its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "my checkout"
+        self.python = self.root / ".venv" / "bin" / "python"
+        (self.root / "lsgd").mkdir(parents=True)
+        (self.root / "lsgd" / "__init__.py").write_text("")
+        (self.root / "pyproject.toml").write_text(PYPROJECT)
+        (self.root / "constraints.txt").write_text(f"{PIN}\n")
+        (self.root / "scripts").mkdir()
+        for name in ("environment.sh", "environment.py"):
+            shutil.copy(ROOT / "scripts" / name, self.root / "scripts")
+        (self.root / "scripts" / "probe.sh").write_text(PROBE)
+
+    def start(self, *extras: str, **variables: str) -> subprocess.Popen[str]:
+        """Start a script that uses the environment, from another folder."""
+        environ = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "VIRTUAL_ENV")}
+        return subprocess.Popen(
+            ["/bin/bash", str(self.root / "scripts" / "probe.sh"), *extras],
+            cwd="/",
+            env={**environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def use(self, *extras: str, **variables: str) -> str:
+        """Use the environment and return what was said on the way."""
+        out, err = (process := self.start(*extras, **variables)).communicate()
+        assert process.returncode == 0, err
+        assert out.strip() == str(self.python)
+        where = [self.python, "-P", "-c", "import lsgd; print(lsgd.__file__)"]
+        found = subprocess.run(where, check=True, capture_output=True, text=True, cwd="/").stdout
+        assert found.strip() == str(self.root / "lsgd" / "__init__.py")
+        return err
+
+    def refuse(self, *extras: str, **variables: str) -> str:
+        """Use the environment in vain and return the reason."""
+        out, err = (process := self.start(*extras, **variables)).communicate()
+        assert process.returncode == 1 and out == "", (process.returncode, out, err)
+        return err
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def until(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.02)
+
+
+class TestEnvironment:
+    """scripts/environment.sh and environment.py."""
+
+    @pytest.mark.slow
+    def test_is_made_once_and_follows_its_requirements(self, checkout):
+        assert "installing into" in checkout.use("examples")
+        assert checkout.use("examples") == ""
+        made = (checkout.root / ".venv" / "pyvenv.cfg").stat().st_mtime_ns
+        assert "installing into" in checkout.use("dev")
+        assert checkout.use("examples") == "" == checkout.use("dev", "examples")
+        (checkout.root / "constraints.txt").write_text(f"# another day\n{PIN}\n")
+        assert "installing into" in checkout.use("examples")
+        assert checkout.use("dev", "examples") == ""
+        assert (checkout.root / ".venv" / "pyvenv.cfg").stat().st_mtime_ns == made
+
+    @pytest.mark.slow
+    def test_is_made_again_if_its_making_was_interrupted(self, checkout):
+        process = checkout.start()
+        until(checkout.python.exists, "the environment is begun")
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        (checkout.root / ".venv" / "rest").touch()
+        assert "installing into" in checkout.use()
+        assert not (checkout.root / ".venv" / "rest").exists()
+        assert checkout.use() == ""
+
+    def test_is_made_by_one_process_at_a_time(self, checkout):
+        with (checkout.root / ".venv.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            process = checkout.start()
+            assert "waiting for another process" in process.stderr.readline()
+            assert not checkout.python.exists()
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        assert out.strip() == str(checkout.python)
+
+    @pytest.mark.slow
+    def test_pip_fails(self, checkout):
+        (checkout.root / "constraints.txt").write_text("setuptools==0.0.1\n")
+        for _ in range(2):
+            reason = checkout.refuse()
+            assert "pip failed with exit code 1" in reason and "-m pip install setuptools" in reason
+        (checkout.root / "constraints.txt").write_text(f"{PIN}\n")
+        checkout.use()
+
+    def test_existing_environment_is_used_as_it_is(self, checkout):
+        out, err = (process := checkout.start("dev", PYTHON=sys.executable)).communicate()
+        assert (process.returncode, out.strip(), err) == (0, sys.executable, "")
+        assert not checkout.python.exists()
+
+    def test_existing_environment_without_lsgd(self, checkout, tmp_path):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "other"], check=True)
+        reason = checkout.refuse(PYTHON=str(tmp_path / "other" / "bin" / "python"))
+        assert "cannot import lsgd" in reason and "pip install -e" in reason
+        assert "is not a Python" in checkout.refuse(PYTHON="/no/such/python")
+
+    def test_python_too_old(self, checkout, tmp_path):
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        for name in ("dirname", "basename"):
+            (programs / name).symlink_to(shutil.which(name))
+        (programs / "python3").write_text(
+            '#!/bin/bash\n[ "$1" = --version ] && echo Python 3.9.2 && exit\nexit 1\n'
+        )
+        (programs / "python3").chmod(0o755)
+        reason = checkout.refuse(PATH=str(programs))
+        assert "no Python 3.11 or newer" in reason and "Python 3.9.2" in reason
+
+    def test_python_without_venv(self, checkout, tmp_path):
+        (tmp_path / "ensurepip.py").write_text("raise ImportError('ensurepip is not available')\n")
+        reason = checkout.refuse(PYTHONPATH=str(tmp_path))
+        assert "cannot make environments (ensurepip is not available)" in reason
+        assert f"apt install python3.{sys.version_info.minor}-venv" in reason
+
+
+class TestTrain:
+    """scripts/train.sh, with the real launcher, servers and workers."""
+
+    @pytest.fixture
+    def train(self, tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+        """Run train.sh from another folder with these arguments and variables."""
+
+        def train(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+            run = os.path.relpath(tmp_path / "run", ROOT / "runs")
+            environ = {**os.environ, "PYTHON": sys.executable, "RUN_NAME": run, "PORT": "0", "DEVICE": "cpu"}
+            command = ["/bin/bash", str(ROOT / "scripts" / "train.sh"), *arguments]
+            return subprocess.run(
+                command, cwd=tmp_path, env={**environ, **variables}, capture_output=True, text=True
+            )
+
+        return train
+
+    def test_settings_and_command(self, train, tmp_path):
+        (tmp_path / "plan.toml").write_text("iterations = 30\n")
+        (tmp_path / "my script.py").write_text(
+            "import sys, torch\n"
+            "from lsgd.client import Worker\n"
+            "model = torch.nn.Linear(1, 1)\n"
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "data = torch.utils.data.TensorDataset(torch.randn(30, 1))\n"
+            "with Worker.join(model, optimizer) as worker:\n"
+            "    loader = worker.loader(data, batch_size=2)\n"
+            "    while not worker.stopped:\n"
+            "        for (x,) in worker.batches(loader):\n"
+            "            model(x).square().mean().backward()\n"
+            "            optimizer.step()\n"
+            "print('trained', worker.world_size, sys.argv[1:])\n"
+        )
+        command = ("0", "--", "python", "my script.py", "an argument", "--flag")
+        done = train(*command, NUM_WORKERS="1", PLAN="plan.toml")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "[node0/worker0] trained 1 ['an argument', '--flag']" in done.stdout
+        assert "iterations = 30" in (tmp_path / "run" / "plan.toml").read_text()
+        assert (tmp_path / "run" / "node0-worker0.log").exists()
+        again = train(*command, NUM_WORKERS="1", RESUME="1", LSGD_ITERATIONS="40")
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert "goes on after 30 iterations" in again.stdout and "; 40 iterations" in again.stdout
+
+    def test_wrong_use(self, train, tmp_path):
+        for arguments, variables, reason in [
+            (("x",), {}, "not 'x'; usage: train.sh <node_idx>"),
+            (("0", "python"), {}, "usage: train.sh <node_idx>"),
+            (("0", "--"), {}, "usage: train.sh <node_idx>"),
+            ((), {}, "which node is this?"),
+            (("1",), {}, "there is no node 1 among 1"),
+            (("0",), {"NUM_GROUPS": "2"}, "IP_ADDR="),
+            (("0",), {"NUM_GROUPS": "two"}, "'two' is not a valid integer"),
+        ]:
+            done = train(*arguments, **variables)
+            assert done.returncode != 0 and reason in done.stderr, (arguments, done.stderr)
+        assert not (tmp_path / "run").exists()
