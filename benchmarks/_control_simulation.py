@@ -21,6 +21,7 @@ from lsgd.messages import (
     Heartbeat,
     Join,
     Leave,
+    Recall,
     Request,
     Round,
     Stop,
@@ -60,6 +61,10 @@ class SimulatedWorker:
     committed: int = 0
     dropped: int = 0
     answer: Go | Stop | None = None
+    left: int = 0
+    last_grant: int = 0
+    asking: bool = False
+    ahead: Go | None = None
     exchanging: bool = False
     alive: bool = True
 
@@ -75,6 +80,7 @@ class Counts:
         ticks_s: of each tick.
         killed: workers that died.
         upward: messages of the workers.
+        heartbeats: those of them that are.
         downward: answers.
         round_nbytes: of all answers that carry a round, for each round, by scope.
     """
@@ -85,6 +91,7 @@ class Counts:
     ticks_s: list[float] = field(default_factory=list)
     killed: int = 0
     upward: int = 0
+    heartbeats: int = 0
     downward: int = 0
     round_nbytes: dict[str, list[int]] = field(default_factory=lambda: {"local": [], "global": []})
 
@@ -96,14 +103,32 @@ class Simulation:
         workers: how many, eight on a node.
         iterations: of each worker, on average.
         failures: how many workers die on the way.
+        period: of the global rounds.
+        local_period: of the local ones.
+        lookahead: iterations that are asked for ahead.
+        stragglers: the share of workers that are slow.
         seed: of everything random.
     """
 
-    def __init__(self, workers: int, iterations: int, failures: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        workers: int,
+        iterations: int,
+        failures: int,
+        *,
+        period: int = PERIOD,
+        local_period: int = LOCAL_PERIOD,
+        lookahead: int = 1,
+        stragglers: float = STRAGGLERS,
+        seed: int = 0,
+    ) -> None:
         self.counts = Counts()
         self.now = 0.0
-        algorithm = LeaderSettings(period=PERIOD, local_period=LOCAL_PERIOD)
-        settings = RunSettings(workers=workers, iterations=workers * iterations, lease_s=LEASE_S)
+        algorithm = LeaderSettings(period=period, local_period=local_period)
+        settings = RunSettings(
+            workers=workers, iterations=workers * iterations, lease_s=LEASE_S, lookahead=lookahead
+        )
+        self._lookahead, self._stragglers = lookahead, stragglers
         self.coordinator = Coordinator(Plan(settings, (Phase(algorithm),)), "simulated")
         self._random = random.Random(seed)
         self._incarnations = itertools.count(1)
@@ -138,6 +163,7 @@ class Simulation:
 
     def _say(self, message: Upward) -> None:
         self.counts.upward += 1
+        self.counts.heartbeats += isinstance(message, Heartbeat)
         start = time.perf_counter()
         decision = self.coordinator.handle(message, self.now)
         seconds = time.perf_counter() - start
@@ -185,7 +211,7 @@ class Simulation:
     # -- the workers' side -------------------------------------------------------------------------------------
 
     def _join(self, node: int, index: int) -> None:
-        slow = self._random.random() < STRAGGLERS
+        slow = self._random.random() < self._stragglers
         step_s = STEP_S * (STRAGGLER_FACTOR if slow else 1.0)
         worker = SimulatedWorker(f"node{node}/worker{index}", node, index, next(self._incarnations), step_s)
         self._present[worker.name, worker.incarnation] = worker
@@ -200,14 +226,36 @@ class Simulation:
                 self._after(0.0, lambda: self._next(worker))
             case GenerationOver() if worker.exchanging:
                 self._after(0.0, lambda: self._drop(worker))
+            case Go() if worker.asking and answer.seq == worker.seq + 1:
+                worker.ahead = answer
             case Go() | Stop():
                 worker.answer = answer
+                worker.last_grant = answer.iterations if isinstance(answer, Go) else 1
+                worker.left = worker.last_grant - 1
                 if answer.round is None:
                     self._go_on(worker)
+            case Recall():
+                worker.left, worker.ahead = 0, None
+                worker.seq, worker.asking = worker.seq + worker.asking, False
 
     def _next(self, worker: SimulatedWorker) -> None:
-        worker.seq += 1
+        """Begin the next iteration, or ask for it."""
+        if worker.ahead is not None:
+            worker.seq, worker.left = worker.ahead.seq, worker.left + worker.ahead.iterations
+            worker.last_grant = worker.ahead.iterations
+            worker.ahead, worker.asking = None, False
+        if worker.left:
+            worker.left -= 1
+            self._go_on(worker)
+            return
+        worker.seq, worker.asking = worker.seq + 1, False
         self._request(worker)
+
+    def _ask_ahead(self, worker: SimulatedWorker) -> None:
+        if worker.alive and self._lookahead and not worker.asking and worker.left <= worker.last_grant // 2:
+            worker.asking = True
+            state = (worker.seq + 1, worker.done, worker.committed, worker.dropped, None, True)
+            self._say(Request(worker.name, worker.incarnation, *state))
 
     def _request(self, worker: SimulatedWorker) -> None:
         if worker.alive:
@@ -220,6 +268,7 @@ class Simulation:
         if isinstance(worker.answer, Stop):
             self._after(0.0, lambda: self._leave(worker))
             return
+        self._after(0.0, lambda: self._ask_ahead(worker))
         spread = self._random.gauss(1.0, STEP_SPREAD)
         self._after(worker.step_s * max(0.5, spread), lambda: self._step(worker))
 

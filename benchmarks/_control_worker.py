@@ -1,7 +1,8 @@
-"""Workers that iterate in a set time and note how long each answer takes: one process of benchmarks/control.py.
+"""Workers that iterate in a set time and note how long they wait for the next: one process of benchmarks/control.py.
 
-With ``--channel`` it is one worker that asks through the client's own Channel, whose thread is then a part of the
-round trip; else several, each on a socket of its own, in one loop, which stand for as many processes.
+With ``--channel`` it is one worker that asks through the client's own Channel, whose thread is then a part of what it
+waits for; else several, each on a socket of its own, in one loop, which stand for as many processes. They ask ahead
+as client/turns.py does.
 """
 
 import argparse
@@ -28,30 +29,56 @@ def greeting(node: int, index: int, incarnation: int) -> Join:
 
 
 class SocketWorker:
-    """One worker on a socket of its own; it never waits.
+    """One worker on a socket of its own, in a loop that never waits for it alone.
 
     Args:
         address: of the local server.
         join: its greeting.
+        lookahead: iterations that it asks for ahead.
     """
 
-    def __init__(self, address: str, join: Join) -> None:
+    def __init__(self, address: str, join: Join, lookahead: int) -> None:
         self.link = Link(address, str(join.incarnation).encode())
-        self.round_trips_s: list[float] = []
+        self.waits_s: list[float] = []
         self.iterating = False
         self._join = join
-        self._seq = self._committed = 0
+        self._lookahead = lookahead
+        self._seq = self._committed = self._done = self._left = 0
+        self._last_grant = 0
+        self._ahead: Go | None = None  # what was granted ahead
+        self._asking = False  # for more
         self._said = encode(join)
         self._asked_at = 0.0
 
-    def ask(self) -> None:
-        """Ask for the next iteration; the last one is made."""
-        self.iterating = False
-        self._seq += 1
-        who = (self._join.worker, self._join.incarnation)
-        self._said = encode(Request(*who, self._seq, self._seq - 1, self._committed, 0, 0.5))
+    def go_on(self) -> None:
+        """An iteration is made: begin the next one, or ask for it."""
+        self._done += 1
+        if self._ahead is not None:
+            self._seq, self._left = self._ahead.seq, self._left + self._ahead.iterations
+            self._last_grant = self._ahead.iterations
+            self._ahead, self._asking = None, False
+        if self._left:
+            self._left -= 1
+            self.waits_s.append(0.0)
+            self._ask_ahead()
+            return
+        self.iterating = self._asking = False
         self._asked_at = time.perf_counter()
+        self._ask()
+
+    def _ask(self) -> None:
+        self._seq += 1
+        self._said = self._request(self._seq)
         self.link.send([self._said])
+
+    def _ask_ahead(self) -> None:
+        if self._lookahead and not self._asking and self._left <= self._last_grant // 2:
+            self._asking = True
+            self.link.send([self._request(self._seq + 1, ahead=True)])
+
+    def _request(self, seq: int, *, ahead: bool = False) -> bytes:
+        who = (self._join.worker, self._join.incarnation)
+        return encode(Request(*who, seq, self._done, self._committed, 0, 0.5, ahead))
 
     def say_again(self) -> None:
         """Repeat what has no answer yet, and say that the process lives."""
@@ -67,29 +94,32 @@ class SocketWorker:
     def _take(self, message: Any) -> None:
         match message:
             case Welcome() if not self._seq:
-                self.ask()
+                self._ask()
             case Go(seq, round) if seq == self._seq and not self.iterating:
-                self.iterating = True
+                self.iterating, self._last_grant = True, message.iterations
+                self._left = message.iterations - 1
                 if round is None:
-                    self.round_trips_s.append(time.perf_counter() - self._asked_at)
+                    self.waits_s.append(time.perf_counter() - self._asked_at)
                 else:
                     self._commit(round)
+                self._ask_ahead()
+            case Go(seq) if self._asking and seq == self._seq + 1:
+                self._ahead = message
 
     def _commit(self, round: Round) -> None:
         self._committed = round.id
         self.link.send([encode(Done(self._join.worker, self._join.incarnation, round.id, True, ""))])
 
     def leave(self) -> None:
-        """Give the last grant back, and go."""
-        made = self._seq - 1
+        """Give back what is granted and not made, and go."""
         who = (self._join.worker, self._join.incarnation)
-        self.link.send([encode(Leave(*who, made, False, "measured", self._committed))])
+        self.link.send([encode(Leave(*who, self._done, False, "measured", self._committed))])
         self.link.close()
 
 
-def by_sockets(address: str, joins: list[Join], step_s: float, seconds: float) -> list[float]:
-    """Let several workers iterate for so long, and return their round trips in seconds."""
-    workers = [SocketWorker(address, join) for join in joins]
+def by_sockets(address: str, joins: list[Join], step_s: float, seconds: float, lookahead: int) -> list[float]:
+    """Let several workers iterate for so long, and return their waits in seconds."""
+    workers = [SocketWorker(address, join, lookahead) for join in joins]
     poller = Poller(*(worker.link for worker in workers))
     chance, order = random.Random(joins[0].incarnation), itertools.count()
     due: list[tuple[float, int, SocketWorker]] = []
@@ -107,7 +137,7 @@ def by_sockets(address: str, joins: list[Join], step_s: float, seconds: float) -
         while due and due[0][0] <= now:
             worker = heapq.heappop(due)[2]
             busy.remove(worker)
-            worker.ask()
+            worker.go_on()
         poller.wait(min(0.05, due[0][0] - now) if due else 0.05)
         for worker in workers:
             worker.receive()
@@ -118,42 +148,54 @@ def by_sockets(address: str, joins: list[Join], step_s: float, seconds: float) -
         if started_at is None and len(busy) == len(workers):
             started_at = time.monotonic()
             for worker in workers:
-                worker.round_trips_s.clear()
+                worker.waits_s.clear()
     for worker in workers:
         worker.leave()
-    return [seconds for worker in workers for seconds in worker.round_trips_s]
+    return [seconds for worker in workers for seconds in worker.waits_s]
 
 
-def by_channel(address: str, join: Join, step_s: float, seconds: float) -> list[float]:
-    """Let one worker iterate for so long through the client's channel, and return its round trips in seconds."""
+def by_channel(address: str, join: Join, step_s: float, seconds: float, lookahead: int) -> list[float]:
+    """Let one worker iterate for so long through the client's channel, and return its waits in seconds."""
     from lsgd.client.channel import Channel
 
     channel = Channel(address, join.incarnation, START_WITHIN_S)
     channel.start_heartbeat(join.worker)
     channel.ask(join, lambda m: isinstance(m, Welcome), what="joining", timeout_s=START_WITHIN_S)
     chance = random.Random(join.incarnation)
-    who, committed, round_trips_s = (join.worker, join.incarnation), 0, []
-    end = None
-    for seq in itertools.count(1):
+    who, waits_s = (join.worker, join.incarnation), []
+    seq = done = committed = left = 0
+    ahead, end = None, None
+    while end is None or time.monotonic() < end:
         start = time.perf_counter()
-        request = Request(*who, seq, seq - 1, committed, 0, 0.5)
-        go = channel.ask(request, lambda m, seq=seq: isinstance(m, Go) and m.seq == seq, what="asking")
-        if go.round is not None:
-            committed = go.round.id
+        if ahead is not None and ahead.answered is not None:
+            channel.forget(ahead)
+            go, ahead = ahead.answered, None
+            seq, left = go.seq, left + go.iterations
+        round = None
+        if not left:
+            seq += 1
+            expected = ahead or channel.expect(lambda m, seq=seq: isinstance(m, Go) and m.seq == seq)
+            go = channel.ask(Request(*who, seq, done, committed, 0, 0.5), expected, what="asking")
+            left, ahead, round = go.iterations, None, go.round
+        left -= 1
+        if round is not None:
+            committed = round.id
             channel.send(Done(*who, committed, True, ""))
         else:
-            round_trips_s.append(time.perf_counter() - start)
+            waits_s.append(time.perf_counter() - start)
+        if lookahead and ahead is None and left <= go.iterations // 2:
+            ahead = channel.expect(lambda m, seq=seq + 1: isinstance(m, Go) and m.seq == seq)
+            channel.send(Request(*who, seq + 1, done, committed, 0, None, True))
         end = end or time.monotonic() + seconds
-        if time.monotonic() > end:
-            break
         time.sleep(step_s * chance.uniform(1 - SPREAD, 1 + SPREAD))
-    channel.send(Leave(*who, seq - 1, False, "measured", committed))
+        done += 1
+    channel.send(Leave(*who, done, False, "measured", committed))
     channel.close()
-    return round_trips_s
+    return waits_s
 
 
 def main() -> None:
-    """Print the round trips in seconds as JSON."""
+    """Print the waits in seconds as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("address", help="of the node's local server")
     parser.add_argument("node", type=int)
@@ -161,6 +203,7 @@ def main() -> None:
     parser.add_argument("workers", type=int)
     parser.add_argument("step_s", type=float)
     parser.add_argument("seconds", type=float)
+    parser.add_argument("--lookahead", type=int, default=0)
     parser.add_argument("--channel", action="store_true")
     given = parser.parse_args()
     joins = [
@@ -168,9 +211,9 @@ def main() -> None:
         for index in range(given.first, given.first + given.workers)
     ]
     if given.channel:
-        found = by_channel(given.address, joins[0], given.step_s, given.seconds)
+        found = by_channel(given.address, joins[0], given.step_s, given.seconds, given.lookahead)
     else:
-        found = by_sockets(given.address, joins, given.step_s, given.seconds)
+        found = by_sockets(given.address, joins, given.step_s, given.seconds, given.lookahead)
     print(json.dumps(found))
 
 

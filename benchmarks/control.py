@@ -4,11 +4,14 @@ Three parts:
 
 - ``requests``: one real global server on one core, and processes on the others that speak as local servers do and ask
   for iterations as fast as they are granted.
-- ``round_trips``: a real global server, real local servers and 64 workers that iterate in 50 ms; what a request takes
-  from the worker to its node's server, to the global one and back. One of the workers asks through the client's own
-  Channel, in a process of its own: what it waits is what a training loop waits.
+- ``waits``: a real global server, real local servers and 64 workers that iterate in 50 ms; what they wait between two
+  iterations. Without lookahead that is the way of a request from the worker to its node's server, to the global one
+  and back. One of the workers asks through the client's own Channel, in a process of its own: what it waits is what a
+  training loop waits.
 - ``simulation``: the real coordinator in virtual time (benchmarks/_control_simulation.py) with 10 to 10,000 workers,
   eight on a node, Leader SGD with a period of 64, stragglers and failures.
+- ``growth``: the same with 100 workers and neither stragglers nor failures, over five periods of 16 to 1,024 iterations
+  each: the messages of a worker in a period, for several lookaheads.
 """
 
 import contextlib
@@ -30,12 +33,13 @@ from lsgd.plan import Phase, Plan
 from lsgd.settings import LeaderSettings, RunSettings
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("requests", "round_trips", "simulation")
+PARTS = ("requests", "waits", "simulation", "growth")
 STEP_S = 0.05
 NEVER = 1 << 30  # a period that no run gets to the end of
 START_WITHIN_S = 20.0
 POLL_PERIOD_S = 0.01
 LOAD_NODES = 2
+GROWTH_WORKERS, GROWTH_ROUNDS = 100, 5
 
 
 @dataclass(frozen=True)
@@ -45,22 +49,28 @@ class Size:
     Args:
         load_workers: workers on each of the nodes that load the server, one run each.
         seconds: length of a measurement with real processes.
-        nodes: of the round trips, eight workers on each.
+        nodes: of the workers that wait, eight on each.
+        lookaheads: of theirs.
         simulated: numbers of workers in virtual time.
         iterations: of each of them.
         failures: of them.
+        periods: of which the messages are counted.
     """
 
     load_workers: Sequence[int] = (1, 8, 64)
     seconds: float = 10.0
     nodes: int = 8
+    lookaheads: Sequence[int] = (0, 1, 16)
     simulated: Sequence[int] = (10, 100, 1000, 10_000)
     iterations: int = 192
     failures: int = 5
+    periods: Sequence[int] = (16, 64, 256, 1024)
 
 
-QUICK = Size(load_workers=(32,), seconds=3.0, nodes=8, simulated=(10, 100, 1000), iterations=128, failures=3)
-SMOKE = Size(load_workers=(4,), seconds=0.5, nodes=1, simulated=(10, 40), iterations=128, failures=2)
+QUICK = Size(
+    (32,), 3.0, lookaheads=(0, 1), simulated=(10, 100, 1000), iterations=128, failures=3, periods=(16, 64)
+)
+SMOKE = Size((4,), 0.5, 1, lookaheads=(0, 1), simulated=(10, 40), iterations=128, failures=2, periods=(16,))
 
 
 @dataclass(frozen=True)
@@ -74,12 +84,13 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class RoundTrips:
-    """What a request took; ``asked_by`` tells whether the client's thread is a part of it."""
+class Waits:
+    """What workers waited between iterations; ``asked_by`` tells whether the client's thread is a part of it."""
 
     asked_by: str
+    lookahead: int
     workers: int
-    requests: int
+    iterations: int
     p50_ms: float
     p99_ms: float
     waiting_share: float
@@ -108,7 +119,17 @@ class Simulated:
     messages_per_iteration: float
 
 
-Result = Requests | RoundTrips | Simulated
+@dataclass(frozen=True)
+class Growth:
+    """What a worker said and heard in a period."""
+
+    lookahead: int
+    period: int
+    messages_per_period: float
+    virtual_seconds_per_iteration: float
+
+
+Result = Requests | Waits | Simulated | Growth
 
 
 # -- real servers --------------------------------------------------------------------------------------------------
@@ -187,7 +208,7 @@ def measure_requests(workers_per_node: int, seconds: float) -> Requests:
     return Requests(workers, answered / lasted_s, used_s / answered * 1e6, used_s / lasted_s)
 
 
-def measure_round_trips(nodes: int, seconds: float) -> Iterator[RoundTrips]:
+def measure_waits(nodes: int, seconds: float, lookahead: int) -> Iterator[Waits]:
     """Let eight workers iterate on each of some nodes, all on this machine."""
     workers = nodes * WORKERS_PER_NODE
     with contextlib.ExitStack() as stack:
@@ -199,9 +220,10 @@ def measure_round_trips(nodes: int, seconds: float) -> Iterator[RoundTrips]:
             arguments = ["--local", "--node", str(node), "--listen", listen, "--connect", global_address]
             _, address = stack.enter_context(server(folder, f"node{node}", arguments))
             first = 1 if node == 0 else 0
-            processes.append(start_workers(address, node, first, WORKERS_PER_NODE - first, seconds))
+            rest = WORKERS_PER_NODE - first
+            processes.append(start_workers(address, node, first, rest, seconds, lookahead))
             if node == 0:
-                processes.append(start_workers(address, node, 0, 1, seconds, "--channel"))
+                processes.append(start_workers(address, node, 0, 1, seconds, lookahead, "--channel"))
         for process in processes:
             stack.enter_context(process)
             stack.callback(process.kill)
@@ -210,23 +232,25 @@ def measure_round_trips(nodes: int, seconds: float) -> Iterator[RoundTrips]:
         raise RuntimeError("a worker failed; its error is above")
     by_channel = found.pop(1)
     by_sockets = [seconds for one in found for seconds in one]
-    for name, round_trips_s in (("the client's Channel", by_channel), ("a bare socket", by_sockets)):
-        wait_s = statistics.mean(round_trips_s)
-        yield RoundTrips(
+    for name, waits_s in (("the client's Channel", by_channel), ("a bare socket", by_sockets)):
+        wait_s = statistics.mean(waits_s)
+        yield Waits(
             name,
+            lookahead,
             workers,
-            len(round_trips_s),
-            percentile(round_trips_s, 0.5) * 1e3,
-            percentile(round_trips_s, 0.99) * 1e3,
+            len(waits_s),
+            percentile(waits_s, 0.5) * 1e3,
+            percentile(waits_s, 0.99) * 1e3,
             wait_s / (STEP_S + wait_s),
         )
 
 
 def start_workers(
-    address: str, node: int, first: int, workers: int, seconds: float, *flags: str
+    address: str, node: int, first: int, workers: int, seconds: float, lookahead: int, *flags: str
 ) -> subprocess.Popen[str]:
     """Start a process of workers of one node."""
-    arguments = [address, str(node), str(first), str(workers), str(STEP_S), str(seconds), *flags]
+    arguments = [address, str(node), str(first), str(workers), str(STEP_S), str(seconds)]
+    arguments += ["--lookahead", str(lookahead), *flags]
     command = [sys.executable, "-m", "benchmarks._control_worker", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
@@ -261,14 +285,26 @@ def simulate(workers: int, iterations: int, failures: int) -> Simulated:
     )
 
 
+def measure_growth(period: int, lookahead: int) -> Growth:
+    """Count the messages of a run of five periods in virtual time."""
+    iterations = GROWTH_ROUNDS * period
+    simulation = Simulation(
+        GROWTH_WORKERS, iterations, 0, period=period, local_period=period, lookahead=lookahead, stragglers=0.0
+    )
+    counts = simulation.run()
+    said = counts.upward - counts.heartbeats + counts.downward
+    return Growth(lookahead, period, said / GROWTH_WORKERS / GROWTH_ROUNDS, simulation.now / iterations)
+
+
 # -- tables --------------------------------------------------------------------------------------------------------
 
 COLUMNS = {
     Requests: ("workers", "requests/s", "server's CPU, µs a request", "of its core"),
-    RoundTrips: (
+    Waits: (
         "asked by",
+        "lookahead",
         "workers",
-        "requests",
+        "iterations",
         "p50 ms",
         "p99 ms",
         f"waiting share of {STEP_S * 1e3:g} ms",
@@ -279,6 +315,13 @@ COLUMNS = {
         *("a round opens: s deciding", "encoding", "longest"),
         *("MB a global round", "of the same members", "MB a local round", "messages an iteration"),
     ),
+    Growth: (
+        "lookahead",
+        "period",
+        "messages of a worker in a period",
+        "for each iteration",
+        "ms an iteration",
+    ),
 }
 
 
@@ -287,8 +330,12 @@ def row(result: Result) -> Sequence[str]:
     match result:
         case Requests(workers, rate, us, share):
             return (str(workers), f"{rate:,.0f}", f"{us:.1f}", f"{share:.0%}")
-        case RoundTrips(name, workers, requests, p50, p99, share):
-            return (name, str(workers), str(requests), f"{p50:.2f}", f"{p99:.2f}", f"{share:.2%}")
+        case Waits(name, lookahead, workers, iterations, p50, p99, share):
+            counted = (str(lookahead), str(workers), str(iterations))
+            return (name, *counted, f"{p50:.2f}", f"{p99:.2f}", f"{share:.2%}")
+        case Growth(lookahead, period, messages, seconds):
+            each = f"{messages / period:.2f}"
+            return (str(lookahead), str(period), f"{messages:.1f}", each, f"{seconds * 1e3:.1f}")
     return (
         *(f"{result.workers:,}", f"{result.nodes:,}", f"{result.iterations:,}", str(result.killed)),
         *(str(result.rounds_global), f"{result.rounds_local:,}"),
@@ -306,11 +353,16 @@ def measure(part: str, size: Size) -> Iterator[Result]:
     if part == "requests":
         for workers in size.load_workers:
             yield measure_requests(workers, size.seconds)
-    elif part == "round_trips":
-        yield from measure_round_trips(size.nodes, size.seconds)
-    else:
+    elif part == "waits":
+        for lookahead in size.lookaheads:
+            yield from measure_waits(size.nodes, size.seconds, lookahead)
+    elif part == "simulation":
         for workers in size.simulated:
             yield simulate(workers, size.iterations, size.failures)
+    else:
+        for lookahead in (0, 1, 16, 256):
+            for period in size.periods:
+                yield measure_growth(period, lookahead)
 
 
 def main() -> int:

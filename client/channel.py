@@ -14,6 +14,7 @@ from lsgd.messages import (
     Heartbeat,
     Here,
     LeftOut,
+    Recall,
     Refused,
     StatusQuery,
     Upward,
@@ -39,8 +40,13 @@ _HEARTBEAT_S = 1.0
 _RECONNECTING_S = 0.01
 
 
-class _Waiter:
-    """A call that waits for a message."""
+class Expected:
+    """A message that is to come.
+
+    Attributes:
+        answer: whether a message is the one.
+        answered: the message, once it is there.
+    """
 
     def __init__(self, answer: Callable[[Any], bool]) -> None:
         self.answer = answer
@@ -72,11 +78,12 @@ class Channel:
         self._wakeup = Wakeup()
         self._outbox: deque[bytes] = deque(maxlen=MAX_OUTBOX)
         self._changed = threading.Condition()
-        self._waiters: list[_Waiter] = []
+        self._expected: list[Expected] = []
         self._heard_at = 0.0
         self._global_heard_at = 0.0
         self._waits_for = ""
         self._refused: JoinError | None = None
+        self._recalled = False
         self._over: dict[int, str] = {}
         self._when_over: Callable[[int], None] | None = None
         self._closing = False
@@ -91,10 +98,27 @@ class Channel:
         self._outbox.append(frame)
         self._wakeup.set()
 
+    def expect(self, answer: Callable[[Any], bool]) -> Expected:
+        """Keep the first message to come for which ``answer`` holds, until :meth:`ask` or :meth:`forget` takes it."""
+        expected = Expected(answer)
+        with self._changed:
+            self._expected.append(expected)
+        return expected
+
+    def forget(self, expected: Expected) -> None:
+        """Expect a message no more."""
+        with self._changed:
+            self._expected.remove(expected)
+
+    def recalled(self) -> bool:
+        """Whether the servers have asked, since the last call, for what was granted ahead."""
+        recalled, self._recalled = self._recalled, False
+        return recalled
+
     def ask(
         self,
         message: Upward | Where | StatusQuery,
-        answer: Callable[[Any], bool],
+        answer: Callable[[Any], bool] | Expected,
         *,
         what: str,
         timeout_s: float | None = None,
@@ -105,7 +129,7 @@ class Channel:
 
         Args:
             message: what to send.
-            answer: whether a message that came is the answer.
+            answer: whether a message that came is the answer; or what was expected, and may be there already.
             what: what is waited for, for people.
             timeout_s: how long at most; None: as long as the servers say that there is something to wait for.
             silence_s: how long at most while they say nothing, or only that the global one is away; None: the
@@ -118,20 +142,19 @@ class Channel:
             ExchangeError: the generation is over, or the time is.
         """
         frame = encode(message)
-        waiter = _Waiter(answer)
+        expected = answer if isinstance(answer, Expected) else self.expect(answer)
         started_at = sent_at = said_at = time.monotonic()
         with self._changed:
-            self._waiters.append(waiter)
             self._heard_at = max(self._heard_at, started_at)
             self._global_heard_at = max(self._global_heard_at, started_at)
         try:
             self._put(frame)
             while True:
                 with self._changed:
-                    if waiter.answered is None:
+                    if expected.answered is None:
                         self._changed.wait(RESEND_S / 4)
-                    if waiter.answered is not None:
-                        return waiter.answered
+                    if expected.answered is not None:
+                        return expected.answered
                 now = time.monotonic()
                 self._check(now, started_at, what, timeout_s, generation)
                 self._check_silence(now, started_at, what, silence_s)
@@ -144,8 +167,7 @@ class Channel:
                     )
                     said_at = now
         finally:
-            with self._changed:
-                self._waiters.remove(waiter)
+            self.forget(expected)
 
     def _check(
         self,
@@ -250,6 +272,8 @@ class Channel:
                 self._over[message.generation] = message.reason
                 if self._when_over is not None:
                     self._when_over(message.generation)
-            elif waiter := next((w for w in self._waiters if w.answered is None and w.answer(message)), None):
-                waiter.answered = message
+            elif isinstance(message, Recall):
+                self._recalled = True
+            elif one := next((e for e in self._expected if e.answered is None and e.answer(message)), None):
+                one.answered = message
             self._changed.notify_all()

@@ -8,6 +8,7 @@ import torch
 
 from lsgd.algorithms import Algorithm
 from lsgd.algorithms.gradient import GradientAlgorithm
+from lsgd.client.channel import Expected
 from lsgd.client.checkpoints import Checkpoints
 from lsgd.client.exchange import Exchanger
 from lsgd.client.gradients import GradientExchange
@@ -65,6 +66,9 @@ class Turns:
         self.committed = 0
         self._run = membership.plan.run
         self._unanswered = False  # the last request has no answer yet
+        self._left = 0  # iterations that are granted, beyond the one that this turn is
+        self._last_grant = 0
+        self._ahead: Expected | None = None  # the answer to the request for more, which bears the next number
         self._alone = 0  # iterations made since the servers fell silent
         self._dropped = 0  # the last round that could not be completed
         self._stepped = False
@@ -82,6 +86,14 @@ class Turns:
     def begin(self) -> bool:
         """Ask for an iteration and carry out its round; return False if the run has ended."""
         self._exchanger.flat.check()
+        self._take_ahead()
+        if self._channel.recalled():
+            self._give_back_ahead()
+        if self._left:
+            self._left -= 1
+            self.granted, self._gave_back = True, False
+            self._ask_ahead()
+            return True
         self._seq += not self._unanswered
         self._unanswered, self._gave_back = True, False
         if self._alone and self._may_go_on_alone() and not self._servers_are_back():
@@ -98,6 +110,9 @@ class Turns:
             logger.warning("%s has made %d iterations alone; the servers are back", self.name, self._alone)
         self._unanswered, self._alone = False, 0
         self.granted = isinstance(answer, Go)
+        self._last_grant = answer.iterations if isinstance(answer, Go) else 0
+        self._left = self._last_grant - self.granted
+        self._ask_ahead()
         return self.granted
 
     def finish(self) -> None:
@@ -118,6 +133,7 @@ class Turns:
         if self._pending is not None:
             self._drop("paused in the middle of an iteration")
         if not self.stopped:
+            self._give_back_ahead()
             self._gave_back, self.granted = self.granted, False
             self._unanswered = False  # the next request is another one
             self._say_pause(Pause(*self._who, self._seq, self.done, self.committed))
@@ -165,13 +181,39 @@ class Turns:
 
     def _servers_are_back(self) -> bool:
         """Say what was asked and not answered, without waiting; return whether the servers have been heard since."""
-        self._channel.send(self._make_request())
+        self._channel.send(self._make_request(self._seq))
         return self._channel.silent_s() < UNSUPERVISED_AFTER_S
 
     def _go_on_alone(self) -> bool:
         self._alone += 1
         self.granted = True
         return True
+
+    def _ask_ahead(self) -> None:
+        """Ask for more iterations while there are some to make, if few enough are left."""
+        few = self._left <= self._last_grant // 2
+        lockstep = self._exchanger.algorithm.settings.schedule().lockstep
+        if self.granted and self._run.lookahead and few and self._ahead is None and not lockstep:
+            seq = self._seq + 1
+            self._ahead = self._channel.expect(lambda m: isinstance(m, Go | Stop) and m.seq == seq)
+            self._channel.send(self._make_request(seq, ahead=True))
+
+    def _take_ahead(self) -> None:
+        """Take in what was granted ahead since the last turn."""
+        if self._ahead is not None and (go := self._ahead.answered) is not None:
+            self._channel.forget(self._ahead)
+            self._ahead = None
+            self._seq, self.progress = go.seq, go.progress
+            self._left += go.iterations
+            self._last_grant = go.iterations
+
+    def _give_back_ahead(self) -> None:
+        """Let go of what is granted beyond this turn, and of what is asked for; the next message says so."""
+        self._left = 0
+        if self._ahead is not None:
+            self._channel.forget(self._ahead)
+            self._ahead = None
+            self._seq += 1
 
     def _negotiate(self, *, redo: bool = False, silence_s: float | None = None) -> Go | Stop:
         """Ask until an answer's round has been carried out, and return that answer.
@@ -207,14 +249,16 @@ class Turns:
                 self.progress = answer.progress
             return answer
 
-    def _make_request(self) -> Request:
-        return Request(*self._who, self._seq, self.done, self.committed, self._dropped, self.losses.mean())
+    def _make_request(self, seq: int, *, ahead: bool = False) -> Request:
+        loss = None if ahead else self.losses.mean()  # it is looked at in rounds only
+        return Request(*self._who, seq, self.done, self.committed, self._dropped, loss, ahead)
 
     def _request(self, silence_s: float | None) -> Go | Stop:
-        request = self._make_request()
+        request = self._make_request(self._seq)
+        expected, self._ahead = self._ahead, None
         answer: Go | Stop = self._channel.ask(
             request,
-            lambda m: isinstance(m, Go | Stop) and m.seq == request.seq,
+            expected or (lambda m: isinstance(m, Go | Stop) and m.seq == request.seq),
             what=f"{self.name} waits for its next iteration",
             silence_s=silence_s,
         )

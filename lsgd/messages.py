@@ -104,6 +104,8 @@ class Request:
         committed: id of the last round that it completed, 0 for none.
         dropped: id of the last round that it was given and could not complete, 0 for none.
         loss: mean of its last batch losses, None before the first.
+        ahead: it still has iterations to make. Such a request is granted at once or forgotten, never held: a worker
+            that has none left asks again, under the same number.
     """
 
     worker: str
@@ -113,6 +115,7 @@ class Request:
     committed: int
     dropped: int
     loss: float | None
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,12 +354,18 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """One iteration, after the round if there is one. ``progress``: share of the run that is made, 0 to 1."""
+    """So many iterations, after the round if there is one. ``progress``: share of the run that is made, 0 to 1."""
 
     seq: int
     round: Round | None
     progress: float
     reason: str
+    iterations: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Others wait for what the worker has been granted ahead: it is to ask again before its next iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +404,20 @@ class Status:
 Upward = Join | Data | Request | Heartbeat | Done | Pause | Leave | Put | Get
 """What a worker says."""
 
-Downward = Welcome | Left | LeftOut | Paused | Refused | Waiting | Go | Stop | GenerationOver | Value | Status
+Downward = (
+    Welcome
+    | Left
+    | LeftOut
+    | Paused
+    | Refused
+    | Waiting
+    | Go
+    | Stop
+    | Recall
+    | GenerationOver
+    | Value
+    | Status
+)
 """What the servers answer to a worker."""
 
 Operator = StopRun | ChangeSetting | StatusQuery
@@ -433,6 +455,7 @@ _CLASSES: tuple[type, ...] = (
     Status,
     Paused,
     LeftOut,
+    Recall,
 )
 _KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
 _SHORT_ARRAY = 0x90  # and its length, up to 15, is how MessagePack begins an array

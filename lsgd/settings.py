@@ -97,6 +97,12 @@ class RunSettings:
     server_timeout_s: float = setting(
         300.0, "longest that a worker waits while its servers are silent", low=1, high=864_000
     )
+    lookahead: int = setting(
+        1,
+        "iterations that a worker asks for in advance, so that it does not wait for the answers; 0: none",
+        low=0,
+        high=1 << 20,
+    )
     unsupervised_iterations: int = setting(
         0, "iterations that a worker makes on its own before it waits for silent servers", low=0, high=1 << 30
     )

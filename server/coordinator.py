@@ -2,8 +2,10 @@
 
 No socket, no clock, no thread: a message and the time go in, answers and notes come out. The rules:
 
-1.  Every iteration is asked for. A Go takes one token of the run and one of the worker's group, both or neither;
-    a request that finds none is held.
+1.  Every iteration is asked for. A Go takes one token of the run and one of the worker's group for each, both or
+    neither; a request that finds none is held. One that is made ahead is granted or forgotten; it gets at most a
+    quarter of an equal share of what is left, and who has more than the next iteration is asked for it when
+    others are held.
 2.  A group's round starts when its members are all held, its queue is empty and the run's queue covers them.
 3.  When all live members are held and no group's round can start, the global round starts, whatever is left.
 4.  A round refills the queues it stands for (to period x members, to local_period x group), then takes. The last
@@ -256,6 +258,7 @@ class Coordinator(Scheduler):
                 self._dismiss(member)
             elif member.phase is Phase.PAUSED:
                 self.roster.move(member, Phase.ENDED)
+            self._recall([member])
 
     def _leave_out_late(self) -> None:
         """Let the next round start without those for which all others have waited for too long.
@@ -274,7 +277,7 @@ class Coordinator(Scheduler):
         self.changes += 1
         self._end_generation(reason)
         for member in late:
-            member.granted = 1
+            member.granted = max(1, member.granted)
             self.roster.move(member, Phase.LATE)
         late[0].granted += self.unheard
         self.unheard = 0

@@ -31,8 +31,8 @@ class Member:
         phase: where it stands; changed by :meth:`Roster.move` only.
         rank: in the current generation; -1 outside it.
         held_at: when its last request began to be held.
-        granted: iterations granted to it and not yet reported done: one, or none; of one that is LATE, and was not
-            heard since the server was started again, as many as it may have made.
+        granted: iterations granted to it and not yet reported done; of one that is LATE, and was not heard since the
+            server was started again, as many as it may have made.
         synced: it has completed the last global round, so that it has the run's model.
         leaving: why its node is going away; empty as a rule.
         seq: number of its last request.

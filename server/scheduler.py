@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from lsgd.messages import Downward, Generation, GenerationOver, Go, Request, Round, Stop, Waiting
+from lsgd.messages import Downward, Generation, GenerationOver, Go, Recall, Request, Round, Stop, Waiting
 from lsgd.plan import Plan
 from lsgd.server import wording
 from lsgd.server.course import Course
@@ -22,6 +22,9 @@ MAX_FAILED_ROUNDS = 10
 
 LENGTH_SETTINGS = ("iterations", "seconds")
 """Settings of the run that can be changed while it goes on."""
+
+LOOKAHEAD_SHARE = 4
+"""What is granted ahead is at most one part in so many of an equal share of the tokens that are left."""
 
 WAIT_WORDS_S = 0.2
 """For how long the sentence that says what is waited for is kept."""
@@ -67,6 +70,7 @@ class Scheduler:
         self.changes = 0  # counts what a journal has to keep before the answers leave
         self._now = 0.0
         self._moved_at = 0.0  # when a member last asked, or completed a round
+        self._lent: dict[Member, None] = {}  # in order, those that may have more than their next iteration
         self._fresh = False  # no round of the generation has been ordered yet
         self._released = False  # tokens or members came back: held requests may find something now
         self.failures = 0  # failed rounds since the last completed global one
@@ -95,6 +99,7 @@ class Scheduler:
             self.stopping = reason
             self.changes += 1
             self.tokens = 0.0
+            self._recall(self._lent)
             self._out.notes.append(f"stopping: {reason}")
 
     def change(self, name: str, text: str) -> None:
@@ -142,10 +147,16 @@ class Scheduler:
     # -- requests and tokens -----------------------------------------------------------------------------------
 
     def _request(self, member: Member, request: Request) -> None:
+        if request.ahead:
+            self._request_ahead(member, request)
+            return
         if request.seq < max(member.seq, 1):
             return
         if request.seq == member.seq and not self._takes_back(member, request.dropped):
-            self._count(member, request.done, granted=0)  # made on its own, when nobody answered
+            # Beyond what was granted before that answer, it made them on its own, when nobody answered.
+            self._use(
+                member, request.done, keep=member.answer.iterations if isinstance(member.answer, Go) else 0
+            )
             self._repeat(member)
             return
         self._report(member, request.done)
@@ -159,8 +170,26 @@ class Scheduler:
         self.roster.move(member, Phase.HELD)
         if self.closed or member.leaving:
             self._dismiss(member)
-        elif not self._grant(member) and (group := self.roster.group_of(member)):
-            self._start_local(group)
+        elif not self._grant_held(member) and (group := self.roster.group_of(member)):
+            if not self._start_local(group):
+                self._recall(group.members if self.tokens >= 1 else self._lent)
+
+    def _request_ahead(self, member: Member, request: Request) -> None:
+        """Grant more to a member that still has iterations to make, or forget that it asked."""
+        self._use(member, request.done)
+        self._committed(member, request.committed)
+        most = self.plan.run.lookahead + 1 - member.granted
+        current = member.phase is Phase.BUSY and member.round is None and not member.leaving
+        if current and request.seq > member.seq and most > 0 and self._may_grant(member):
+            member.seq = request.seq
+            self._grant(member, most)
+
+    def _recall(self, members: Iterable[Member]) -> None:
+        """Ask those of ``members`` for what they have been granted ahead that have more than their next iteration."""
+        for member in [m for m in members if m in self._lent]:
+            del self._lent[member]
+            if member.granted > 2:
+                self._answer(member, Recall())
 
     def _takes_back(self, member: Member, dropped: int) -> bool:
         """Whether a member that asks again has dropped the round of its answer, and so needs another answer.
@@ -184,48 +213,59 @@ class Scheduler:
             self._answer(member, GenerationOver(answer.round.generation.number, "its round failed"))
         self._answer(member, answer)
 
-    def _grant(self, member: Member) -> bool:
-        """Answer a held request with an iteration and no round, if both queues have a token."""
+    def _may_grant(self, member: Member) -> bool:
+        """Whether both queues have a token for a member."""
         if self.course.schedule.lockstep:  # every iteration is a round: a grant that came back is no token
             return False
         group = self.roster.group_of(member)
-        if group is None or not member.synced or self.tokens < 1 or group.tokens < 1:
+        return group is not None and member.synced and self.tokens >= 1 and group.tokens >= 1
+
+    def _grant_held(self, member: Member) -> bool:
+        """Answer a held request with an iteration and no round, if both queues have a token."""
+        if not self._may_grant(member):
             return False
-        self.tokens -= 1
-        group.tokens -= 1
-        self._go(member, None, "the run and the group have a token left")
+        self._grant(member)
         return True
 
-    def _go(self, member: Member, round: Round | None, reason: str) -> None:
-        member.granted = 1
-        self._reply(member, Go(member.seq, round, self.progress(self._now), reason), Phase.BUSY)
+    def _grant(self, member: Member, most: int = 1) -> None:
+        """Answer a member's request with ``most`` iterations, or as many as are its part; one at least."""
+        group = self.groups[member.join.node]
+        share = min(self.tokens / self.roster.live, group.tokens / len(group.members)) / LOOKAHEAD_SHARE
+        iterations = max(1, min(most, int(share)))
+        self.tokens -= iterations
+        group.tokens -= iterations
+        self._go(member, None, "the run and the group have a token left", iterations)
+        if member.granted > 2:
+            self._lent[member] = None
+
+    def _go(self, member: Member, round: Round | None, reason: str, iterations: int = 1) -> None:
+        member.granted += iterations
+        answer = Go(member.seq, round, self.progress(self._now), reason, iterations)
+        self._reply(member, answer, Phase.BUSY)
 
     def _dismiss(self, member: Member) -> None:
         """Answer a held request with the end."""
         self._reply(member, Stop(member.seq, None, member.leaving or self.stopping), Phase.ENDED)
 
     def _report(self, member: Member, done: int) -> None:
-        """Count what a member has done; a grant that it has not used goes back."""
-        used = self._count(member, done, member.granted)
-        if member.granted and not used and not self.stopping:
-            self._give_back(member)
+        """Count what a member has done; what it was granted and has not used goes back."""
+        self._use(member, done)
+        group = self.roster.group_of(member)
+        # Outside a group it was left out, and the next global round counts what is left anew.
+        if member.granted and group is not None and not self.stopping:
+            self.tokens += member.granted
+            group.tokens += member.granted
+            self._released = True
         member.granted = 0
 
-    def _count(self, member: Member, done: int, granted: int) -> int:
-        """Count what a member has done, and return it; what was not granted to it is taken from the run's queue."""
-        used = max(0, done - member.done)
-        self.count += used
-        member.done += used
-        self.tokens = max(0.0, self.tokens - max(0, used - granted))
-        return used
-
-    def _give_back(self, member: Member) -> None:
-        """Put the token of a grant that a member has not used back into the queues."""
-        if group := self.roster.group_of(member):
-            self.tokens += 1
-            group.tokens += 1
-            self._released = True
-        # else it was left out, and the next global round counts what is left anew
+    def _use(self, member: Member, done: int, keep: int = 0) -> None:
+        """Count what a member has done: of what it was granted but for the last ``keep``, else of the run's queue."""
+        made = max(0, done - member.done)
+        used = min(made, max(0, member.granted - keep))
+        self.count += made
+        member.done += made
+        member.granted -= used
+        self.tokens = max(0.0, self.tokens - (made - used))
 
     # -- rounds ------------------------------------------------------------------------------------------------
 
@@ -246,7 +286,7 @@ class Scheduler:
 
     def _serve_held(self) -> bool:
         """Grant held requests what is in the queues and start the local rounds that can; return whether any went."""
-        granted = [self._grant(member) for member in self._held()]
+        granted = [self._grant_held(member) for member in self._held()]
         started = [self._start_local(group) for group in self.groups.values()]
         return any(granted) or any(started)
 

@@ -17,6 +17,7 @@ from lsgd.messages import (
     GenerationOver,
     Go,
     Heartbeat,
+    Recall,
     Refused,
     Request,
     StatusQuery,
@@ -115,6 +116,20 @@ def test_two_threads_may_ask_at_once(server, ask) -> None:
     until(lambda: {m.seq for m in server.hear()} == {1, 2}, "both questions come")
     server.say(go(2), go(1))
     assert (first.result(10).seq, second.result(10).seq) == (1, 2)
+
+
+def test_what_was_expected_is_kept_until_it_is_asked_for(server, channel) -> None:
+    expected = channel.expect(lambda m: isinstance(m, Go) and m.seq == 4)
+    channel.send(request(4))
+    server.hears(1)
+    server.say(go(3), go(4))
+    until(lambda: expected.answered is not None, "the answer comes")
+    assert channel.ask(request(4), expected, what="waits", timeout_s=5.0) == go(4)
+    forgotten = channel.expect(lambda m: isinstance(m, Go) and m.seq == 5)
+    channel.forget(forgotten)
+    server.say(go(5), Recall())
+    until(channel.recalled, "the recall comes")
+    assert forgotten.answered is None and not channel.recalled()
 
 
 def test_silence_ends_a_wait_with_the_line_to_type(server, channel, ask) -> None:

@@ -119,6 +119,21 @@ def test_a_slow_worker_makes_fewer_iterations_and_nobody_waits_for_it_between_ro
     assert len(waits) < 0.3 * len(gaps_s[0])
 
 
+@pytest.mark.parametrize("lookahead", [0, 40])
+def test_iterations_asked_for_ahead_count_once_and_go_back_to_who_has_time(cluster, lookahead) -> None:
+    flags = ("--lookahead", str(lookahead))
+    server, locals_ = cluster.start("--workers", "2", "--iterations", "400", *every(100), *flags)
+    fast = cluster.worker("train", 0, 0, "--pause-at", 30)
+    slow = cluster.worker("train", 0, 1, "--sleep", 0.1)
+    end_well(fast, slow, *locals_, server)
+    made = [cluster.result(0, index)["iterations"] for index in (0, 1)]
+    assert sum(made) == sum(steps(cluster).values()) == 400
+    # The slow one is first granted a quarter of its equal share, 24 of 198, and gives most of that back.
+    assert made[1] < 40
+    assert cluster.result(0, 0)["status"]["count"] == 400
+    assert not re.search("left out|failed", server.output)
+
+
 def test_one_group_trains_on_while_another_waits_for_its_local_round(cluster) -> None:
     server, locals_ = cluster.start(
         "--workers", "4", "--iterations", "700", "--period", "128", "--local-period", "8", nodes=2

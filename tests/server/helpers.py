@@ -132,6 +132,18 @@ class Bench:
             )
         )
 
+    def ask_ahead(self, place: str, *, did: int = 0) -> Go | None:
+        """Ask for more while an iteration is to be made, having done ``did`` since the last word; return the grant."""
+        self.done[place] += did
+        seq = self.seqs[place] + 1
+        progress = (self.done[place], self.committed[place], 0)
+        self.say(Request(*self.who(place), seq, *progress, None, ahead=True))
+        for answer in self.got.get(place, []):
+            assert isinstance(answer, Go) and answer.round is None and answer.seq == seq
+            self.seqs[place] = seq
+            return answer
+        return None
+
     def ask_all(self, *places: str, **losses: float) -> dict[str, list[Downward]]:
         for place in places:
             self.ask(place, loss=losses.get(f"w{place}"))

@@ -19,6 +19,7 @@ from lsgd.messages import (
     Left,
     Pause,
     Paused,
+    Recall,
     Refused,
     Request,
     Round,
@@ -86,6 +87,11 @@ class SimulatedWorker:
         self.seq = self.done = self.committed = 0
         self.state = "joining"  # waiting, exchanging, training, paused, leaving, gone
         self.dropped = 0
+        self.left = 0  # granted, beyond the iteration it is about
+        self.last_grant = 0
+        self.ahead: int | None = None  # number of the request for more
+        self.granted_ahead: Go | None = None
+        self.recalled = False
         self.over: set[int] = set()
         self.current: Go | Stop | None = None
         self.pending: Upward | None = None
@@ -121,8 +127,33 @@ class SimulatedWorker:
         )
 
     def next_request(self) -> None:
-        self.seq += 1
+        """Go on with what was granted ahead, or ask."""
+        if (go := self.granted_ahead) is not None:
+            self.seq, self.left, self.last_grant = go.seq, self.left + go.iterations, go.iterations
+            self.ahead = self.granted_ahead = None
+        if self.recalled:
+            self.give_back_ahead()
+        if self.left:
+            self.left -= 1
+            self.begin_step()
+            return
+        self.seq, self.ahead = self.seq + 1, None
         self.request()
+
+    def ask_ahead(self) -> None:
+        most = self.run.plan.run.lookahead
+        lockstep = self.run.coordinator.course.schedule.lockstep
+        if most and self.left <= self.last_grant // 2 and self.ahead is None and not lockstep:
+            self.ahead = self.seq + 1
+            self.say(
+                Request(self.name, self.incarnation, self.ahead, self.done, self.committed, 0, None, True)
+            )
+
+    def give_back_ahead(self) -> None:
+        self.left, self.recalled, self.granted_ahead = 0, False, None
+        if self.ahead is not None:
+            self.run.let_go.add((self.name, self.incarnation, self.ahead))
+            self.seq, self.ahead = self.ahead, None
 
     def receive(self, message: Downward) -> None:
         if self.state == "gone":
@@ -140,6 +171,10 @@ class SimulatedWorker:
                     self.drop()
             case Go() | Stop() if self.state == "waiting" and message.seq == self.seq:
                 self.take(message)
+            case Go() if message.seq == self.ahead:
+                self.granted_ahead = message
+            case Recall():
+                self.recalled = True
             case Paused(seq) if self.state == "paused" and seq == self.seq:
                 self.pending = None
             case Left() if self.state == "leaving":
@@ -184,7 +219,13 @@ class SimulatedWorker:
             self.stopped_with = self.current.round
             self.leave("stopped")
             return
+        self.last_grant = self.current.iterations
+        self.left = self.last_grant - 1
+        self.begin_step()
+
+    def begin_step(self) -> None:
         self.state = "training"
+        self.ask_ahead()
         if self.run.happens(self.run.faults.unused_pause):
             self.pause()
         else:
@@ -207,6 +248,7 @@ class SimulatedWorker:
             self.next_request()
 
     def pause(self) -> None:
+        self.give_back_ahead()
         self.state = "paused"
         self.ask(Pause(self.name, self.incarnation, self.seq, self.done, self.committed))
         self.run.after(self.run.random.uniform(0.1, 5.0), self._resume)
@@ -216,6 +258,7 @@ class SimulatedWorker:
             self.next_request()
 
     def leave(self, reason: str) -> None:
+        self.give_back_ahead()
         self.state = "leaving"
         self.ask(Leave(self.name, self.incarnation, self.done, False, reason, self.committed))
         self.run.after(LEAVE_WITHIN_S, self.end)
@@ -247,6 +290,7 @@ class SimulatedRun:
         self.failed: set[int] = set()
         self.answered: dict[tuple[str, int, int], list[Go | Stop]] = defaultdict(list)
         self.requests: set[tuple[str, int, int]] = set()
+        self.let_go: set[tuple[str, int, int]] = set()  # requests whose answer nobody waits for any more
         self.notes: list[str] = []
         self.clean_leaves: set[tuple[str, int]] = set()
         self.kills = self.late = self.slow_steps = 0
