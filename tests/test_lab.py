@@ -206,13 +206,16 @@ def test_a_killed_laboratory_leaves_nothing_behind() -> None:
     script = "readlink /proc/self/ns/net; trap '' TERM INT HUP; (while :; do sleep 1; done) & wait"
     command = [sys.executable, "-m", "benchmarks.lab", "2", "--delay-ms", "1", "--", "sh", "-c", script]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as lab:
-        assert lab.stdout
-        lines = [lab.stdout.readline() for _ in range(2)]
-        namespaces = {re.sub(r"^\[node\d\] |\n", "", line) for line in lines}
-        assert len(namespaces) == 2 and len(holders(namespaces)) >= 6
-        relays = [entry for entry in Path("/proc").glob("[0-9]*") if is_relay_of(entry, lab.pid)]
-        assert len(relays) == 1
-        lab.send_signal(signal.SIGKILL)
+        try:
+            assert lab.stdout
+            lines = [lab.stdout.readline() for _ in range(2)]
+            namespaces = {re.sub(r"^\[node\d\] |\n", "", line) for line in lines}
+            assert len(namespaces) == 2
+            wait_until(lambda: len(holders(namespaces)) >= 6, "the hosts' processes are there")
+            relays = [entry for entry in Path("/proc").glob("[0-9]*") if is_relay_of(entry, lab.pid)]
+            assert len(relays) == 1
+        finally:
+            lab.send_signal(signal.SIGKILL)
     wait_until(lambda: not holders(namespaces), "the hosts' processes end")
     wait_until(lambda: not relays[0].exists(), "the relay ends")
     assert socket.if_nameindex() == interfaces
