@@ -8,6 +8,7 @@ protocol's version, and the form of :class:`Refused` never changes, so that two 
 
 import dataclasses
 import functools
+import operator
 import types
 import typing
 from collections.abc import Callable
@@ -459,6 +460,7 @@ _CLASSES: tuple[type, ...] = (
 )
 _KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
 _SHORT_ARRAY = 0x90  # and its length, up to 15, is how MessagePack begins an array
+_WITH_A_ROUND = (Go, Stop)
 _GREETINGS = (Where, Join, NodeHello)
 
 
@@ -470,12 +472,12 @@ def kind_of(frame: bytes) -> type | None:
 def encode(message: Message) -> bytes:
     """Return ``message`` as one MessagePack frame."""
     cls: type = type(message)
-    if isinstance(message, Go | Stop) and message.round is not None:
+    if isinstance(message, _WITH_A_ROUND) and message.round is not None:
         # All members get the same round, which is packed once: it may have thousands of names.
-        values = [_KINDS[cls], *_values(message)]
+        values = (_KINDS[cls], *_values(cls)(message))
         parts = [_packed_round(v) if v is message.round else _pack(v) for v in values]
         return bytes([_SHORT_ARRAY + len(parts)]) + b"".join(parts)
-    return _pack([_KINDS[cls], *_fields(message)])
+    return _pack((_KINDS[cls], *_values(cls)(message)))
 
 
 class _PackedRound(NamedTuple):
@@ -491,7 +493,9 @@ def _packed_round(round: Round) -> bytes:
     global _last_round
     last = _last_round
     if last is None or last.round is not round:
-        last = _last_round = _PackedRound(round, _pack(_fields(round)))
+        generation = _values(Generation)(round.generation)
+        fields = [generation if v is round.generation else v for v in _values(Round)(round)]
+        last = _last_round = _PackedRound(round, _pack(fields))
     return last.data
 
 
@@ -531,20 +535,21 @@ def decode(frame: bytes) -> Message:
     cls = _CLASSES[items[0]]
     if cls in _GREETINGS and len(items) > 1 and type(items[1]) is int and items[1] != PROTOCOL:
         raise VersionError(items[1])
-    return typing.cast(Message, _build(cls, items[1:]))
+    message: Message = _build(cls, items[1:])
+    return message
 
 
 def _refuse_extension(code: int, data: bytes) -> NoReturn:
     raise ValueError(f"extension type {code}")
 
 
-def _values(message: Any) -> list[Any]:
-    cls: type = type(message)
-    return [getattr(message, name) for name in _names(cls)]
-
-
-def _fields(message: Any) -> list[Any]:
-    return [_fields(v) if type(v) in (Generation, Round) else v for v in _values(message)]
+@functools.cache
+def _values(cls: type) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that returns the values of a message's fields."""
+    names = _names(cls)
+    if len(names) < 2:  # of one name, attrgetter returns no tuple
+        return lambda message: tuple(getattr(message, name) for name in names)
+    return operator.attrgetter(*names)
 
 
 @functools.cache

@@ -178,11 +178,12 @@ class Roster:
         was_live, was_held = member.live, member.held
         self.paused += (phase is Phase.PAUSED) - (member.phase is Phase.PAUSED)
         member.phase = phase
-        self.live += member.live - was_live
-        self.held += member.held - was_held
+        live, held = member.live - was_live, member.held - was_held
+        self.live += live
+        self.held += held
         if group := self.group_of(member):
-            group.held += member.held - was_held
-            self.absent -= member.live - was_live
+            group.held += held
+            self.absent -= live
 
     def group_of(self, member: Member) -> Group | None:
         """Return the member's group in the current generation, None outside it."""

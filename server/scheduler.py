@@ -230,8 +230,10 @@ class Scheduler:
     def _grant(self, member: Member, most: int = 1) -> None:
         """Answer a member's request with ``most`` iterations, or as many as are its part; one at least."""
         group = self.groups[member.join.node]
-        share = min(self.tokens / self.roster.live, group.tokens / len(group.members)) / LOOKAHEAD_SHARE
-        iterations = max(1, min(most, int(share)))
+        iterations = 1
+        if most > 1:
+            share = min(self.tokens / self.roster.live, group.tokens / len(group.members)) / LOOKAHEAD_SHARE
+            iterations = max(1, min(most, int(share)))
         self.tokens -= iterations
         group.tokens -= iterations
         self._go(member, None, "the run and the group have a token left", iterations)
