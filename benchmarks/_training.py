@@ -88,8 +88,7 @@ class Member:
         group.all_reduce(losses)
         leader = int(losses.argmin())
         workers = range(self.group.size)
-        names = tuple(f"node{rank}/worker0" for rank in workers)
-        generation = Generation(1, names, (1,) * self.group.size, "gloo")
+        generation = Generation.of(1, [(rank, 0) for rank in workers], "gloo")
         number = step // self.schedule.period
         return Round(number + 1, generation, "global", leader, tuple(workers), number, (), 0, False)
 

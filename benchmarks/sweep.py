@@ -32,7 +32,7 @@ from lsgd.settings import LeaderSettings
 from lsgd.simulation import SimulatedGroup, simulate
 
 NODE_SIZES = (2, 2)
-MEMBERS = ("node0/worker0", "node0/worker1", "node1/worker0", "node1/worker1")
+PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))
 LEARNING_RATES = (0.02, 0.06, 0.2)
 STRENGTHS = (0.02, 0.1, 0.5)
 PERIOD, LOCAL_PERIOD = 64, 16
@@ -118,7 +118,7 @@ class Member:
         """Return the round in which the workers with the lowest losses lead; ties go to the lowest rank."""
         mean = self.losses.mean()
         own = torch.tensor([math.inf if mean is None or math.isnan(mean) else mean], dtype=torch.float64)
-        losses = [torch.empty_like(own) for _ in MEMBERS]
+        losses = [torch.empty_like(own) for _ in PLACES]
         self.group.all_gather(losses, own)
         leaders, first = [], 0
         for size in NODE_SIZES:
@@ -126,13 +126,13 @@ class Member:
             first += size
         leader = min(leaders, key=lambda rank: float(losses[rank]))
         self.rounds += 1
-        generation = Generation(1, MEMBERS, NODE_SIZES, "gloo")
+        generation = Generation.of(1, PLACES, "gloo")
         return Round(self.rounds, generation, scope, leader, tuple(leaders), 0, (), 0, False)
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
         """Return the training loss and the test error of the average of all models."""
-        mean = self.flat.buffers[0] / len(MEMBERS)
+        mean = self.flat.buffers[0] / len(PLACES)
         self.group.all_reduce(mean)
         if self.group.rank:
             return math.nan, math.nan
@@ -179,8 +179,8 @@ def scope_before(iteration: int, settings: LeaderSettings) -> str:
 
 def shuffled(rank: int, count: int, seed: int) -> Iterator[Tensor]:
     """Yield batches of the worker's shard, without end."""
-    generator = torch.Generator().manual_seed(seed * len(MEMBERS) + rank)
-    shard = torch.arange(rank, count, len(MEMBERS))
+    generator = torch.Generator().manual_seed(seed * len(PLACES) + rank)
+    shard = torch.arange(rank, count, len(PLACES))
     while True:
         order = shard[torch.randperm(len(shard), generator=generator)]
         yield from order.split(BATCH_SIZE)

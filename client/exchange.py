@@ -69,7 +69,7 @@ class Exchanger:
     def whole(self, round: Round) -> Round:
         """Return a round with the names of its members, which the servers leave out when this worker has them."""
         generation = self.generation
-        if generation is None or round.generation.members or round.generation.number != generation.number:
+        if generation is None or round.generation.indices or round.generation.number != generation.number:
             return round
         return replace(round, generation=generation)
 
@@ -129,7 +129,7 @@ class Exchanger:
         """Return the group of a generation, built if it is a new one."""
         if reason := self._membership.channel.generation_over(generation.number):
             raise ExchangeError(f"generation {generation.number} is over: {reason}")
-        if not generation.members:
+        if not generation.indices:
             raise ExchangeError(f"the members of generation {generation.number} are not known here any more")
         if self._group is None or self.generation != generation:
             self.leave()

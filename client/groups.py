@@ -305,7 +305,7 @@ def form(generation: Generation, membership: Membership) -> TorchGroup:
             return group
         return gloo_group(store, name, rank, len(ranks), address, timeout_s)
 
-    size = len(generation.members)
+    size = len(generation.indices)
     names, sizes = generation.members, generation.node_sizes
     home = device if generation.backend == "nccl" else torch.device("cpu")
     return TorchGroup(

@@ -14,7 +14,7 @@ from lsgd.client.identity import Identity, gpu_name, versions
 from lsgd.client.network import Interface, interface_towards
 from lsgd.errors import ConfigError, ExchangeError, JoinError, ServerLostError
 from lsgd.flat import describe
-from lsgd.messages import PROTOCOL, Here, Join, Welcome, Where
+from lsgd.messages import PROTOCOL, Here, Join, Welcome, Where, worker_name
 from lsgd.plan import Plan
 from lsgd.sockets import DEFAULT_PORT
 
@@ -67,7 +67,7 @@ def join_run(
         here = _find_server(channel, identity)
         channel.silence_s = SILENCE_S
         interface = _interface(here.address)
-        worker = f"node{here.node}/worker{identity.index}"
+        worker = worker_name(here.node, identity.index)
         join = Join(
             protocol=PROTOCOL,
             worker=worker,

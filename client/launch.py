@@ -30,6 +30,7 @@ from lsgd.keys import (
     node_name,
     token_path,
 )
+from lsgd.messages import worker_name
 
 TOKEN_WITHIN_S = 60.0
 """How long a node waits for node 0 to make its token, in a folder that they share."""
@@ -213,7 +214,7 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
         }
         if settings.resume:
             own["LSGD_RESUME"] = str(settings.run_dir / CHECKPOINTS)
-        name = f"node{node}/worker{index}"
+        name = worker_name(node, index)
         variables = {**environ, **own}
         variables["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(threads)
         first = node == index == 0

@@ -8,12 +8,13 @@ protocol's version, and the form of :class:`Refused` never changes, so that two 
 
 import dataclasses
 import functools
+import itertools
 import operator
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Union
+from typing import Any, NamedTuple, NoReturn, Self, Union
 
 import msgpack
 
@@ -59,7 +60,7 @@ class Join:
 
     Args:
         protocol: :data:`PROTOCOL` of the sender.
-        worker: its name, unique in the run: ``node0/worker1``.
+        worker: its name, unique in the run, that of its place: ``node0/worker1``.
         incarnation: a random number that this process drew; tells it from an earlier one of the same name.
         node: index of its machine.
         index: its number on the machine.
@@ -263,16 +264,50 @@ class Generation:
 
     Args:
         number: counts generations of the run, from 1.
-        members: names in rank order; those of a node stand together. Empty, as ``node_sizes`` is, in an answer to a
-            worker that has completed a round of this generation, and so has them.
-        node_sizes: members of each node that has any, in rank order; they add up to the number of members.
+        nodes: indices of the machines that have members, in rank order. Empty, as ``node_sizes`` and ``indices`` are,
+            in an answer to a worker that has completed a round of this generation, and so has them.
+        node_sizes: members of each; they add up to the number of members.
+        indices: of the members on their machines, in rank order.
         backend: ``nccl`` or ``gloo``.
     """
 
     number: int
-    members: tuple[str, ...]
+    nodes: tuple[int, ...]
     node_sizes: tuple[int, ...]
+    indices: tuple[int, ...]
     backend: str
+
+    def __post_init__(self) -> None:
+        if len(self.nodes) != len(self.node_sizes) or sum(self.node_sizes) != len(self.indices):
+            raise ProtocolError(
+                f"a generation of {len(self.indices)} members on {len(self.nodes)} nodes of the sizes {self.node_sizes}"
+            )
+
+    @classmethod
+    def of(cls, number: int, places: Sequence[tuple[int, int]], backend: str) -> Self:
+        """Return the generation of the workers at these (node, index): in rank order, those of a node together."""
+        sizes = {node: 0 for node, _ in places}
+        for node, _ in places:
+            sizes[node] += 1
+        return cls(number, tuple(sizes), tuple(sizes.values()), tuple(index for _, index in places), backend)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Their names in rank order."""
+        return _member_names(self.nodes, self.node_sizes, self.indices)
+
+
+def worker_name(node: int, index: int) -> str:
+    """Return the name of the worker that has this number on a machine."""
+    return f"node{node}/worker{index}"
+
+
+@functools.lru_cache(maxsize=4)
+def _member_names(
+    nodes: tuple[int, ...], node_sizes: tuple[int, ...], indices: tuple[int, ...]
+) -> tuple[str, ...]:
+    homes = itertools.chain.from_iterable(map(itertools.repeat, nodes, node_sizes))
+    return tuple(map(worker_name, homes, indices))
 
 
 @dataclass(frozen=True, slots=True)

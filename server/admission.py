@@ -1,6 +1,6 @@
 """Whether a worker may join: pure functions of the workers' greetings."""
 
-from lsgd.messages import Join
+from lsgd.messages import Join, worker_name
 
 
 def objection(join: Join, first: Join | None) -> str:
@@ -10,6 +10,8 @@ def objection(join: Join, first: Join | None) -> str:
         join: its greeting.
         first: the greeting of any worker in the run, None where there is none.
     """
+    if join.worker != (name := worker_name(join.node, join.index)):
+        return f"it is the worker {join.index} of node{join.node} and calls itself {join.worker}, not {name}"
     if first is None:
         return ""
     refused, _ = different_versions(first, join)

@@ -202,11 +202,10 @@ class Roster:
             group.members.append(member)
             group.held += 1
         gpus = [m.join.gpu for m in members]
-        self.generation = Generation(
-            number=self.generation.number + 1 if self.generation else 1,
-            members=tuple(m.worker for m in members),
-            node_sizes=tuple(len(group.members) for group in self.groups.values()),
-            backend="nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo",
+        self.generation = Generation.of(
+            self.generation.number + 1 if self.generation else 1,
+            [m.place for m in members],
+            "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo",
         )
         return self.generation
 

@@ -16,7 +16,7 @@ from lsgd.plan import Plan, algorithm_of, table_of
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.members import Member, OpenRound, Phase
 
-VERSION = 2
+VERSION = 3
 """Of the form of the data."""
 
 AGAIN = "the global server was started again"
@@ -86,9 +86,8 @@ def _restore(state: dict[str, Any], now: float) -> Coordinator:
     coordinator.digests = {digest: roster.members[worker] for digest, worker in state["digests"].items()}
     if state["generation"] is not None:
         saved = state["generation"]
-        roster.generation = Generation(
-            saved["number"], tuple(saved["members"]), tuple(saved["node_sizes"]), saved["backend"]
-        )
+        lists = {name: tuple(saved[name]) for name in ("nodes", "node_sizes", "indices")}
+        roster.generation = Generation(**{**saved, **lists})
     for opened in state["open"]:
         _reopen(coordinator, opened)
     coordinator.resume(now)

@@ -8,11 +8,11 @@ from lsgd.server.members import Group, Member, elect
 
 
 def abridged(answer: Go | Stop, member: Member) -> Go | Stop:
-    """Return an answer without the names of a generation that the member knows: with all, they are most of it."""
+    """Return an answer without the members of a generation where its worker knows them."""
     round = answer.round
     if round is None or round.generation.number != member.met:
         return answer
-    generation = replace(round.generation, members=(), node_sizes=())
+    generation = replace(round.generation, nodes=(), node_sizes=(), indices=())
     return replace(answer, round=replace(round, generation=generation))
 
 

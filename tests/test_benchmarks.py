@@ -89,10 +89,13 @@ def test_control_measures_real_servers_and_simulated_runs(tmp_path: Path) -> Non
     (requests,) = of_part["requests"]
     assert requests["requests_per_s"] > 100
     assert requests["server_cpu_us"] > 0
-    assert [r["asked_by"] for r in of_part["round_trips"]] == ["the client's Channel", "a bare socket"]
-    for round_trips in of_part["round_trips"]:
-        assert round_trips["requests"] > 0
-        assert 0 < round_trips["p50_ms"] <= round_trips["p99_ms"]
+    assert [(r["asked_by"], r["lookahead"]) for r in of_part["waits"]] == [
+        (name, lookahead) for lookahead in (0, 1) for name in ("the client's Channel", "a bare socket")
+    ]
+    for waits in of_part["waits"]:
+        assert waits["iterations"] > 0 and 0 <= waits["p50_ms"] <= waits["p99_ms"]
+    by_socket = {r["lookahead"]: r["p50_ms"] for r in of_part["waits"] if r["asked_by"] == "a bare socket"}
+    assert by_socket[0] > by_socket[1] == 0, "what is asked for ahead is there"
     ten, forty = of_part["simulation"]
     for run in (ten, forty):
         assert run["iterations"] == 128 * run["workers"], "the count is exact whatever died"
@@ -100,6 +103,8 @@ def test_control_measures_real_servers_and_simulated_runs(tmp_path: Path) -> Non
         assert run["rounds_global"] >= 3, "one every 64 iterations, and the consensus"
         assert 2 < run["messages_per_iteration"] < 3, "a request and its answer, and little else"
     assert forty["global_round_mb"] > ten["global_round_mb"]
+    messages = {r["lookahead"]: r["messages_per_period"] for r in of_part["growth"]}
+    assert messages[16] < messages[0] < messages[1], "one request ahead finds nothing in each period"
 
 
 @root

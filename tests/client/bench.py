@@ -30,8 +30,8 @@ from lsgd.sockets import Listener, Poller, Wakeup
 
 
 def generation(*node_sizes: int, number: int = 1) -> Generation:
-    names = tuple(f"node{i}/worker{j}" for i, size in enumerate(node_sizes) for j in range(size))
-    return Generation(number, names, node_sizes, "gloo")
+    places = [(node, index) for node, size in enumerate(node_sizes) for index in range(size)]
+    return Generation.of(number, places, "gloo")
 
 
 class Switchboard:

@@ -60,13 +60,14 @@ def any_of(cls: type) -> st.SearchStrategy[Any]:
     return st.builds(cls, **fields)
 
 
-by_type[Generation] = any_of(Generation)
+places = st.lists(st.tuples(integers, integers), max_size=4).map(sorted)
+by_type[Generation] = st.builds(Generation.of, integers, places, texts)
 by_type[Round] = any_of(Round)
 by_type[Round | None] = st.none() | by_type[Round]
 any_message = st.one_of([any_of(cls) for cls in CLASSES])
 
 JOIN = Join(PROTOCOL, "node0/worker1", 7, 0, 1, {"torch": "2.13.0"}, "digest", "two tensors", "", "10.0.0.1")
-ROUND = Round(1, Generation(1, ("a", "b"), (2,), "gloo"), "global", 0, (0,), 0, (1,), 0, False, "{}")
+ROUND = Round(1, Generation.of(1, [(3, 0), (3, 2)], "gloo"), "global", 0, (0,), 0, (1,), 0, False, "{}")
 
 
 def frame_of(message: Message, **changes: Any) -> bytes:
@@ -184,7 +185,7 @@ def test_a_wrong_field_deep_inside_is_named() -> None:
     go = Go(1, ROUND, 0.5, "because")
     kind, seq, round, *rest = msgpack.unpackb(encode(go))
     round[1][1] = ["a", 2]
-    with pytest.raises(ProtocolError, match=r"^Generation\.members cannot be a tuple$"):
+    with pytest.raises(ProtocolError, match=r"^Generation\.nodes cannot be a tuple$"):
         decode(msgpack.packb([kind, seq, round, *rest]))
     with pytest.raises(ProtocolError, match=r"^Round with 2 fields instead of 12$"):
         decode(msgpack.packb([kind, seq, round[:2], *rest]))
@@ -252,9 +253,19 @@ def test_size_is_capped_before_parsing() -> None:
 
 
 def test_the_largest_generation_fits() -> None:
-    names = tuple(f"node{i // 8}/worker{i % 8}" for i in range(10_000))
-    go = Go(1, dataclasses.replace(ROUND, generation=Generation(1, names, (8,) * 1250, "nccl")), 0.0, "")
+    generation = Generation.of(1, [(i // 8, i % 8) for i in range(MAX_ITEMS)], "nccl")
+    go = Go(1, dataclasses.replace(ROUND, generation=generation), 0.0, "")
     assert decode(encode(go)) == go
+    assert generation.members[-1] == "node8191/worker7" and generation.node_sizes == (8,) * 8192
+
+
+@pytest.mark.parametrize("change", [{"nodes": (1, 2)}, {"node_sizes": (3,)}, {"indices": (0,)}])
+def test_a_generation_whose_numbers_do_not_agree_is_refused(change: dict[str, tuple[int, ...]]) -> None:
+    kind, *fields = msgpack.unpackb(encode(Go(1, ROUND, 0.0, "")))
+    wrong = {**dataclasses.asdict(ROUND.generation), **change}
+    fields[1][1] = list(wrong.values())
+    with pytest.raises(ProtocolError, match=r"^a generation of \d members"):
+        decode(msgpack.packb([kind, *fields]))
 
 
 @pytest.mark.parametrize("greeting", [JOIN, Where(PROTOCOL, 1), NodeHello(PROTOCOL, 0, 1, "host", "1.0")])

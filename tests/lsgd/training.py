@@ -15,8 +15,8 @@ SPLIT = 17
 
 
 def generation(node_sizes, number: int = 1) -> Generation:
-    names = tuple(f"node{i}/worker{j}" for i, size in enumerate(node_sizes) for j in range(size))
-    return Generation(number, names, tuple(node_sizes), "gloo")
+    places = [(node, index) for node, size in enumerate(node_sizes) for index in range(size)]
+    return Generation.of(number, places, "gloo")
 
 
 def make_round(

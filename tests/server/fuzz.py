@@ -73,7 +73,7 @@ OTHER = ("node0/worker1", 8)
 
 def samples() -> list[bytes]:
     """Return a valid frame of each kind, of nobody who is in the run."""
-    generation = Generation(1, ("node0/worker1", "node1/worker0"), (1, 1), "gloo")
+    generation = Generation.of(1, [(0, 1), (1, 0)], "gloo")
     round = Round(3, generation, "global", 0, (0, 1), 2, (), 0, False, '{"name": "leader"}')
     join = Join(PROTOCOL, *OTHER, 0, 1, {"torch": "2.13.0"}, "digest", "2 parameters", "", "127.0.0.1")
     messages: list[Any] = [

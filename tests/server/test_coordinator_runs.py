@@ -180,7 +180,8 @@ def test_rounds_come_as_often_as_the_periods_say(
     assert run.coordinator.rounds["global"] <= globals_wanted * (1 + max(sizes) / (period * n)) + 2
     standing_for = [len(run.members_of(r)) * local_period for r in run.rounds.values() if not r.final]
     most_unused = run.coordinator.rounds["global"] * n * local_period
-    assert 0 <= sum(standing_for) - run.steps <= most_unused
+    # The last iterations, fewer than there are members, come without a round.
+    assert -n < sum(standing_for) - run.steps <= most_unused
 
 
 @simulated

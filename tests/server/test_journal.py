@@ -247,7 +247,7 @@ def test_a_journal_of_another_version_is_refused_with_what_to_do(cluster, path) 
     server = cluster.server("global", "--global", "--listen", "tcp://127.0.0.1:0", "--journal", str(path))
     assert server.wait() == 2
     assert (
-        f"the journal {path} cannot be gone on with: it is of version 99, this lsgd reads version 2; take the lsgd "
+        f"the journal {path} cannot be gone on with: it is of version 99, this lsgd reads version 3; take the lsgd "
         f"that wrote it, or delete run.journal* to begin a new run"
     ) in " ".join(server.output.split())
 

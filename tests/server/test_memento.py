@@ -226,7 +226,7 @@ def test_phase_changed_settings_and_the_time_go_on() -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda s: s.update(version=1), "it is of version 1, this lsgd reads version 2"),
+        (lambda s: s.update(version=1), "it is of version 1, this lsgd reads version 3"),
         (lambda s: s.pop("members"), "it holds no state of a run: KeyError"),
         (lambda s: s["open"][0].update(waiting=["nobody"]), "it holds no state of a run: KeyError"),
         (lambda s: s["members"][0].update(phase="ASLEEP"), "it holds no state of a run: KeyError"),
