@@ -212,7 +212,8 @@ def test_a_worker_that_falls_silent_is_left_out_and_only_another_process_takes_i
     server.says(r"generation 3: 3 workers")
     trains(cluster)
     count = finish(cluster, server, *survivors, again, *locals_)
-    assert count <= steps(cluster) <= count + 1  # the step that the fault destroyed, or hid
+    # The step that the fault destroyed or hid; and the next one, if it was granted ahead and the process came to it.
+    assert count <= steps(cluster) <= count + 1 + (fault != "killed")
     assert len({cluster.result(0, index)["model"] for index in range(3)}) == 1
 
 

@@ -63,7 +63,8 @@ def test_a_node_that_is_cut_off_is_left_out_and_comes_back_when_the_wire_does(tm
     assert len({result["model"] for result in results}) == 1
     steps = sum(len(path.read_text().split()) for path in tmp_path.glob("node*/*.steps"))
     count = int(outputs[0].rpartition("the run is over: lsgd stop; ")[2].split()[0])
-    assert 0 <= steps - count <= 2  # one step of each worker that was cut off may not have been heard of
+    # Of each worker that was cut off one step may not have been heard of, and one more that was granted ahead.
+    assert 0 <= steps - count <= 4
 
 
 def live_nodes(status: dict[str, Any]) -> set[int]:
