@@ -9,6 +9,7 @@ import argparse
 import heapq
 import itertools
 import json
+import logging
 import random
 import time
 from typing import Any
@@ -206,6 +207,7 @@ def main() -> None:
     parser.add_argument("--lookahead", type=int, default=0)
     parser.add_argument("--channel", action="store_true")
     given = parser.parse_args()
+    logging.getLogger("lsgd").setLevel(logging.ERROR)  # that the others leave at the end is no news
     joins = [
         greeting(given.node, index, 1000 * given.node + index + 1)
         for index in range(given.first, given.first + given.workers)

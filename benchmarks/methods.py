@@ -21,6 +21,7 @@ from lsgd.settings import (
 
 OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     "leader": lambda period: LeaderSettings(period=period, local_period=period),
+    "leader-strong": lambda period: LeaderSettings(period=period, local_period=period, pull_global=0.5),
     "leader-8bit": lambda period: LeaderSettings(period=period, local_period=period, compression="minmax8"),
     "leader-8bit-delay": lambda period: LeaderSettings(
         period=period, local_period=period, compression="minmax8", delay=period // 2
@@ -49,12 +50,12 @@ PEERS = (
 )
 """Names of the peers that communicate (benchmarks/peers.py)."""
 
-PERIODIC = frozenset(
-    {
-        *("leader", "leader-8bit", "leader-8bit-delay", "elastic", "local", "local-8bit", "diloco"),
-        *("post-local-sgd", "torchft-local-sgd", "torchft-diloco", "hivemind"),
-    }
-)
+PERIODIC = frozenset(name for name, settings in OURS.items() if not settings(64).schedule().lockstep) | {
+    "post-local-sgd",
+    "torchft-local-sgd",
+    "torchft-diloco",
+    "hivemind",
+}
 """Methods that have a period; all others exchange in every step."""
 
 
