@@ -69,6 +69,7 @@ class Settings:
         period: steps between exchanges, for the methods that have one.
         periods: that count.
         steps: that count, for the methods that exchange in each one.
+        lookahead: iterations that lsgd's workers ask for ahead.
     """
 
     width: int
@@ -76,6 +77,7 @@ class Settings:
     period: int
     periods: int
     steps: int
+    lookahead: int = 1
 
     @property
     def numel(self) -> int:
@@ -184,6 +186,7 @@ def plan_of(run: Run, nodes: int) -> Plan:
         exchange_timeout_s=EXCHANGE_S + MODELS_IN_AN_EXCHANGE * model_s,
         server_timeout_s=SILENCE_S,
         lease_s=SILENCE_S,
+        lookahead=settings.lookahead,
     )
     return Plan(limits, (Phase(settings_of(run.method, settings.period)),))
 
@@ -251,6 +254,7 @@ def options_of() -> argparse.Namespace:
     )
     parser.add_argument("--periods", type=int, help="that count")
     parser.add_argument("--steps", type=int, help="that count, for the methods that exchange in each one")
+    parser.add_argument("--lookahead", type=int, help="iterations that lsgd's workers ask for ahead")
     parser.add_argument(
         "--peer-python",
         nargs="+",
@@ -276,7 +280,9 @@ def main() -> int:
     """Measure every method on every wire, and print a Markdown table for each wire."""
     options = options_of()
     settings = LATENCY if options.latencies else QUICK if options.quick else FULL
-    given = {name: getattr(options, name) for name in ("compute_ms", "period", "periods", "steps")}
+    given = {
+        name: getattr(options, name) for name in ("compute_ms", "period", "periods", "steps", "lookahead")
+    }
     settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
     found = {
         m: sys.executable if m in OURS else interpreter_of(m, options.peer_python) for m in options.methods
