@@ -23,6 +23,7 @@ from lsgd.messages import (
     decode,
     encode,
     kind_of,
+    worker_name,
 )
 from lsgd.sockets import Link, Poller
 
@@ -44,7 +45,7 @@ class Node:
         self._node = node
         self._link = Link(address, f"node{node}#1".encode())
         self._poller = Poller(self._link)
-        self._names = {node * workers + index + 1: f"node{node}/worker{index}" for index in range(workers)}
+        self._names = {node * workers + index + 1: worker_name(node, index) for index in range(workers)}
         self._seqs = dict.fromkeys(self._names, 0)
         self._committed = dict.fromkeys(self._names, 0)
         self._beat_at = 0.0

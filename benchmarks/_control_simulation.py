@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from benchmarks._control_grants import Grants
 from lsgd.messages import (
     PROTOCOL,
     Done,
@@ -28,6 +29,7 @@ from lsgd.messages import (
     Upward,
     Welcome,
     encode,
+    worker_name,
 )
 from lsgd.plan import Phase, Plan
 from lsgd.server.coordinator import Coordinator, Decision
@@ -56,15 +58,11 @@ class SimulatedWorker:
     index: int
     incarnation: int
     step_s: float
-    seq: int = 0
+    grants: Grants
     done: int = 0
     committed: int = 0
     dropped: int = 0
     answer: Go | Stop | None = None
-    left: int = 0
-    last_grant: int = 0
-    asking: bool = False
-    ahead: Go | None = None
     exchanging: bool = False
     alive: bool = True
 
@@ -213,54 +211,45 @@ class Simulation:
     def _join(self, node: int, index: int) -> None:
         slow = self._random.random() < self._stragglers
         step_s = STEP_S * (STRAGGLER_FACTOR if slow else 1.0)
-        worker = SimulatedWorker(f"node{node}/worker{index}", node, index, next(self._incarnations), step_s)
+        place = (worker_name(node, index), node, index, next(self._incarnations))
+        worker = SimulatedWorker(*place, step_s, Grants(self._lookahead))
         self._present[worker.name, worker.incarnation] = worker
         versions = {"lsgd": "0", "torch": "0", "cuda": "", "nccl": ""}
         address = f"10.{node >> 8}.{node & 255}.1"
-        place = (worker.name, worker.incarnation, node, index)
-        self._say(Join(PROTOCOL, *place, versions, "digest", "a model", "", address))
+        who = (worker.name, worker.incarnation, node, index)
+        self._say(Join(PROTOCOL, *who, versions, "digest", "a model", "", address))
 
     def _receive(self, worker: SimulatedWorker, answer: Downward) -> None:
         match answer:
-            case Welcome() if not worker.seq:
+            case Welcome() if not worker.grants.seq:
                 self._after(0.0, lambda: self._next(worker))
             case GenerationOver() if worker.exchanging:
                 self._after(0.0, lambda: self._drop(worker))
-            case Go() if worker.asking and answer.seq == worker.seq + 1:
-                worker.ahead = answer
+            case Go() if not worker.grants.take(answer):
+                pass
             case Go() | Stop():
                 worker.answer = answer
-                worker.last_grant = answer.iterations if isinstance(answer, Go) else 1
-                worker.left = worker.last_grant - 1
                 if answer.round is None:
                     self._go_on(worker)
             case Recall():
-                worker.left, worker.ahead = 0, None
-                worker.seq, worker.asking = worker.seq + worker.asking, False
+                worker.grants.give_back()
 
     def _next(self, worker: SimulatedWorker) -> None:
         """Begin the next iteration, or ask for it."""
-        if worker.ahead is not None:
-            worker.seq, worker.left = worker.ahead.seq, worker.left + worker.ahead.iterations
-            worker.last_grant = worker.ahead.iterations
-            worker.ahead, worker.asking = None, False
-        if worker.left:
-            worker.left -= 1
+        if worker.grants.next():
             self._go_on(worker)
-            return
-        worker.seq, worker.asking = worker.seq + 1, False
-        self._request(worker)
+        else:
+            self._request(worker)
 
     def _ask_ahead(self, worker: SimulatedWorker) -> None:
-        if worker.alive and self._lookahead and not worker.asking and worker.left <= worker.last_grant // 2:
-            worker.asking = True
-            state = (worker.seq + 1, worker.done, worker.committed, worker.dropped, None, True)
+        if worker.alive and worker.grants.wants_more():
+            state = (worker.grants.seq + 1, worker.done, worker.committed, worker.dropped, None, True)
             self._say(Request(worker.name, worker.incarnation, *state))
 
     def _request(self, worker: SimulatedWorker) -> None:
         if worker.alive:
             loss = self._random.random()
-            state = (worker.seq, worker.done, worker.committed, worker.dropped, loss)
+            state = (worker.grants.seq, worker.done, worker.committed, worker.dropped, loss)
             self._say(Request(worker.name, worker.incarnation, *state))
 
     def _go_on(self, worker: SimulatedWorker) -> None:

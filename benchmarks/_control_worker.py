@@ -14,7 +14,21 @@ import random
 import time
 from typing import Any
 
-from lsgd.messages import PROTOCOL, Done, Go, Heartbeat, Join, Leave, Request, Round, Welcome, decode, encode
+from benchmarks._control_grants import Grants
+from lsgd.messages import (
+    PROTOCOL,
+    Done,
+    Go,
+    Heartbeat,
+    Join,
+    Leave,
+    Request,
+    Round,
+    Welcome,
+    decode,
+    encode,
+    worker_name,
+)
 from lsgd.sockets import Link, Poller
 
 START_WITHIN_S = 60.0
@@ -25,7 +39,7 @@ SPREAD = 0.1
 def greeting(node: int, index: int, incarnation: int) -> Join:
     """Return the greeting of a worker."""
     versions = {"lsgd": "0", "torch": "0", "cuda": "", "nccl": ""}
-    place = (f"node{node}/worker{index}", incarnation, node, index)
+    place = (worker_name(node, index), incarnation, node, index)
     return Join(PROTOCOL, *place, versions, "digest", "a model", "", "127.0.0.1")
 
 
@@ -43,39 +57,29 @@ class SocketWorker:
         self.waits_s: list[float] = []
         self.iterating = False
         self._join = join
-        self._lookahead = lookahead
-        self._seq = self._committed = self._done = self._left = 0
-        self._last_grant = 0
-        self._ahead: Go | None = None  # what was granted ahead
-        self._asking = False  # for more
+        self._grants = Grants(lookahead)
+        self._committed = self._done = 0
         self._said = encode(join)
         self._asked_at = 0.0
 
     def go_on(self) -> None:
         """An iteration is made: begin the next one, or ask for it."""
         self._done += 1
-        if self._ahead is not None:
-            self._seq, self._left = self._ahead.seq, self._left + self._ahead.iterations
-            self._last_grant = self._ahead.iterations
-            self._ahead, self._asking = None, False
-        if self._left:
-            self._left -= 1
+        self._next()
+
+    def _next(self) -> None:
+        if self._grants.next():
             self.waits_s.append(0.0)
             self._ask_ahead()
             return
-        self.iterating = self._asking = False
+        self.iterating = False
         self._asked_at = time.perf_counter()
-        self._ask()
-
-    def _ask(self) -> None:
-        self._seq += 1
-        self._said = self._request(self._seq)
+        self._said = self._request(self._grants.seq)
         self.link.send([self._said])
 
     def _ask_ahead(self) -> None:
-        if self._lookahead and not self._asking and self._left <= self._last_grant // 2:
-            self._asking = True
-            self.link.send([self._request(self._seq + 1, ahead=True)])
+        if self._grants.wants_more():
+            self.link.send([self._request(self._grants.seq + 1, ahead=True)])
 
     def _request(self, seq: int, *, ahead: bool = False) -> bytes:
         who = (self._join.worker, self._join.incarnation)
@@ -94,18 +98,17 @@ class SocketWorker:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Welcome() if not self._seq:
-                self._ask()
-            case Go(seq, round) if seq == self._seq and not self.iterating:
-                self.iterating, self._last_grant = True, message.iterations
-                self._left = message.iterations - 1
+            case Welcome() if not self._grants.seq:
+                self._next()
+            case Go(seq, round) if (seq > self._grants.seq or not self.iterating) and self._grants.take(
+                message
+            ):
+                self.iterating = True
                 if round is None:
                     self.waits_s.append(time.perf_counter() - self._asked_at)
                 else:
                     self._commit(round)
                 self._ask_ahead()
-            case Go(seq) if self._asking and seq == self._seq + 1:
-                self._ahead = message
 
     def _commit(self, round: Round) -> None:
         self._committed = round.id
@@ -157,36 +160,38 @@ def by_sockets(address: str, joins: list[Join], step_s: float, seconds: float, l
 
 def by_channel(address: str, join: Join, step_s: float, seconds: float, lookahead: int) -> list[float]:
     """Let one worker iterate for so long through the client's channel, and return its waits in seconds."""
-    from lsgd.client.channel import Channel
+    from lsgd.client.channel import Channel, Expected
+
+    def expect(seq: int) -> Expected:
+        return channel.expect(lambda m: isinstance(m, Go) and m.seq == seq)
 
     channel = Channel(address, join.incarnation, START_WITHIN_S)
     channel.start_heartbeat(join.worker)
     channel.ask(join, lambda m: isinstance(m, Welcome), what="joining", timeout_s=START_WITHIN_S)
     chance = random.Random(join.incarnation)
     who, waits_s = (join.worker, join.incarnation), []
-    seq = done = committed = left = 0
-    ahead, end = None, None
+    grants, ahead, end = Grants(lookahead), None, None
+    done = committed = 0
     while end is None or time.monotonic() < end:
         start = time.perf_counter()
         if ahead is not None and ahead.answered is not None:
             channel.forget(ahead)
-            go, ahead = ahead.answered, None
-            seq, left = go.seq, left + go.iterations
+            grants.take(ahead.answered)
+            ahead = None
         round = None
-        if not left:
-            seq += 1
-            expected = ahead or channel.expect(lambda m, seq=seq: isinstance(m, Go) and m.seq == seq)
-            go = channel.ask(Request(*who, seq, done, committed, 0, 0.5), expected, what="asking")
-            left, ahead, round = go.iterations, None, go.round
-        left -= 1
+        if not grants.next():
+            expected = ahead or expect(grants.seq)
+            go = channel.ask(Request(*who, grants.seq, done, committed, 0, 0.5), expected, what="asking")
+            grants.take(go)
+            ahead, round = None, go.round
         if round is not None:
             committed = round.id
             channel.send(Done(*who, committed, True, ""))
         else:
             waits_s.append(time.perf_counter() - start)
-        if lookahead and ahead is None and left <= go.iterations // 2:
-            ahead = channel.expect(lambda m, seq=seq + 1: isinstance(m, Go) and m.seq == seq)
-            channel.send(Request(*who, seq + 1, done, committed, 0, None, True))
+        if grants.wants_more():
+            ahead = expect(grants.seq + 1)
+            channel.send(Request(*who, grants.seq + 1, done, committed, 0, None, True))
         end = end or time.monotonic() + seconds
         time.sleep(step_s * chance.uniform(1 - SPREAD, 1 + SPREAD))
         done += 1

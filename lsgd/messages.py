@@ -508,7 +508,7 @@ def encode(message: Message) -> bytes:
     """Return ``message`` as one MessagePack frame."""
     cls: type = type(message)
     if isinstance(message, _WITH_A_ROUND) and message.round is not None:
-        # All members get the same round, which is packed once: it may have thousands of names.
+        # All members get the same round, which is packed once: it may have thousands of members.
         values = (_KINDS[cls], *_values(cls)(message))
         parts = [_packed_round(v) if v is message.round else _pack(v) for v in values]
         return bytes([_SHORT_ARRAY + len(parts)]) + b"".join(parts)

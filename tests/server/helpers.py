@@ -197,6 +197,14 @@ class Bench:
         return next(iter(rounds.values()))
 
 
+def started(*places: str, **settings: object) -> Bench:
+    """Return a run whose first round all have completed."""
+    bench = Bench(*places, **settings)
+    bench.ask_all(*places)
+    bench.complete_all(*places)
+    return bench
+
+
 def check_invariants(coordinator: Coordinator) -> None:
     """Recompute every count that the coordinator keeps, and check what must hold between its events."""
     roster, members = coordinator.roster, coordinator.members
@@ -292,4 +300,5 @@ __all__ = [
     "greeting",
     "make_plan",
     "rounds_in",
+    "started",
 ]

@@ -31,16 +31,7 @@ from lsgd.server.rounds import abridged
 from lsgd.server.scheduler import MAX_FAILED_ROUNDS
 from lsgd.settings import AlgorithmSettings, AllReduceSettings, LeaderSettings, RunSettings
 
-from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_plan
-
-
-def started(*places: str, **settings: object) -> Bench:
-    """Return a run whose first round all have completed."""
-    bench = Bench(*places, **settings)
-    bench.ask_all(*places)
-    bench.complete_all(*places)
-    return bench
-
+from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_plan, started
 
 # -- joining ---------------------------------------------------------------------------------------------------
 

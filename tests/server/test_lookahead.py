@@ -5,15 +5,7 @@ import pytest
 from lsgd.messages import Go, NodeLeave, Pause, Recall, Request, Stop, StopRun
 from lsgd.server.members import Phase
 
-from .helpers import Bench, Lockstep, Waiting
-
-
-def started(*places: str, **settings: object) -> Bench:
-    """Return a run whose first round all have completed; each has one iteration to make."""
-    bench = Bench(*places, **settings)
-    bench.ask_all(*places)
-    bench.complete_all(*places)
-    return bench
+from .helpers import Bench, Lockstep, Waiting, started
 
 
 def test_what_is_asked_for_ahead_is_granted_beside_what_is_to_be_made() -> None:
