@@ -1,9 +1,12 @@
 """``lsgd doctor``: two nodes on this machine, two on a wire of a known rate, and what it says of what is wrong."""
 
+import itertools
 import os
 import re
 import socket
 import sys
+import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -60,8 +63,10 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
-    versions = iter([{"torch": "2.13.0"}, {"torch": "2.12.0"}] * 2)
-    monkeypatch.setattr(doctor, "versions", lambda: next(versions))
+    minor = defaultdict(
+        itertools.count(12).__next__
+    )  # a node is a thread here, and each has a release of its own
+    monkeypatch.setattr(doctor, "versions", lambda: {"torch": f"2.{minor[threading.get_ident()]}.0"})
     monkeypatch.setattr(doctor, "CONNECT_WITHIN_S", 0.5)
 
     def closed(*_: object) -> socket.socket:

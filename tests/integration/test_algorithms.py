@@ -187,7 +187,8 @@ def test_a_worker_killed_while_models_are_exchanged(cluster, tmp_path, algorithm
     results = [cluster.result(*place) for place in survivors]
     assert len({result["final"] for result in results}) == 1
     assert all(0 < result["distance"] < 0.1 and result["loss"] < 1.0 for result in results)
-    assert results[0]["status"]["count"] == sum(result["iterations"] for result in results) + 12
+    # The victim made 12 steps; the word of the last one, which its next turn sends, may have died with it.
+    assert results[0]["status"]["count"] - sum(result["iterations"] for result in results) in (11, 12)
     assert "generation 2: 3 workers on 2 nodes" in server.output
 
 
