@@ -32,7 +32,7 @@ from benchmarks._evaluation import Point
 from benchmarks._launch import RunFailedError, await_all
 from benchmarks._results import Results
 from benchmarks._training import train
-from benchmarks.methods import OURS, PEERS, PERIODIC, interpreter_of, settings_of
+from benchmarks.methods import OURS, PEERS, PERIODIC, add_peer_python, interpreters_of, settings_of
 from benchmarks.workloads import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -144,13 +144,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--periods", type=int, nargs="+", help="of the methods that have one, one run each")
     parser.add_argument("--seeds", type=int, help="how many, from 0")
     parser.add_argument("--steps", type=int, help="of a worker, instead of the task's")
-    parser.add_argument(
-        "--peer-python",
-        nargs="+",
-        default=[],
-        metavar="torchft=PYTHON",
-        help="an environment that has torchft",
-    )
+    add_peer_python(parser)
     parser.add_argument(
         "--network", type=Path, help="results of benchmarks.network, for the time to the target"
     )
@@ -172,10 +166,7 @@ def options_of() -> argparse.Namespace:
 def main() -> int:
     """Train with every method, and print a Markdown table for each task and period."""
     options = options_of()
-    found = {
-        m: sys.executable if m in OURS else interpreter_of(m, options.peer_python) for m in options.methods
-    }
-    pythons = {method: python for method, python in found.items() if python is not None}
+    pythons = interpreters_of(options.methods, options.peer_python)
     torch.set_num_threads(1)
     machine = about("benchmarks.convergence")
     try:
@@ -194,7 +185,7 @@ def main() -> int:
         from benchmarks._convergence_plots import draw_all
 
         draw_all(wanted, options.plots)
-    missing = [method for method, python in found.items() if python is None]
+    missing = [method for method in options.methods if method not in pythons]
     if missing:
         print(f"\nnot installed: {', '.join(missing)}")
     if failed:

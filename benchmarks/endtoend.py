@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from benchmarks._about import about, argument_parser, heading, table
-from benchmarks._endtoend_worker import MARKS, SNAPSHOTS
+from benchmarks._endtoend_recorder import MARKS, SNAPSHOTS
 from benchmarks._launch import RunFailedError, await_all, launch, start
 from benchmarks._results import Results
 from benchmarks.lab import Lab, LabError
-from benchmarks.methods import OURS, PERIODIC, settings_of
+from benchmarks.methods import OURS, PEERS, PERIODIC, add_peer_python, interpreters_of, settings_of
 from benchmarks.network import LINKS
 from benchmarks.workloads import WideDigits
 from lsgd.plan import Phase, Plan
@@ -42,7 +42,8 @@ from lsgd.wire import sent_nbytes
 NODES = 2
 BASELINE = "ddp"
 METHODS = (
-    *("ddp", "ddp-float16", "ddp-powersgd1", "post-local-sgd", "alone"),
+    *PEERS,
+    "alone",
     *("leader", "leader-8bit", "leader-8bit-delay", "local-8bit", "diloco"),
     *("low_precision_decentralized", "bytegrad"),
 )
@@ -116,8 +117,8 @@ def nbytes_of(method: str, numel: int) -> float:
     return share * sent_nbytes(AllReduceSettings(), numel, NODES)
 
 
-def run(lab: Lab, method: str, link: str, settings: Settings) -> Result:
-    """Train with a method, and test what the workers have recorded.
+def run(lab: Lab, method: str, link: str, settings: Settings, python: str) -> Result:
+    """Train with a method in a Python of its own, and test what the workers have recorded.
 
     Raises:
         RunFailedError: a host failed.
@@ -126,16 +127,17 @@ def run(lab: Lab, method: str, link: str, settings: Settings) -> Result:
     steps = settings.steps_of(method, link, sum(x.numel() for x in task.model().parameters()))
     with tempfile.TemporaryDirectory(prefix="lsgd-benchmark-") as name:
         folder = Path(name)
-        processes = (start_ours if method in OURS else start_peer)(lab, method, steps, settings, folder)
+        if method in OURS:
+            processes = start_ours(lab, method, steps, settings, folder)
+        else:
+            processes = start_peer(lab, method, steps, settings, folder, python)
         await_all(processes, f"{method}, {link},", DEADLINE_S)
         return result_of(task, method, link, [folder / host.name for host in lab.hosts])
 
 
-def command_of(steps: int, settings: Settings) -> list[str]:
-    """Return the command of a worker."""
-    numbers = {"width": settings.width, "steps": steps, "seed": settings.seed}
-    script = [sys.executable, "-m", "benchmarks._endtoend_worker"]
-    return [*script, *(f"--{name}={value}" for name, value in numbers.items())]
+def arguments_of(steps: int, settings: Settings) -> list[str]:
+    """Return the arguments of every worker."""
+    return [f"--width={settings.width}", f"--steps={steps}", f"--seed={settings.seed}"]
 
 
 def start_ours(
@@ -146,16 +148,17 @@ def start_ours(
     limits = RunSettings(workers=NODES, iterations=NODES * (steps + more))
     plan = folder / "plan.toml"
     plan.write_text(Plan(limits, (Phase(settings_of(method, settings.period)),)).to_toml())
-    return [launch(host, lab.hosts, plan, folder, command_of(steps, settings)) for host in lab.hosts]
+    command = [sys.executable, "-m", "benchmarks._endtoend_worker", *arguments_of(steps, settings)]
+    return [launch(host, lab.hosts, plan, folder, command) for host in lab.hosts]
 
 
 def start_peer(
-    lab: Lab, method: str, steps: int, settings: Settings, folder: Path
+    lab: Lab, method: str, steps: int, settings: Settings, folder: Path, python: str
 ) -> "list[subprocess.Popen[str]]":
     """Start the processes of a peer."""
-    addresses = [host.address for host in lab.hosts]
-    command = [*command_of(steps, settings), f"--peer={method}", f"--period={settings.period}"]
-    command += ["--addresses", *addresses]
+    command = [python, "-m", "benchmarks._endtoend_peer", *arguments_of(steps, settings)]
+    command += [f"--method={method}", f"--period={settings.period}"]
+    command += ["--addresses", *(host.address for host in lab.hosts)]
     return [
         start(host, [*command, f"--rank={host.index}", f"--output={folder / host.name}"])
         for host in lab.hosts
@@ -219,15 +222,17 @@ def _line(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> Sequence[st
     )
 
 
-def run_all(options: argparse.Namespace, settings: Settings, results: Results) -> Iterator[str]:
+def run_all(
+    options: argparse.Namespace, settings: Settings, pythons: Mapping[str, str], results: Results
+) -> Iterator[str]:
     """Make the runs that have no result yet; yield what failed."""
     rate_mbit, delay_ms = LINKS[options.link]
-    for method in options.methods:
+    for method, python in pythons.items():
         if results.has(link=options.link, method=method):
             continue
         try:
             with Lab(NODES, rate_mbit=rate_mbit, delay_ms=delay_ms) as lab:
-                result = run(lab, method, options.link, settings)
+                result = run(lab, method, options.link, settings, python)
         except RunFailedError as error:
             print(error, file=sys.stderr, flush=True)
             yield method
@@ -243,6 +248,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small model, six methods, few steps")
     parser.add_argument("--link", choices=LINKS, default="100mbit", help="the wire between the hosts")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="which ones")
+    add_peer_python(parser)
     parser.add_argument(
         "--json", type=Path, help="write the results to this file as they come, and go on with those"
     )
@@ -258,12 +264,13 @@ def main() -> int:
     """Train with every method on one wire, and print a Markdown table."""
     options = options_of()
     settings = QUICK if options.quick else FULL
+    pythons = interpreters_of(options.methods, options.peer_python)
     torch.set_num_threads(1)
     machine = about("benchmarks.endtoend")
     try:
         results = Results(options.json, machine, asdict(settings))
         print(heading(machine) + "\n", flush=True)
-        failed = list(run_all(options, settings, results))
+        failed = list(run_all(options, settings, pythons, results))
     except (LabError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -276,6 +283,9 @@ def main() -> int:
             f"Digits, MLP of width {settings.width}, {NODES} hosts, {options.link}, period {settings.period}"
         )
         draw(rows, title, WideDigits.target_accuracy, options.plot)
+    missing = [method for method in options.methods if method not in pythons]
+    if missing:
+        print(f"\nnot installed: {', '.join(missing)}")
     if failed:
         print(f"\nfailed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

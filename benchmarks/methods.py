@@ -1,5 +1,6 @@
 """The methods that benchmarks compare, by name: lsgd's algorithms with their settings, and its peers."""
 
+import argparse
 import importlib.util
 import subprocess
 import sys
@@ -67,18 +68,34 @@ def settings_of(method: str, period: int, bucket_mib: float | None = None) -> Al
     return settings
 
 
-def interpreter_of(method: str, interpreters: Sequence[str]) -> str | None:
-    """Return the Python that a peer runs in, None if its library is not installed.
+def add_peer_python(parser: argparse.ArgumentParser) -> None:
+    """Give a benchmark the option that names the environments of peers."""
+    parser.add_argument(
+        "--peer-python",
+        nargs="+",
+        default=[],
+        metavar="LIBRARY=PYTHON",
+        help="the interpreter of an environment that has torchft or hivemind, with torch and scikit-learn",
+    )
+
+
+def interpreters_of(methods: Sequence[str], given: Sequence[str]) -> dict[str, str]:
+    """Return the Python that each method runs in, without the peers whose library is not installed.
 
     Args:
-        method: name of the peer.
-        interpreters: ``torchft=/path/to/python``, for libraries that have environments of their own.
+        methods: their names.
+        given: ``torchft=/path/to/python``, for libraries that have environments of their own.
     """
+    found = {method: _interpreter_of(method, given) for method in methods}
+    return {method: python for method, python in found.items() if python is not None}
+
+
+def _interpreter_of(method: str, given: Sequence[str]) -> str | None:
     library = next((name for name in ("torchft", "hivemind") if method.startswith(name)), None)
     if library is None:
         return sys.executable
-    for given in interpreters:
-        name, _, path = given.partition("=")
+    for pair in given:
+        name, _, path = pair.partition("=")
         if name == library:
             found = subprocess.run([path, "-c", f"import {library}"], capture_output=True, check=False)
             return path if found.returncode == 0 else None

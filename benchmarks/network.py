@@ -29,7 +29,7 @@ from benchmarks._launch import RunFailedError, await_all, launch, start
 from benchmarks._network_tables import latency_table, step_table
 from benchmarks._results import Results
 from benchmarks.lab import Lab, LabError
-from benchmarks.methods import OURS, PEERS, PERIODIC, interpreter_of, settings_of
+from benchmarks.methods import OURS, PEERS, PERIODIC, add_peer_python, interpreters_of, settings_of
 from benchmarks.workloads import LAYERS, WIDTH
 from lsgd.plan import Phase, Plan
 from lsgd.settings import RunSettings
@@ -255,13 +255,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--periods", type=int, help="that count")
     parser.add_argument("--steps", type=int, help="that count, for the methods that exchange in each one")
     parser.add_argument("--lookahead", type=int, help="iterations that lsgd's workers ask for ahead")
-    parser.add_argument(
-        "--peer-python",
-        nargs="+",
-        default=[],
-        metavar="LIBRARY=PYTHON",
-        help="the interpreter of an environment that has torchft or hivemind, with torch",
-    )
+    add_peer_python(parser)
     parser.add_argument(
         "--json", type=Path, help="write the results to this file as they come, and go on with those"
     )
@@ -284,10 +278,7 @@ def main() -> int:
         name: getattr(options, name) for name in ("compute_ms", "period", "periods", "steps", "lookahead")
     }
     settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
-    found = {
-        m: sys.executable if m in OURS else interpreter_of(m, options.peer_python) for m in options.methods
-    }
-    pythons = {method: python for method, python in found.items() if python is not None}
+    pythons = interpreters_of(options.methods, options.peer_python)
     machine = about("benchmarks.network")
     try:
         results = Results(options.json, machine, {**asdict(settings), "parameters": settings.numel})
@@ -298,7 +289,7 @@ def main() -> int:
         return 2
     wanted = [row for row in results.rows if row["method"] in options.methods]
     print("\n" + (latency_table(wanted, LINKS) if options.latencies else step_table(wanted)))
-    missing = [method for method, python in found.items() if python is None]
+    missing = [method for method in options.methods if method not in pythons]
     if missing:
         print(f"\nnot installed: {', '.join(missing)}")
     if failed:

@@ -21,6 +21,7 @@ ONE_BUCKET_MB = 1024  # torch's PowerSGD hook deadlocks on Gloo with several buc
 LIGHTHOUSE_PORT, STORE_PORT = 47510, 47511
 MATCHMAKING_S = 1.0
 JOIN_WITHIN_S = 60.0
+POLL_PERIOD_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,11 @@ def hivemind(model: nn.Module, optimizer: torch.optim.Optimizer, member: Member)
     while wrapped.tracker.global_progress.num_peers < member.size and time.monotonic() < deadline:
         time.sleep(0.1)
     yield model, wrapped
-    dist.barrier()
+    # Another may still make steps, and would wait for a member that has ended in its next averaging round.
+    ended = dist.barrier(async_op=True)
+    while not ended.is_completed():
+        wrapped.step(batch_size=0)
+        time.sleep(POLL_PERIOD_S)
     wrapped.shutdown()
     dht.shutdown()
 
@@ -212,5 +217,5 @@ def joined(
     )
     with PEERS[name](model, optimizer, member) as pair:
         yield pair
-        dist.barrier()
+    dist.barrier()
     dist.destroy_process_group()

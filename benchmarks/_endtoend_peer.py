@@ -1,0 +1,43 @@
+"""A worker of benchmarks/endtoend.py for what lsgd is compared with; it needs nothing of lsgd."""
+
+from pathlib import Path
+
+import torch
+
+from benchmarks import peers
+from benchmarks._endtoend_recorder import Recorder, parser
+from benchmarks.workloads import WideDigits
+
+PORT = 47600
+
+
+def main() -> None:
+    """Train, and write what was recorded."""
+    arguments = parser()
+    arguments.add_argument("--method", choices=peers.PEERS, required=True)
+    arguments.add_argument("--rank", type=int, required=True)
+    arguments.add_argument("--addresses", nargs="+", required=True, help="of all members, in rank order")
+    arguments.add_argument("--period", type=int, required=True)
+    arguments.add_argument("--output", type=Path, required=True)
+    given = arguments.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(given.seed)
+    task = WideDigits(given.width)
+    model = task.model()
+    optimizer = task.optimizer(model)
+    recorder = Recorder(model, given.steps, task.evaluate_every)
+    own, first, size = given.addresses[given.rank], given.addresses[0], len(given.addresses)
+    member = peers.Member(given.rank, size, own, first, given.period, task.batch_size)
+    batches = task.batches(given.rank, size, given.seed)
+    with peers.joined(given.method, model, optimizer, member, PORT) as (wrapped, stepped):
+        for step, (x, y) in zip(range(given.steps), batches, strict=False):
+            recorder.step_begins(step)
+            stepped.zero_grad()
+            task.loss(wrapped, x, y).backward()
+            stepped.step()
+        recorder.step_begins(given.steps)
+    recorder.write(given.output)
+
+
+if __name__ == "__main__":
+    main()
