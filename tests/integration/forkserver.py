@@ -75,7 +75,8 @@ def become(script: str, arguments: list[str], environ: dict[str, str], log: str)
 
 
 def tell(answer: dict[str, int]) -> None:
-    print(json.dumps(answer), flush=True)
+    """Write a line at once: print() would write its end apart where PYTHONUNBUFFERED is set."""
+    os.write(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
 
 
 if __name__ == "__main__":
