@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from benchmarks._control_grants import Grants
+from lsgd.client.grants import Grants
 from lsgd.messages import (
     PROTOCOL,
     Done,

@@ -14,7 +14,7 @@ import random
 import time
 from typing import Any
 
-from benchmarks._control_grants import Grants
+from lsgd.client.grants import Grants
 from lsgd.messages import (
     PROTOCOL,
     Done,

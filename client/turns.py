@@ -12,6 +12,7 @@ from lsgd.client.channel import Expected
 from lsgd.client.checkpoints import Checkpoints
 from lsgd.client.exchange import Exchanger
 from lsgd.client.gradients import GradientExchange
+from lsgd.client.grants import Grants
 from lsgd.client.joining import Membership
 from lsgd.client.loss import LossWindow
 from lsgd.errors import ExchangeError, JoinError, LsgdError, ServerLostError
@@ -62,13 +63,10 @@ class Turns:
         self._exchanger = exchanger
         self._checkpoints = checkpoints
         self._count = 0  # of the run, as of the last global round
-        self._seq = 0
         self.committed = 0
         self._run = membership.plan.run
-        self._unanswered = False  # the last request has no answer yet
-        self._left = 0  # iterations that are granted, beyond the one that this turn is
-        self._last_grant = 0
-        self._ahead: Expected | None = None  # the answer to the request for more, which bears the next number
+        self._grants = Grants(self._run.lookahead)
+        self._ahead: Expected | None = None  # the answer to the request for more
         self._alone = 0  # iterations made since the servers fell silent
         self._dropped = 0  # the last round that could not be completed
         self._stepped = False
@@ -88,14 +86,13 @@ class Turns:
         self._exchanger.flat.check()
         self._take_ahead()
         if self._channel.recalled():
-            self._give_back_ahead()
-        if self._left:
-            self._left -= 1
-            self.granted, self._gave_back = True, False
+            self._forget_ahead()
+            self._grants.give_back()  # the next message says so
+        self._gave_back = False
+        if self._grants.next():
+            self.granted = True
             self._ask_ahead()
             return True
-        self._seq += not self._unanswered
-        self._unanswered, self._gave_back = True, False
         if self._alone and self._may_go_on_alone() and not self._servers_are_back():
             return self._go_on_alone()
         try:
@@ -108,10 +105,8 @@ class Turns:
             return self._go_on_alone()
         if self._alone:
             logger.warning("%s has made %d iterations alone; the servers are back", self.name, self._alone)
-        self._unanswered, self._alone = False, 0
-        self.granted = isinstance(answer, Go)
-        self._last_grant = answer.iterations if isinstance(answer, Go) else 0
-        self._left = self._last_grant - self.granted
+        self._alone = 0
+        self.granted = isinstance(answer, Go) and self._grants.take(answer)
         self._ask_ahead()
         return self.granted
 
@@ -133,10 +128,10 @@ class Turns:
         if self._pending is not None:
             self._drop("paused in the middle of an iteration")
         if not self.stopped:
-            self._give_back_ahead()
+            self._forget_ahead()
+            self._grants.withdraw()
             self._gave_back, self.granted = self.granted, False
-            self._unanswered = False  # the next request is another one
-            self._say_pause(Pause(*self._who, self._seq, self.done, self.committed))
+            self._say_pause(Pause(*self._who, self._grants.seq, self.done, self.committed))
 
     def _say_pause(self, message: Pause) -> None:
         try:
@@ -181,7 +176,7 @@ class Turns:
 
     def _servers_are_back(self) -> bool:
         """Say what was asked and not answered, without waiting; return whether the servers have been heard since."""
-        self._channel.send(self._make_request(self._seq))
+        self._channel.send(self._make_request(self._grants.seq))
         return self._channel.silent_s() < UNSUPERVISED_AFTER_S
 
     def _go_on_alone(self) -> bool:
@@ -191,29 +186,23 @@ class Turns:
 
     def _ask_ahead(self) -> None:
         """Ask for more iterations while there are some to make, if few enough are left."""
-        few = self._left <= self._last_grant // 2
         lockstep = self._exchanger.algorithm.settings.schedule().lockstep
-        if self.granted and self._run.lookahead and few and self._ahead is None and not lockstep:
-            seq = self._seq + 1
+        if self.granted and not lockstep and self._grants.wants_more():
+            seq = self._grants.seq + 1
             self._ahead = self._channel.expect(lambda m: isinstance(m, Go | Stop) and m.seq == seq)
             self._channel.send(self._make_request(seq, ahead=True))
 
     def _take_ahead(self) -> None:
         """Take in what was granted ahead since the last turn."""
         if self._ahead is not None and (go := self._ahead.answered) is not None:
-            self._channel.forget(self._ahead)
-            self._ahead = None
-            self._seq, self.progress = go.seq, go.progress
-            self._left += go.iterations
-            self._last_grant = go.iterations
+            self.progress = go.progress
+            self._grants.take(go)
+            self._forget_ahead()
 
-    def _give_back_ahead(self) -> None:
-        """Let go of what is granted beyond this turn, and of what is asked for; the next message says so."""
-        self._left = 0
+    def _forget_ahead(self) -> None:
         if self._ahead is not None:
             self._channel.forget(self._ahead)
             self._ahead = None
-            self._seq += 1
 
     def _negotiate(self, *, redo: bool = False, silence_s: float | None = None) -> Go | Stop:
         """Ask until an answer's round has been carried out, and return that answer.
@@ -254,7 +243,7 @@ class Turns:
         return Request(*self._who, seq, self.done, self.committed, self._dropped, loss, ahead)
 
     def _request(self, silence_s: float | None) -> Go | Stop:
-        request = self._make_request(self._seq)
+        request = self._make_request(self._grants.seq)
         expected, self._ahead = self._ahead, None
         answer: Go | Stop = self._channel.ask(
             request,
