@@ -41,3 +41,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    peers.end_process()

@@ -6,9 +6,11 @@ The last two are optional, and may live in an environment of their own: this mod
 import contextlib
 import datetime
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -219,3 +221,9 @@ def joined(
         yield pair
     dist.barrier()
     dist.destroy_process_group()
+
+
+def end_process() -> NoReturn:
+    """End this process at once: at the end of the interpreter torch's threads abort now and then on a busy machine."""
+    sys.stdout.flush()
+    os._exit(0)

@@ -68,7 +68,7 @@ def sent_by_phase(path: Path) -> list[tuple[AlgorithmSettings, int]]:
 
 @pytest.mark.slow
 def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> None:
-    """With the headers of every packet, and all that the servers say."""
+    """With the headers of every packet, and all that the servers say, which is more the longer it takes."""
     (tmp_path / "plan.toml").write_text(plan())
     command = ("--", sys.executable, str(SCRIPTS / "wire.py"), str(tmp_path))
     with Lab(WORKERS, rate_mbit=4000) as lab:
@@ -81,4 +81,4 @@ def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> 
         iterations = (ROUNDS - 1) * algorithm.schedule().period
         formula = WORKERS * iterations * sent_nbytes(algorithm, NUMEL, WORKERS)
         ratio = sum(nbytes for _, nbytes in phases) / formula
-        assert 1.0 < ratio <= 1.06, f"{algorithm}: {ratio:.3f} of the formula's bytes"
+        assert 1.0 < ratio < 1.1, f"{algorithm}: {ratio:.3f} of the formula's bytes"
