@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-import torch
-
 from benchmarks import peers
-from benchmarks._endtoend_recorder import Recorder, parser
-from benchmarks.workloads import WideDigits
+from benchmarks._endtoend_recorder import parser, prepare
 
 PORT = 47600
 
@@ -20,12 +17,7 @@ def main() -> None:
     arguments.add_argument("--period", type=int, required=True)
     arguments.add_argument("--output", type=Path, required=True)
     given = arguments.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(given.seed)
-    task = WideDigits(given.width)
-    model = task.model()
-    optimizer = task.optimizer(model)
-    recorder = Recorder(model, given.steps, task.evaluate_every)
+    task, model, optimizer, recorder = prepare(given)
     own, first, size = given.addresses[given.rank], given.addresses[0], len(given.addresses)
     member = peers.Member(given.rank, size, own, first, given.period, task.batch_size)
     batches = task.batches(given.rank, size, given.seed)

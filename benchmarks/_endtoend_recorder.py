@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks._meter import interface_counters
+from benchmarks.workloads import WideDigits
 
 SNAPSHOTS, MARKS = "snapshots.float32", "marks.json"
 """Names of the files that a worker leaves: models, float32 of shape (marks, parameters), and the times of these."""
@@ -68,3 +69,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--steps", type=int, required=True)
     found.add_argument("--seed", type=int, required=True)
     return found
+
+
+def prepare(given: argparse.Namespace) -> tuple[WideDigits, nn.Module, torch.optim.Optimizer, Recorder]:
+    """Return the task, its model and optimizer, the same for every method, and what records the model."""
+    torch.set_num_threads(1)
+    torch.manual_seed(given.seed)
+    task = WideDigits(given.width)
+    model = task.model()
+    return task, model, task.optimizer(model), Recorder(model, given.steps, task.evaluate_every)

@@ -1,21 +1,13 @@
 """The training script of benchmarks/endtoend.py for lsgd's own methods."""
 
-import torch
-
-from benchmarks._endtoend_recorder import Recorder, parser
-from benchmarks.workloads import WideDigits
+from benchmarks._endtoend_recorder import parser, prepare
 from lsgd.client import Worker
 
 
 def main() -> None:
     """Train until the plan says stop, and write what was recorded to the run folder."""
     given = parser().parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(given.seed)
-    task = WideDigits(given.width)
-    model = task.model()
-    optimizer = task.optimizer(model)
-    recorder = Recorder(model, given.steps, task.evaluate_every)
+    task, model, optimizer, recorder = prepare(given)
     with Worker.join(model, optimizer) as worker:
         for x, y in worker.batches(task.batches(worker.rank, worker.world_size, given.seed)):
             recorder.step_begins(worker.progress * worker.plan.run.iterations / worker.world_size)
