@@ -19,7 +19,7 @@ from lsgd.simulation import SimulatedGroup, simulate
 
 
 class Member:
-    """One simulated worker, which does what the client does in an iteration (client/turns.py, client/exchange.py).
+    """One simulated worker, which does what the client does in an iteration (client/turns.py, client/rounds.py).
 
     Args:
         group: all workers, each a node of its own.

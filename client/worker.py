@@ -134,12 +134,12 @@ class Worker:
     @property
     def rank(self) -> int:
         """Rank in the current generation; before the first round, the one expected."""
-        return self._turns.rank
+        return self._turns.rounds.rank
 
     @property
     def world_size(self) -> int:
         """Members of the current generation; before the first round, those expected in it."""
-        return self._turns.world_size
+        return self._turns.rounds.world_size
 
     @property
     def progress(self) -> float:
@@ -245,7 +245,7 @@ class Worker:
 
         As with DistributedDataParallel. Methods that exchange models do not need it.
         """
-        gradients = self._turns.gradients
+        gradients = self._turns.rounds.gradients
         if gradients is None:
             yield
             return
@@ -304,7 +304,7 @@ class Worker:
         self._exchanger.leave(cut=failed)
         try:
             message = Leave(
-                join.worker, join.incarnation, self._turns.done, failed, why, self._turns.committed
+                join.worker, join.incarnation, self._turns.done, failed, why, self._turns.rounds.committed
             )
             self._channel.ask(
                 message, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S
@@ -338,7 +338,7 @@ class Worker:
         try:
             return self._turns.begin()
         except ServerLostError as error:
-            raise ServerLostError(f"{error}; {self._turns.keep()}") from error
+            raise ServerLostError(f"{error}; {self._turns.rounds.keep()}") from error
 
     def _announce_data(self, batch: object, loader: object) -> None:
         """Before the first iteration on data of the user's own, let the servers compare it with the others'."""
