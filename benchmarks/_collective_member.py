@@ -16,6 +16,7 @@ from lsgd.kernels import DEFAULT_BLOCK
 from lsgd.quantized import QuantizedAllReduce
 
 TIMEOUT_S = 120.0
+SOURCE = 0
 LARGEST_ERROR = 0.03
 """Largest difference from the mean of normal numbers that 8-bit codes, twice rounded, can have."""
 
@@ -32,7 +33,7 @@ class Bucket:
 
 
 def methods(rank: int, size: int) -> Mapping[str, Callable[[Tensor], object]]:
-    """Return the collectives, each on the default process group: in place, on float32."""
+    """Return what benchmarks/collectives.py compares, by name, each on the default group: in place, on float32."""
     names = [f"node{index}" for index in range(size)]
     group = TorchGroup(
         lambda name, ranks: dist.group.WORLD,
@@ -40,9 +41,11 @@ def methods(rank: int, size: int) -> Mapping[str, Callable[[Tensor], object]]:
     )
     in_8_bits = QuantizedAllReduce(group, block=DEFAULT_BLOCK, rounding="nearest")
     return {
-        "float32": dist.all_reduce,
-        "float16": lambda x: fp16_compress_hook(None, Bucket(x)).wait(),
-        "8 bits": lambda x: in_8_bits(x, x, ("benchmark",)),
+        "all-reduce, float32": dist.all_reduce,
+        "all-reduce, float16": lambda x: fp16_compress_hook(None, Bucket(x)).wait(),
+        "all-reduce, 8 bits": lambda x: in_8_bits(x, x, ("benchmark",)),
+        "broadcast, Gloo's": lambda x: dist.broadcast(x, SOURCE),
+        "broadcast": lambda x: group.broadcast(x, SOURCE),
     }
 
 
@@ -54,14 +57,19 @@ def interface_nbytes() -> int:
     return int(json.loads(shown.stdout)[0]["bytes"])
 
 
-def check(x: Tensor, reduced: Mapping[str, Tensor]) -> None:
-    """Make sure that the collectives do what they are compared for."""
-    mean = x.clone()
-    dist.all_reduce(mean)
-    mean /= dist.get_world_size()
-    for name, result in reduced.items():
-        error = float((result - mean).abs().max())
-        assert error < LARGEST_ERROR, f"{name}: off by {error}"
+def check(x: Tensor, name: str, result: Tensor) -> None:
+    """Make sure that a collective does what it is compared for."""
+    expected = x.clone()
+    if name.startswith("broadcast"):
+        dist.broadcast(expected, SOURCE)
+        assert result.equal(expected), f"{name}: not what was sent"
+        return
+    dist.all_reduce(expected)
+    expected /= dist.get_world_size()
+    if name == "all-reduce, float32":
+        result = result / dist.get_world_size()
+    error = float((result - expected).abs().max())
+    assert error < LARGEST_ERROR, f"{name}: off by {error}"
 
 
 def main() -> None:
@@ -80,18 +88,18 @@ def main() -> None:
 
     calls: dict[str, list[tuple[float, int]]] = {name: [] for name in collectives}
     for turn in range(given.repeats + 1):
-        for name, reduce in collectives.items():
+        for name, collective in collectives.items():
             result.copy_(x)
             before = interface_nbytes()
             dist.barrier()
             start = time.perf_counter()
-            reduce(result)
+            collective(result)
             seconds = time.perf_counter() - start
             dist.barrier()
             if turn:
                 calls[name].append((seconds, interface_nbytes() - before))
-            elif name != "float32":
-                check(x, {name: result})
+            else:
+                check(x, name, result)
 
     everyone: list[dict[str, list[tuple[float, int]]] | None] = [None] * given.size
     dist.all_gather_object(everyone, calls)

@@ -1,10 +1,11 @@
-"""The all-reduce in 8 bits against Gloo's: ``python -m benchmarks.collectives [--quick] [--json FILE]``. Linux, root.
+"""lsgd's collectives against Gloo's: ``python -m benchmarks.collectives [--quick] [--json FILE]``. Linux, root.
 
 Every member is a process on a host of its own (benchmarks/lab.py), all on this machine. In turns they reduce the same
 float32 message with Gloo's all_reduce, with the float16 hook of DistributedDataParallel, and in two rounds of 8 bits
-(lsgd.quantized on lsgd.client.groups.TorchGroup). The time of a call is that of the slowest member; a speed-up is the
-median over the turns of the ratio of two calls of one turn. Bytes are counted where the wire's rate is, with the
-headers of every packet, and compared with codes and scales alone.
+(lsgd.quantized on lsgd.client.groups.TorchGroup), and send that of the first member to all with Gloo's broadcast and
+with TorchGroup's, which passes it on from member to member. The time of a call is that of the slowest member; a
+speed-up is the median over the turns of the ratio of two calls of one turn. Bytes are counted where the wire's rate is,
+with the headers of every packet, and compared with codes and scales, or numbers, alone.
 """
 
 import argparse
@@ -29,19 +30,51 @@ RATES_MBIT = (100.0, 1000.0)
 MESSAGE_NBYTES, QUICK_MESSAGE_NBYTES = 25_000_000, 2_500_000  # of float32
 REPEATS, QUICK_REPEATS = 7, 3
 DEADLINE_S = 600.0
-BYTES_PER_NUMBER: Mapping[str, float] = {"float32": 4.0, "float16": 2.0, "8 bits": coded(DEFAULT_BLOCK)}
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is called.
+
+    Args:
+        name: of the method, as the table and the members have it.
+        compared_with: the methods whose time is divided by this one's.
+        number_nbytes: bytes of a number on the wire.
+        all_reduce: rather than a broadcast.
+    """
+
+    name: str
+    compared_with: Sequence[str]
+    number_nbytes: float
+    all_reduce: bool
+
+    def sent_nbytes(self, size: int, numel: int) -> float:
+        """Return what a member has to send, as the mean over all."""
+        return (2 if self.all_reduce else 1) * (size - 1) / size * numel * self.number_nbytes
+
+    def wire_nbytes(self, size: int, numel: int) -> float:
+        """Return what the member that has most to send has to."""
+        return self.sent_nbytes(size, numel) if self.all_reduce else numel * self.number_nbytes
+
+
+METHODS = (
+    Method("all-reduce, float32", (), 4.0, True),
+    Method("all-reduce, float16", ("all-reduce, float32",), 2.0, True),
+    Method("all-reduce, 8 bits", ("all-reduce, float32", "all-reduce, float16"), coded(DEFAULT_BLOCK), True),
+    Method("broadcast, Gloo's", (), 4.0, False),
+    Method("broadcast", ("broadcast, Gloo's",), 4.0, False),
+)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table."""
+    """One line of the table; ``speed_ups`` are over the methods that its own is compared with."""
 
     members: int
     rate_mbit: float
     method: str
     seconds: float
-    speed_up_over_float32: float
-    speed_up_over_float16: float
+    speed_ups: Mapping[str, float]
     bytes_over_formula: float
     seconds_over_wire: float
 
@@ -52,24 +85,23 @@ def measure(lab: Lab, rate_mbit: float, nbytes: int, repeats: int) -> Iterator[R
     size, numel = len(lab.hosts), nbytes // 4
     everyone = run(lab, numel, repeats)
     turns = {
-        name: [
-            max(calls[turn][0] for calls in (member[name] for member in everyone)) for turn in range(repeats)
+        method.name: [
+            max(calls[turn][0] for calls in (member[method.name] for member in everyone))
+            for turn in range(repeats)
         ]
-        for name in everyone[0]
+        for method in METHODS
     }
-    for name, per_number in BYTES_PER_NUMBER.items():
-        needed = 2 * (size - 1) / size * numel * per_number
-        sent = statistics.median(nbytes for member in everyone for _, nbytes in member[name])
-        seconds = statistics.median(turns[name])
+    for method in METHODS:
+        sent = [statistics.median(nbytes for _, nbytes in member[method.name]) for member in everyone]
+        seconds = statistics.median(turns[method.name])
         yield Result(
             size,
             rate_mbit,
-            name,
+            method.name,
             seconds,
-            ratio(turns["float32"], turns[name]),
-            ratio(turns["float16"], turns[name]),
-            sent / needed,
-            seconds / (needed * 8 / (rate_mbit * 1e6)),
+            {other: ratio(turns[other], turns[method.name]) for other in method.compared_with},
+            statistics.mean(sent) / method.sent_nbytes(size, numel),
+            seconds / (method.wire_nbytes(size, numel) * 8 / (rate_mbit * 1e6)),
         )
 
 
@@ -112,8 +144,7 @@ def row(result: Result) -> Sequence[str]:
         str(result.members),
         f"{result.rate_mbit:g}",
         f"{result.seconds * 1e3:.0f}",
-        f"{result.speed_up_over_float32:.2f}",
-        f"{result.speed_up_over_float16:.2f}",
+        *([f"{speed_up:.2f}" for speed_up in result.speed_ups.values()] + ["", ""])[:2],
         f"{result.bytes_over_formula:.3f}",
         f"{result.seconds_over_wire:.2f}",
     )
@@ -149,7 +180,7 @@ def main() -> int:
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    columns = ["all-reduce", "members", "Mbit/s", "ms", "over float32", "over float16"]
+    columns = ["method", "members", "Mbit/s", "ms", "over Gloo's", "over float16"]
     columns += ["bytes / needed", "time / wire"]
     print(table(columns, [row(result) for result in results]))
     if options.json:

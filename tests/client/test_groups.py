@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -49,10 +50,12 @@ def every_verb(group: TorchGroup) -> bool:
         x = torch.full((5,), rank + 1, dtype=dtype)
         group.all_reduce(x)
         assert x.tolist() == [size * (size + 1) / 2] * 5
-        for source in range(size):
-            x = torch.full((5,), rank, dtype=dtype)
+        # A small one, and one that is passed on from member to member.
+        for source, length in product(range(size), (5, size * groups.PIECE_NBYTES + 3)):
+            expected = (torch.arange(length) % 251 + source).to(dtype)
+            x = expected.clone() if rank == source else torch.full((length,), rank, dtype=dtype)
             group.broadcast(x, source)
-            assert x.tolist() == [source] * 5
+            assert x.equal(expected)
         # Sizes differ, one of them is large enough for several pieces, and one is empty.
         lengths = [0 if r == 1 else 100_003 if r == 0 else 7 * r for r in range(size)]
         outputs = [torch.empty(n, dtype=dtype) for n in lengths]
@@ -126,7 +129,8 @@ def test_a_member_that_goes_frees_its_neighbours_at_once(switchboard) -> None:
     assert run(switchboard, (2,), work) == [None, True]
 
 
-def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(switchboard) -> None:
+@pytest.mark.parametrize("length", [1, 100_000])
+def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(switchboard, length) -> None:
     over = threading.Event()
 
     def work(group: TorchGroup):
@@ -135,7 +139,7 @@ def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(switchboard) 
             over.wait(20)
             return None
         try:
-            group.broadcast(torch.ones(1), 1)
+            group.broadcast(torch.ones(length), 1)
         except ExchangeError as error:
             return str(error)
         finally:
