@@ -29,10 +29,12 @@ def main() -> None:
     parser.add_argument("--period", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--learning-rate", type=float, required=True)
     parser.add_argument("--port", type=int, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
     task = TASKS[given.task]()
+    task.learning_rate = given.learning_rate
     torch.manual_seed(given.seed)
     model = task.model()
     optimizer = task.optimizer(model)

@@ -17,10 +17,14 @@ hivemind is not among the peers here: its rounds follow the clock, and a step of
 import argparse
 import itertools
 import json
+import multiprocessing
+import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,7 +37,7 @@ from benchmarks._launch import RunFailedError, await_all
 from benchmarks._results import Results
 from benchmarks._training import train
 from benchmarks.methods import OURS, PEERS, PERIODIC, add_peer_python, interpreters_of, settings_of
-from benchmarks.workloads import TASKS
+from benchmarks.workloads import TASKS, Task
 
 ROOT = Path(__file__).parents[1]
 WORKERS = 4
@@ -49,27 +53,46 @@ DEADLINE_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Result:
-    """One training.
+class Training:
+    """What is to be trained, and how.
 
     Args:
         period: 0 for a method that has none.
-        steps_to_target: of a worker; None if the target was never reached.
-        final_loss: mean over the last tests, as is ``final_accuracy``.
-        curve: (step, loss, accuracy) of each test.
+        steps: of a worker; None: the task's.
+        learning_rate_times: the task's learning rate, times this.
     """
 
     task: str
     method: str
     period: int
     seed: int
+    steps: int | None
+    learning_rate_times: float
+
+    def make_task(self) -> Task:
+        """Return the task, with this learning rate."""
+        task = TASKS[self.task]()
+        task.learning_rate *= self.learning_rate_times
+        return task
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a training.
+
+    Args:
+        steps_to_target: of a worker; None if the target was never reached.
+        final_loss: mean over the last tests, as is ``final_accuracy``.
+        curve: (step, loss, accuracy) of each test.
+    """
+
     steps_to_target: int | None
     final_loss: float
     final_accuracy: float
     curve: Sequence[Point]
 
 
-def run_peer(task: str, method: str, period: int, steps: int, seed: int, python: str) -> Sequence[Point]:
+def run_peer(training: Training, task: Task, steps: int, python: str) -> Sequence[Point]:
     """Train the workers of a peer, real processes, and return the curve.
 
     Raises:
@@ -77,60 +100,80 @@ def run_peer(task: str, method: str, period: int, steps: int, seed: int, python:
     """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    arguments = [
-        f"--task={task}",
-        f"--method={method}",
-        f"--period={period}",
-        f"--steps={steps}",
-        f"--seed={seed}",
-    ]
-    command = [
-        python,
-        "-m",
-        "benchmarks._convergence_peer",
-        *arguments,
-        f"--workers={WORKERS}",
-        f"--port={port}",
-    ]
+    given = {
+        "task": training.task,
+        "method": training.method,
+        "period": training.period or 1,
+        "steps": steps,
+        "seed": training.seed,
+        "learning-rate": task.learning_rate,
+        "workers": WORKERS,
+        "port": port,
+    }
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    command = [python, "-m", "benchmarks._convergence_peer", *flags]
     processes = [
         subprocess.Popen([*command, f"--rank={rank}"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for rank in range(WORKERS)
     ]
-    said = await_all(processes, f"{method} on {task}", DEADLINE_S)
+    said = await_all(processes, f"{training.method} on {training.task}", DEADLINE_S)
     return [(int(step), loss, accuracy) for step, loss, accuracy in json.loads(said[0])]
 
 
-def run(task_name: str, method: str, period: int, steps: int, seed: int, python: str) -> Result:
+def run(training: Training, python: str) -> Result:
     """Train with one method and one seed."""
-    task = TASKS[task_name]()
-    if method in OURS:
-        curve = train(task, settings_of(method, period or 1), WORKERS, steps, seed)
+    task = training.make_task()
+    steps = training.steps or task.steps
+    if training.method in OURS:
+        settings = settings_of(training.method, training.period or 1)
+        curve = train(task, settings, WORKERS, steps, training.seed)
     else:
-        curve = run_peer(task_name, method, period or 1, steps, seed, python)
+        curve = run_peer(training, task, steps, python)
     reached = next((step for step, loss, _ in curve if loss <= task.target_loss), None)
     last = curve[-max(1, len(curve) // LAST_SHARE) :]
     loss = sum(loss for _, loss, _ in last) / len(last)
     accuracy = sum(accuracy for _, _, accuracy in last) / len(last)
-    return Result(task_name, method, period, seed, reached, loss, accuracy, curve)
+    return Result(reached, loss, accuracy, curve)
 
 
 def run_all(options: argparse.Namespace, pythons: Mapping[str, str], results: Results) -> Iterator[str]:
-    """Make the trainings that have no result yet; yield what failed."""
+    """Make the trainings that have no result yet, several at a time; yield what failed."""
     methods = [(m, period) for m in pythons for period in (options.periods if m in PERIODIC else (0,))]
-    for task, seed, (method, period) in itertools.product(options.tasks, range(options.seeds), methods):
-        if results.has(task=task, method=method, period=period, seed=seed):
-            continue
-        steps = options.steps or TASKS[task].steps
+    trainings = [
+        Training(task, method, period, seed, options.steps, options.learning_rate_times)
+        for task, seed, (method, period) in itertools.product(options.tasks, range(options.seeds), methods)
+    ]
+    trainings = [training for training in trainings if not results.has(**asdict(training))]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, spawn, initializer=_prepare) as pool:
+        running = [pool.submit(run, training, pythons[training.method]) for training in trainings]
         try:
-            result = run(task, method, period, steps, seed, pythons[method])
-        except RunFailedError as error:
-            print(error, file=sys.stderr, flush=True)
-            yield f"{method} on {task}"
-            continue
-        results.add(asdict(result))
-        reached = f"{result.steps_to_target} steps to the target"
-        accuracy = f"accuracy {result.final_accuracy:.4f}"
-        print(f"{task}, seed {seed}, {method}, period {period}: {reached}, {accuracy}", flush=True)
+            for training, future in zip(trainings, running, strict=True):
+                try:
+                    result = future.result()
+                except RunFailedError as error:
+                    print(error, file=sys.stderr, flush=True)
+                    yield f"{training.method} on {training.task}"
+                    continue
+                results.add({**asdict(training), **asdict(result)})
+                what = f"{training.task}, seed {training.seed}, {training.method}, period {training.period}"
+                reached = f"{result.steps_to_target} steps to the target"
+                print(f"{what}: {reached}, accuracy {result.final_accuracy:.4f}", flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _prepare() -> None:
+    """In a process that trains: take one thread, and end with the process that gives it trainings."""
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def options_of() -> argparse.Namespace:
@@ -144,6 +187,10 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--periods", type=int, nargs="+", help="of the methods that have one, one run each")
     parser.add_argument("--seeds", type=int, help="how many, from 0")
     parser.add_argument("--steps", type=int, help="of a worker, instead of the task's")
+    parser.add_argument(
+        "--learning-rate-times", type=float, default=1.0, metavar="X", help="of the task's learning rate"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     add_peer_python(parser)
     parser.add_argument(
         "--network", type=Path, help="results of benchmarks.network, for the time to the target"
@@ -156,6 +203,8 @@ def options_of() -> argparse.Namespace:
         "--plots", type=Path, help="draw the curves to PNG files in this folder (needs matplotlib)"
     )
     options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, not {options.jobs}")
     options.tasks = options.tasks or (QUICK_TASKS if options.quick else tuple(TASKS))
     options.methods = options.methods or (QUICK_METHODS if options.quick else METHODS)
     options.periods = options.periods or (QUICK_PERIODS if options.quick else PERIODS)
@@ -167,17 +216,20 @@ def main() -> int:
     """Train with every method, and print a Markdown table for each task and period."""
     options = options_of()
     pythons = interpreters_of(options.methods, options.peer_python)
-    torch.set_num_threads(1)
     machine = about("benchmarks.convergence")
     try:
-        results = Results(options.json, machine, {"workers": WORKERS, "steps": options.steps})
+        results = Results(options.json, machine, {"workers": WORKERS})
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(heading(machine) + "\n", flush=True)
     failed = list(run_all(options, pythons, results))
     wanted = [
-        row for row in results.rows if row["task"] in options.tasks and row["method"] in options.methods
+        row
+        for row in results.rows
+        if row["task"] in options.tasks
+        and row["method"] in options.methods
+        and (row["steps"], row["learning_rate_times"]) == (options.steps, options.learning_rate_times)
     ]
     network = json.loads(options.network.read_text()) if options.network else None
     print("\n" + tables(wanted, network, options.link, WORKERS))

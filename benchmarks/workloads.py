@@ -39,6 +39,7 @@ class Task:
         target_loss: on the test data; four workers of DistributedDataParallel reach it after a third to a half of
             ``steps``.
         batch_size: of each worker.
+        learning_rate: chosen with DistributedDataParallel.
     """
 
     name: ClassVar[str]
@@ -46,6 +47,7 @@ class Task:
     evaluate_every: ClassVar[int]
     target_loss: ClassVar[float]
     batch_size: ClassVar[int]
+    learning_rate: float
 
     def model(self) -> nn.Module:
         """Return a new model, from torch's random numbers."""
@@ -87,6 +89,7 @@ class Digits(Task):
     evaluate_every = 8
     target_loss = 0.1
     batch_size = 16
+    learning_rate = 0.02
 
     def __init__(self) -> None:
         from sklearn.datasets import load_digits
@@ -108,7 +111,7 @@ class Digits(Task):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return SGD with momentum."""
-        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
 
     def batches(self, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield full batches of the worker's images, shuffled anew in each epoch."""
@@ -133,6 +136,7 @@ class WideDigits(Digits):
     steps = 200
     evaluate_every = 8
     batch_size = 64
+    learning_rate = 0.1
     target_accuracy = 0.97
 
     def __init__(self, width: int) -> None:
@@ -144,10 +148,6 @@ class WideDigits(Digits):
         hidden = (nn.Linear(64, self.width), nn.ReLU(), nn.Linear(self.width, self.width), nn.ReLU())
         return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(self.width, 10))
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return SGD with momentum."""
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
 
 class Bytes(Task):
     """The Python standard library's sources as bytes: one file in ten is for the test."""
@@ -157,6 +157,7 @@ class Bytes(Task):
     evaluate_every = 32
     target_loss = 2.0
     batch_size = 8
+    learning_rate = 2e-3
     context = 64
 
     def __init__(self) -> None:
@@ -175,7 +176,7 @@ class Bytes(Task):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return AdamW."""
-        return torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.01)
 
     def batches(self, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield random windows of the worker's part of the text."""
