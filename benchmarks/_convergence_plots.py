@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from benchmarks.workloads import TASKS
 
@@ -36,6 +37,8 @@ def _draw(rows: Rows, task: str, period: int, path: Path) -> None:
         _draw_method(axes, [row for row in rows if row["method"] == method], method, color, style)
     axes.axhline(TASKS[task].target_loss, color="black", linewidth=0.8)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())  # "3" rather than a power of ten
+    axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     axes.set_xlabel("steps of a worker")
     axes.set_ylabel("test loss of the average of all models, median and range over seeds")
     axes.set_title(f"{task}, four workers, period {period}; the line is the target", fontsize=11)
