@@ -78,18 +78,19 @@ def processes_on(host: Host) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_nodes_reach_the_accuracy_with_local_rounds_inside_each(tmp_path: Path) -> None:
+    iterations = 2000
     with Lab(2) as lab:
-        finish([start(host, tmp_path) for host in lab.hosts])
+        finish([start(host, tmp_path, LSGD_ITERATIONS=str(iterations)) for host in lab.hosts])
         assert [processes_on(host) for host in lab.hosts] == [[], []]
         on_the_wire_nbytes = sum(host.sent_nbytes for host in lab.hosts)
     result = json.loads((tmp_path / "node0" / "result.json").read_text())
     assert result["test_accuracy"] >= 0.97
     assert (result["workers"], result["groups"]) == (4, 2)
-    assert result["iterations"] == sum(result["iterations_per_worker"].values()) == 3000
+    assert result["iterations"] == sum(result["iterations_per_worker"].values()) == iterations
     assert result["rounds_local"] >= 4 * result["rounds_global"] > 0
     # A model crosses at most three times in a global round, and never in a local one.
     model_nbytes = (tmp_path / "node0" / "model.safetensors").stat().st_size
-    control_nbytes = 3000 * 500
+    control_nbytes = iterations * 500
     assert on_the_wire_nbytes < (result["rounds_global"] + 6) * 3 * model_nbytes + control_nbytes
     assert on_the_wire_nbytes < result["rounds_local"] * model_nbytes
 
