@@ -145,22 +145,22 @@ def run_all(options: argparse.Namespace, pythons: Mapping[str, str], results: Re
     ]
     trainings = [training for training in trainings if not results.has(**asdict(training))]
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, spawn, initializer=_prepare) as pool:
-        running = [pool.submit(run, training, pythons[training.method]) for training in trainings]
-        try:
-            for training, future in zip(trainings, running, strict=True):
-                try:
-                    result = future.result()
-                except RunFailedError as error:
-                    print(error, file=sys.stderr, flush=True)
-                    yield f"{training.method} on {training.task}"
-                    continue
-                results.add({**asdict(training), **asdict(result)})
-                what = f"{training.task}, seed {training.seed}, {training.method}, period {training.period}"
-                reached = f"{result.steps_to_target} steps to the target"
-                print(f"{what}: {reached}, accuracy {result.final_accuracy:.4f}", flush=True)
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ProcessPoolExecutor(options.jobs, spawn, initializer=_prepare)
+    running = [pool.submit(run, training, pythons[training.method]) for training in trainings]
+    try:
+        for training, future in zip(trainings, running, strict=True):
+            try:
+                result = future.result()
+            except RunFailedError as error:
+                print(error, file=sys.stderr, flush=True)
+                yield f"{training.method} on {training.task}"
+                continue
+            results.add({**asdict(training), **asdict(result)})
+            what = f"{training.task}, seed {training.seed}, {training.method}, period {training.period}"
+            reached = f"{result.steps_to_target} steps to the target"
+            print(f"{what}: {reached}, accuracy {result.final_accuracy:.4f}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _prepare() -> None:

@@ -184,20 +184,18 @@ class TorchGroup:
         Over Gloo, a large one goes from each member to the next, piece by piece, and so leaves each wire once. Gloo's
         own broadcast is a tree of whole messages: four hosts take three times as long as the wire needs for one.
         """
-        options = dist.BroadcastOptions()
-        options.timeout = self._timeout
-        options.rootRank = source
-        options.rootTensor = 0
         host = self._staged(tensor)
-        relayed = self._backend == "gloo" and tensor.nbytes >= self.size * PIECE_NBYTES
-        self._run(
-            f"broadcast from {self._names[source]}",
-            lambda group: (
-                _Relay(group, host, source, self.rank, self.size)
-                if relayed
-                else group.broadcast([host], options)
-            ),
-        )
+
+        def start(group: dist.ProcessGroup) -> Any:
+            if self._backend == "gloo" and host.nbytes >= self.size * PIECE_NBYTES:
+                return _Relay(group, host, source, self.rank, self.size)
+            options = dist.BroadcastOptions()
+            options.timeout = self._timeout
+            options.rootRank = source
+            options.rootTensor = 0
+            return group.broadcast([host], options)
+
+        self._run(f"broadcast from {self._names[source]}", start)
         if self.rank != source:
             _unstage(host, tensor)
 
