@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 TIMEOUT = datetime.timedelta(hours=1)
 POWERSGD_STARTS_AT = 2  # the first step that it can
 ONE_BUCKET_MB = 1024  # torch's PowerSGD hook deadlocks on Gloo with several buckets
-LIGHTHOUSE_PORT, STORE_PORT = 47510, 47511
 MATCHMAKING_S = 1.0
 JOIN_WITHIN_S = 60.0
 POLL_PERIOD_S = 0.05
@@ -117,12 +117,12 @@ def torchft(outer: bool) -> Attach:
         from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo, LocalSGD
 
-        lighthouse = None
+        lighthouse, found = None, [""]
         if member.rank == 0:
-            lighthouse = LighthouseServer(bind=f"[::]:{LIGHTHOUSE_PORT}", min_replicas=member.size)
-        dist.barrier()
-        port = STORE_PORT + member.rank
-        store = dist.TCPStore(member.address, port, is_master=True, wait_for_workers=False)
+            lighthouse = LighthouseServer(bind="[::]:0", min_replicas=member.size)
+            found = [f"http://{member.first_address}:{urlsplit(lighthouse.address()).port}"]
+        dist.broadcast_object_list(found, 0)
+        store = dist.TCPStore(member.address, 0, is_master=True, wait_for_workers=False)
         os.environ["MASTER_ADDR"] = member.address
         manager = Manager(
             pg=ProcessGroupGloo(timeout=TIMEOUT),
@@ -131,10 +131,10 @@ def torchft(outer: bool) -> Attach:
             state_dict=model.state_dict,
             replica_id=f"replica{member.rank}",
             store_addr=member.address,
-            store_port=port,
+            store_port=store.port,
             rank=0,
             world_size=1,
-            lighthouse_addr=f"http://{member.first_address}:{LIGHTHOUSE_PORT}",
+            lighthouse_addr=found[0],
             use_async_quorum=False,
             timeout=TIMEOUT,
             quorum_timeout=TIMEOUT,
