@@ -119,7 +119,7 @@ class Member:
         mean = self.losses.mean()
         own = torch.tensor([math.inf if mean is None or math.isnan(mean) else mean], dtype=torch.float64)
         losses = [torch.empty_like(own) for _ in PLACES]
-        self.group.all_gather(losses, own)
+        self.group.all_gather(losses, own).wait()
         leaders, first = [], 0
         for size in NODE_SIZES:
             leaders.append(min(range(first, first + size), key=lambda rank: float(losses[rank])))

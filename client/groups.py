@@ -2,7 +2,8 @@
 
 import datetime
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lsgd.client.channel import Channel
 from lsgd.client.joining import Membership
 from lsgd.client.wires import Wires
 from lsgd.errors import ExchangeError
+from lsgd.group import Transfer
 from lsgd.messages import Generation, Get, Put, Value
 from lsgd.topology import first_ranks, node_ranks
 
@@ -175,7 +177,7 @@ class TorchGroup:
         options = dist.AllreduceOptions()
         options.timeout = self._timeout
         host = self._staged(tensor)
-        self._run("all_reduce", lambda group: group.allreduce([host], options))
+        self._begin("all_reduce", lambda group: group.allreduce([host], options)).wait()
         _unstage(host, tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -195,30 +197,36 @@ class TorchGroup:
             options.rootTensor = 0
             return group.broadcast([host], options)
 
-        self._run(f"broadcast from {self._names[source]}", start)
+        self._begin(f"broadcast from {self._names[source]}", start).wait()
         if self.rank != source:
             _unstage(host, tensor)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Write each member's ``tensor`` to ``outputs[rank]``."""
-        self.all_to_all(outputs, [tensor] * self.size)
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
+        """Begin to write each member's ``tensor`` to ``outputs[rank]``."""
+        return self.all_to_all(outputs, [tensor] * self.size)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Send ``inputs[r]`` to each member ``r``, and receive into ``outputs[r]``."""
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
+        """Begin to send ``inputs[r]`` to each member ``r``, and to receive into ``outputs[r]``."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self.exchange({r: inputs[r] for r in others}, {r: outputs[r] for r in others})
         outputs[self.rank].copy_(inputs[self.rank])
+        return self._begin_exchange({r: inputs[r] for r in others}, {r: outputs[r] for r in others})
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Send ``sends[r]`` to each ``r`` and write what each ``r`` sends to ``receives[r]``."""
-        if self.size == 1:
-            return
+        self._begin_exchange(sends, receives).wait()
+
+    def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
         outgoing = {rank: self._staged(tensor) for rank, tensor in sends.items()}
         incoming = {rank: self._staged(tensor, copy=False) for rank, tensor in receives.items()}
-        self._run(f"exchange with {peers}", lambda group: _Exchange(group, outgoing, incoming))
-        for rank, tensor in receives.items():
-            _unstage(incoming[rank], tensor)
+        under_way = self._begin(f"exchange with {peers}", lambda group: _Exchange(group, outgoing, incoming))
+
+        def wait() -> None:
+            under_way.wait()
+            for rank, tensor in receives.items():
+                _unstage(incoming[rank], tensor)
+
+        return Transfer(wait)
 
     def _staged(self, tensor: Tensor, *, copy: bool = True) -> Tensor:
         """Return ``tensor``, or in host memory a copy of one that this group's backend cannot send from the GPU."""
@@ -231,16 +239,29 @@ class TorchGroup:
     def _timeout(self) -> datetime.timedelta:
         return datetime.timedelta(seconds=self._timeout_s)
 
-    def _run(self, what: str, start: Callable[[dist.ProcessGroup], Any]) -> None:
+    def _begin(self, what: str, start: Callable[[dist.ProcessGroup], Any]) -> Transfer:
+        """Start what ``start`` returns, something with a ``wait()``; a group of one has nothing to do."""
         if self.size == 1:
-            return
+            return Transfer(lambda: None)
         started_at = time.monotonic()
-        try:
+        with self._failing(what, started_at):
             if self._group is None:
                 self._group = self._wires.watch(lambda: self._build(self._name, self._ranks))
-            start(self._group).wait()
-            if self._backend == "nccl":
-                torch.cuda.current_stream(self.device).synchronize()
+            work = start(self._group)
+
+        def wait() -> None:
+            with self._failing(what, started_at):
+                work.wait()
+                if self._backend == "nccl":
+                    torch.cuda.current_stream(self.device).synchronize()
+
+        return Transfer(wait)
+
+    @contextmanager
+    def _failing(self, what: str, started_at: float) -> Iterator[None]:
+        """Have what torch raises end the group, as an ExchangeError."""
+        try:
+            yield
         except (RuntimeError, ConnectionAbortedError) as error:
             self.close()
             raise ExchangeError(

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lsgd.errors import ConfigError
+from lsgd.group import Transfer
 from lsgd.kernels import DEFAULT_BLOCK
 from lsgd.quantized import QuantizedAllReduce
 
@@ -145,22 +146,21 @@ class _TorchGroup:
         self.rank = dist.get_rank(group)
         self.size = len(self._ranks)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Write each member's ``tensor`` to ``outputs[rank]``."""
-        self.all_to_all(outputs, [tensor] * self.size)
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
+        """Begin to write each member's ``tensor`` to ``outputs[rank]``."""
+        return self.all_to_all(outputs, [tensor] * self.size)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Send ``inputs[r]`` to each member ``r``, and receive into ``outputs[r]``; one's own is there already."""
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
+        """Begin to send ``inputs[r]`` to each ``r``, and to receive into ``outputs[r]``; one's own is there already."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self._exchange({rank: inputs[rank] for rank in others}, {rank: outputs[rank] for rank in others})
+        return self._begin({rank: inputs[rank] for rank in others}, {rank: outputs[rank] for rank in others})
 
-    def _exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+    def _begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         if self._backend == "nccl":
             ops = [dist.P2POp(dist.irecv, x, self._ranks[r], self._group) for r, x in receives.items()]
             ops += [dist.P2POp(dist.isend, x, self._ranks[r], self._group) for r, x in sends.items()]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-            return
+            batch = dist.batch_isend_irecv(ops)
+            return Transfer(lambda: _wait_for(batch))
         incoming = {rank: _on_host(x) for rank, x in receives.items()}
         works: list[dist.Work | None] = []  # every receive before the first send
         for rank, x in incoming.items():
@@ -170,12 +170,20 @@ class _TorchGroup:
                 dist.isend(piece, self._ranks[rank], self._group, tag)
                 for tag, piece in _pieces(_on_host(x, copy=True))
             ]
-        for posted in works:
-            assert posted is not None
-            posted.wait()
-        for rank, x in incoming.items():
-            if x is not receives[rank]:
-                receives[rank].copy_(x)
+
+        def wait() -> None:
+            _wait_for(works)
+            for rank, x in incoming.items():
+                if x is not receives[rank]:
+                    receives[rank].copy_(x)
+
+        return Transfer(wait)
+
+
+def _wait_for(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 def _on_host(x: Tensor, *, copy: bool = False) -> Tensor:

@@ -4,14 +4,35 @@ Algorithms know this protocol and nothing else of the outside. :mod:`lsgd.client
 torch.distributed; :mod:`lsgd.simulation` has one of threads in a process.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 
+class Transfer:
+    """Tensors under way. Until :meth:`wait` has returned they belong to the group.
+
+    Args:
+        wait: waits until all are sent and received, and raises ExchangeError when that fails.
+    """
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Wait until all are sent and received.
+
+        Raises:
+            ExchangeError: it failed; what was to be received is undefined.
+        """
+        self._wait()
+
+
 class Group(Protocol):
-    """Members that exchange tensors. Every verb is collective, blocks until done, and has a deadline.
+    """Members that exchange tensors. Every verb is collective, has a deadline, and blocks until done.
+
+    Two of them only begin, and return a :class:`Transfer` to wait for; several may be under way.
 
     All members call the same verbs in the same order with tensors of the same sizes and dtypes, contiguous and on
     the group's device. When a verb raises :class:`lsgd.errors.ExchangeError`, what it was to write is undefined
@@ -51,15 +72,15 @@ class Group(Protocol):
         """Replace ``tensor`` by that of the member ``source``, whose own is not changed."""
         ...
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Write each member's ``tensor`` to ``outputs[rank]``; sizes may differ between members.
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
+        """Begin to write each member's ``tensor`` to ``outputs[rank]``; sizes may differ between members.
 
         ``outputs[own rank]`` may be ``tensor``.
         """
         ...
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Send ``inputs[r]`` to each member ``r``, and write what it sends to ``outputs[r]``; sizes may differ.
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
+        """Begin to send ``inputs[r]`` to each ``r``, and to write what it sends to ``outputs[r]``; sizes may differ.
 
         ``outputs[own rank]`` may be ``inputs[own rank]``.
         """

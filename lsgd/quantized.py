@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lsgd.group import Transfer
 from lsgd.kernels import (
     Quantized,
     dequantize,
@@ -17,6 +19,10 @@ from lsgd.kernels import (
 )
 from lsgd.kernels.dispatch import Reduction, Rounding
 from lsgd.kernels.layout import Layout
+
+MAX_SEGMENTS = 4
+SEGMENT_CHUNK_NUMEL = 1 << 18
+"""A tensor is reduced in up to four segments, whose chunks, one for each member, have at least so many numbers."""
 
 
 def seed_of(*parts: object) -> int:
@@ -71,11 +77,11 @@ class Members(Protocol):
         """As in Group."""
         ...
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
         """As in Group; ``tensor`` is ``outputs[rank]``."""
         ...
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
         """As in Group; ``inputs[rank]`` is ``outputs[rank]``."""
         ...
 
@@ -87,9 +93,12 @@ class QuantizedAllReduce:
     2. Member i gets everyone's chunk i, decodes and adds them up in float32, and quantizes the result.
     3. All get all results and decode them.
 
-    A member sends ``2 (n - 1) / n`` bytes per number, and 8 bytes per block and 64 per chunk. NaN and Inf travel
-    as the flag of a payload: the blocks that hold them become NaN on all members alike. A single member keeps its
-    numbers as they are.
+    A large tensor is cut into segments first, and so is done one part after the other: while one travels, the next is
+    quantized or the last decoded.
+
+    A member sends ``2 (n - 1) / n`` bytes per number, and 8 bytes per block and 64 per chunk of a segment. NaN and Inf
+    travel as the flag of a payload: the blocks that hold them become NaN on all members alike. A single member keeps
+    its numbers as they are.
 
     With a residual (error feedback on both rounds, DoubleSqueeze, arXiv 1905.05957, algorithm 1) it is added before,
     and then holds what this member's rounding lost: of its own numbers in the first round, and of the result for
@@ -107,7 +116,7 @@ class QuantizedAllReduce:
         self.block = block
         self.rounding = rounding_of(rounding)
         self.average = average
-        self._buffers: dict[tuple[int, torch.dtype, torch.device], _Buffers] = {}
+        self._segments: dict[tuple[int, torch.dtype, torch.device], Sequence[_Segment]] = {}
 
     def __call__(
         self, x: Tensor, out: Tensor, seed: tuple[object, ...], residual: Tensor | None = None
@@ -136,59 +145,72 @@ class QuantizedAllReduce:
             if residual is not None:
                 residual.zero_()
             return torch.zeros(1, dtype=torch.int32, device=x.device)
-        buffers = self._buffers_for(x)
-        bounds, me = buffers.bounds, self.group.rank
-        for rank, payload in enumerate(buffers.sent):
-            chunk = x[bounds[rank] : bounds[rank + 1]]
-            key = seed_of(*seed, me, 0, rank)
+        segments = self._segments_of(x)
+        first, second = [], []
+        for segment in segments:
+            self._quantize(x, segment, seed, residual)
+            first.append(self.group.all_to_all(segment.received, segment.sent))
+        for segment, transfer in zip(segments, first, strict=True):
+            transfer.wait()
+            self._reduce(segment, seed, residual)
+            second.append(self.group.all_gather(segment.gathered, segment.gathered[self.group.rank]))
+        flags = []
+        for segment, transfer in zip(segments, second, strict=True):
+            transfer.wait()
+            for payload, layout, place in zip(segment.gathered, segment.results, segment.chunks, strict=True):
+                q = Quantized.from_payload(payload, layout=layout)
+                decode_into(q, out[place])
+                flags.append(q.flags)
+        return torch.stack(flags).amax(0)
+
+    def _quantize(
+        self, x: Tensor, segment: "_Segment", seed: tuple[object, ...], residual: Tensor | None
+    ) -> None:
+        """Write the payloads of one segment, and note what their rounding lost."""
+        me, start = self.group.rank, segment.chunks[0].start
+        for rank, (payload, place) in enumerate(zip(segment.sent, segment.chunks, strict=True)):
+            chunk = x[place]
+            key = seed_of(*seed, start, me, 0, rank)
             q = quantize(chunk, block=self.block, rounding=self.rounding, seed=key, out=payload)
             if residual is not None:
                 dequantize_add(q, chunk, alpha=-1.0)
 
-        self.group.all_to_all(buffers.received, buffers.sent)
-        parts = [Quantized.from_payload(payload, layout=buffers.chunk) for payload in buffers.received]
-        self._reduce(parts, buffers, seed_of(*seed, me, 1), residual)
-
-        self.group.all_gather(buffers.gathered, buffers.gathered[me])
-        results = [
-            Quantized.from_payload(payload, layout=layout)
-            for payload, layout in zip(buffers.gathered, buffers.results, strict=True)
-        ]
-        for rank, q in enumerate(results):
-            decode_into(q, out[bounds[rank] : bounds[rank + 1]])
-        return torch.stack([q.flags for q in results]).amax(0)
-
-    def _reduce(
-        self, parts: Sequence[Quantized], buffers: "_Buffers", seed: int, residual: Tensor | None
-    ) -> None:
+    def _reduce(self, segment: "_Segment", seed: tuple[object, ...], residual: Tensor | None) -> None:
         """Write the payload of this member's chunk of the result, and note what its rounding lost."""
         me = self.group.rank
+        parts = [Quantized.from_payload(payload, layout=segment.chunk) for payload in segment.received]
+        key = seed_of(*seed, segment.chunks[0].start, me, 1)
         op: Reduction = "mean" if self.average else "sum"
-        payload = buffers.gathered[me]
+        payload = segment.gathered[me]
         if residual is None:
             dequantize_reduce_quantize(
-                parts, op=op, block=self.block, rounding=self.rounding, seed=seed, out=payload
+                parts, op=op, block=self.block, rounding=self.rounding, seed=key, out=payload
             )
             return
         result = dequantize_reduce(parts, op=op)
-        q = quantize(result, block=self.block, rounding=self.rounding, seed=seed, out=payload)
-        own = residual[buffers.bounds[me] : buffers.bounds[me + 1]]
+        q = quantize(result, block=self.block, rounding=self.rounding, seed=key, out=payload)
         # It comes back as one member's contribution: in a mean, it then counts one n-th.
-        own.add_(dequantize_add(q, result, alpha=-1.0), alpha=self.group.size if self.average else 1)
+        lost = dequantize_add(q, result, alpha=-1.0)
+        residual[segment.chunks[me]].add_(lost, alpha=self.group.size if self.average else 1)
 
-    def _buffers_for(self, x: Tensor) -> "_Buffers":
+    def _segments_of(self, x: Tensor) -> "Sequence[_Segment]":
         key = (x.numel(), x.dtype, x.device)
-        if key not in self._buffers:
-            self._buffers[key] = _Buffers(x, self.group, self.block)
-        return self._buffers[key]
+        if key not in self._segments:
+            count = max(1, min(MAX_SEGMENTS, x.numel() // (self.group.size * SEGMENT_CHUNK_NUMEL)))
+            bounds = chunk_bounds(x.numel(), count, self.block)
+            self._segments[key] = [
+                _Segment(start, end, x, self.group, self.block) for start, end in pairwise(bounds)
+            ]
+        return self._segments[key]
 
 
-class _Buffers:
-    """Payloads of one all-reduce for tensors like ``x``, and how they are to be read."""
+class _Segment:
+    """A part of tensors like ``x``, from ``start`` to ``end``: the payloads of it, and how they are to be read."""
 
-    def __init__(self, x: Tensor, group: Members, block: int | None) -> None:
-        self.bounds = chunk_bounds(x.numel(), group.size, block)
-        sizes = [self.bounds[rank + 1] - self.bounds[rank] for rank in range(group.size)]
+    def __init__(self, start: int, end: int, x: Tensor, group: Members, block: int | None) -> None:
+        bounds = chunk_bounds(end - start, group.size, block)
+        self.chunks = [slice(start + one, start + next) for one, next in pairwise(bounds)]
+        sizes = [chunk.stop - chunk.start for chunk in self.chunks]
         layouts = [Layout(size, block, x.dtype) for size in sizes]
         self.results = [Layout(size, block, torch.float32) for size in sizes]
         self.chunk = layouts[group.rank]

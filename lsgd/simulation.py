@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lsgd.errors import ExchangeError
+from lsgd.group import Transfer
 from lsgd.topology import first_ranks, node_ranks
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class SimulatedGroup:
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by the sum over all members."""
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self.all_gather(parts, tensor)
+        self.all_gather(parts, tensor).wait()
         total = parts[0]
         for part in parts[1:]:
             total += part
@@ -112,24 +113,31 @@ class SimulatedGroup:
         else:
             self.exchange({}, {source: tensor})
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Write each member's ``tensor`` to ``outputs[rank]``."""
-        self.all_to_all(outputs, [tensor] * self.size)
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
+        """Begin to write each member's ``tensor`` to ``outputs[rank]``."""
+        return self.all_to_all(outputs, [tensor] * self.size)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Send ``inputs[r]`` to each member ``r``, and receive into ``outputs[r]``."""
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
+        """Begin to send ``inputs[r]`` to each member ``r``, and to receive into ``outputs[r]``."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        self.exchange({r: inputs[r] for r in others}, {r: outputs[r] for r in others})
         outputs[self.rank].copy_(inputs[self.rank])
+        return self._begin({r: inputs[r] for r in others}, {r: outputs[r] for r in others})
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Send ``sends[r]`` to each ``r`` and write what each ``r`` sends to ``receives[r]``."""
+        self._begin(sends, receives).wait()
+
+    def _begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         me = self._members[self.rank]
         for rank, tensor in sends.items():
             self._mail.send(self._name, me, self._members[rank], tensor)
             self._own_nbytes += tensor.nbytes
-        for rank, tensor in receives.items():
-            self._mail.receive(self._name, self._members[rank], me, tensor)
+
+        def receive() -> None:
+            for rank, tensor in receives.items():
+                self._mail.receive(self._name, self._members[rank], me, tensor)
+
+        return Transfer(receive)
 
 
 def simulate(

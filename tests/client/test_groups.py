@@ -59,12 +59,24 @@ def every_verb(group: TorchGroup) -> bool:
         # Sizes differ, one of them is large enough for several pieces, and one is empty.
         lengths = [0 if r == 1 else 100_003 if r == 0 else 7 * r for r in range(size)]
         outputs = [torch.empty(n, dtype=dtype) for n in lengths]
-        group.all_gather(outputs, torch.full((lengths[rank],), rank, dtype=dtype))
+        group.all_gather(outputs, torch.full((lengths[rank],), rank, dtype=dtype)).wait()
         assert all(bool((x == r).all()) for r, x in enumerate(outputs))
         inputs = [torch.full((3 + r,), 10 * rank + r, dtype=dtype) for r in range(size)]
         outputs = [torch.empty(3 + rank, dtype=dtype) for _ in range(size)]
-        group.all_to_all(outputs, inputs)
+        group.all_to_all(outputs, inputs).wait()
         assert all(x.tolist() == [10 * r + rank] * (3 + rank) for r, x in enumerate(outputs))
+    # Several under way at a time, in several pieces each: none takes another's place.
+    under_way = []
+    for number in range(4):
+        inputs = [
+            torch.full((groups.PIECE_NBYTES * (number + 1),), 100 * number + 10 * rank + r)
+            for r in range(size)
+        ]
+        outputs = [torch.empty_like(x) for x in inputs]
+        under_way.append((outputs, group.all_to_all(outputs, inputs)))
+    for number, (outputs, transfer) in enumerate(under_way):
+        transfer.wait()
+        assert all(bool((x == 100 * number + 10 * r + rank).all()) for r, x in enumerate(outputs))
     if size > 1 and rank < 2:  # only those named take part
         received = torch.empty(4)
         group.exchange({1 - rank: torch.full((4,), float(rank))}, {1 - rank: received})

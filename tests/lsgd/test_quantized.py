@@ -1,9 +1,12 @@
 """The two-round all-reduce in 8 bits: what it computes, that all get the same bits, and how many bytes travel."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
+from lsgd import quantized
 from lsgd.quantized import QuantizedAllReduce, chunk_bounds, seed_of
 from lsgd.simulation import simulate
 
@@ -152,6 +155,42 @@ def test_bytes_sent(size):
         assert codes - block * payloads <= sent <= codes * (1 + 8 / block) + (block + 96) * payloads
     total = sum(simulate([size], member))
     assert total <= 1.006 * size * 2 * (size - 1) / size * numel
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("block", [16, None])
+def test_a_large_tensor_is_reduced_in_segments(monkeypatch, size, average, block):
+    """Each segment comes out as if it had been a tensor of its own, residuals included."""
+    xs = inputs(size, 1003)
+
+    def outs_of(parts):
+        residuals = [torch.full_like(x, 0.01) for x in parts]
+        results = all_reduce(parts, block=block, average=average, residuals=residuals)
+        return [out for out, _, _ in results], residuals, len(results[0][1].sent("all_to_all"))
+
+    bounds = chunk_bounds(1003, 4, block)
+    alone = [outs_of([x[start:end].clone() for x in xs]) for start, end in pairwise(bounds)]
+    monkeypatch.setattr(quantized, "SEGMENT_CHUNK_NUMEL", 1003 // size // 4)
+    outs, residuals, calls = outs_of([x.clone() for x in xs])
+    assert calls == (4 if size > 1 else 0)
+    for rank in range(size):
+        assert outs[rank].equal(torch.cat([segment[0][rank] for segment in alone]))
+        assert residuals[rank].equal(torch.cat([segment[1][rank] for segment in alone]))
+
+
+def test_no_two_segments_are_rounded_with_the_same_seed(monkeypatch):
+    """The same numbers in each segment give codes that differ in all."""
+    monkeypatch.setattr(quantized, "SEGMENT_CHUNK_NUMEL", 64)
+    xs = [torch.linspace(0, 1, 64).repeat(8) for _ in range(2)]
+    results = all_reduce(xs, block=64, rounding="stochastic")
+    for verb in ("all_to_all", "all_gather"):
+        sent = [
+            tuple(tensors[0].tolist())
+            for _, recording, _ in results
+            for tensors in map(np.stack, recording.sent(verb))
+        ]
+        assert len(sent) == len(set(sent)) == 8
 
 
 def test_seeds_differ():

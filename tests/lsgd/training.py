@@ -123,11 +123,11 @@ class Recording:
 
     def all_gather(self, outputs, tensor):
         self._note("all_gather", [tensor])
-        self._group.all_gather(outputs, tensor)
+        return self._group.all_gather(outputs, tensor)
 
     def all_to_all(self, outputs, inputs):
         self._note("all_to_all", inputs)
-        self._group.all_to_all(outputs, inputs)
+        return self._group.all_to_all(outputs, inputs)
 
     def exchange(self, sends, receives):
         self._note("exchange", list(sends.values()))
