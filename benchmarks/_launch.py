@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.lab import Host
@@ -55,8 +55,15 @@ def start(host: Host, command: Sequence[str]) -> "subprocess.Popen[str]":
     )
 
 
-def await_all(processes: Sequence["subprocess.Popen[str]"], what: str, timeout_s: float) -> list[str]:
+def await_all(
+    processes: Sequence["subprocess.Popen[str]"],
+    what: str,
+    timeout_s: float,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[str]:
     """Wait for the end of processes whose output goes to pipes, and return what each has said.
+
+    ``meanwhile`` is called every now and then.
 
     Raises:
         RunFailedError: one failed, or the time is over; all have been ended.
@@ -66,6 +73,7 @@ def await_all(processes: Sequence["subprocess.Popen[str]"], what: str, timeout_s
         codes = [process.poll() for process in processes]
         if any(codes) or None not in codes or time.monotonic() > deadline:
             break
+        meanwhile()
         time.sleep(POLL_PERIOD_S)
     for process in processes:
         process.kill()

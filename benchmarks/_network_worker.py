@@ -30,19 +30,18 @@ def time_requests() -> list[float]:
 
 
 def main() -> None:
-    """Train until the plan says stop, and write what was measured to the run folder."""
+    """Train until the plan says stop."""
     given = parser().parse_args()
     model, optimizer, data, compute_s = workload(given.width, given.sleep_s)
     waited_s = time_requests()
-    meter = Meter(given.skip, given.steps, lambda: sum(waited_s))
+    meter = Meter(given, compute_s, lambda: sum(waited_s))
     with Worker.join(model, optimizer) as worker:
         loader = worker.loader(TensorDataset(data), batch_size=BATCH_SIZE)
         while not worker.stopped:
             for (x,) in worker.batches(loader):
                 meter.step_begins(worker.progress * worker.plan.run.iterations / worker.world_size)
                 timed_step(model, optimizer, x)
-        assert worker.run_dir is not None
-        meter.write(worker.run_dir / "measured.json", compute_s)
+    meter.finish()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ with the real servers, ``lsgd launch`` and Worker. Bytes are real. Compute is ti
 passes on a small batch, because a few cores cannot keep all hosts busy.
 
 The steps that count are whole periods, after those in which groups are formed; methods without a period exchange in
-each step. With several repeats the methods take turns, and the ratio to DistributedDataParallel is the median over the
-turns of the ratio of two runs of one turn. Results are written as they come; what the file has is not run again.
+each step. The wire has its limit from the first step to the last of these: the whole models that travel before and
+after would take minutes at 10 Mbit/s, and are not measured. With several repeats the methods take turns, and the ratio
+to DistributedDataParallel is the median over the turns of the ratio of two runs of one turn. Results are written as
+they come; what the file has is not run again.
 
 With ``--latencies`` it measures how many messages follow one another in a step: a model of 4,096 parameters without
 sleep, on a wire where a message is under way for 25 ms.
@@ -19,13 +21,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks._about import about, argument_parser, heading
 from benchmarks._launch import RunFailedError, await_all, launch, start
+from benchmarks._meter import LIMITED, MEASURED, STEPPING
 from benchmarks._network_tables import latency_table, step_table
 from benchmarks._results import Results
 from benchmarks.lab import Lab, LabError
@@ -152,9 +155,30 @@ def run_hosts(lab: Lab, run: Run) -> list[dict[str, Any]]:
     """
     with tempfile.TemporaryDirectory(prefix="lsgd-benchmark-") as name:
         folder = Path(name)
+        folders = [folder / host.name for host in lab.hosts]
         processes = (start_ours if run.method in OURS else start_peer)(lab, run, folder)
-        await_all(processes, f"{run.method} on {len(lab.hosts)} nodes, {run.link},", DEADLINE_S)
-        return [json.loads((folder / host.name / "measured.json").read_text()) for host in lab.hosts]
+        limit = limit_while_stepping(lab, LINKS[run.link][0], folders)
+        what = f"{run.method} on {len(lab.hosts)} nodes, {run.link},"
+        await_all(processes, what, DEADLINE_S, lambda: next(limit, None))
+        return [json.loads((folder / MEASURED).read_text()) for folder in folders]
+
+
+def limit_while_stepping(lab: Lab, rate_mbit: float | None, folders: Sequence[Path]) -> Iterator[None]:
+    """Limit the wire from the first step on, and until all is measured; to be called every now and then.
+
+    Args:
+        lab: whose wire it is; without a limit now.
+        rate_mbit: the limit.
+        folders: of the processes.
+    """
+    while not all((folder / STEPPING).exists() for folder in folders):
+        yield
+    lab.set_rate(rate_mbit)
+    for folder in folders:
+        (folder / LIMITED).touch()
+    while not all((folder / MEASURED).exists() for folder in folders):
+        yield
+    lab.set_rate(None)
 
 
 def start_ours(lab: Lab, run: Run, folder: Path) -> "list[subprocess.Popen[str]]":
@@ -162,7 +186,10 @@ def start_ours(lab: Lab, run: Run, folder: Path) -> "list[subprocess.Popen[str]]
     plan = folder / "plan.toml"
     plan.write_text(plan_of(run, len(lab.hosts)).to_toml())
     script = [run.python, "-m", "benchmarks._network_worker", *run.arguments]
-    return [launch(host, lab.hosts, plan, folder, script) for host in lab.hosts]
+    return [
+        launch(host, lab.hosts, plan, folder, [*script, f"--folder={folder / host.name}"])
+        for host in lab.hosts
+    ]
 
 
 def start_peer(lab: Lab, run: Run, folder: Path) -> "list[subprocess.Popen[str]]":
@@ -170,8 +197,7 @@ def start_peer(lab: Lab, run: Run, folder: Path) -> "list[subprocess.Popen[str]]
     script = [run.python, "-m", "benchmarks._network_peer", *run.arguments, f"--method={run.method}"]
     script += [f"--period={run.settings.period}", "--addresses", *(host.address for host in lab.hosts)]
     return [
-        start(host, [*script, f"--rank={host.index}", f"--output={folder / host.name / 'measured.json'}"])
-        for host in lab.hosts
+        start(host, [*script, f"--rank={host.index}", f"--folder={folder / host.name}"]) for host in lab.hosts
     ]
 
 
@@ -225,9 +251,8 @@ def measure_all(
     for nodes, link, repeat, (method, python) in turns:
         if results.has(nodes=nodes, link=link, method=method, repeat=repeat):
             continue
-        rate_mbit, delay_ms = LINKS[link]
         try:
-            with Lab(nodes, rate_mbit=rate_mbit, delay_ms=delay_ms) as lab:
+            with Lab(nodes, delay_ms=LINKS[link][1]) as lab:
                 result = measure(lab, Run(link, method, repeat, python, settings))
         except RunFailedError as error:
             print(error, file=sys.stderr, flush=True)
