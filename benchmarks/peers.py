@@ -139,6 +139,7 @@ def torchft(outer: bool) -> Attach:
             timeout=TIMEOUT,
             quorum_timeout=TIMEOUT,
             hostname=member.address,
+            init_sync=False,  # or it sends the whole model in its first exchange, and all go on from one worker's
         )
         if outer:
             outer_step = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)

@@ -219,7 +219,10 @@ class TorchGroup:
         peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
         outgoing = {rank: self._staged(tensor) for rank, tensor in sends.items()}
         incoming = {rank: self._staged(tensor, copy=False) for rank, tensor in receives.items()}
-        under_way = self._begin(f"exchange with {peers}", lambda group: _Exchange(group, outgoing, incoming))
+        together = self.device if self._backend == "nccl" else None
+        under_way = self._begin(
+            f"exchange with {peers}", lambda group: _Exchange(group, outgoing, incoming, together)
+        )
 
         def wait() -> None:
             under_way.wait()
@@ -270,21 +273,32 @@ class TorchGroup:
 
 
 class _Exchange:
-    """Point-to-point messages under way: pieces of a few tensors, every receive posted before the first send."""
+    """Point-to-point messages under way: pieces of a few tensors, every receive posted before the first send.
+
+    Args:
+        group: over which they go.
+        sends: by the rank that they go to.
+        receives: by the rank that they come from.
+        together: the GPU of NCCL, which runs one message after the other, so that two members would wait for each
+            other's first one, unless they are given to it in one go; None: not NCCL.
+    """
 
     def __init__(
-        self, group: dist.ProcessGroup, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self,
+        group: dist.ProcessGroup,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        together: torch.device | None,
     ) -> None:
-        self._works = [
-            group.recv([piece], rank, tag)
-            for rank, tensor in receives.items()
-            for tag, piece in enumerate(_pieces(tensor))
-        ]
-        self._works += [
-            group.send([piece], rank, tag)
-            for rank, tensor in sends.items()
-            for tag, piece in enumerate(_pieces(tensor))
-        ]
+        self._works: list[dist.Work] = []
+        if together is not None and (sends or receives):
+            group._start_coalescing(together)
+        for rank, tensor in receives.items():
+            self._works += [group.recv([piece], rank, tag) for tag, piece in enumerate(_pieces(tensor))]
+        for rank, tensor in sends.items():
+            self._works += [group.send([piece], rank, tag) for tag, piece in enumerate(_pieces(tensor))]
+        if together is not None and (sends or receives):
+            self._works = [group._end_coalescing(together)]
 
     def wait(self) -> None:
         for work in self._works:
@@ -364,6 +378,8 @@ def form(generation: Generation, membership: Membership) -> TorchGroup:
             nccl = dist.ProcessGroupNCCL(named, rank, len(ranks), options)
             group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
             group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+            # Messages that are given to NCCL in one go want a communicator that all members have opened together.
+            group.allreduce([torch.zeros(1, device=device)]).wait()
             return group
         return gloo_group(store, name, rank, len(ranks), address, timeout_s)
 

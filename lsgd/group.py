@@ -13,8 +13,10 @@ from torch import Tensor
 class Transfer:
     """Tensors under way. Until :meth:`wait` has returned they belong to the group.
 
+    Each is waited for once, in the order in which they were begun, and before another verb of the group.
+
     Args:
-        wait: waits until all are sent and received, and raises ExchangeError when that fails.
+        wait: waits until all are sent and received, and raises the group's error when that fails.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -24,15 +26,16 @@ class Transfer:
         """Wait until all are sent and received.
 
         Raises:
-            ExchangeError: it failed; what was to be received is undefined.
+            ExchangeError: it failed; what was to be received is undefined, and the group is of no more use.
         """
         self._wait()
 
 
 class Group(Protocol):
-    """Members that exchange tensors. Every verb is collective, has a deadline, and blocks until done.
+    """Members that exchange tensors. Every verb is collective and has a deadline.
 
-    Two of them only begin, and return a :class:`Transfer` to wait for; several may be under way.
+    ``all_gather`` and ``all_to_all`` only begin, and return a :class:`Transfer` to wait for; several may be under way.
+    The others block until done.
 
     All members call the same verbs in the same order with tensors of the same sizes and dtypes, contiguous and on
     the group's device. When a verb raises :class:`lsgd.errors.ExchangeError`, what it was to write is undefined

@@ -22,7 +22,7 @@ from lsgd.kernels.layout import Layout
 
 MAX_SEGMENTS = 4
 SEGMENT_CHUNK_NUMEL = 1 << 18
-"""A tensor is reduced in up to four segments, whose chunks, one for each member, have at least so many numbers."""
+"""A tensor is reduced in up to four segments, whose chunks, one for each member, have about so many numbers or more."""
 
 
 def seed_of(*parts: object) -> int:
@@ -102,11 +102,11 @@ class QuantizedAllReduce:
 
     With a residual (error feedback on both rounds, DoubleSqueeze, arXiv 1905.05957, algorithm 1) it is added before,
     and then holds what this member's rounding lost: of its own numbers in the first round, and of the result for
-    the chunk that it owns in the second.
+    the chunks that it owns, one of each segment, in the second.
 
     Args:
         group: the members.
-        block: numbers that share one range of codes; None: all of a chunk.
+        block: numbers that share one range of codes; None: all of a segment's chunk.
         rounding: ``nearest`` or ``stochastic``.
         average: whether to divide by the number of members.
     """
@@ -127,7 +127,7 @@ class QuantizedAllReduce:
             x: contiguous, one dimension, float32, float16, bfloat16 or float64 (which is rounded to float32); the
                 same size and dtype on all members. Not changed, unless it is ``out``.
             out: like ``x``, of any of these dtypes; may be ``x``.
-            seed: what the rounding's seed is made from, besides rank, stage and chunk.
+            seed: what the rounding's seed is made from, besides segment, rank, stage and chunk.
             residual: float32, like ``x``; changed.
 
         Returns:
@@ -196,7 +196,8 @@ class QuantizedAllReduce:
     def _segments_of(self, x: Tensor) -> "Sequence[_Segment]":
         key = (x.numel(), x.dtype, x.device)
         if key not in self._segments:
-            count = max(1, min(MAX_SEGMENTS, x.numel() // (self.group.size * SEGMENT_CHUNK_NUMEL)))
+            chunk = max(SEGMENT_CHUNK_NUMEL, self.block or 1)
+            count = max(1, min(MAX_SEGMENTS, x.numel() // (self.group.size * chunk)))
             bounds = chunk_bounds(x.numel(), count, self.block)
             self._segments[key] = [
                 _Segment(start, end, x, self.group, self.block) for start, end in pairwise(bounds)
@@ -209,7 +210,7 @@ class _Segment:
 
     def __init__(self, start: int, end: int, x: Tensor, group: Members, block: int | None) -> None:
         bounds = chunk_bounds(end - start, group.size, block)
-        self.chunks = [slice(start + one, start + next) for one, next in pairwise(bounds)]
+        self.chunks = [slice(start + first, start + last) for first, last in pairwise(bounds)]
         sizes = [chunk.stop - chunk.start for chunk in self.chunks]
         layouts = [Layout(size, block, x.dtype) for size in sizes]
         self.results = [Layout(size, block, torch.float32) for size in sizes]

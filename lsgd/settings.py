@@ -147,7 +147,7 @@ def _compression(what: str) -> Any:
 def _block() -> Any:
     return setting(
         2048,
-        "numbers that share one range of 8-bit codes; 0: all of a tensor",
+        "numbers that share one range of 8-bit codes; 0: all that travel in one piece",
         low=0,
         high=1 << 30,
         fixed=True,

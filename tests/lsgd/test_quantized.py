@@ -179,18 +179,22 @@ def test_a_large_tensor_is_reduced_in_segments(monkeypatch, size, average, block
         assert residuals[rank].equal(torch.cat([segment[1][rank] for segment in alone]))
 
 
-def test_no_two_segments_are_rounded_with_the_same_seed(monkeypatch):
-    """The same numbers in each segment give codes that differ in all."""
-    monkeypatch.setattr(quantized, "SEGMENT_CHUNK_NUMEL", 64)
-    xs = [torch.linspace(0, 1, 64).repeat(8) for _ in range(2)]
-    results = all_reduce(xs, block=64, rounding="stochastic")
-    for verb in ("all_to_all", "all_gather"):
-        sent = [
-            tuple(tensors[0].tolist())
-            for _, recording, _ in results
-            for tensors in map(np.stack, recording.sent(verb))
-        ]
-        assert len(sent) == len(set(sent)) == 8
+def test_everything_is_rounded_with_a_seed_of_its_own(monkeypatch):
+    keys = []
+    monkeypatch.setattr(quantized, "seed_of", lambda *parts: keys.append(seed_of(*parts)) or keys[-1])
+    monkeypatch.setattr(quantized, "SEGMENT_CHUNK_NUMEL", 40)
+    all_reduce(inputs(3, 500), rounding="stochastic", rounds=2)
+    segments, members, chunks, rounds = 4, 3, 3, 2
+    assert len(keys) == len(set(keys)) == rounds * members * segments * (chunks + 1)
+
+
+def test_no_segment_is_empty(monkeypatch):
+    """However large its blocks are."""
+    monkeypatch.setattr(quantized, "SEGMENT_CHUNK_NUMEL", 10)
+    for numel in (1, 99, 100, 799, 800, 2000):
+        results = all_reduce(inputs(2, numel), block=100)
+        calls = len(results[0][1].sent("all_to_all"))
+        assert calls == max(1, min(4, numel // 200))
 
 
 def test_seeds_differ():
