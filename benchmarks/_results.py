@@ -40,5 +40,11 @@ class Results:
         self.rows.append(dict(row))
         if self._path is not None:
             unfinished = self._path.with_name(self._path.name + ".unfinished")
-            unfinished.write_text(json.dumps({**self._head, "results": self.rows}, indent=2) + "\n")
+            unfinished.write_text(self._text())
             os.replace(unfinished, self._path)
+
+    def _text(self) -> str:
+        """Return all as JSON, with a line for each result."""
+        head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self._head.items()]
+        rows = ",\n".join(json.dumps(row) for row in self.rows)
+        return "{\n" + ",\n".join([*head, f'"results": [\n{rows}\n]']) + "\n}\n"

@@ -48,6 +48,7 @@ QUICK_TASKS, QUICK_METHODS = (
     ("digits",),
     ("ddp", "leader", "elastic", "local", "diloco", "bytegrad", "decentralized"),
 )
+DIGITS = 5  # of a curve's points
 LAST_SHARE = 8  # the final accuracy is the mean over the last eighth of the tests
 DEADLINE_S = 3600.0
 
@@ -133,7 +134,8 @@ def run(training: Training, python: str) -> Result:
     last = curve[-max(1, len(curve) // LAST_SHARE) :]
     loss = sum(loss for _, loss, _ in last) / len(last)
     accuracy = sum(accuracy for _, _, accuracy in last) / len(last)
-    return Result(reached, loss, accuracy, curve)
+    short = [(step, round(loss, DIGITS), round(accuracy, DIGITS)) for step, loss, accuracy in curve]
+    return Result(reached, loss, accuracy, short)
 
 
 def run_all(options: argparse.Namespace, pythons: Mapping[str, str], results: Results) -> Iterator[str]:
