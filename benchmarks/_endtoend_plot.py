@@ -18,16 +18,19 @@ LOWEST_ACCURACY = 0.6
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, target: float, path: Path) -> None:
-    """Draw the runs of one link to a PNG file, 800 pixels wide."""
+    """Draw the runs of one link to a PNG file, 800 pixels wide, with a line for each seed."""
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
+    named = set()
     for row in rows:
         if row["method"] not in SHOWN:
             continue
+        label = None if row["method"] in named else row["method"]
+        named.add(row["method"])
         index = SHOWN.index(row["method"])
         _, seconds, accuracies = zip(*row["curve"], strict=True)
         style = "--" if index < 4 else "-"
-        axes.plot(seconds, accuracies, style, color=COLORS[index], linewidth=1.6, label=row["method"])
+        axes.plot(seconds, accuracies, style, color=COLORS[index], linewidth=1.6, label=label)
     axes.axhline(target, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_ylim(LOWEST_ACCURACY, 1.0)

@@ -3,7 +3,8 @@
 Two hosts of the laboratory (benchmarks/lab.py), one worker each, train an MLP of 5 million parameters (W4) on
 scikit-learn's digits; lsgd's methods with the real servers, ``lsgd launch`` and Worker. Compute and bytes are real, and
 all processes share this machine's cores, so that what a method computes for its exchange costs it time too. First
-model, batches, optimizer, learning rate and period are the same for all.
+model, batches, optimizer, learning rate and period are the same for all; a seed chooses model and batches, and tables
+have medians over the seeds.
 
 The clock starts with the first step, when processes have met and have the same model. Every eight steps each worker
 copies its model, while its clock stands; the average of the workers' models is tested after the run. That average
@@ -15,7 +16,10 @@ written as they come; what the file has is not run again.
 """
 
 import argparse
+import itertools
 import json
+import math
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -61,14 +65,12 @@ class Settings:
         period: steps between exchanges, for the methods that have a period.
         steps: of a worker.
         wire_s: longest that the bytes of all steps may take, by arithmetic; else there are fewer steps.
-        seed: of the first model, the split and the batches.
     """
 
     width: int
     period: int
     steps: int
     wire_s: float
-    seed: int = 0
 
     def steps_of(self, method: str, link: str, numel: int) -> int:
         """Return how many steps of a worker are recorded, a multiple of those between two tests."""
@@ -89,6 +91,7 @@ class Result:
     """One training; ``step_s`` and ``sent_nbytes`` leave out the steps before the first test.
 
     Args:
+        seed: of the first model, the split and the batches.
         steps: of a worker, the mean where speeds differ.
         seconds_to_target: until the average of the models first has the target accuracy; None: never.
         steps_to_target: of a worker, until then.
@@ -100,6 +103,7 @@ class Result:
 
     link: str
     method: str
+    seed: int
     steps: int
     seconds_to_target: float | None
     steps_to_target: int | None
@@ -117,7 +121,7 @@ def nbytes_of(method: str, numel: int) -> float:
     return share * sent_nbytes(AllReduceSettings(), numel, NODES)
 
 
-def run(lab: Lab, method: str, link: str, settings: Settings, python: str) -> Result:
+def run(lab: Lab, method: str, link: str, seed: int, settings: Settings, python: str) -> Result:
     """Train with a method in a Python of its own, and test what the workers have recorded.
 
     Raises:
@@ -127,36 +131,32 @@ def run(lab: Lab, method: str, link: str, settings: Settings, python: str) -> Re
     steps = settings.steps_of(method, link, sum(x.numel() for x in task.model().parameters()))
     with tempfile.TemporaryDirectory(prefix="lsgd-benchmark-") as name:
         folder = Path(name)
+        arguments = [f"--width={settings.width}", f"--steps={steps}", f"--seed={seed}"]
         if method in OURS:
-            processes = start_ours(lab, method, steps, settings, folder)
+            processes = start_ours(lab, method, steps, settings, folder, arguments)
         else:
-            processes = start_peer(lab, method, steps, settings, folder, python)
+            processes = start_peer(lab, method, settings, folder, python, arguments)
         await_all(processes, f"{method}, {link},", DEADLINE_S)
-        return result_of(task, method, link, [folder / host.name for host in lab.hosts])
-
-
-def arguments_of(steps: int, settings: Settings) -> list[str]:
-    """Return the arguments of every worker."""
-    return [f"--width={settings.width}", f"--steps={steps}", f"--seed={settings.seed}"]
+        return result_of(task, method, link, seed, [folder / host.name for host in lab.hosts])
 
 
 def start_ours(
-    lab: Lab, method: str, steps: int, settings: Settings, folder: Path
+    lab: Lab, method: str, steps: int, settings: Settings, folder: Path, arguments: Sequence[str]
 ) -> "list[subprocess.Popen[str]]":
     """Start the launchers of one of lsgd's methods, whose plan differs from the defaults in the period only."""
     more = MORE_STEPS if method in PERIODIC else 1
     limits = RunSettings(workers=NODES, iterations=NODES * (steps + more))
     plan = folder / "plan.toml"
     plan.write_text(Plan(limits, (Phase(settings_of(method, settings.period)),)).to_toml())
-    command = [sys.executable, "-m", "benchmarks._endtoend_worker", *arguments_of(steps, settings)]
+    command = [sys.executable, "-m", "benchmarks._endtoend_worker", *arguments]
     return [launch(host, lab.hosts, plan, folder, command) for host in lab.hosts]
 
 
 def start_peer(
-    lab: Lab, method: str, steps: int, settings: Settings, folder: Path, python: str
+    lab: Lab, method: str, settings: Settings, folder: Path, python: str, arguments: Sequence[str]
 ) -> "list[subprocess.Popen[str]]":
     """Start the processes of a peer."""
-    command = [python, "-m", "benchmarks._endtoend_peer", *arguments_of(steps, settings)]
+    command = [python, "-m", "benchmarks._endtoend_peer", *arguments]
     command += [f"--method={method}", f"--period={settings.period}"]
     command += ["--addresses", *(host.address for host in lab.hosts)]
     return [
@@ -165,7 +165,7 @@ def start_peer(
     ]
 
 
-def result_of(task: WideDigits, method: str, link: str, folders: Sequence[Path]) -> Result:
+def result_of(task: WideDigits, method: str, link: str, seed: int, folders: Sequence[Path]) -> Result:
     """Return the result of a run from what its workers have left, each in a folder."""
     marks = [json.loads((folder / MARKS).read_text()) for folder in folders]
     numbers = (folders[0] / SNAPSHOTS).stat().st_size // 4
@@ -182,6 +182,7 @@ def result_of(task: WideDigits, method: str, link: str, folders: Sequence[Path])
     return Result(
         link,
         method,
+        seed,
         curve[-1][0],
         reached[1] if reached else None,
         reached[0] if reached else None,
@@ -200,26 +201,46 @@ def accuracy_of(task: WideDigits, parameters: Tensor) -> float:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the Markdown table of the runs on one link."""
-    columns = ("method", "steps", "s to target", "over DDP", "steps to target")
+    """Return the Markdown table of the runs on one link: medians over the seeds, and the range of the seconds."""
+    columns = ("method", "seeds", "steps", "s to target", "range", "over DDP", "steps to target")
     columns += ("ms a step", "over DDP", "MB a step", "final accuracy")
-    base = next((row for row in rows if row["method"] == BASELINE), None)
-    return table(columns, [_line(row, base) for row in rows])
+    methods = dict.fromkeys(row["method"] for row in rows)
+    of_method = {method: [row for row in rows if row["method"] == method] for method in methods}
+    base = of_method.get(BASELINE, [])
+    return table(columns, [_line(runs, base) for runs in of_method.values()])
 
 
-def _line(row: Mapping[str, Any], base: Mapping[str, Any] | None) -> Sequence[str]:
-    reached, base_reached = row["seconds_to_target"], base and base["seconds_to_target"]
+def _line(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    seconds = [never_is_inf(run["seconds_to_target"]) for run in runs]
+    reached = _median(runs, "seconds_to_target")
+    base_reached = _median(base, "seconds_to_target") if base else math.inf
+    steps, step_s = _median(runs, "steps_to_target"), _median(runs, "step_s")
     return (
-        row["method"],
-        str(row["steps"]),
-        f"{reached:.1f}" if reached else "never",
-        f"{base_reached / reached:.2f}" if reached and base_reached else "",
-        f"{row['steps_to_target'] or ''}",
-        f"{row['step_s'] * 1e3:.1f}",
-        f"{base['step_s'] / row['step_s']:.2f}" if base else "",
-        f"{row['sent_nbytes'] / 1e6:.3f}",
-        f"{row['final_accuracy']:.4f}",
+        runs[0]["method"],
+        str(len(runs)),
+        f"{_median(runs, 'steps'):.0f}",
+        _seconds(reached),
+        f"{_seconds(min(seconds))} to {_seconds(max(seconds))}" if len(runs) > 1 else "",
+        f"{base_reached / reached:.2f}" if math.isfinite(reached) and math.isfinite(base_reached) else "",
+        f"{steps:.0f}" if math.isfinite(steps) else "",
+        f"{step_s * 1e3:.1f}",
+        f"{_median(base, 'step_s') / step_s:.2f}" if base else "",
+        f"{_median(runs, 'sent_nbytes') / 1e6:.3f}",
+        f"{_median(runs, 'final_accuracy'):.4f}",
     )
+
+
+def never_is_inf(value: float | None) -> float:
+    """Return when the target was reached; infinity for a run that never did."""
+    return math.inf if value is None else value
+
+
+def _median(runs: Sequence[Mapping[str, Any]], name: str) -> float:
+    return statistics.median(never_is_inf(run[name]) for run in runs)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}" if math.isfinite(value) else "never"
 
 
 def run_all(
@@ -227,19 +248,20 @@ def run_all(
 ) -> Iterator[str]:
     """Make the runs that have no result yet; yield what failed."""
     rate_mbit, delay_ms = LINKS[options.link]
-    for method, python in pythons.items():
-        if results.has(link=options.link, method=method):
+    for seed, (method, python) in itertools.product(range(options.seeds), pythons.items()):
+        if results.has(link=options.link, method=method, seed=seed):
             continue
         try:
             with Lab(NODES, rate_mbit=rate_mbit, delay_ms=delay_ms) as lab:
-                result = run(lab, method, options.link, settings, python)
+                result = run(lab, method, options.link, seed, settings, python)
         except RunFailedError as error:
             print(error, file=sys.stderr, flush=True)
             yield method
             continue
         results.add(asdict(result))
         reached = "never" if result.seconds_to_target is None else f"after {result.seconds_to_target:.1f} s"
-        print(f"{method}: {result.step_s * 1e3:.1f} ms a step, at the target {reached}", flush=True)
+        what = f"{method}, seed {seed}"
+        print(f"{what}: {result.step_s * 1e3:.1f} ms a step, at the target {reached}", flush=True)
 
 
 def options_of() -> argparse.Namespace:
@@ -248,6 +270,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small model, six methods, few steps")
     parser.add_argument("--link", choices=LINKS, default="100mbit", help="the wire between the hosts")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="which ones")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from 0")
     add_peer_python(parser)
     parser.add_argument(
         "--json", type=Path, help="write the results to this file as they come, and go on with those"

@@ -149,17 +149,18 @@ def test_endtoend_tests_the_average_of_the_models_and_draws_it(tmp_path: Path) -
     assert picture.stat().st_size > 10_000
 
 
-def test_the_table_of_endtoend_has_ratios_only_where_both_reached_the_target() -> None:
+def test_the_table_of_endtoend_has_medians_and_ratios_only_where_both_reached_the_target() -> None:
     common = {"steps": 80, "sent_nbytes": 2.1e6, "final_accuracy": 0.98}
     measured = [("ddp", 40.0, 64, 0.5), ("leader", 5.0, 72, 0.1), ("alone", None, None, 0.05)]
+    measured += [("leader", 4.0, 48, 0.05), ("leader", None, None, 0.2)]
     rows = [
         {**common, "method": m, "seconds_to_target": s, "steps_to_target": steps, "step_s": step_s}
         for m, s, steps, step_s in measured
     ]
     assert endtoend.table_of(rows).splitlines()[-3:] == [
-        "| ddp | 80 | 40.0 | 1.00 | 64 | 500.0 | 1.00 | 2.100 | 0.9800 |",
-        "| leader | 80 | 5.0 | 8.00 | 72 | 100.0 | 5.00 | 2.100 | 0.9800 |",
-        "| alone | 80 | never |  |  | 50.0 | 10.00 | 2.100 | 0.9800 |",
+        "| ddp | 1 | 80 | 40.0 |  | 1.00 | 64 | 500.0 | 1.00 | 2.100 | 0.9800 |",
+        "| leader | 3 | 80 | 5.0 | 4.0 to never | 8.00 | 72 | 100.0 | 5.00 | 2.100 | 0.9800 |",
+        "| alone | 1 | 80 | never |  |  |  | 50.0 | 10.00 | 2.100 | 0.9800 |",
     ]
 
 
