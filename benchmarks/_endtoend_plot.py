@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from benchmarks._convergence_plots import COLORS
 
 SHOWN = (
-    *("ddp", "ddp-float16", "ddp-powersgd1", "post-local-sgd"),
+    *("ddp", "ddp-powersgd1", "post-local-sgd", "torchft-local-sgd"),
     *("leader-8bit", "leader-8bit-delay", "local-8bit", "bytegrad"),
 )
 """One line each, lsgd's solid and the peers' dashed; more would not be told apart."""
