@@ -12,7 +12,7 @@ SHOWN = (
     *("ddp", "ddp-powersgd1", "post-local-sgd", "torchft-local-sgd"),
     *("leader-8bit", "leader-8bit-delay", "local-8bit", "bytegrad"),
 )
-"""One line each, lsgd's solid and the peers' dashed; more would not be told apart."""
+"""A colour for each, lsgd's solid and the peers' dashed; more would not be told apart."""
 
 LOWEST_ACCURACY = 0.6
 

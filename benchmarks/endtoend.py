@@ -11,8 +11,8 @@ copies its model, while its clock stands; the average of the workers' models is 
 exists when the last worker has made the copy. ``alone`` never exchanges anything: its average is what a single exchange
 at that time would give.
 
-Methods whose bytes alone would take longer than ``--wire-s`` for all steps make as many as that allows. Results are
-written as they come; what the file has is not run again.
+Methods whose bytes alone would take longer than ``Settings.wire_s`` for all steps make as many as that allows. Results
+are written as they come; what the file has is not run again.
 """
 
 import argparse

@@ -291,13 +291,15 @@ class _Exchange:
         together: torch.device | None,
     ) -> None:
         self._works: list[dist.Work] = []
-        if together is not None and (sends or receives):
+        if not sends and not receives:
+            return
+        if together is not None:
             group._start_coalescing(together)
         for rank, tensor in receives.items():
             self._works += [group.recv([piece], rank, tag) for tag, piece in enumerate(_pieces(tensor))]
         for rank, tensor in sends.items():
             self._works += [group.send([piece], rank, tag) for tag, piece in enumerate(_pieces(tensor))]
-        if together is not None and (sends or receives):
+        if together is not None:
             self._works = [group._end_coalescing(together)]
 
     def wait(self) -> None:
