@@ -311,8 +311,9 @@ class GlobalDaemon:
             self._journal.remove()
 
     def _send_worker(self, worker: str, incarnation: int, message: Downward) -> None:
-        if isinstance(message, Go | Stop) and self.coordinator.knows(worker, incarnation):
-            message = abridged(message, self.coordinator.members[worker])
+        match message:
+            case Go() | Stop() if message.round is not None and self.coordinator.knows(worker, incarnation):
+                message = abridged(message, self.coordinator.members[worker])
         if peer := self._routes.get((worker, incarnation)):
             self._send(peer, _worker_socket(incarnation), message)
 

@@ -57,7 +57,7 @@ from lsgd.messages import (
     decode,
     encode,
 )
-from lsgd.sockets import Link, Listener, Poller
+from lsgd.sockets import Link, Listener, Poller, pack, unpack
 
 ORDERS = (StopRun, ChangeSetting, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery)
 """Messages that rightly change something, or are answered at length, whoever says them."""
@@ -122,27 +122,35 @@ def damaged(frames: list[bytes], random: random.Random) -> bytes:
     return bytes(frame)
 
 
-def harmless(frame: bytes) -> bool:
-    """Whether a server must not change anything for this frame."""
-    try:
-        message = decode(frame)
-    except ProtocolError:
-        return True
-    return not isinstance(message, ORDERS) and getattr(message, "incarnation", 0) != VICTIM[1]
+def damaged_together(frames: list[bytes], random: random.Random) -> bytes:
+    """Return several frames packed into one, with one to three damages."""
+    return damaged(pack(random.choices(frames, k=3)), random)
+
+
+def harmless(part: bytes) -> bool:
+    """Whether a server must not change anything for this part of a ZeroMQ message."""
+    for frame in unpack([part]):
+        try:
+            message = decode(frame)
+        except ProtocolError:
+            continue
+        if isinstance(message, ORDERS) or getattr(message, "incarnation", 0) == VICTIM[1]:
+            return False
+    return True
 
 
 def fuzz_decoder(frames: int, random: random.Random) -> int:
     """Decode damaged frames; return how many were messages all the same."""
     valid, known = 0, samples()
     for _ in range(frames):
-        frame = damaged(known, random)
-        try:
-            message = decode(frame)
-        except ProtocolError:
-            continue
-        valid += 1
-        again = encode(message)
-        assert encode(decode(again)) == again, frame
+        for frame in unpack([random.choice([damaged, damaged_together])(known, random)]):
+            try:
+                message = decode(frame)
+            except ProtocolError:
+                continue
+            valid += 1
+            again = encode(message)
+            assert encode(decode(again)) == again, frame
     return valid
 
 
@@ -270,6 +278,8 @@ def _feed(
         batch = [frame for frame in (damaged(known, random) for _ in range(BATCH)) if harmless(frame)]
         if batch:
             send(batch)
+        if harmless(together := damaged_together(known, random)):
+            send([together])
         if number % LOOK_EVERY < BATCH or number + BATCH >= frames:
             assert server.process.poll() is None, server.said[-3000:]
             assert state() == before

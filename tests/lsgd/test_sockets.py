@@ -1,0 +1,72 @@
+"""How several frames travel in one part of a ZeroMQ message."""
+
+import msgpack
+import pytest
+
+from lsgd.errors import ProtocolError
+from lsgd.messages import MAX_ITEMS, MAX_NBYTES, Heartbeat, decode, encode
+from lsgd.sockets import PACKED, Link, Listener, Poller, pack, unpack
+
+FRAME = encode(Heartbeat("node0/worker0", 7))
+
+
+def test_a_frame_alone_travels_as_it_is():
+    assert pack([FRAME]) == [FRAME]
+    assert pack([]) == []
+
+
+@pytest.mark.parametrize("frames", [[b"", FRAME], [FRAME] * 40, [b"7", FRAME, b"", b"\x00\xc1", FRAME[:3]]])
+def test_several_travel_in_one_part_and_come_out_as_they_were(frames):
+    (part,) = pack(frames)
+    assert unpack([part]) == frames
+
+
+def test_no_part_is_longer_than_a_frame_may_be():
+    frames = [
+        bytes([i]) * nbytes
+        for i, nbytes in enumerate((MAX_NBYTES // 2 - 9, MAX_NBYTES // 2 - 9, 1, MAX_NBYTES, 5, 6))
+    ]
+    parts = pack(frames)
+    assert [len(unpack([part])) for part in parts] == [2, 1, 1, 2]
+    assert max(map(len, parts)) == MAX_NBYTES
+    assert unpack(parts) == frames
+
+
+def test_no_part_has_more_frames_than_are_taken_out():
+    frames = [b""] * (MAX_ITEMS + 1)
+    assert len(pack(frames)) == 2
+    assert unpack(pack(frames)) == frames
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        msgpack.packb(7),
+        msgpack.packb([b"7", "text"]),
+        msgpack.packb([b"7", [b"8"]]),
+        msgpack.packb([b"7", PACKED + msgpack.packb([b"8", FRAME])]),
+        msgpack.packb({b"7": b"8"}),
+        msgpack.packb([b"7", FRAME])[:-1],
+        msgpack.packb([b"7", FRAME]) + b"\x00",
+        b"\xdd" + (MAX_ITEMS + 1).to_bytes(4, "big") + b"\xc4\x00" * (MAX_ITEMS + 1),
+        b"\x91" * 100_000,
+        b"\xc1",
+    ],
+)
+def test_what_is_packed_wrongly_is_a_frame_that_no_message_is_made_of(packed):
+    assert unpack([FRAME, PACKED + packed]) == [FRAME, PACKED + packed]
+    with pytest.raises(ProtocolError):
+        decode(PACKED + packed)
+
+
+def test_frames_go_both_ways_between_sockets(tmp_path):
+    there, back = [FRAME, b"", FRAME[:5]], [b"7", FRAME] * 300
+    with Listener(f"ipc://{tmp_path}/socket") as listener, Link(listener.address, b"node0#1") as link:
+        while not link.send(there):
+            Poller(link).wait(0.01)
+        Poller(listener).wait(5)
+        assert list(listener.receive()) == [(b"node0#1", there)]
+        assert listener.send(b"node0#1", back)
+        Poller(link).wait(5)
+        assert list(link.receive()) == [back]
