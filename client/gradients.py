@@ -134,6 +134,7 @@ class GradientExchange:
         self._settle_all()  # another phase's algorithm may have to make up for a pass of the last one's
         for index, bucket in enumerate(self._buckets):
             self._algorithm.exchange_bucket(bucket, index, group, round)
+        self._algorithm.complete()
         self._finish()
 
     def _finish(self) -> None:
@@ -220,6 +221,8 @@ class GradientExchange:
     def _launch(self, current: _Pass, index: int) -> None:
         bucket, group, round = self._buckets[index], current.group, current.round
         self._lanes.start(lambda: self._algorithm.exchange_bucket(bucket, index, group, round))
+        if index == len(self._buckets) - 1:
+            self._lanes.start(self._algorithm.complete)
 
     def _end(self) -> None:
         """Launch what is left at the end of the pass, and see the exchange through."""

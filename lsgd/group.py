@@ -13,7 +13,7 @@ from torch import Tensor
 class Transfer:
     """Tensors under way. Until :meth:`wait` has returned they belong to the group.
 
-    Each is waited for once, in the order in which they were begun, and before a verb that blocks.
+    Each is waited for once, in the order in which they were begun, and before a verb of the same group that blocks.
 
     Args:
         wait: waits until all are sent and received, and raises the group's error when that fails.

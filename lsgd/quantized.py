@@ -1,7 +1,8 @@
 """The two-round all-reduce in 8 bits (ByteGrad's of Bagua, arXiv 2107.01499), as one collective on a Group."""
 
 import hashlib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Generator, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -23,6 +24,9 @@ from lsgd.kernels.layout import Layout
 MAX_SEGMENTS = 4
 SEGMENT_CHUNK_NUMEL = 1 << 18
 """A tensor is reduced in up to four segments, whose chunks, one for each member, have about so many numbers or more."""
+
+STAGES = 3
+"""Into which an all-reduce is divided."""
 
 
 def seed_of(*parts: object) -> int:
@@ -116,7 +120,7 @@ class QuantizedAllReduce:
         self.block = block
         self.rounding = rounding_of(rounding)
         self.average = average
-        self._segments: dict[tuple[int, torch.dtype, torch.device], Sequence[_Segment]] = {}
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[Sequence[_Segment]]] = defaultdict(list)
 
     def __call__(
         self, x: Tensor, out: Tensor, seed: tuple[object, ...], residual: Tensor | None = None
@@ -136,6 +140,23 @@ class QuantizedAllReduce:
         Raises:
             ExchangeError: it failed on the wire; ``out`` and ``residual`` are undefined.
         """
+        stages = self.stages(x, out, seed, residual)
+        while True:
+            try:
+                next(stages)
+            except StopIteration as end:
+                flags: Tensor = end.value
+                return flags
+
+    def stages(
+        self, x: Tensor, out: Tensor, seed: tuple[object, ...], residual: Tensor | None = None
+    ) -> Generator[None, None, Tensor]:
+        """Do the same in three stages, and yield between them, while payloads travel; return the same in the end.
+
+        Several tensors may be under way, so that one travels while another waits for the latency of its messages: on
+        all members the same ones, with their stages in the same order, and so that what was begun first is waited for
+        first (:class:`lsgd.group.Transfer`). ``x``, ``out`` and ``residual`` belong to it until it ends.
+        """
         if residual is not None:
             x = residual.add_(x)
         elif x.dtype == torch.float64:
@@ -145,15 +166,18 @@ class QuantizedAllReduce:
             if residual is not None:
                 residual.zero_()
             return torch.zeros(1, dtype=torch.int32, device=x.device)
-        segments = self._segments_of(x)
+        free = self._free[x.numel(), x.dtype, x.device]
+        segments = free.pop() if free else self._new_segments(x)
         first, second = [], []
         for segment in segments:
             self._quantize(x, segment, seed, residual)
             first.append(self.group.all_to_all(segment.received, segment.sent))
+        yield
         for segment, transfer in zip(segments, first, strict=True):
             transfer.wait()
             self._reduce(segment, seed, residual)
             second.append(self.group.all_gather(segment.gathered, segment.gathered[self.group.rank]))
+        yield
         flags = []
         for segment, transfer in zip(segments, second, strict=True):
             transfer.wait()
@@ -161,7 +185,9 @@ class QuantizedAllReduce:
                 q = Quantized.from_payload(payload, layout=layout)
                 decode_into(q, out[place])
                 flags.append(q.flags)
-        return torch.stack(flags).amax(0)
+        found = torch.stack(flags).amax(0)
+        free.append(segments)
+        return found
 
     def _quantize(
         self, x: Tensor, segment: "_Segment", seed: tuple[object, ...], residual: Tensor | None
@@ -193,16 +219,11 @@ class QuantizedAllReduce:
         lost = dequantize_add(q, result, alpha=-1.0)
         residual[segment.chunks[me]].add_(lost, alpha=self.group.size if self.average else 1)
 
-    def _segments_of(self, x: Tensor) -> "Sequence[_Segment]":
-        key = (x.numel(), x.dtype, x.device)
-        if key not in self._segments:
-            chunk = max(SEGMENT_CHUNK_NUMEL, self.block or 1)
-            count = max(1, min(MAX_SEGMENTS, x.numel() // (self.group.size * chunk)))
-            bounds = chunk_bounds(x.numel(), count, self.block)
-            self._segments[key] = [
-                _Segment(start, end, x, self.group, self.block) for start, end in pairwise(bounds)
-            ]
-        return self._segments[key]
+    def _new_segments(self, x: Tensor) -> "Sequence[_Segment]":
+        chunk = max(SEGMENT_CHUNK_NUMEL, self.block or 1)
+        count = max(1, min(MAX_SEGMENTS, x.numel() // (self.group.size * chunk)))
+        bounds = chunk_bounds(x.numel(), count, self.block)
+        return [_Segment(start, end, x, self.group, self.block) for start, end in pairwise(bounds)]
 
 
 class _Segment:

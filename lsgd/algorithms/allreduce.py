@@ -1,5 +1,7 @@
 """Synchronous SGD: gradients averaged at full precision, as torch's DistributedDataParallel does it."""
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from lsgd.algorithms.base import Flat
@@ -18,7 +20,10 @@ class AllReduce(GradientAlgorithm):
         super().__init__(settings.bucket_mib)
         self.settings = settings
 
-    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round) -> None:
+    def reduce(
+        self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round
+    ) -> Iterator[None]:
         """Average one bucket; divided first, so that float16 sums do not overflow."""
         result.copy_(gradient).div_(group.size)
         group.all_reduce(result)
+        yield from ()

@@ -1,11 +1,15 @@
 """ByteGrad, low precision synchronous SGD: Bagua, Gan et al., arXiv 2107.01499 (section 4.1, "C_LP_S")."""
 
+from collections.abc import Iterator
+from itertools import repeat
+
 from torch import Tensor
 
 from lsgd.algorithms.base import Flat
 from lsgd.algorithms.quantized_gradient import QuantizedGradient
 from lsgd.group import Group
 from lsgd.messages import Round
+from lsgd.quantized import STAGES
 from lsgd.settings import ByteGradSettings
 
 
@@ -25,10 +29,12 @@ class ByteGrad(QuantizedGradient):
         """Return the nodes' first workers, or all."""
         return group.across if self.settings.hierarchical else group
 
-    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round) -> None:
+    def reduce(
+        self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round
+    ) -> Iterator[None]:
         """Average one bucket inside the node, between nodes, and hand it down."""
         if not self.settings.hierarchical:
-            self.quantized_mean(gradient, result, index, round)
+            yield from self.quantized_mean(gradient, result, index, round)
             return
         nodes = len(group.node_sizes)
         result.copy_(gradient)
@@ -37,5 +43,7 @@ class ByteGrad(QuantizedGradient):
         group.node.all_reduce(result)
         if nodes > 1:
             if group.across is not None:
-                self.quantized_mean(result, result, index, round)
+                yield from self.quantized_mean(result, result, index, round)
+            else:
+                yield from repeat(None, STAGES - 1)
             group.node.broadcast(result, 0)

@@ -10,6 +10,8 @@ from lsgd.algorithms.base import Algorithm, Flat
 from lsgd.group import Group
 from lsgd.messages import Round
 
+_DONE = object()
+
 
 def buckets(gradients: Flat, nbytes: int) -> Iterator[Tensor]:
     """Yield slices of the flat gradients of at most ``nbytes`` bytes, from the last to the first.
@@ -25,9 +27,13 @@ def buckets(gradients: Flat, nbytes: int) -> Iterator[Tensor]:
 class GradientAlgorithm(Algorithm):
     """Base of the methods that exchange gradients in every iteration.
 
-    :meth:`exchange_bucket` is called once for each bucket, in the same order on all members, from one thread at a
-    time, be it another than that of the backward pass; then :meth:`finish`. Until then the gradients stay as they
-    were, so that those of a failed iteration can be exchanged again by the next generation.
+    :meth:`exchange_bucket` is called once for each bucket, in the same order on all members, and then :meth:`complete`,
+    from one thread at a time, be it another than that of the backward pass; then :meth:`finish`. Until then the
+    gradients stay as they were, so that those of a failed iteration can be exchanged again by the next generation.
+
+    Several buckets are under way at a time: each call begins one, and takes those before it one stage further. So the
+    wire carries one bucket while another waits for the latency of its messages, and all members do the same in the same
+    order, whatever each of them is busy with.
 
     NaN or Inf in one member's gradient reaches all members alike, at least as NaN where it stood: so GradScaler
     skips the step on all of them together.
@@ -40,11 +46,13 @@ class GradientAlgorithm(Algorithm):
         self._bucket_nbytes = int(bucket_mib * 2**20)
         self._results: dict[int, Tensor] = {}
         self._exchanged: list[tuple[Tensor, Tensor]] = []
+        self._under_way: list[Iterator[None]] = []
 
     def reset(self, parameters: Flat, group: Group, round: Round) -> None:
         """Forget the exchanges of the last generation."""
         self._results = {}
         self._exchanged = []
+        self._under_way = []
 
     def buckets(self, gradients: Flat) -> list[Tensor]:
         """Return the slices of the flat gradients to exchange, in this order."""
@@ -56,20 +64,38 @@ class GradientAlgorithm(Algorithm):
             return
         for index, bucket in enumerate(self.buckets(gradients)):
             self.exchange_bucket(bucket, index, group, round)
+        self.complete()
         self.finish()
 
     @torch.no_grad()
     def exchange_bucket(self, gradient: Tensor, index: int, group: Group, round: Round) -> None:
-        """Exchange one bucket; the result is kept until :meth:`finish`.
+        """Begin to exchange one bucket, and go on with those before it; the result is kept until :meth:`finish`.
 
         Raises:
-            ExchangeError: it failed on the wire; the gradient is unchanged.
+            ExchangeError: it failed on the wire; the gradients are unchanged.
         """
         result = self._results.get(index)
         if result is None or result.shape != gradient.shape:
             result = self._results[index] = torch.empty_like(gradient)
-        self.reduce(gradient, result, index, group, round)
         self._exchanged.append((gradient, result))
+        self._under_way.append(self.reduce(gradient, result, index, group, round))
+        self._go_on()
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """See all buckets through that are under way.
+
+        Raises:
+            ExchangeError: it failed on the wire; the gradients are unchanged.
+        """
+        while self._under_way:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Take all buckets under way one stage further, the one that was begun last before the others."""
+        under_way, self._under_way = self._under_way, []
+        left = [stages for stages in reversed(under_way) if next(stages, _DONE) is not _DONE]
+        self._under_way = left[::-1]
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -78,6 +104,11 @@ class GradientAlgorithm(Algorithm):
             gradient.copy_(result)
         self._exchanged = []
 
-    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round) -> None:
-        """Write to ``result`` what takes the place of ``gradient``, with the same bits on all members."""
+    def reduce(
+        self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round
+    ) -> Iterator[None]:
+        """Write to ``result`` what takes the place of ``gradient``, with the same bits on all members.
+
+        Yields where nothing is left to do but to wait for what travels; as often for every bucket, on all members.
+        """
         raise NotImplementedError

@@ -1,5 +1,7 @@
 """QSGD: Alistarh et al., arXiv 1610.02132, with the min-max quantizer and the two-round exchange of QSGD-TF."""
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from lsgd.algorithms.base import Flat
@@ -17,6 +19,8 @@ class QSGD(QuantizedGradient):
     def __init__(self, settings: QSGDSettings, parameters: Flat, run: str) -> None:
         super().__init__(settings, run)
 
-    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round) -> None:
+    def reduce(
+        self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round
+    ) -> Iterator[None]:
         """Average one bucket over all members."""
-        self.quantized_mean(gradient, result, index, round)
+        return self.quantized_mean(gradient, result, index, round)

@@ -1,5 +1,6 @@
 """What ByteGrad and QSGD share: the two-round all-reduce, and residuals that change only with the step."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ class QuantizedGradient(GradientAlgorithm):
         """Return the members that exchange in 8 bits, None for a member that does not."""
         return group
 
-    def quantized_mean(self, x: Tensor, result: Tensor, index: int, round: Round) -> None:
-        """Write the quantized mean (or sum, if the settings say so) of bucket ``index`` to ``result``."""
+    def quantized_mean(self, x: Tensor, result: Tensor, index: int, round: Round) -> Iterator[None]:
+        """Write the quantized mean (or sum, if the settings say so) of bucket ``index`` to ``result``, in stages."""
         assert self._all_reduce is not None
         residual = None
         if self.settings.error_feedback:
@@ -63,7 +64,8 @@ class QuantizedGradient(GradientAlgorithm):
                 old = self._residuals[index] = torch.zeros_like(x, dtype=torch.float32)
             residual = self._new_residuals.setdefault(index, torch.empty_like(old))
             residual.copy_(old)
-        self._flags.append(self._all_reduce(x, result, (self._run, round.id, index), residual))
+        flags = yield from self._all_reduce.stages(x, result, (self._run, round.id, index), residual)
+        self._flags.append(flags)
 
     def finish(self) -> None:
         """Replace the gradients by the results, and the residuals by the new ones unless the step is spoilt."""

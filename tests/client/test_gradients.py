@@ -125,7 +125,7 @@ def test_a_bucket_leaves_while_the_backward_pass_goes_on() -> None:
 
     def noted(*arguments):
         left.set()
-        reduce(*arguments)
+        return reduce(*arguments)
 
     bench.algorithm.reduce = noted
     seen = []
@@ -151,7 +151,7 @@ def test_buckets_leave_in_one_order_whatever_the_order_of_gradients() -> None:
         bench = Bench(group, model=Branches([(0, 1, 2, 3), (2, 0, 3, 1)][group.rank]))
         indices: list[int] = []
         reduce = bench.algorithm.reduce
-        bench.algorithm.reduce = lambda *arguments: (indices.append(arguments[2]), reduce(*arguments))
+        bench.algorithm.reduce = lambda *arguments: (indices.append(arguments[2]), reduce(*arguments))[1]
         bench.exchange.arm(group, bench.round())
         bench.model(torch.ones(1, 20)).sum().backward()
         return indices
@@ -173,7 +173,7 @@ def test_a_failed_exchange_leaves_the_own_gradients_which_are_exchanged_again(ch
         def failing(gradient, result, index, *others):
             if index == 2:
                 raise ExchangeError("the wire broke")
-            reduce(gradient, result, index, *others)
+            return reduce(gradient, result, index, *others)
 
         bench.algorithm.reduce = failing
         with pytest.raises(ExchangeError, match="the wire broke"):

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from lsgd.algorithms.gradient import buckets
+from lsgd.errors import ExchangeError
+from lsgd.group import Transfer
 from lsgd.settings import AllReduceSettings, ByteGradSettings, QSGDSettings
 from lsgd.simulation import simulate
 
@@ -240,6 +242,7 @@ def test_a_failed_step_keeps_the_gradients(name):
         gradients = [whole * (1 + group.rank)]
         algorithm = worker.algorithm
         algorithm.exchange_bucket(algorithm.buckets(gradients)[0], 0, group, make_round([1, 1, 1]))
+        algorithm.complete()
         untouched = torch.equal(gradients[0], whole * (1 + group.rank))
         # The generation fails here; the next one exchanges everything again.
         worker.begin(make_round([1, 1, 1], id=2, number=2))
@@ -249,6 +252,90 @@ def test_a_failed_step_keeps_the_gradients(name):
     for untouched, count, gradient in simulate([1, 1, 1], member):
         assert untouched and count == 3
         torch.testing.assert_close(gradient, 2 * whole, rtol=0, atol=0.03)
+
+
+class Noting:
+    """A group that notes the order in which transfers are begun and waited for."""
+
+    def __init__(self, group):
+        self._group = group
+        self.order = []
+
+    def __getattr__(self, attribute):
+        return getattr(self._group, attribute)
+
+    def _note(self, what, transfer):
+        self.order.append(what)
+
+        def wait():
+            self.order.append(f"{what} is there")
+            transfer.wait()
+
+        return Transfer(wait)
+
+    def all_to_all(self, outputs, inputs):
+        name = f"first {sum(what.startswith('first') and 'is' not in what for what in self.order)}"
+        return self._note(name, self._group.all_to_all(outputs, inputs))
+
+    def all_gather(self, outputs, tensor):
+        name = f"second {sum(what.startswith('second') and 'is' not in what for what in self.order)}"
+        return self._note(name, self._group.all_gather(outputs, tensor))
+
+
+def test_a_bucket_is_begun_before_those_before_it_are_waited_for():
+    settings = QSGDSettings(bucket_mib=0.001)
+
+    def member(group):
+        noting = Noting(group)
+        worker = TorchWorker(settings, group, Problem(2))
+        worker.begin(make_round([1, 1]))
+        worker.algorithm.reset(worker.parameters, noting, make_round([1, 1]))
+        gradients = [torch.linspace(-1, 1, 700) * group.rank]
+        worker.algorithm.after_backward(worker.parameters, gradients, noting, make_round([1, 1]))
+        return noting.order
+
+    for order in simulate([1, 1], member):
+        assert order == [
+            *("first 0", "first 1", "first 0 is there", "second 0"),
+            *("first 2", "first 1 is there", "second 1", "second 0 is there"),
+            *("first 2 is there", "second 2", "second 1 is there", "second 2 is there"),
+        ]
+
+
+class Breaking(Noting):
+    """Its sixth transfer never arrives: three buckets are under way then."""
+
+    def _note(self, what, transfer):
+        noted = super()._note(what, transfer)
+        return Transfer(self._break) if what == "second 2" else noted
+
+    def _break(self):
+        raise ExchangeError("the wire broke")
+
+
+def test_what_was_under_way_when_an_exchange_failed_is_forgotten():
+    settings = QSGDSettings(bucket_mib=0.0005)
+    whole = torch.linspace(-1, 1, 700)
+
+    def member(group):
+        worker = TorchWorker(settings, group, Problem(2))
+        worker.begin(make_round([1, 1]))
+        algorithm, broken = worker.algorithm, Breaking(group)
+        algorithm.reset(worker.parameters, broken, make_round([1, 1]))
+        gradients = [whole * (1 + group.rank)]
+        with pytest.raises(ExchangeError, match="the wire broke"):
+            algorithm.after_backward(worker.parameters, gradients, broken, make_round([1, 1]))
+        untouched = torch.equal(gradients[0], whole * (1 + group.rank))
+        fresh = Noting(group.across)  # the same members, and nothing in it of what failed
+        algorithm.reset(worker.parameters, fresh, make_round([1, 1], id=2, number=2))
+        algorithm.after_backward(worker.parameters, gradients, fresh, make_round([1, 1], id=2, number=2))
+        return untouched, len(algorithm.buckets(gradients)), fresh.order, gradients[0]
+
+    for untouched, count, order, gradient in simulate([1, 1], member):
+        assert untouched and count == 6
+        assert order[:4] == ["first 0", "first 1", "first 0 is there", "second 0"]
+        assert order[-1] == "second 5 is there"
+        torch.testing.assert_close(gradient, 1.5 * whole, rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("name", ["qsgd", "bytegrad", "bytegrad, flat"])
