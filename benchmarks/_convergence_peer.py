@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import threading
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,15 @@ def average(tensor: Tensor) -> None:
     dist.all_reduce(tensor.div_(dist.get_world_size()))
 
 
+def end_with_parent() -> None:
+    """Wait for the end of standard input, the other end of which the benchmark's process has, and end then."""
+    os.read(0, 1)
+    os._exit(1)
+
+
 def main() -> None:
     """Train; rank 0 prints the curve as JSON."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--method", choices=peers.PEERS, required=True)

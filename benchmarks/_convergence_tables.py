@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks._about import table
-from benchmarks.methods import PERIODIC
+from benchmarks.methods import OURS, PEERS, PERIODIC
 
 BASELINE = "ddp"
 Row = Mapping[str, Any]
@@ -13,7 +13,7 @@ Rows = Sequence[Row]
 
 
 def tables(rows: Rows, network: Mapping[str, Any] | None, link: str, workers: int) -> str:
-    """Return a table for each task and period; methods without a period stand in each.
+    """Return a table for each task, with a line for each method and period.
 
     Args:
         rows: the results.
@@ -24,69 +24,94 @@ def tables(rows: Rows, network: Mapping[str, Any] | None, link: str, workers: in
     texts = []
     for task in dict.fromkeys(row["task"] for row in rows):
         of_task = [row for row in rows if row["task"] == task]
-        for period in sorted({row["period"] for row in of_task if row["period"]}) or [0]:
-            here = [row for row in of_task if row["period"] in (0, period)]
-            steps_s = _step_times(network, link, workers, period)
-            texts.append(f"**{task}, period {period or 'none'}**\n\n{_table(here, steps_s)}")
+        texts.append(f"**{task}**\n\n{_table(of_task, network, link, workers)}")
     return "\n\n".join(texts)
 
 
-def _step_times(network: Mapping[str, Any] | None, link: str, workers: int, period: int) -> dict[str, float]:
-    """Return the seconds of a step by method, for those that were measured with this period."""
-    if network is None:
-        return {}
-    found: dict[str, list[float]] = {}
-    for row in network["results"]:
-        fits = row["method"] not in PERIODIC or network["settings"]["period"] == period
-        if fits and row["link"] == link and row["nodes"] == workers:
-            found.setdefault(row["method"], []).append(row["step_s"])
-    return {method: statistics.median(steps_s) for method, steps_s in found.items()}
-
-
-def _table(rows: Rows, steps_s: Mapping[str, float]) -> str:
+def _table(rows: Rows, network: Mapping[str, Any] | None, link: str, workers: int) -> str:
     columns = [
         "method",
+        "period",
         "steps to the target",
-        "reached",
+        "reached it",
         "over DDP's",
         "final accuracy",
         "points over DDP's",
     ]
-    columns += ["ms a step", "s to the target", "DDP's over it"] if steps_s else []
-    methods = dict.fromkeys(row["method"] for row in rows)
+    columns += ["ms a step", "s to the target", "DDP's over it"] if network else []
     baseline = {row["seed"]: row for row in rows if row["method"] == BASELINE}
-    return table(columns, [_line([r for r in rows if r["method"] == m], baseline, steps_s) for m in methods])
+    baseline_s = _step_s(network, link, workers, BASELINE, 0)
+    lines = []
+    for method, period in sorted({(row["method"], row["period"]) for row in rows}, key=_place):
+        runs = [row for row in rows if (row["method"], row["period"]) == (method, period)]
+        line = [method, str(period or ""), *_steps(runs, baseline)]
+        if network:
+            line += _times(runs, baseline, _step_s(network, link, workers, method, period), baseline_s)
+        lines.append(line)
+    return table(columns, lines)
 
 
-def _line(runs: Rows, baseline: Mapping[int, Row], steps_s: Mapping[str, float]) -> Sequence[str]:
-    method = runs[0]["method"]
-    steps = [run["steps_to_target"] for run in runs if run["steps_to_target"] is not None]
-    pairs = [(run, baseline[run["seed"]]) for run in runs if run["seed"] in baseline]
-    ratios = [
+def _place(line: tuple[str, int]) -> tuple[int, int]:
+    method, period = line
+    return ((*PEERS, *OURS).index(method), period)
+
+
+def _step_s(
+    network: Mapping[str, Any] | None, link: str, workers: int, method: str, period: int
+) -> float | None:
+    """Return the seconds of a step; None if they were not measured with this period."""
+    if network is None or (method in PERIODIC and network["settings"]["period"] != period):
+        return None
+    here = [row for row in network["results"] if (row["link"], row["nodes"]) == (link, workers)]
+    found = [row["step_s"] for row in here if row["method"] == method]
+    return statistics.median(found) if found else None
+
+
+def _steps(runs: Rows, baseline: Mapping[int, Row]) -> Sequence[str]:
+    """Return the cells that need no network."""
+    steps = _reached(runs)
+    ratios = _ratios(runs, baseline)
+    points = [
+        (run["final_accuracy"] - other["final_accuracy"]) * 100 for run, other in _pairs(runs, baseline)
+    ]
+    is_baseline = runs[0]["method"] == BASELINE
+    return (
+        spread(steps, ".0f") or "never",
+        f"{len(steps)} of {len(runs)}",
+        "1.00" if is_baseline else spread(ratios, ".2f"),
+        spread([run["final_accuracy"] for run in runs], ".4f"),
+        "" if is_baseline else spread(points, "+.2f"),
+    )
+
+
+def _times(
+    runs: Rows, baseline: Mapping[int, Row], step_s: float | None, baseline_s: float | None
+) -> Sequence[str]:
+    """Return the cells that do."""
+    steps, ratios = _reached(runs), _ratios(runs, baseline)
+    if step_s is None:
+        return ("", "", "")
+    to_target = f"{statistics.mean(steps) * step_s:.1f}" if steps else "never"
+    speed = f"{baseline_s / step_s / statistics.mean(ratios):.2f}" if ratios and baseline_s else ""
+    return (f"{step_s * 1e3:.1f}", to_target, speed)
+
+
+def _pairs(runs: Rows, baseline: Mapping[int, Row]) -> list[tuple[Row, Row]]:
+    """Return each run with the baseline's of equal seed."""
+    return [(run, baseline[run["seed"]]) for run in runs if run["seed"] in baseline]
+
+
+def _reached(runs: Rows) -> list[int]:
+    return [run["steps_to_target"] for run in runs if run["steps_to_target"] is not None]
+
+
+def _ratios(runs: Rows, baseline: Mapping[int, Row]) -> list[float]:
+    """Return the steps over the baseline's of equal seed, of the seeds that both have reached the target with."""
+    return [
         run["steps_to_target"] / other["steps_to_target"]
-        for run, other in pairs
+        for run, other in _pairs(runs, baseline)
         if run["steps_to_target"] and other["steps_to_target"]
     ]
-    points = [(run["final_accuracy"] - other["final_accuracy"]) * 100 for run, other in pairs]
-    cells = [
-        method,
-        spread(steps, ".0f"),
-        f"{len(steps)} of {len(runs)}",
-        spread(ratios, ".2f"),
-        spread([run["final_accuracy"] for run in runs], ".4f"),
-        spread(points, "+.2f"),
-    ]
-    if not steps_s:
-        return cells
-    if method not in steps_s or not steps:
-        return [*cells, "", "", ""]
-    to_target_s = statistics.mean(steps) * steps_s[method]
-    speed = ""
-    if (
-        ratios and BASELINE in steps_s
-    ):  # of equal seeds: those that one of both did not reach count for neither
-        speed = f"{steps_s[BASELINE] / steps_s[method] / statistics.mean(ratios):.2f}"
-    return [*cells, f"{steps_s[method] * 1e3:.1f}", f"{to_target_s:.1f}", speed]
 
 
 def spread(values: Sequence[float], form: str) -> str:

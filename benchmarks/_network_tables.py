@@ -1,18 +1,20 @@
 """The tables of benchmarks/network.py, made from its results."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks._about import table
+from benchmarks.methods import PEERS
 from benchmarks.workloads import LAYERS
 
 BASELINE = "ddp"
+BEST, DELAYED = "leader-8bit", "leader-8bit-delay"
 Rows = Sequence[Mapping[str, Any]]
 
 
 def step_table(rows: Rows) -> str:
-    """Return a table for each number of nodes and each wire."""
+    """Return a table for each number of nodes and each wire, and one of the best of each against the best of peers."""
     columns = (
         "method",
         "ms a step",
@@ -30,7 +32,28 @@ def step_table(rows: Rows) -> str:
         methods = dict.fromkeys(row["method"] for row in here)
         lines = [_step_line(method, here) for method in methods]
         texts.append(f"**{nodes} nodes, {link}**\n\n{table(columns, lines)}")
-    return "\n\n".join(texts)
+    texts.append(_against_fastest_peer(rows, places))
+    return "\n\n".join(filter(None, texts))
+
+
+def _against_fastest_peer(rows: Rows, places: Iterable[tuple[int, str]]) -> str:
+    """Return a table of Leader SGD in 8 bits beside the peer with the shortest step, for each place that has both."""
+    columns = ("wire", "nodes", "fastest peer", "its ms", BEST, "times as fast", DELAYED, "times as fast")
+    lines = []
+    for nodes, link in places:
+        here = [row for row in rows if (row["nodes"], row["link"]) == (nodes, link)]
+        step_s: dict[str, list[float]] = {}
+        for row in here:
+            step_s.setdefault(row["method"], []).append(row["step_s"])
+        ms = {method: statistics.median(found) * 1e3 for method, found in step_s.items()}
+        peers = [method for method in PEERS if method in ms]
+        if peers and BEST in ms:
+            fastest = min(peers, key=lambda method: ms[method])
+            line = [link, str(nodes), fastest, f"{ms[fastest]:.1f}"]
+            for method in (BEST, DELAYED):
+                line += [f"{ms[method]:.1f}", f"{ms[fastest] / ms[method]:.2f}"] if method in ms else ["", ""]
+            lines.append(line)
+    return table(columns, lines) if lines else ""
 
 
 def _step_line(method: str, rows: Rows) -> Sequence[str]:

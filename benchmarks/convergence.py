@@ -114,7 +114,9 @@ def run_peer(training: Training, task: Task, steps: int, python: str) -> Sequenc
     flags = [f"--{name}={value}" for name, value in given.items()]
     command = [python, "-m", "benchmarks._convergence_peer", *flags]
     processes = [
-        subprocess.Popen([*command, f"--rank={rank}"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, f"--rank={rank}"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for rank in range(WORKERS)
     ]
     said = await_all(processes, f"{training.method} on {training.task}", DEADLINE_S)
@@ -215,7 +217,7 @@ def options_of() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Train with every method, and print a Markdown table for each task and period."""
+    """Train with every method, and print a Markdown table for each task."""
     options = options_of()
     pythons = interpreters_of(options.methods, options.peer_python)
     machine = about("benchmarks.convergence")

@@ -97,7 +97,7 @@ class Settings:
         return 3, self.steps
 
 
-FULL = Settings(WIDTH, compute_ms=100.0, period=64, periods=2, steps=4)
+FULL = Settings(WIDTH, compute_ms=100.0, period=64, periods=1, steps=2)
 QUICK = Settings(width=320, compute_ms=20.0, period=16, periods=2, steps=8)
 LATENCY = Settings(width=16, compute_ms=0.0, period=1, periods=20, steps=20)
 

@@ -113,6 +113,7 @@ def torchft(outer: bool) -> Attach:
 
     @contextlib.contextmanager
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, member: Member) -> Iterator[Pair]:
+        os.environ.setdefault("RUST_LOG", "warn")  # or it says a dozen lines in each exchange
         from torchft import Manager, ProcessGroupGloo
         from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo, LocalSGD

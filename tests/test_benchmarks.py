@@ -1,5 +1,6 @@
 """The benchmarks run, and their figures are possible ones; what the figures are is for docs/performance.md."""
 
+import contextlib
 import json
 import math
 import os
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import _convergence_tables, _network_tables, endtoend
+
+from .integration.running import until
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 240
@@ -179,6 +182,25 @@ def test_convergence_trains_simulated_workers_as_real_ones_of_a_peer(tmp_path: P
     assert [picture.name for picture in pictures.iterdir()] == ["convergence-digits-16.png"]
 
 
+def test_a_killed_convergence_leaves_no_process_of_a_peer() -> None:
+    steps = f"--steps={10**9 + os.getpid()}"  # marks its processes
+    command = [sys.executable, "-m", "benchmarks.convergence", "--quick", steps, "--methods", "ddp"]
+
+    def ranks() -> list[bytes]:
+        said = []
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it has ended
+                said.append(process.read_bytes())
+        return [line for line in said if b"_convergence_peer" in line and steps.encode() in line]
+
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as benchmark:
+        try:
+            until(lambda: len(ranks()) == 4, "four processes train", DEADLINE_S / 2)
+        finally:
+            benchmark.kill()
+    until(lambda: not ranks(), "they have ended", DEADLINE_S / 2)
+
+
 def test_a_ratio_of_step_times_is_the_median_of_those_within_a_turn() -> None:
     common = {"nodes": 2, "link": "100mbit", "compute_s": 0.1, "wait_s": 0.02, "sent_nbytes": 2.1e6}
     steps_s = {"ddp": (1.0, 2.0, 4.0), "leader": (0.5, 0.5, 0.4)}  # ratios of a turn: 2, 4, 10
@@ -198,6 +220,27 @@ def test_a_ratio_of_step_times_is_the_median_of_those_within_a_turn() -> None:
     assert lines[-1] == "| leader | 500.0 | 4.00 | 2.100 | 1.050 | 20% | 4.0% | 76% |"
 
 
+def test_the_fastest_peer_is_that_of_the_same_wire_and_number_of_nodes() -> None:
+    def measured(nodes: int, link: str, method: str, step_s: float) -> dict:
+        place = {"nodes": nodes, "link": link, "method": method, "repeat": 0, "step_s": step_s}
+        return {**place, "compute_s": 0.1, "wait_s": 0.0, "sent_nbytes": 1e6, "needed_nbytes": 0.0}
+
+    two, three = (2, "100mbit"), (3, "100mbit")
+    rows = [
+        *(
+            measured(*two, "ddp", 9.0),
+            measured(*two, "post-local-sgd", 0.3),
+            measured(*two, "leader-8bit", 0.2),
+        ),
+        *(measured(*two, "local", 0.1), measured(*three, "leader-8bit", 0.25), measured(*three, "ddp", 8.0)),
+        *(measured(*three, "leader-8bit-delay", 0.16), measured(2, "1gbit", "leader-8bit", 0.15)),
+    ]
+    assert _network_tables.step_table(rows).splitlines()[-2:] == [
+        "| 100mbit | 2 | post-local-sgd | 300.0 | 200.0 | 1.50 |  |  |",
+        "| 100mbit | 3 | ddp | 8000.0 | 250.0 | 32.00 | 160.0 | 50.00 |",
+    ]
+
+
 def test_the_time_to_a_target_is_steps_times_the_time_of_a_step_of_the_same_period() -> None:
     def trained(method: str, period: int, seed: int, steps: int | None, accuracy: float) -> dict:
         common = {"task": "digits", "method": method, "period": period, "seed": seed}
@@ -211,9 +254,11 @@ def test_the_time_to_a_target_is_steps_times_the_time_of_a_step_of_the_same_peri
     measured = [("ddp", 4, 0.5), ("leader", 4, 0.1), ("leader", 2, 0.05)]
     results = [{"method": m, "link": "100mbit", "nodes": nodes, "step_s": s} for m, nodes, s in measured]
     network = {"settings": {"period": 16}, "results": results}
-    of_16, of_64 = _convergence_tables.tables(rows, network, "100mbit", 4).split("**digits, period 64**")
-    assert of_16.splitlines()[-3:-1] == [
-        "| ddp | 200 ± 141 | 2 of 2 | 1.00 ± 0.00 | 0.9800 ± 0.0000 | +0.00 ± 0.00 | 500.0 | 100.0 | 1.00 |",
-        "| leader | 110 | 1 of 2 | 1.10 | 0.9750 ± 0.0071 | -0.50 ± 0.71 | 100.0 | 11.0 | 4.55 |",
+    assert _convergence_tables.tables(rows, network, "100mbit", 4).splitlines()[-3:] == [
+        "| ddp |  | 200 ± 141 | 2 of 2 | 1.00 | 0.9800 ± 0.0000 |  | 500.0 | 100.0 | 1.00 |",
+        "| leader | 16 | 110 | 1 of 2 | 1.10 | 0.9750 ± 0.0071 | -0.50 ± 0.71 | 100.0 | 11.0 | 4.55 |",
+        "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |  |  |  |",
     ]
-    assert of_64.splitlines()[-1] == "| leader | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |  |  |  |"
+    assert _convergence_tables.tables(rows, None, "", 4).splitlines()[-1] == (
+        "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |"
+    )
