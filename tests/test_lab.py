@@ -1,10 +1,10 @@
 """The network laboratory keeps its promises: bandwidth, latency, counts, names, and nothing left behind."""
 
+import math
 import os
 import re
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -24,18 +24,18 @@ import socket, sys, time
 server = socket.create_server((sys.argv[1], 5000))
 print("listening", flush=True)
 connection, _ = server.accept()
-nbytes, wanted, start = 0, int(sys.argv[2]), None
+nbytes, wanted = 0, int(sys.argv[2])
 while nbytes < wanted:
     received = len(connection.recv(1 << 20))
     assert received, "the sender went away"
     nbytes += received
-    start = start or time.monotonic()
-print(time.monotonic() - start)
+print(time.monotonic())
 """
 
 SEND = """
-import socket, sys
+import socket, sys, time
 connection = socket.create_connection((sys.argv[1], 5000), timeout=30)
+print(time.monotonic())
 connection.sendall(bytes(int(sys.argv[2])))
 connection.recv(1)
 """
@@ -69,11 +69,11 @@ def listen(host: Host, script: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def transfer(sender: Host, receiver: Host, nbytes: int) -> float:
-    """Send ``nbytes`` over TCP and return the seconds from the first to the last at the receiver."""
+    """Send ``nbytes`` over TCP and return the seconds from before the first left until the last was there."""
     with listen(receiver, RECEIVE, receiver.address, str(nbytes)) as process:
-        sender.run([sys.executable, "-c", SEND, receiver.address, str(nbytes)])
+        started_at = float(sender.run([sys.executable, "-c", SEND, receiver.address, str(nbytes)]))
         assert process.stdout
-        return float(process.stdout.read())
+        return float(process.stdout.read()) - started_at
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
@@ -104,14 +104,24 @@ def holders(namespaces: set[str]) -> list[int]:
 @needs_root
 @pytest.mark.parametrize("delay_ms", [0.0, 5.0])
 def test_a_transfer_takes_as_long_as_the_rate_says(delay_ms: float) -> None:
+    """No transfer is faster; a busy machine makes some slower, but not all."""
     with Lab(2, delay_ms=delay_ms) as lab:
+
+        def fastest(nbytes: int, enough_s: float) -> float:
+            taken_s = math.inf
+            for _ in range(8):
+                taken_s = min(taken_s, transfer(*lab.hosts, nbytes))
+                if taken_s <= enough_s:
+                    break
+            return taken_s
+
         for rate_mbit in (100.0, 20.0):
             lab.set_rate(rate_mbit)
             expected_s = 1.5
             nbytes = int(rate_mbit * 1e6 / 8 * expected_s)
-            assert transfer(*lab.hosts, nbytes) == pytest.approx(expected_s, rel=0.15)
+            assert fastest(nbytes, 1.15 * expected_s) == pytest.approx(expected_s, rel=0.15)
         lab.set_rate(None)
-        assert transfer(*lab.hosts, nbytes) < expected_s / 2
+        assert fastest(nbytes, expected_s / 2) < expected_s / 2
 
 
 @root
@@ -120,8 +130,7 @@ def test_a_round_trip_takes_twice_the_delay() -> None:
     with Lab(2, delay_ms=20) as lab, listen(lab.hosts[1], ECHO):
         lines = lab.hosts[0].run([sys.executable, "-c", ROUND_TRIPS, lab.hosts[1].address])
     round_trips_s = [float(line) for line in lines.split()]
-    assert min(round_trips_s) >= 0.040
-    assert statistics.median(round_trips_s) == pytest.approx(0.040, rel=0.15)
+    assert 0.040 <= min(round_trips_s) < 0.046
 
 
 @root
