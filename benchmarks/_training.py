@@ -64,7 +64,7 @@ class Member:
         """
         group = self.group.across
         assert group is not None
-        group.all_reduce(tensor.div_(group.size))
+        group.all_reduce(tensor.div_(group.size)).wait()
 
     @torch.no_grad()
     def _begin_round(self, step: int) -> Round:
@@ -85,7 +85,7 @@ class Member:
         losses[self.group.rank] = math.inf if mean is None or not math.isfinite(mean) else mean
         group = self.group.across
         assert group is not None
-        group.all_reduce(losses)
+        group.all_reduce(losses).wait()
         leader = int(losses.argmin())
         workers = range(self.group.size)
         generation = Generation.of(1, [(rank, 0) for rank in workers], "gloo")

@@ -133,7 +133,7 @@ class Member:
     def evaluate(self) -> tuple[float, float]:
         """Return the training loss and the test error of the average of all models."""
         mean = self.flat.buffers[0] / len(PLACES)
-        self.group.all_reduce(mean)
+        self.group.all_reduce(mean).wait()
         if self.group.rank:
             return math.nan, math.nan
         self.flat_average.buffers[0].copy_(mean)

@@ -249,12 +249,12 @@ class Exchanger:
             logger.warning("this worker's model is not finite: it is left out of the average")
             contributes = False
         count = torch.tensor([float(contributes)], device=group.device)
-        group.all_reduce(count)
+        group.all_reduce(count).wait()
         if not float(count):
             return None
         means = [x / count.to(x.device) if contributes else torch.zeros_like(x) for x in tensors]
         for x in means:
-            group.all_reduce(x)
+            group.all_reduce(x).wait()
         return means
 
     def _distance(self, group: TorchGroup, own: Sequence[Tensor], means: Sequence[Tensor]) -> float:
@@ -263,7 +263,7 @@ class Exchanger:
         length = sum(float(mean.square().sum()) for mean in means) ** 0.5
         distance = apart / length if length else 0.0
         summed = torch.tensor([distance, 1.0] if math.isfinite(distance) else [0.0, 0.0], device=group.device)
-        group.all_reduce(summed)
+        group.all_reduce(summed).wait()
         total, count = summed.tolist()
         return total / count if count else 0.0
 

@@ -172,13 +172,18 @@ class TorchGroup:
             group.close()
         self._group = None
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by the sum over all members."""
+    def all_reduce(self, tensor: Tensor) -> Transfer:
+        """Begin to replace ``tensor`` by the sum over all members."""
         options = dist.AllreduceOptions()
         options.timeout = self._timeout
         host = self._staged(tensor)
-        self._begin("all_reduce", lambda group: group.allreduce([host], options)).wait()
-        _unstage(host, tensor)
+        under_way = self._begin("all_reduce", lambda group: group.allreduce([host], options))
+
+        def wait() -> None:
+            under_way.wait()
+            _unstage(host, tensor)
+
+        return Transfer(wait)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace ``tensor`` by that of ``source``.

@@ -15,7 +15,7 @@ rest of the backward pass.
 import atexit
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.futures import Future
 from lsgd.errors import ConfigError
 from lsgd.group import Transfer
 from lsgd.kernels import DEFAULT_BLOCK
+from lsgd.pipeline import Pipeline
 from lsgd.quantized import QuantizedAllReduce
 
 PIECE_NBYTES = 64 << 10
@@ -71,25 +72,31 @@ class QuantizedState:
         self.residuals: dict[int, Tensor] = {}
         group = _TorchGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
         self._all_reduce = QuantizedAllReduce(group, block=block, rounding=rounding)
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._buckets: queue.SimpleQueue[tuple[Iterator[None], bool] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def average(self, gradient: Tensor, bucket: int, step: int) -> None:
-        """Replace a bucket's gradients by the mean over all ranks."""
+    def average(self, gradient: Tensor, bucket: int, step: int) -> Iterator[None]:
+        """Replace a bucket's gradients by the mean over all ranks, in stages."""
         seed = ("ddp", self.seed, step, bucket)
         if not self.error_feedback:
-            self._all_reduce(gradient, gradient, seed)
+            yield from self._all_reduce.stages(gradient, gradient, seed)
             return
         old = self.residuals.get(bucket)
         if old is None or old.shape != gradient.shape:
             old = torch.zeros_like(gradient, dtype=torch.float32)
         new = old.clone()
-        spoilt = self._all_reduce(gradient, gradient, seed, new) != 0
+        spoilt = (yield from self._all_reduce.stages(gradient, gradient, seed, new)) != 0
         self.residuals[bucket] = torch.where(spoilt, old, new)
 
-    def submit(self, call: Callable[[], None], device: torch.device) -> None:
-        """Run ``call`` after those before it, in the exchange's thread, and on its stream on a GPU."""
+    def submit(self, stages: Iterator[None], device: torch.device, *, is_last: bool) -> None:
+        """Begin to exchange a bucket in the exchange's thread, and on its stream on a GPU, beside those before it.
+
+        Args:
+            stages: of the exchange (:class:`lsgd.pipeline.Pipeline`); they raise nothing.
+            device: of the gradients.
+            is_last: of the iteration; all are then seen through.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="lsgd-ddp", daemon=True)
             self._thread.start()
@@ -98,18 +105,22 @@ class QuantizedState:
         if device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._calls.put(call)
+        self._buckets.put((stages, is_last))
 
     def _end(self) -> None:
         """End the thread, unless it hangs in an exchange."""
-        self._calls.put(None)
+        self._buckets.put(None)
         if self._thread is not None:
             self._thread.join(END_WITHIN_S)
 
     def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
+        under_way = Pipeline()
+        while (bucket := self._buckets.get()) is not None:
+            stages, is_last = bucket
             with torch.no_grad(), torch.cuda.stream(self._stream):  # does nothing with None
-                call()
+                under_way.begin(stages)
+                if is_last:
+                    under_way.complete()
 
 
 def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -118,21 +129,21 @@ def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Ten
     Returns:
         A future of the bucket's gradients, the same bits on all ranks. NaN or Inf on one rank is NaN on all.
     """
-    gradient, index, step = bucket.buffer(), bucket.index(), state.step
-    if bucket.is_last():
+    gradient, index, step, is_last = bucket.buffer(), bucket.index(), state.step, bucket.is_last()
+    if is_last:
         state.step += 1
     devices = [gradient.device] if gradient.device.type == "cuda" else []
     future: Future[Tensor] = Future(devices=devices)
 
-    def exchange() -> None:
+    def exchange() -> Iterator[None]:
         try:
-            state.average(gradient, index, step)
+            yield from state.average(gradient, index, step)
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]
         else:
             future.set_result(gradient)
 
-    state.submit(exchange, gradient.device)
+    state.submit(exchange(), gradient.device, is_last=is_last)
     return future
 
 

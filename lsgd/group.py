@@ -34,8 +34,8 @@ class Transfer:
 class Group(Protocol):
     """Members that exchange tensors. Every verb is collective and has a deadline.
 
-    ``all_gather`` and ``all_to_all`` only begin, and return a :class:`Transfer` to wait for; several may be under way.
-    The others block until done.
+    ``all_reduce``, ``all_gather`` and ``all_to_all`` only begin, and return a :class:`Transfer` to wait for; several
+    may be under way. The others block until done.
 
     All members call the same verbs in the same order with tensors of the same sizes and dtypes, contiguous and on
     the group's device. When a verb raises :class:`lsgd.errors.ExchangeError`, what it was to write is undefined
@@ -67,8 +67,8 @@ class Group(Protocol):
         """The first member of each node, in order of nodes; None for a member that is not the first of its node."""
         ...
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by the sum over all members, with the same bits on all."""
+    def all_reduce(self, tensor: Tensor) -> Transfer:
+        """Begin to replace ``tensor`` by the sum over all members, with the same bits on all."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:

@@ -96,14 +96,19 @@ class SimulatedGroup:
             self._subgroups[kind] = SimulatedGroup(self._mail, name, members, ranks.index(self.rank), sizes)
         return self._subgroups[kind]
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by the sum over all members."""
+    def all_reduce(self, tensor: Tensor) -> Transfer:
+        """Begin to replace ``tensor`` by the sum over all members."""
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self.all_gather(parts, tensor).wait()
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
-        tensor.copy_(total)
+        under_way = self.all_gather(parts, tensor)
+
+        def wait() -> None:
+            under_way.wait()
+            total = parts[0]
+            for part in parts[1:]:
+                total += part
+            tensor.copy_(total)
+
+        return Transfer(wait)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace ``tensor`` by that of ``source``."""

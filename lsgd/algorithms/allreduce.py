@@ -1,6 +1,7 @@
 """Synchronous SGD: gradients averaged at full precision, as torch's DistributedDataParallel does it."""
 
 from collections.abc import Iterator
+from itertools import repeat
 
 from torch import Tensor
 
@@ -8,6 +9,7 @@ from lsgd.algorithms.base import Flat
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.group import Group
 from lsgd.messages import Round
+from lsgd.quantized import STAGES
 from lsgd.settings import AllReduceSettings
 
 
@@ -25,5 +27,6 @@ class AllReduce(GradientAlgorithm):
     ) -> Iterator[None]:
         """Average one bucket; divided first, so that float16 sums do not overflow."""
         result.copy_(gradient).div_(group.size)
-        group.all_reduce(result)
-        yield from ()
+        transfer = group.all_reduce(result)
+        yield from repeat(None, STAGES - 1)
+        transfer.wait()

@@ -40,7 +40,7 @@ class ByteGrad(QuantizedGradient):
         result.copy_(gradient)
         if self.settings.average:
             result.mul_(nodes / group.size)
-        group.node.all_reduce(result)
+        group.node.all_reduce(result).wait()
         if nodes > 1:
             if group.across is not None:
                 yield from self.quantized_mean(result, result, index, round)

@@ -78,7 +78,7 @@ class DecentralizedSGD(Algorithm):
             return self._between(group, group.rank, [1] * group.size, round)
         sizes = group.node_sizes
         for total in self._sums:
-            group.node.all_reduce(total)
+            group.node.all_reduce(total).wait()
         models = self._between(group.across, node_index(group.rank, sizes), sizes, round)
         if len(sizes) > 1:
             for total in self._sums:
@@ -100,7 +100,7 @@ class DecentralizedSGD(Algorithm):
         if self.settings.peers == "all":
             if units is not None:
                 for total in self._sums:
-                    units.all_reduce(total)
+                    units.all_reduce(total).wait()
             return sum(sizes)
         peer = shift_one_peer(unit, len(sizes), round.exchanges)
         if peer is None:

@@ -42,7 +42,7 @@ class ElasticSGD(Algorithm):
             log.warning("round %d: this worker's model is not finite; it takes the master's", round.id)
         for x, m, mean in zip(parameters, self.master, self._scratch, strict=True):
             mean.copy_(x if finite else m).div_(group.size)
-            group.all_reduce(mean)
+            group.all_reduce(mean).wait()
         for x, m, mean in zip(parameters, self.master, self._scratch, strict=True):
             if finite:
                 x.lerp_(m, self.settings.strength / group.size)

@@ -9,8 +9,7 @@ from torch import Tensor
 from lsgd.algorithms.base import Algorithm, Flat
 from lsgd.group import Group
 from lsgd.messages import Round
-
-_DONE = object()
+from lsgd.pipeline import Pipeline
 
 
 def buckets(gradients: Flat, nbytes: int) -> Iterator[Tensor]:
@@ -31,9 +30,7 @@ class GradientAlgorithm(Algorithm):
     from one thread at a time, be it another than that of the backward pass; then :meth:`finish`. Until then the
     gradients stay as they were, so that those of a failed iteration can be exchanged again by the next generation.
 
-    Several buckets are under way at a time: each call begins one, and takes those before it one stage further. So the
-    wire carries one bucket while another waits for the latency of its messages, and all members do the same in the same
-    order, whatever each of them is busy with.
+    Several buckets are under way at a time (:class:`lsgd.pipeline.Pipeline`).
 
     NaN or Inf in one member's gradient reaches all members alike, at least as NaN where it stood: so GradScaler
     skips the step on all of them together.
@@ -46,13 +43,13 @@ class GradientAlgorithm(Algorithm):
         self._bucket_nbytes = int(bucket_mib * 2**20)
         self._results: dict[int, Tensor] = {}
         self._exchanged: list[tuple[Tensor, Tensor]] = []
-        self._under_way: list[Iterator[None]] = []
+        self._under_way = Pipeline()
 
     def reset(self, parameters: Flat, group: Group, round: Round) -> None:
         """Forget the exchanges of the last generation."""
         self._results = {}
         self._exchanged = []
-        self._under_way = []
+        self._under_way = Pipeline()
 
     def buckets(self, gradients: Flat) -> list[Tensor]:
         """Return the slices of the flat gradients to exchange, in this order."""
@@ -78,8 +75,7 @@ class GradientAlgorithm(Algorithm):
         if result is None or result.shape != gradient.shape:
             result = self._results[index] = torch.empty_like(gradient)
         self._exchanged.append((gradient, result))
-        self._under_way.append(self.reduce(gradient, result, index, group, round))
-        self._go_on()
+        self._under_way.begin(self.reduce(gradient, result, index, group, round))
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -88,14 +84,7 @@ class GradientAlgorithm(Algorithm):
         Raises:
             ExchangeError: it failed on the wire; the gradients are unchanged.
         """
-        while self._under_way:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """Take all buckets under way one stage further, the one that was begun last before the others."""
-        under_way, self._under_way = self._under_way, []
-        left = [stages for stages in reversed(under_way) if next(stages, _DONE) is not _DONE]
-        self._under_way = left[::-1]
+        self._under_way.complete()
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -65,7 +65,7 @@ class LocalSGD(Algorithm):
             self._all_reduce(change, change, (self._run, round.id, index))
         else:
             change.div_(group.size)
-            group.all_reduce(change)
+            group.all_reduce(change).wait()
 
     def shared_state(self) -> list[Tensor]:
         """Return the common model and the outer step's velocity."""

@@ -89,7 +89,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         if not self.settings.hierarchical:
             return divide(self._sums, 1)
         for total in self._sums:
-            group.node.all_reduce(total)
+            group.node.all_reduce(total).wait()
         return divide(self._sums, group.node.size)
 
     def _exchange(self, current: Flat, group: Group, round: Round) -> None:

@@ -48,7 +48,7 @@ def every_verb(group: TorchGroup) -> bool:
     rank, size = group.rank, group.size
     for dtype in DTYPES:
         x = torch.full((5,), rank + 1, dtype=dtype)
-        group.all_reduce(x)
+        group.all_reduce(x).wait()
         assert x.tolist() == [size * (size + 1) / 2] * 5
         # A small one, and one that is passed on from member to member.
         for source, length in product(range(size), (5, size * groups.PIECE_NBYTES + 3)):
@@ -123,19 +123,21 @@ def test_each_generation_has_groups_of_its_own(switchboard) -> None:
 
 def test_a_member_that_never_comes_ends_the_others_in_time(switchboard) -> None:
     started_at = time.monotonic()
-    errors = run(switchboard, (2, 1), lambda g: g.all_reduce(torch.ones(1)), missing=[2], timeout_s=1.0)
+    errors = run(
+        switchboard, (2, 1), lambda g: g.all_reduce(torch.ones(1)).wait(), missing=[2], timeout_s=1.0
+    )
     assert [type(error) for error in errors] == [ExchangeError] * 2
     assert time.monotonic() - started_at < 10
 
 
 def test_a_member_that_goes_frees_its_neighbours_at_once(switchboard) -> None:
     def work(group: TorchGroup):
-        group.all_reduce(torch.ones(1))
+        group.all_reduce(torch.ones(1)).wait()
         if group.rank == 0:
             return None
         started_at = time.monotonic()
         with pytest.raises(ExchangeError, match="all_reduce failed after"):
-            group.all_reduce(torch.ones(1))
+            group.all_reduce(torch.ones(1)).wait()
         return time.monotonic() - started_at < 5
 
     assert run(switchboard, (2,), work) == [None, True]
@@ -146,7 +148,7 @@ def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(switchboard, 
     over = threading.Event()
 
     def work(group: TorchGroup):
-        group.all_reduce(torch.ones(1))
+        group.all_reduce(torch.ones(1)).wait()
         if group.rank == 1:
             over.wait(20)
             return None
@@ -166,7 +168,7 @@ def test_a_cut_frees_who_waits_for_a_silent_peer(switchboard) -> None:
     waiting, freed = threading.Event(), threading.Event()
 
     def work(group: TorchGroup) -> float:
-        group.all_reduce(torch.ones(3))
+        group.all_reduce(torch.ones(3)).wait()
         if group.rank == 1:
             assert freed.wait(30)
             return 0.0
@@ -174,7 +176,7 @@ def test_a_cut_frees_who_waits_for_a_silent_peer(switchboard) -> None:
         waiting.set()
         started_at = time.monotonic()
         with pytest.raises(ExchangeError, match="all_reduce failed"):
-            group.all_reduce(torch.ones(3))
+            group.all_reduce(torch.ones(3)).wait()
         freed.set()
         return time.monotonic() - started_at
 
@@ -203,7 +205,7 @@ def test_a_cut_frees_who_waits_for_a_member_that_does_not_connect(switchboard, m
         with pytest.raises(
             ExchangeError, match="all_reduce failed after" if group.rank != silent else "it dies"
         ):
-            group.all_reduce(torch.ones(3))
+            group.all_reduce(torch.ones(3)).wait()
         freed.set()
         return time.monotonic() - started_at
 
@@ -218,7 +220,7 @@ def test_a_cut_frees_who_waits_for_a_member_that_does_not_connect(switchboard, m
 def test_the_end_of_a_generation_ends_the_forming_of_its_groups(switchboard) -> None:
     timer = threading.Timer(0.5, switchboard.end, (1, "node0/worker1 left"))
     timer.start()
-    (error,) = run(switchboard, (2,), lambda g: g.all_reduce(torch.ones(1)), missing=[1])
+    (error,) = run(switchboard, (2,), lambda g: g.all_reduce(torch.ones(1)).wait(), missing=[1])
     timer.join()
     assert isinstance(error, ExchangeError)
     assert "generation 1 is over: node0/worker1 left" in str(error)

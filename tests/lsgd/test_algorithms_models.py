@@ -88,7 +88,7 @@ def test_the_outer_step_is_torch_s():
         for id in range(1, 6):
             change = torch.randn(40, dtype=torch.float64)
             theirs.grad = -change / 2
-            group.all_reduce(theirs.grad)
+            group.all_reduce(theirs.grad).wait()
             outer.step()
             model += change
             algorithm.before_forward([model], group, make_round([2], id=id))

@@ -62,4 +62,4 @@ class Rings:
     def all_reduce(self, tensor):
         size = self._group.size
         self._ring_nbytes += 2 * (size - 1) / size * tensor.nbytes - (size - 1) * tensor.nbytes
-        self._group.all_reduce(tensor)
+        return self._group.all_reduce(tensor)

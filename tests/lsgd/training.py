@@ -115,7 +115,7 @@ class Recording:
 
     def all_reduce(self, tensor):
         self._note("all_reduce", [tensor])
-        self._group.all_reduce(tensor)
+        return self._group.all_reduce(tensor)
 
     def broadcast(self, tensor, source):
         self._group.broadcast(tensor, source)
