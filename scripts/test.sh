@@ -13,9 +13,11 @@ fi
 "$python" -m ruff format --check
 "$python" -m mypy
 # What decides for everybody is tested to the last branch; the rest runs without being traced, which takes time.
+# Most tests wait more than they compute: two processes share them, file by file (tests/conftest.py).
+two=(--numprocesses=2 --dist=loadgroup)
 decides=(tests/server tests/lsgd/test_messages.py tests/lsgd/test_plan.py tests/lsgd/test_settings.py)
-"$python" -m pytest "${decides[@]}" --cov --cov-report=
+"$python" -m pytest "${two[@]}" "${decides[@]}" --cov --cov-report=
 for module in server/{admission,coordinator,history,members,rounds,scheduler,wording} lsgd/{messages,plan}; do
     "$python" -m coverage report --fail-under=100 --show-missing --include="*/$module.py"
 done
-"$python" -m pytest "${decides[@]/#/--ignore=}" --durations=30
+"$python" -m pytest "${two[@]}" "${decides[@]/#/--ignore=}" --durations=30
