@@ -23,12 +23,15 @@ def tables(rows: Rows, network: Mapping[str, Any] | None, link: str, workers: in
     """
     texts = []
     for task in dict.fromkeys(row["task"] for row in rows):
-        of_task = [row for row in rows if row["task"] == task]
-        texts.append(f"**{task}**\n\n{_table(of_task, network, link, workers)}")
+        texts.append(f"**{task}**\n\n{task_table(rows, task, network, link, workers)}")
     return "\n\n".join(texts)
 
 
-def _table(rows: Rows, network: Mapping[str, Any] | None, link: str, workers: int) -> str:
+def task_table(
+    rows: Rows, task: str, network: Mapping[str, Any] | None = None, link: str = "", workers: int = 0
+) -> str:
+    """Return the table of one task; arguments as in :func:`tables`."""
+    rows = [row for row in rows if row["task"] == task]
     columns = [
         "method",
         "period",

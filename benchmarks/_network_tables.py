@@ -1,11 +1,11 @@
 """The tables of benchmarks/network.py, made from its results."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks._about import table
-from benchmarks.methods import PEERS
+from benchmarks.methods import OURS, PEERS
 from benchmarks.workloads import LAYERS
 
 BASELINE = "ddp"
@@ -15,6 +15,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 def step_table(rows: Rows) -> str:
     """Return a table for each number of nodes and each wire, and one of the best of each against the best of peers."""
+    places = dict.fromkeys((row["nodes"], row["link"]) for row in rows)
+    texts = [f"**{nodes} nodes, {link}**\n\n{place_table(rows, nodes, link)}" for nodes, link in places]
+    return "\n\n".join(filter(None, [*texts, fastest_peers(rows)]))
+
+
+def place_table(rows: Rows, nodes: int, link: str) -> str:
+    """Return the table of one number of nodes and one wire."""
     columns = (
         "method",
         "ms a step",
@@ -25,22 +32,16 @@ def step_table(rows: Rows) -> str:
         "wait",
         "exchange",
     )
-    places = dict.fromkeys((row["nodes"], row["link"]) for row in rows)
-    texts = []
-    for nodes, link in places:
-        here = [row for row in rows if (row["nodes"], row["link"]) == (nodes, link)]
-        methods = dict.fromkeys(row["method"] for row in here)
-        lines = [_step_line(method, here) for method in methods]
-        texts.append(f"**{nodes} nodes, {link}**\n\n{table(columns, lines)}")
-    texts.append(_against_fastest_peer(rows, places))
-    return "\n\n".join(filter(None, texts))
+    here = [row for row in rows if (row["nodes"], row["link"]) == (nodes, link)]
+    methods = sorted({row["method"] for row in here}, key=("alone", *PEERS, *OURS).index)
+    return table(columns, [_step_line(method, here) for method in methods])
 
 
-def _against_fastest_peer(rows: Rows, places: Iterable[tuple[int, str]]) -> str:
+def fastest_peers(rows: Rows) -> str:
     """Return a table of Leader SGD in 8 bits beside the peer with the shortest step, for each place that has both."""
     columns = ("wire", "nodes", "fastest peer", "its ms", BEST, "times as fast", DELAYED, "times as fast")
     lines = []
-    for nodes, link in places:
+    for nodes, link in dict.fromkeys((row["nodes"], row["link"]) for row in rows):
         here = [row for row in rows if (row["nodes"], row["link"]) == (nodes, link)]
         step_s: dict[str, list[float]] = {}
         for row in here:

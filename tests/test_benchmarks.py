@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _convergence_tables, _network_tables, endtoend
+from benchmarks import _convergence_tables, _network_tables, endtoend, tables
 
 from .integration.running import until
 
@@ -262,3 +262,17 @@ def test_the_time_to_a_target_is_steps_times_the_time_of_a_step_of_the_same_peri
     assert _convergence_tables.tables(rows, None, "", 4).splitlines()[-1] == (
         "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |"
     )
+
+
+def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
+    page = tables.PAGE.read_text()
+    assert page.count("<!-- end of table -->") == len(tables.TABLE.findall(page)) > 5
+    assert tables.made_anew(page) == page, "run python -m benchmarks.tables"
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"), [("network 1gbit 99", "has no results"), ("of contents", "no table is called")]
+)
+def test_a_table_that_cannot_be_made_is_named(what: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"performance.md.* {reason}"):
+        tables.made_anew(f"<!-- table: {what} -->\n<!-- end of table -->\n")
