@@ -49,11 +49,8 @@ LINKS: Mapping[str, tuple[float | None, float]] = {
 """Rate in Mbit/s (None: no limit) and one-way latency in ms."""
 
 NODES = (2, 3, 4)
-METHODS = (
-    "alone",
-    *PEERS,
-    *(method for method in OURS if method != "leader-strong"),
-)  # whose bytes are the leader's
+SAME_BYTES = "leader-strong"  # as leader
+METHODS = ("alone", *PEERS, *(method for method in OURS if method != SAME_BYTES))
 QUICK_METHODS = ("ddp", "ddp-powersgd1", "post-local-sgd", "leader-8bit", "bytegrad", "decentralized")
 LATENCY_METHODS = ("ddp", "allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "leader")
 LATENCY_LINK = "100mbit-25ms"
