@@ -18,7 +18,7 @@ from benchmarks._about import argument_parser
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "performance.md"
-TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table: (.+?) -->\n)(?:(?!<!-- table: ).)*?(?=<!-- end of table -->)", re.DOTALL)
 
 
 def made_anew(page: str) -> str:

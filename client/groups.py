@@ -17,6 +17,7 @@ from lsgd.client.wires import Wires
 from lsgd.errors import ExchangeError
 from lsgd.group import Transfer
 from lsgd.messages import Generation, Get, Put, Value
+from lsgd.pipeline import UNDER_WAY
 from lsgd.topology import first_ranks, node_ranks
 
 Meeting = TCPStore
@@ -357,6 +358,7 @@ def gloo_group(
     group = dist.ProcessGroup(named, rank, size)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = datetime.timedelta(seconds=timeout_s)
+    options._threads = UNDER_WAY  # each carries one collective
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     gloo = ProcessGroupGloo(named, rank, size, options)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

@@ -37,6 +37,9 @@ END_WITHIN_S = 5.0
 """How long the exit of a process waits for the exchange's thread, in seconds."""
 
 
+_Bucket = tuple[Iterator[None], Tensor, "Future[Tensor]", bool]
+
+
 class QuantizedState:
     """State of :func:`quantized_hook`: the ranks, how to round, and the residuals.
 
@@ -72,7 +75,7 @@ class QuantizedState:
         self.residuals: dict[int, Tensor] = {}
         group = _TorchGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
         self._all_reduce = QuantizedAllReduce(group, block=block, rounding=rounding)
-        self._buckets: queue.SimpleQueue[tuple[Iterator[None], bool] | None] = queue.SimpleQueue()
+        self._buckets: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -89,23 +92,27 @@ class QuantizedState:
         spoilt = (yield from self._all_reduce.stages(gradient, gradient, seed, new)) != 0
         self.residuals[bucket] = torch.where(spoilt, old, new)
 
-    def submit(self, stages: Iterator[None], device: torch.device, *, is_last: bool) -> None:
-        """Begin to exchange a bucket in the exchange's thread, and on its stream on a GPU, beside those before it.
+    def submit(
+        self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], *, is_last: bool
+    ) -> None:
+        """Have the exchange's thread exchange a bucket beside those before it, and on its stream on a GPU.
 
         Args:
-            stages: of the exchange (:class:`lsgd.pipeline.Pipeline`); they raise nothing.
-            device: of the gradients.
-            is_last: of the iteration; all are then seen through.
+            stages: of the exchange (:class:`lsgd.pipeline.Pipeline`).
+            gradient: what they exchange.
+            future: that gets the gradient in the end, which may not be before the last bucket is submitted. When an
+                exchange fails, all that have none yet get the error, and so do later ones.
+            is_last: of the iteration.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="lsgd-ddp", daemon=True)
             self._thread.start()
             # Python ends a thread that is still in C++ code at exit by ending the process: let it come out first.
             atexit.register(self._end)
-        if device.type == "cuda":
-            self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._buckets.put((stages, is_last))
+        if gradient.device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(gradient.device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(gradient.device))
+        self._buckets.put((stages, gradient, future, is_last))
 
     def _end(self) -> None:
         """End the thread, unless it hangs in an exchange."""
@@ -115,12 +122,24 @@ class QuantizedState:
 
     def _serve(self) -> None:
         under_way = Pipeline()
+        waiting: list[Future[Tensor]] = []
+        failure: Exception | None = None
         while (bucket := self._buckets.get()) is not None:
-            stages, is_last = bucket
-            with torch.no_grad(), torch.cuda.stream(self._stream):  # does nothing with None
-                under_way.begin(stages)
-                if is_last:
-                    under_way.complete()
+            stages, gradient, future, is_last = bucket
+            waiting = [*(other for other in waiting if not other.done()), future]
+            try:
+                # What is left of the others after a failure would be taken for what comes later.
+                if failure is None:
+                    with torch.no_grad(), torch.cuda.stream(self._stream):  # does nothing with None
+                        under_way.begin(_seen_through(stages, gradient, future))
+                        if is_last:
+                            under_way.complete()
+            except Exception as error:
+                failure = error
+            if failure is not None:
+                for other in waiting:
+                    if not other.done():
+                        other.set_exception(failure)  # type: ignore[arg-type]
 
 
 def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -135,16 +154,13 @@ def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Ten
     devices = [gradient.device] if gradient.device.type == "cuda" else []
     future: Future[Tensor] = Future(devices=devices)
 
-    def exchange() -> Iterator[None]:
-        try:
-            yield from state.average(gradient, index, step)
-        except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]
-        else:
-            future.set_result(gradient)
-
-    state.submit(exchange(), gradient.device, is_last=is_last)
+    state.submit(state.average(gradient, index, step), gradient, future, is_last=is_last)
     return future
+
+
+def _seen_through(stages: Iterator[None], gradient: Tensor, future: Future[Tensor]) -> Iterator[None]:
+    yield from stages
+    future.set_result(gradient)
 
 
 class _TorchGroup:

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 
+UNDER_WAY = 3
+"""Exchanges under way at a time, one in each stage."""
+
 _DONE = object()
 
 
@@ -10,7 +13,7 @@ class Pipeline:
 
     An exchange is an iterator that yields where nothing is left to do but to wait for what travels. Each one that
     begins takes those before it one stage further, so that members which begin the same ones in the same order do the
-    same in the same order, whatever each of them is busy with.
+    same in the same order, whatever each of them is busy with: all of them yield equally often on all members.
     """
 
     def __init__(self) -> None:

@@ -13,11 +13,12 @@ fi
 "$python" -m ruff format --check
 "$python" -m mypy
 # What decides for everybody is tested to the last branch; the rest runs without being traced, which takes time.
-# Most tests wait more than they compute: two processes share them, file by file (tests/conftest.py).
-two=(--numprocesses=2 --dist=loadgroup)
+# Two processes share the files, but for tests of network namespaces, which count bytes and see what is left behind.
+two=(--numprocesses=2 --dist=loadfile)
 decides=(tests/server tests/lsgd/test_messages.py tests/lsgd/test_plan.py tests/lsgd/test_settings.py)
 "$python" -m pytest "${two[@]}" "${decides[@]}" --cov --cov-report=
 for module in server/{admission,coordinator,history,members,rounds,scheduler,wording} lsgd/{messages,plan}; do
     "$python" -m coverage report --fail-under=100 --show-missing --include="*/$module.py"
 done
-"$python" -m pytest "${two[@]}" "${decides[@]/#/--ignore=}" --durations=30
+"$python" -m pytest "${two[@]}" "${decides[@]/#/--ignore=}" -m "not root" --durations=20
+"$python" -m pytest -m root --durations=10

@@ -2,7 +2,6 @@
 
 import signal
 
-import pytest
 from hypothesis import settings
 
 # Whoever runs the tests may ignore signals, as nohup and a shell's background jobs do. Every process that a test starts
@@ -14,10 +13,3 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # bash scripts/test.sh --hypothesis-profile=default
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the tests of a file run in one process, and those of network namespaces, one after the other, in another."""
-    for item in items:
-        group = "root" if item.get_closest_marker("root") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))

@@ -9,7 +9,7 @@ from lsgd.algorithms.base import Flat
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.group import Group
 from lsgd.messages import Round
-from lsgd.quantized import STAGES
+from lsgd.pipeline import UNDER_WAY
 from lsgd.settings import AllReduceSettings
 
 
@@ -25,8 +25,11 @@ class AllReduce(GradientAlgorithm):
     def reduce(
         self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round
     ) -> Iterator[None]:
-        """Average one bucket; divided first, so that float16 sums do not overflow."""
+        """Average one bucket; divided first, so that float16 sums do not overflow.
+
+        It is waited for when the second one after it has begun.
+        """
         result.copy_(gradient).div_(group.size)
         transfer = group.all_reduce(result)
-        yield from repeat(None, STAGES - 1)
+        yield from repeat(None, UNDER_WAY - 1)
         transfer.wait()

@@ -77,6 +77,10 @@ def every_verb(group: TorchGroup) -> bool:
     for number, (outputs, transfer) in enumerate(under_way):
         transfer.wait()
         assert all(bool((x == 100 * number + 10 * r + rank).all()) for r, x in enumerate(outputs))
+    sums = [torch.full((10_000 * (5 - number),), float(number + rank)) for number in range(5)]
+    for transfer in [group.all_reduce(x) for x in sums]:
+        transfer.wait()
+    assert all(bool((x == size * number + size * (size - 1) / 2).all()) for number, x in enumerate(sums))
     if size > 1 and rank < 2:  # only those named take part
         received = torch.empty(4)
         group.exchange({1 - rank: torch.full((4,), float(rank))}, {1 - rank: received})

@@ -273,6 +273,11 @@ class Noting:
 
         return Transfer(wait)
 
+    def all_reduce(self, tensor):
+        return self._note(
+            f"sum {sum('is' not in what for what in self.order)}", self._group.all_reduce(tensor)
+        )
+
     def all_to_all(self, outputs, inputs):
         name = f"first {sum(what.startswith('first') and 'is' not in what for what in self.order)}"
         return self._note(name, self._group.all_to_all(outputs, inputs))
@@ -282,8 +287,21 @@ class Noting:
         return self._note(name, self._group.all_gather(outputs, tensor))
 
 
-def test_a_bucket_is_begun_before_those_before_it_are_waited_for():
-    settings = QSGDSettings(bucket_mib=0.001)
+IN_ORDER = {
+    QSGDSettings: [
+        *("first 0", "first 1", "first 0 is there", "second 0"),
+        *("first 2", "first 1 is there", "second 1", "second 0 is there"),
+        *("first 2 is there", "second 2", "second 1 is there", "second 2 is there"),
+    ],
+    AllReduceSettings: [
+        *("sum 0", "sum 1", "sum 2", "sum 0 is there", "sum 1 is there", "sum 2 is there"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", IN_ORDER)
+def test_a_bucket_is_begun_before_those_before_it_are_waited_for(kind):
+    settings = kind(bucket_mib=0.001)
 
     def member(group):
         noting = Noting(group)
@@ -295,11 +313,7 @@ def test_a_bucket_is_begun_before_those_before_it_are_waited_for():
         return noting.order
 
     for order in simulate([1, 1], member):
-        assert order == [
-            *("first 0", "first 1", "first 0 is there", "second 0"),
-            *("first 2", "first 1 is there", "second 1", "second 0 is there"),
-            *("first 2 is there", "second 2", "second 1 is there", "second 2 is there"),
-        ]
+        assert order == IN_ORDER[kind]
 
 
 class Breaking(Noting):

@@ -227,7 +227,7 @@ def test_a_failed_exchange_has_not_happened(settings):
         if group.rank == 2:
             part = worker.parameters[0].new_zeros(SPLIT + (settings.name == "decentralized"))
             if settings.name != "decentralized":
-                group.all_reduce(part)  # the first tensor goes through, then it is gone
+                group.all_reduce(part).wait()  # the first tensor goes through, then it is gone
             raise ExchangeError("lost")
         try:
             round = make_round([1, 1, 1], id=2)

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lsgd.ddp_hook import QuantizedState
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, ExchangeError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -65,3 +67,44 @@ def test_an_odd_number_of_processes(train):
 def test_without_torch_distributed():
     with pytest.raises(ConfigError, match="init_process_group"):
         QuantizedState()
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_after_a_failed_exchange_nothing_is_sent_that_would_be_taken_for_something_else(alone):
+    begun = []
+
+    def exchange(name, error=None):
+        begun.append(name)
+        yield
+        if error is not None:
+            raise error
+        yield
+        begun.append("too much")
+
+    state, gradient = QuantizedState(), torch.ones(3)
+    futures = [torch.futures.Future() for _ in range(4)]
+    buckets = ["first", "failing", "third", "later"]
+    for name, future in zip(buckets, futures, strict=True):
+        error = ExchangeError("the wire broke") if name == "failing" else None
+        state.submit(exchange(name, error), gradient, future, is_last=False)
+    for future in futures:
+        with pytest.raises(ExchangeError, match="the wire broke"):
+            future.wait()
+    assert begun == ["first", "failing", "third"]
+
+
+def test_each_future_gets_its_gradient_once_the_last_bucket_is_there(alone):
+    state, gradients = QuantizedState(), [torch.full((3,), float(i)) for i in range(4)]
+    futures = [torch.futures.Future() for _ in gradients]
+    for index, (gradient, future) in enumerate(zip(gradients, futures, strict=True)):
+        state.submit(state.average(gradient, index, 0), gradient, future, is_last=index == 3)
+    assert [future.wait() is gradient for future, gradient in zip(futures, gradients, strict=True)] == [
+        True
+    ] * 4
