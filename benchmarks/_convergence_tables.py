@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks._about import table
-from benchmarks.methods import OURS, PEERS, PERIODIC
+from benchmarks.methods import ALL, PERIODIC
 
 BASELINE = "ddp"
 Row = Mapping[str, Any]
@@ -56,7 +56,7 @@ def task_table(
 
 def _place(line: tuple[str, int]) -> tuple[int, int]:
     method, period = line
-    return ((*PEERS, *OURS).index(method), period)
+    return (ALL.index(method), period)
 
 
 def _step_s(

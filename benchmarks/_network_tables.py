@@ -1,11 +1,12 @@
 """The tables of benchmarks/network.py, made from its results."""
 
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks._about import table
-from benchmarks.methods import OURS, PEERS
+from benchmarks.methods import ALL, PEERS
 from benchmarks.workloads import LAYERS
 
 BASELINE = "ddp"
@@ -15,13 +16,21 @@ Rows = Sequence[Mapping[str, Any]]
 
 def step_table(rows: Rows) -> str:
     """Return a table for each number of nodes and each wire, and one of the best of each against the best of peers."""
-    places = dict.fromkeys((row["nodes"], row["link"]) for row in rows)
-    texts = [f"**{nodes} nodes, {link}**\n\n{place_table(rows, nodes, link)}" for nodes, link in places]
+    places = by_place(rows).items()
+    texts = [f"**{nodes} nodes, {link}**\n\n{place_table(here)}" for (nodes, link), here in places]
     return "\n\n".join(filter(None, [*texts, fastest_peers(rows)]))
 
 
-def place_table(rows: Rows, nodes: int, link: str) -> str:
-    """Return the table of one number of nodes and one wire."""
+def by_place(rows: Rows) -> Mapping[tuple[int, str], Rows]:
+    """Return the runs by number of nodes and wire."""
+    found: dict[tuple[int, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        found[row["nodes"], row["link"]].append(row)
+    return found
+
+
+def place_table(here: Rows) -> str:
+    """Return the table of one number of nodes and one wire, of its runs."""
     columns = (
         "method",
         "ms a step",
@@ -32,8 +41,7 @@ def place_table(rows: Rows, nodes: int, link: str) -> str:
         "wait",
         "exchange",
     )
-    here = [row for row in rows if (row["nodes"], row["link"]) == (nodes, link)]
-    methods = sorted({row["method"] for row in here}, key=("alone", *PEERS, *OURS).index)
+    methods = sorted({row["method"] for row in here}, key=ALL.index)
     return table(columns, [_step_line(method, here) for method in methods])
 
 
@@ -41,8 +49,7 @@ def fastest_peers(rows: Rows) -> str:
     """Return a table of Leader SGD in 8 bits beside the peer with the shortest step, for each place that has both."""
     columns = ("wire", "nodes", "fastest peer", "its ms", BEST, "times as fast", DELAYED, "times as fast")
     lines = []
-    for nodes, link in dict.fromkeys((row["nodes"], row["link"]) for row in rows):
-        here = [row for row in rows if (row["nodes"], row["link"]) == (nodes, link)]
+    for (nodes, link), here in by_place(rows).items():
         step_s: dict[str, list[float]] = {}
         for row in here:
             step_s.setdefault(row["method"], []).append(row["step_s"])

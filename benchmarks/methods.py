@@ -51,6 +51,9 @@ PEERS = (
 )
 """Names of the peers that communicate (benchmarks/peers.py)."""
 
+ALL = ("alone", *PEERS, *OURS)
+"""Names of all methods, in the order of tables; ``alone`` exchanges nothing."""
+
 PERIODIC = frozenset(name for name, settings in OURS.items() if not settings(64).schedule().lockstep) | {
     "post-local-sgd",
     "torchft-local-sgd",

@@ -32,7 +32,7 @@ from benchmarks._meter import LIMITED, MEASURED, STEPPING
 from benchmarks._network_tables import latency_table, step_table
 from benchmarks._results import Results
 from benchmarks.lab import Lab, LabError
-from benchmarks.methods import OURS, PEERS, PERIODIC, add_peer_python, interpreters_of, settings_of
+from benchmarks.methods import ALL, OURS, PERIODIC, add_peer_python, interpreters_of, settings_of
 from benchmarks.workloads import LAYERS, WIDTH
 from lsgd.plan import Phase, Plan
 from lsgd.settings import RunSettings
@@ -49,8 +49,7 @@ LINKS: Mapping[str, tuple[float | None, float]] = {
 """Rate in Mbit/s (None: no limit) and one-way latency in ms."""
 
 NODES = (2, 3, 4)
-ALL_METHODS = ("alone", *PEERS, *OURS)
-METHODS = tuple(method for method in ALL_METHODS if method != "leader-strong")  # which sends what leader does
+METHODS = tuple(method for method in ALL if method != "leader-strong")  # which sends what leader does
 QUICK_METHODS = ("ddp", "ddp-powersgd1", "post-local-sgd", "leader-8bit", "bytegrad", "decentralized")
 LATENCY_METHODS = ("ddp", "allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "leader")
 LATENCY_LINK = "100mbit-25ms"
@@ -270,7 +269,7 @@ def options_of() -> argparse.Namespace:
         "--quick", action="store_true", help="a small model, six methods, 100 Mbit/s, two nodes"
     )
     parser.add_argument("--latencies", action="store_true", help="count the messages that follow one another")
-    parser.add_argument("--methods", nargs="+", choices=ALL_METHODS, help="which ones")
+    parser.add_argument("--methods", nargs="+", choices=ALL, help="which ones")
     parser.add_argument("--links", nargs="+", choices=LINKS, help="which ones")
     parser.add_argument("--nodes", type=int, nargs="+", help="how many, one run each")
     parser.add_argument("--repeats", type=int, default=1, help="turns of all methods")

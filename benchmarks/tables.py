@@ -10,6 +10,7 @@ A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, w
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def made_anew(page: str) -> str:
 def _table(what: str) -> str:
     match what.split():
         case ["network", link, nodes]:
-            found = _network_tables.place_table(_results("network"), int(nodes), link)
+            places = _network_tables.by_place(_results("network"))
+            found = _network_tables.place_table(places.get((int(nodes), link), []))
         case ["fastest", "peers"]:
             found = _network_tables.fastest_peers(_results("network"))
         case ["convergence", task]:
@@ -49,6 +51,7 @@ def _table(what: str) -> str:
     return found
 
 
+@cache
 def _results(benchmark: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((DOCS / "results" / f"{benchmark}.json").read_text())["results"]
     return found

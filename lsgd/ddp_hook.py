@@ -153,7 +153,6 @@ def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Ten
         state.step += 1
     devices = [gradient.device] if gradient.device.type == "cuda" else []
     future: Future[Tensor] = Future(devices=devices)
-
     state.submit(state.average(gradient, index, step), gradient, future, is_last=is_last)
     return future
 

@@ -18,7 +18,7 @@ import digits  # noqa: E402
 import report  # noqa: E402
 
 NO_EXCHANGE = """
-iterations = 800
+iterations = 1500
 
 [algorithm]
 period = 1000000
@@ -60,7 +60,7 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(tmp_path: Pat
     assert alone["leader_accuracy"] >= 0.95  # each of them has learned; only their average has not
     assert result["relative_distance_before_last_average"] < alone["relative_distance_before_last_average"]
 
-    for run, iterations in ((result, 3000), (alone, 800)):
+    for run, iterations in ((result, 3000), (alone, 1500)):
         assert run["iterations"] == sum(run["iterations_per_worker"].values()) == iterations
         assert (run["workers"], run["groups"], run["rounds_local"]) == (2, 1, 0)
     # One when the generation begins, one for each 64 iterations of a worker, and the last one.
