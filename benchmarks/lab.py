@@ -239,7 +239,8 @@ class Lab:
     def _connect_by_bridge(self) -> None:
         self._switch = switch = Host(-1, "switch", "", "127.0.0.1 localhost\n")
         self._closing.callback(switch.close)
-        switch.run(["ip", "link", "add", "bridge", "type", "bridge"])
+        # With snooping the bridge would announce itself to every host, by IGMP, and be counted there.
+        switch.run(["ip", "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0"])
         switch.run(["ip", "link", "set", "bridge", "up"])
         for host in self.hosts:
             port = f"port{host.index}"

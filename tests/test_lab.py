@@ -157,6 +157,15 @@ def test_bytes_are_counted_where_they_pass(delay_ms: float) -> None:
 
 @root
 @needs_root
+@pytest.mark.parametrize("delay_ms", [0.0, 1.0])
+def test_a_wire_carries_nothing_of_its_own(delay_ms: float) -> None:
+    with Lab(3, delay_ms=delay_ms) as lab:
+        time.sleep(2)
+        assert [(host.sent_nbytes, host.received_nbytes) for host in lab.hosts] == [(0, 0)] * 3
+
+
+@root
+@needs_root
 def test_hosts_find_each_other_by_name() -> None:
     script = "import socket; print(*(socket.gethostbyname(n) for n in (socket.gethostname(), 'node1')))"
     with Lab(2) as lab:
