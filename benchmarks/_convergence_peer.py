@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import threading
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Train; rank 0 prints the curve as JSON."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     parser = argparse.ArgumentParser()
@@ -58,8 +59,8 @@ def main() -> None:
             evaluation.after(step + 1)
     if given.rank == 0:
         print(json.dumps(evaluation.curve))
+    peers.end_process()
 
 
 if __name__ == "__main__":
     main()
-    peers.end_process()

@@ -1,6 +1,7 @@
 """A worker of benchmarks/endtoend.py for what lsgd is compared with; it needs nothing of lsgd."""
 
 from pathlib import Path
+from typing import NoReturn
 
 from benchmarks import peers
 from benchmarks._endtoend_recorder import parser, prepare
@@ -8,7 +9,7 @@ from benchmarks._endtoend_recorder import parser, prepare
 PORT = 47600
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Train, and write what was recorded."""
     arguments = parser()
     arguments.add_argument("--method", choices=peers.PEERS, required=True)
@@ -29,8 +30,8 @@ def main() -> None:
             stepped.step()
         recorder.step_begins(given.steps)
     recorder.write(given.output)
+    peers.end_process()
 
 
 if __name__ == "__main__":
     main()
-    peers.end_process()

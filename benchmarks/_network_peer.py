@@ -1,5 +1,7 @@
 """A process of benchmarks/network.py for what lsgd is compared with; it needs nothing of lsgd."""
 
+from typing import NoReturn
+
 from benchmarks import peers
 from benchmarks._meter import BATCH_SIZE, Meter, parser, workload
 from benchmarks.workloads import timed_step
@@ -7,7 +9,7 @@ from benchmarks.workloads import timed_step
 PORT = 47500
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Make the steps."""
     arguments = parser()
     arguments.add_argument("--method", required=True)
@@ -26,8 +28,8 @@ def main() -> None:
             timed_step(wrapped, stepped, data[start : start + BATCH_SIZE])
         meter.step_begins(given.skip + given.steps)
     meter.finish()
+    peers.end_process()
 
 
 if __name__ == "__main__":
     main()
-    peers.end_process()

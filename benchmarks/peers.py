@@ -226,6 +226,11 @@ def joined(
 
 
 def end_process() -> NoReturn:
-    """End this process at once: at the end of the interpreter torch's threads abort now and then on a busy machine."""
+    """End this process at once, which on a busy machine torch does not always do.
+
+    At the end of the interpreter its threads abort now and then. And who lets go of a DistributedDataParallel while
+    Gloo's thread still frees tensors of the last collective waits for it for ever, with the lock of the interpreter,
+    which that thread waits for: this is to be called where the model still is.
+    """
     sys.stdout.flush()
     os._exit(0)
