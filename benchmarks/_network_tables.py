@@ -22,9 +22,9 @@ def step_table(rows: Rows) -> str:
 
 
 def by_place(rows: Rows) -> Mapping[tuple[int, str], Rows]:
-    """Return the runs by number of nodes and wire."""
+    """Return the runs by number of nodes and wire, all numbers of one wire together."""
     found: dict[tuple[int, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row["link"], row["nodes"])):
         found[row["nodes"], row["link"]].append(row)
     return found
 
