@@ -210,6 +210,11 @@ def options_of() -> argparse.Namespace:
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {options.jobs}")
     options.tasks = options.tasks or (QUICK_TASKS if options.quick else tuple(TASKS))
+    first = max(TASKS[task].evaluate_every for task in options.tasks)
+    if options.steps is not None and options.steps < first:
+        parser.error(
+            f"--steps must be at least {first}, when the average is first tested, not {options.steps}"
+        )
     options.methods = options.methods or (QUICK_METHODS if options.quick else METHODS)
     options.periods = options.periods or (QUICK_PERIODS if options.quick else PERIODS)
     options.seeds = options.seeds or (QUICK_SEEDS if options.quick else SEEDS)

@@ -182,6 +182,13 @@ def test_convergence_trains_simulated_workers_as_real_ones_of_a_peer(tmp_path: P
     assert [picture.name for picture in pictures.iterdir()] == ["convergence-digits-16.png"]
 
 
+def test_convergence_wants_steps_up_to_the_first_test() -> None:
+    command = [sys.executable, "-m", "benchmarks.convergence", "--tasks", "digits", "--steps", "7"]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2
+    assert "--steps must be at least 8, when the average is first tested, not 7" in refused.stderr
+
+
 def test_a_killed_convergence_leaves_no_process_of_a_peer() -> None:
     steps = f"--steps={10**9 + os.getpid()}"  # marks its processes
     command = [sys.executable, "-m", "benchmarks.convergence", "--quick", steps, "--methods", "ddp"]
