@@ -6,6 +6,7 @@ Writes a line for each step to ``sent<rank>`` in the folder given: the algorithm
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -14,8 +15,18 @@ from lsgd.client import Worker
 from lsgd.plan import table_of
 
 
+def under_way_nbytes() -> int:
+    """Return what this machine's sockets have yet to send, or to hear of that it has arrived."""
+    sockets = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(int(socket.split()[4].partition(":")[0], 16) for socket in sockets)
+
+
 def sent_nbytes() -> int:
-    """Return the bytes behind the limit of the rate, with the headers of every packet."""
+    """Return the bytes behind the limit of the rate, with the headers of every packet, when none is under way."""
+    deadline = time.monotonic() + 10
+    while left := under_way_nbytes():
+        assert time.monotonic() < deadline, f"{left} bytes are under way"
+        time.sleep(0.0005)
     shown = subprocess.run(
         ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"], capture_output=True, check=True
     )
