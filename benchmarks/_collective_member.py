@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
+from benchmarks._interface import sent_with_headers_nbytes
 from lsgd.client.groups import TorchGroup
 from lsgd.kernels import DEFAULT_BLOCK
 from lsgd.quantized import QuantizedAllReduce
@@ -49,14 +49,6 @@ def methods(rank: int, size: int) -> Mapping[str, Callable[[Tensor], object]]:
     }
 
 
-def interface_nbytes() -> int:
-    """Return the bytes that left through ``eth0``, with the headers of every packet."""
-    shown = subprocess.run(
-        ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"], capture_output=True, check=True
-    )
-    return int(json.loads(shown.stdout)[0]["bytes"])
-
-
 def check(x: Tensor, name: str, result: Tensor) -> None:
     """Make sure that a collective does what it is compared for."""
     expected = x.clone()
@@ -90,14 +82,14 @@ def main() -> None:
     for turn in range(given.repeats + 1):
         for name, collective in collectives.items():
             result.copy_(x)
-            before = interface_nbytes()
+            before = sent_with_headers_nbytes()
             dist.barrier()
             start = time.perf_counter()
             collective(result)
             seconds = time.perf_counter() - start
             dist.barrier()
             if turn:
-                calls[name].append((seconds, interface_nbytes() - before))
+                calls[name].append((seconds, sent_with_headers_nbytes() - before))
             else:
                 check(x, name, result)
 

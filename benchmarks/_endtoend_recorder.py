@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks._meter import interface_counters
+from benchmarks._interface import counters
 from benchmarks.workloads import WideDigits
 
 SNAPSHOTS, MARKS = "snapshots.float32", "marks.json"
@@ -44,7 +44,7 @@ class Recorder:
         due = (len(self._marks) + 1) * self._every
         if position < due or len(self._marks) == len(self._copies):
             return
-        sent_nbytes = interface_counters()[2]
+        sent_nbytes = counters().sent_nbytes
         torch.cat([x.reshape(-1) for x in self._parameters], out=self._copies[len(self._marks)])
         self._marks.append({"step": due, "at_s": now - self._start_s, "sent_nbytes": sent_nbytes})
         self._start_s += time.perf_counter() - now

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks._interface import counters
 from benchmarks.workloads import TimedMLP, timed_step
 
 BATCH_SIZE = 2
@@ -65,10 +66,12 @@ class Meter:
             self._await_limit()
         if self._due and position >= self._due[0]:
             del self._due[0]
-            received, received_packets, sent, sent_packets = interface_counters()
-            packets = received_packets + sent_packets
+            passed = counters()
+            packets = passed.received_packets + passed.sent_packets
             now, waited_s = time.perf_counter(), self._waited_s()
-            self._marks.append(Mark(position, now, waited_s, sent, received, packets))
+            self._marks.append(
+                Mark(position, now, waited_s, passed.sent_nbytes, passed.received_nbytes, packets)
+            )
             if not self._due:
                 first, last = map(asdict, self._marks)
                 measured = {name: last[name] - first[name] for name in first}
@@ -91,14 +94,6 @@ class Meter:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self._folder / LIMITED}: not there after {LIMITED_WITHIN_S:g} s")
             time.sleep(POLL_PERIOD_S)
-
-
-def interface_counters() -> tuple[int, int, int, int]:
-    """Return bytes and packets that ``eth0`` has received, and those that it has sent."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    line = next(line for line in lines if line.lstrip().startswith("eth0:"))
-    numbers = [int(number) for number in line.partition(":")[2].split()]
-    return numbers[0], numbers[1], numbers[8], numbers[9]
 
 
 def parser() -> argparse.ArgumentParser:

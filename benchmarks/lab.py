@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from benchmarks import relay
+from benchmarks._interface import counters
 
 NETWORK = "10.77.0"
 """First three numbers of every host's address, in every laboratory; they reach no further than its own wire."""
@@ -100,12 +101,12 @@ class Host:
     @property
     def sent_nbytes(self) -> int:
         """Bytes that ``eth0`` has sent. One header is counted for up to 64 KiB that leave as one segment."""
-        return self._counters()[8]
+        return counters(self.pid).sent_nbytes
 
     @property
     def received_nbytes(self) -> int:
         """Bytes that ``eth0`` has received, counted like those sent."""
-        return self._counters()[0]
+        return counters(self.pid).received_nbytes
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start ``command`` on this host; ``options`` are those of subprocess.Popen.
@@ -143,11 +144,6 @@ class Host:
             for pipe in (process.stdin, process.stdout, process.stderr):
                 if pipe:
                     pipe.close()
-
-    def _counters(self) -> list[int]:
-        with open(f"/proc/{self.pid}/net/dev") as table:
-            line = next(line for line in table if line.lstrip().startswith("eth0:"))
-        return [int(number) for number in line.split(":")[1].split()]
 
 
 class Lab:

@@ -15,7 +15,7 @@ from lsgd.settings import AlgorithmSettings
 from lsgd.wire import sent_nbytes
 
 from .running import SCRIPTS
-from .test_two_nodes import finish, start
+from .test_two_nodes import ROOT, finish, start
 
 pytestmark = [
     pytest.mark.root,
@@ -73,6 +73,7 @@ def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> 
     command = ("--", sys.executable, str(SCRIPTS / "wire.py"), str(tmp_path))
     with Lab(WORKERS, rate_mbit=4000) as lab:
         settings = {"NUM_GROUPS": str(WORKERS), "NUM_WORKERS": "1", "PLAN": str(tmp_path / "plan.toml")}
+        settings["PYTHONPATH"] = str(ROOT)  # its worker counts as the benchmarks do
         finish([start(host, tmp_path, *command, **settings) for host in lab.hosts])
     members = [sent_by_phase(tmp_path / f"sent{rank}") for rank in range(WORKERS)]
     assert [settings.name for settings, _ in members[0]] == [table["name"] for table in ALGORITHMS]

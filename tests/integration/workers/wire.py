@@ -4,13 +4,13 @@ Writes a line for each step to ``sent<rank>`` in the folder given: the algorithm
 """
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
 
+from benchmarks._interface import sent_with_headers_nbytes
 from lsgd.client import Worker
 from lsgd.plan import table_of
 
@@ -22,15 +22,12 @@ def under_way_nbytes() -> int:
 
 
 def sent_nbytes() -> int:
-    """Return the bytes behind the limit of the rate, with the headers of every packet, when none is under way."""
+    """Return the bytes that this machine has sent, with the headers of every packet, when none is under way."""
     deadline = time.monotonic() + 10
     while left := under_way_nbytes():
         assert time.monotonic() < deadline, f"{left} bytes are under way"
         time.sleep(0.0005)
-    shown = subprocess.run(
-        ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"], capture_output=True, check=True
-    )
-    return int(json.loads(shown.stdout)[0]["bytes"])
+    return sent_with_headers_nbytes()
 
 
 model = torch.nn.Linear(1000, 2000)
