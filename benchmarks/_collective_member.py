@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from benchmarks._interface import sent_with_headers_nbytes
-from lsgd.client.groups import TorchGroup
-from lsgd.kernels import DEFAULT_BLOCK
-from lsgd.quantized import QuantizedAllReduce
+from lsgd.client.groups.torch_group import TorchGroup
+from lsgd.codecs.minmax8 import MinMax8
+from lsgd.collectives.two_round import QuantizedAllReduce
 
 TIMEOUT_S = 120.0
 SOURCE = 0
@@ -39,7 +39,7 @@ def methods(rank: int, size: int) -> Mapping[str, Callable[[Tensor], object]]:
         lambda name, ranks: dist.group.WORLD,
         *("world", range(size), names, rank, [1] * size, TIMEOUT_S, "gloo", torch.device("cpu")),
     )
-    in_8_bits = QuantizedAllReduce(group, block=DEFAULT_BLOCK, rounding="nearest")
+    in_8_bits = QuantizedAllReduce(group, MinMax8())
     return {
         "all-reduce, float32": dist.all_reduce,
         "all-reduce, float16": lambda x: fp16_compress_hook(None, Bucket(x)).wait(),

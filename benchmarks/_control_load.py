@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Iterator
 
-from lsgd.messages import (
+from lsgd.protocol.messages import (
     PROTOCOL,
     Done,
     Go,
@@ -25,7 +25,7 @@ from lsgd.messages import (
     kind_of,
     worker_name,
 )
-from lsgd.sockets import Link, Poller
+from lsgd.protocol.sockets import Link, Poller
 
 START_WITHIN_S = 60.0
 WARM_UP_S = 0.3

@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from lsgd.client.grants import Grants
-from lsgd.messages import (
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.client.iteration.grants import Grants
+from lsgd.plan.plan import Phase, Plan
+from lsgd.plan.run import RunSettings
+from lsgd.protocol.messages import (
     PROTOCOL,
     Done,
     Downward,
@@ -31,10 +34,8 @@ from lsgd.messages import (
     encode,
     worker_name,
 )
-from lsgd.plan import Phase, Plan
 from lsgd.server.coordinator import Coordinator, Decision
 from lsgd.server.rounds import abridged
-from lsgd.settings import LeaderSettings, RunSettings
 
 WORKERS_PER_NODE = 8
 PERIOD, LOCAL_PERIOD = 64, 16

@@ -2,7 +2,7 @@
 
 With ``--channel`` it is one worker that asks through the client's own Channel, whose thread is then a part of what it
 waits for; else several, each on a socket of its own, in one loop, which stand for as many processes. They ask ahead
-as client/turns.py does.
+as client/iteration/turns.py does.
 """
 
 import argparse
@@ -14,8 +14,8 @@ import random
 import time
 from typing import Any
 
-from lsgd.client.grants import Grants
-from lsgd.messages import (
+from lsgd.client.iteration.grants import Grants
+from lsgd.protocol.messages import (
     PROTOCOL,
     Done,
     Go,
@@ -29,7 +29,7 @@ from lsgd.messages import (
     encode,
     worker_name,
 )
-from lsgd.sockets import Link, Poller
+from lsgd.protocol.sockets import Link, Poller
 
 START_WITHIN_S = 60.0
 HEARTBEAT_S = 1.0
@@ -160,7 +160,7 @@ def by_sockets(address: str, joins: list[Join], step_s: float, seconds: float, l
 
 def by_channel(address: str, join: Join, step_s: float, seconds: float, lookahead: int) -> list[float]:
     """Let one worker iterate for so long through the client's channel, and return its waits in seconds."""
-    from lsgd.client.channel import Channel, Expected
+    from lsgd.client.control.channel import Channel, Expected
 
     def expect(seq: int) -> Expected:
         return channel.expect(lambda m: isinstance(m, Go) and m.seq == seq)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lsgd.kernels import Layout, Quantized, dispatch
-from lsgd.kernels.cpu import CpuPath
-from lsgd.kernels.cuda import CupyLaunch
+from lsgd.kernels.cpu.path import CpuPath
+from lsgd.kernels.cuda.path import CupyLaunch
 from lsgd.kernels.reference import ReferencePath
 
 BLOCK = 2048
@@ -49,7 +49,7 @@ class Device(Protocol):
 
 
 def path_cases(
-    name: str, path: dispatch.Path, buffers: list[tuple[Tensor, Tensor]], block: int | None
+    name: str, path: ReferencePath, buffers: list[tuple[Tensor, Tensor]], block: int | None
 ) -> list[Case]:
     """Every operation of one path on (input, output) pairs, outputs given."""
     layout = Layout(buffers[0][0].numel(), block)
@@ -74,7 +74,7 @@ def path_cases(
     ]
 
 
-def reduce_case(name: str, path: dispatch.Path, x: Tensor) -> Case:
+def reduce_case(name: str, path: ReferencePath, x: Tensor) -> Case:
     """Dequantize, add up and quantize again the chunks of eight members, each an eighth of the elements."""
     layout = Layout(x.numel() // MEMBERS, BLOCK)
     rows = torch.empty(MEMBERS + 1, layout.nbytes, dtype=torch.uint8, device=x.device)

@@ -8,8 +8,8 @@ from torch.utils.data import TensorDataset
 from benchmarks._meter import BATCH_SIZE, Meter, parser, workload
 from benchmarks.workloads import timed_step
 from lsgd.client import Worker
-from lsgd.client.channel import Channel
-from lsgd.messages import Request
+from lsgd.client.control.channel import Channel
+from lsgd.protocol.messages import Request
 
 
 def time_requests() -> list[float]:

@@ -9,17 +9,16 @@ from torch import Tensor
 
 from benchmarks._evaluation import Evaluation, Point
 from benchmarks.workloads import Task
-from lsgd.algorithms import create
 from lsgd.algorithms.base import Algorithm
-from lsgd.client.loss import LossWindow
+from lsgd.client.iteration.loss import LossWindow
+from lsgd.collectives.simulation import SimulatedGroup, simulate
 from lsgd.flat import FlatParameters, floating_buffers
-from lsgd.messages import Generation, Round
+from lsgd.protocol.messages import Generation, Round
 from lsgd.settings import AlgorithmSettings
-from lsgd.simulation import SimulatedGroup, simulate
 
 
 class Member:
-    """One simulated worker, which does what the client does in an iteration (client/turns.py, client/rounds.py).
+    """One simulated worker, which does what the client does in an iteration (client/iteration/).
 
     Args:
         group: all workers, each a node of its own.
@@ -40,7 +39,7 @@ class Member:
         for slot, window in zip(self.flat.slots, self.flat.windows(self.gradients), strict=True):
             slot.parameter.grad = window
         self.optimizer = task.optimizer(self.model)
-        self.algorithm: Algorithm = create(settings, self.flat.buffers, f"seed {seed}")
+        self.algorithm: Algorithm = settings.create(self.flat.buffers, f"seed {seed}")
         self.losses = LossWindow(self.schedule.local_period)
 
     def iterate(self, step: int, x: Tensor, y: Tensor) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._about import about, heading, table
+from lsgd.algorithms import ALGORITHMS
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits.py"
 NODES, WORKERS_PER_NODE = 2, 2
@@ -35,15 +36,8 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
         "local_period": 1_000_000,
         **dict.fromkeys(("pull_global", "pull_local", "proximal_global", "proximal_local"), 0.0),
     },
-    "leader": {},
-    "bytegrad": {},
-    "qsgd": {},
-    "decentralized": {},
-    "low_precision_decentralized": {},
-    "allreduce": {},
+    **{name: {} for name in ALGORITHMS},
     "elastic": {"period": 16},  # with 64 it reached 0.972: four workers that move by beta / 4 drift far apart
-    "local": {},
-    "diloco": {},
 }
 """Settings of each run that are not the algorithm's defaults."""
 

@@ -2,7 +2,7 @@
 
 Every member is a process on a host of its own (benchmarks/lab.py), all on this machine. In turns they reduce the same
 float32 message with Gloo's all_reduce, with the float16 hook of DistributedDataParallel, and in two rounds of 8 bits
-(lsgd.quantized on lsgd.client.groups.TorchGroup), and send that of the first member to all with Gloo's broadcast and
+(lsgd.collectives.two_round on TorchGroup), and send that of the first member to all with Gloo's broadcast and
 with TorchGroup's, which passes it on from member to member. The time of a call is that of the slowest member; a
 speed-up is the median over the turns of the ratio of two calls of one turn. Bytes are counted where the wire's rate is,
 with the headers of every packet, and compared with codes and scales, or numbers, alone.
@@ -20,8 +20,7 @@ from pathlib import Path
 
 from benchmarks._about import about, heading, table
 from benchmarks.lab import Lab, LabError
-from lsgd.kernels import DEFAULT_BLOCK
-from lsgd.wire import coded
+from lsgd.codecs.minmax8 import MinMax8
 
 ROOT = Path(__file__).parents[1]
 PORT = 29500
@@ -60,7 +59,9 @@ class Method:
 METHODS = (
     Method("all-reduce, float32", (), 4.0, True),
     Method("all-reduce, float16", ("all-reduce, float32",), 2.0, True),
-    Method("all-reduce, 8 bits", ("all-reduce, float32", "all-reduce, float16"), coded(DEFAULT_BLOCK), True),
+    Method(
+        "all-reduce, 8 bits", ("all-reduce, float32", "all-reduce, float16"), MinMax8().number_nbytes, True
+    ),
     Method("broadcast, Gloo's", (), 4.0, False),
     Method("broadcast", ("broadcast, Gloo's",), 4.0, False),
 )

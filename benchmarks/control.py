@@ -29,8 +29,9 @@ from pathlib import Path
 
 from benchmarks._about import about, argument_parser, heading, table
 from benchmarks._control_simulation import WORKERS_PER_NODE, Simulation, percentile
-from lsgd.plan import Phase, Plan
-from lsgd.settings import LeaderSettings, RunSettings
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.plan.plan import Phase, Plan
+from lsgd.plan.run import RunSettings
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("requests", "waits", "simulation", "growth")

@@ -1,7 +1,8 @@
 """Steps and time to a target: ``python -m benchmarks.convergence [--quick] [--json FILE] [--plots FOLDER]``.
 
 Four workers learn handwritten digits (W1) and the standard library's bytes (W2), benchmarks/workloads.py. Those of
-lsgd's methods are simulated, threads of one process (lsgd.simulation, the real algorithms); those of the peers are real
+lsgd's methods are simulated, threads of one process (lsgd.collectives.simulation, the real algorithms); those of
+the peers are real
 processes on this machine. All have the same first model, batches, optimizer and learning rate, which were chosen with
 DistributedDataParallel and not tuned for any other method. A seed chooses the model, the split and the batches; methods
 are compared in pairs of equal seed.

@@ -39,9 +39,9 @@ from benchmarks.lab import Lab, LabError
 from benchmarks.methods import OURS, PEERS, PERIODIC, add_peer_python, interpreters_of, settings_of
 from benchmarks.network import LINKS
 from benchmarks.workloads import WideDigits
-from lsgd.plan import Phase, Plan
-from lsgd.settings import AllReduceSettings, RunSettings
-from lsgd.wire import sent_nbytes
+from lsgd.algorithms.allreduce import AllReduceSettings
+from lsgd.plan.plan import Phase, Plan
+from lsgd.plan.run import RunSettings
 
 NODES = 2
 BASELINE = "ddp"
@@ -116,9 +116,9 @@ class Result:
 def nbytes_of(method: str, numel: int) -> float:
     """Return what a host must send in a step of a method without a period; 0 where it is next to nothing."""
     if method in OURS:
-        return sent_nbytes(settings_of(method, period=1), numel, NODES)
+        return settings_of(method, period=1).sent_nbytes(numel, NODES)
     share = {"ddp": 1.0, "ddp-float16": 0.5}.get(method, 0.0)
-    return share * sent_nbytes(AllReduceSettings(), numel, NODES)
+    return share * AllReduceSettings().sent_nbytes(numel, NODES)
 
 
 def run(lab: Lab, method: str, link: str, seed: int, settings: Settings, python: str) -> Result:

@@ -7,18 +7,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from lsgd.settings import (
-    AlgorithmSettings,
-    AllReduceSettings,
-    ByteGradSettings,
-    DecentralizedSettings,
-    DiLoCoSettings,
-    ElasticSettings,
-    LeaderSettings,
-    LocalSettings,
-    LowPrecisionDecentralizedSettings,
-    QSGDSettings,
-)
+from lsgd.algorithms.allreduce import AllReduceSettings
+from lsgd.algorithms.bytegrad import ByteGradSettings
+from lsgd.algorithms.decentralized import DecentralizedSettings
+from lsgd.algorithms.elastic import ElasticSettings
+from lsgd.algorithms.gradient import GradientSettings
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.algorithms.local import DiLoCoSettings, LocalSettings
+from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSettings
+from lsgd.algorithms.qsgd import QSGDSettings
+from lsgd.settings import AlgorithmSettings
 
 OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     "leader": lambda period: LeaderSettings(period=period, local_period=period),
@@ -66,7 +64,7 @@ PERIODIC = frozenset(name for name, settings in OURS.items() if not settings(64)
 def settings_of(method: str, period: int, bucket_mib: float | None = None) -> AlgorithmSettings:
     """Return the settings of one of lsgd's methods; ``bucket_mib`` is for those that exchange gradients."""
     settings = OURS[method](period)
-    if bucket_mib is not None and isinstance(settings, AllReduceSettings | ByteGradSettings | QSGDSettings):
+    if bucket_mib is not None and isinstance(settings, GradientSettings):
         return replace(settings, bucket_mib=bucket_mib)
     return settings
 

@@ -34,9 +34,8 @@ from benchmarks._results import Results
 from benchmarks.lab import Lab, LabError
 from benchmarks.methods import ALL, OURS, PERIODIC, add_peer_python, interpreters_of, settings_of
 from benchmarks.workloads import LAYERS, WIDTH
-from lsgd.plan import Phase, Plan
-from lsgd.settings import RunSettings
-from lsgd.wire import sent_nbytes
+from lsgd.plan.plan import Phase, Plan
+from lsgd.plan.run import RunSettings
 
 LINKS: Mapping[str, tuple[float | None, float]] = {
     "unlimited": (None, 0.0),
@@ -111,7 +110,7 @@ class Result:
         compute_s: that of a step alone.
         wait_s: waiting for the answer of the servers.
         sent_nbytes: what a host sent, headers of the segments included, not of each packet.
-        needed_nbytes: the same by the formula of lsgd.wire; 0 where there is none.
+        needed_nbytes: the same by the algorithm's formula; 0 where there is none.
         busiest_nbytes: what the busiest host sent and received.
         busiest_packets: packets of the busiest host, both ways; up to 64 KiB of one connection count as one.
     """
@@ -227,7 +226,7 @@ def measure(lab: Lab, run: Run) -> Result:
 
     steps, needed = mean("position"), 0.0
     if run.method in OURS:
-        needed = sent_nbytes(settings_of(run.method, settings.period), settings.numel, nodes)
+        needed = settings_of(run.method, settings.period).sent_nbytes(settings.numel, nodes)
     return Result(
         nodes,
         run.link,

@@ -29,17 +29,11 @@ from benchmarks._about import about, argument_parser, heading, table
 from benchmarks._launch import launch
 from benchmarks.lab import Lab, LabError
 from benchmarks.workloads import BACKWARD_SHARE, LAYERS
-from lsgd.plan import Phase, Plan
-from lsgd.settings import (
-    ALGORITHMS,
-    AlgorithmSettings,
-    AllReduceSettings,
-    ByteGradSettings,
-    GradientSettings,
-    QSGDSettings,
-    RunSettings,
-)
-from lsgd.wire import sent_nbytes
+from lsgd.algorithms import ALGORITHMS
+from lsgd.algorithms.gradient import GradientSettings
+from lsgd.plan.plan import Phase, Plan
+from lsgd.plan.run import RunSettings
+from lsgd.settings import AlgorithmSettings
 
 WORKERS = 2
 RATE_MBIT = 100.0
@@ -82,11 +76,11 @@ def measure(method: str, size: Size, folder: Path) -> Iterator[Result]:
     settings: AlgorithmSettings = ALGORITHMS[method]()
     numel = size.width**2 * LAYERS
     buckets: list[float] = []
-    if isinstance(settings, AllReduceSettings | ByteGradSettings | QSGDSettings):
+    if isinstance(settings, GradientSettings):
         settings = replace(settings, bucket_mib=size.bucket_mib)
         full = size.bucket_mib * 2**20 / 4 / numel
         buckets = [1 % full] * (1 % full > 0) + [full] * int(1 / full)
-    arithmetic_s = sent_nbytes(settings, numel, WORKERS) * 8 / (RATE_MBIT * 1e6)
+    arithmetic_s = settings.sent_nbytes(numel, WORKERS) * 8 / (RATE_MBIT * 1e6)
     sleeps_s = [0.0, *(load * arithmetic_s for load in size.loads)]
     found = train(settings, size, sleeps_s, folder)
     steps_s = [statistics.median(seconds) for seconds in found["steps_s"]]

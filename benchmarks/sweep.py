@@ -1,6 +1,7 @@
 """Leader SGD's learning rate and pull: ``python -m benchmarks.sweep [--quick] [--json FILE]``.
 
-Four simulated workers on two nodes (lsgd.simulation, the real LeaderSGD) train an MLP on handwritten digits, with 3
+Four simulated workers on two nodes (lsgd.collectives.simulation, the real LeaderSGD) train an MLP on handwritten
+digits, with 3
 learning rates and 3 strengths; a strength is that of both pulls and of both proximal terms. Leaders are elected by the
 mean loss of the last batches, as the coordinator does it; all workers are equally fast. A seed chooses the split of the
 data, the first model and the batches, and is the same for all settings, so that these are compared in pairs.
@@ -24,12 +25,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks._about import about, heading, table
-from lsgd.algorithms import create
-from lsgd.client.loss import LossWindow
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.client.iteration.loss import LossWindow
+from lsgd.collectives.simulation import SimulatedGroup, simulate
 from lsgd.flat import FlatParameters
-from lsgd.messages import Generation, Round
-from lsgd.settings import LeaderSettings
-from lsgd.simulation import SimulatedGroup, simulate
+from lsgd.protocol.messages import Generation, Round
 
 NODE_SIZES = (2, 2)
 PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))
@@ -97,7 +97,7 @@ class Member:
         self.average = network()
         self.flat_average = FlatParameters(self.average)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=learning_rate, momentum=MOMENTUM)
-        self.algorithm = create(settings, self.flat.buffers)
+        self.algorithm = settings.create(self.flat.buffers)
         self.losses = LossWindow(settings.local_period)
         self.rounds = 0
 

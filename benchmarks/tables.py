@@ -1,6 +1,6 @@
-"""Writes the tables of docs/performance.md anew from the results in docs/results: ``python -m benchmarks.tables``.
+"""Writes the tables in docs/performance from the results in docs/results: ``python -m benchmarks.tables``.
 
-A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, where WHAT is one of
+A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, where WHAT is one of these:
 
 - ``network LINK NODES``: step times at one place (benchmarks/network.py),
 - ``fastest peers``: Leader SGD in 8 bits beside the fastest peer of each place,
@@ -18,20 +18,20 @@ from benchmarks import _convergence_tables, _network_tables, endtoend
 from benchmarks._about import argument_parser
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "performance.md"
+PAGES = tuple(sorted((DOCS / "performance").glob("*.md")))
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n)(?:(?!<!-- table: ).)*?(?=<!-- end of table -->)", re.DOTALL)
 
 
-def made_anew(page: str) -> str:
-    """Return the text with its tables as the results in docs/results have them.
+def made_anew(text: str, page: Path) -> str:
+    """Return the text of a page with its tables as the results in docs/results have them.
 
     Raises:
-        ValueError: a table is asked for that there is no result or no rule for.
+        ValueError: the page has a table that there is no result or no rule for.
     """
-    return TABLE.sub(lambda found: f"{found[1]}\n{_table(found[2])}\n\n", page)
+    return TABLE.sub(lambda found: f"{found[1]}\n{_table(found[2], page)}\n\n", text)
 
 
-def _table(what: str) -> str:
+def _table(what: str, page: Path) -> str:
     match what.split():
         case ["network", link, nodes]:
             places = _network_tables.by_place(_results("network"))
@@ -43,10 +43,10 @@ def _table(what: str) -> str:
         case ["endtoend"]:
             found = endtoend.table_of(_results("endtoend"))
         case _:
-            raise ValueError(f"{PAGE}: no table is called {what!r}; see python -m benchmarks.tables --help")
+            raise ValueError(f"{page}: no table is called {what!r}; see python -m benchmarks.tables --help")
     if found.count("\n") < 2:
         raise ValueError(
-            f"{PAGE}: {DOCS / 'results'} has no results for the table {what!r}; run its benchmark"
+            f"{page}: {DOCS / 'results'} has no results for the table {what!r}; run its benchmark"
         )
     return found
 
@@ -60,7 +60,8 @@ def _results(benchmark: str) -> list[dict[str, Any]]:
 def main() -> None:
     """Write the tables."""
     argument_parser("benchmarks.tables", __doc__).parse_args()
-    PAGE.write_text(made_anew(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(made_anew(page.read_text(), page))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The two-round quantized all-reduce as a communication hook of DistributedDataParallel, without any of our servers.
+"""The two-round all-reduce in a codec as a communication hook of DistributedDataParallel, without any of our servers.
 
 In a script that torchrun starts::
 
@@ -7,7 +7,8 @@ In a script that torchrun starts::
     model = DistributedDataParallel(model)
     model.register_comm_hook(QuantizedState(error_feedback=True), quantized_hook)
 
-Gradients are averaged as ByteGrad does it between nodes (:class:`lsgd.quantized.QuantizedAllReduce`); every rank gets
+Gradients are averaged as ByteGrad does it between nodes (:class:`lsgd.collectives.two_round.QuantizedAllReduce`); every
+rank gets
 the same bits. DDP calls the hook for a bucket as soon as its gradients are there, and the exchange runs beside the
 rest of the backward pass.
 """
@@ -22,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lsgd.algorithms.common import rounding_codec
+from lsgd.collectives.group import Transfer
+from lsgd.collectives.pipeline import Pipeline
+from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.errors import ConfigError
-from lsgd.group import Transfer
 from lsgd.kernels import DEFAULT_BLOCK
-from lsgd.pipeline import Pipeline
-from lsgd.quantized import QuantizedAllReduce
 
 PIECE_NBYTES = 64 << 10
 MAX_PIECES = 16
@@ -46,20 +48,22 @@ class QuantizedState:
     Args:
         process_group: the ranks that exchange; all by default. A group of the same ranks is made for the hook alone,
             so that DDP's own collectives never come between its messages: all ranks must do this together.
-        block: numbers that share one range of codes; None: all of a chunk.
+        codec: that gradients travel in, with its parameters (``minmax8:block=512``).
+        block: numbers that share one range of codes, for codecs in blocks; None: all of a chunk.
         rounding: ``nearest`` or ``stochastic``.
         error_feedback: add what rounding lost to the next gradient. A bucket's residual is dropped when DDP rebuilds
             the buckets, after the first iteration.
         seed: of stochastic rounding.
 
     Raises:
-        ConfigError: torch.distributed is not initialized.
+        ConfigError: torch.distributed is not initialized, or there is no such codec.
     """
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
+        codec: str = "minmax8",
         block: int | None = DEFAULT_BLOCK,
         rounding: str = "nearest",
         error_feedback: bool = False,
@@ -74,7 +78,9 @@ class QuantizedState:
         self.step = 0
         self.residuals: dict[int, Tensor] = {}
         group = _TorchGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
-        self._all_reduce = QuantizedAllReduce(group, block=block, rounding=rounding)
+        self._all_reduce = QuantizedAllReduce(
+            group, rounding_codec(codec, block or 0, rounding), rounding=rounding
+        )
         self._buckets: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -98,7 +104,7 @@ class QuantizedState:
         """Have the exchange's thread exchange a bucket beside those before it, and on its stream on a GPU.
 
         Args:
-            stages: of the exchange (:class:`lsgd.pipeline.Pipeline`).
+            stages: of the exchange (:class:`lsgd.collectives.pipeline.Pipeline`).
             gradient: what they exchange.
             future: that gets the gradient in the end, which may not be before the last bucket is submitted. When an
                 exchange fails, all that have none yet get the error, and so do later ones.
@@ -143,7 +149,7 @@ class QuantizedState:
 
 
 def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """Average one bucket of gradients over all ranks in 8 bits; for ``model.register_comm_hook(state, ...)``.
+    """Average one bucket of gradients over all ranks in few bits; for ``model.register_comm_hook(state, ...)``.
 
     Returns:
         A future of the bucket's gradients, the same bits on all ranks. NaN or Inf on one rank is NaN on all.

@@ -6,7 +6,7 @@ safetensors sees tensors that share nothing.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,7 +103,12 @@ class FlatParameters:
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
     """Return the model's buffers that hold numbers to average: floating-point, not empty; shared ones once."""
-    return [b for b in model.buffers() if b.is_floating_point() and b.numel()]
+    return [b for _, b in named_floating_buffers(model)]
+
+
+def named_floating_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same buffers with their names."""
+    return ((name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.numel())
 
 
 def describe(model: nn.Module) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The benchmarks run, and their figures are possible ones; what the figures are is for docs/performance.md."""
+"""The benchmarks run, and their figures are possible ones; what the figures are is for docs/performance."""
 
 import contextlib
 import json
@@ -271,16 +271,28 @@ def test_the_time_to_a_target_is_steps_times_the_time_of_a_step_of_the_same_peri
     )
 
 
-def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
-    page = tables.PAGE.read_text()
-    found = len(tables.TABLE.findall(page))
-    assert page.count("<!-- table: ") == page.count("<!-- end of table -->") == found > 4
-    assert tables.made_anew(page) == page, "run python -m benchmarks.tables"
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
+def test_the_tables_of_the_docs_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text()
+    assert (
+        text.count("<!-- table: ") == text.count("<!-- end of table -->") == len(tables.TABLE.findall(text))
+    )
+    assert tables.made_anew(text, page) == text, "run python -m benchmarks.tables"
+
+
+def test_every_benchmark_with_kept_results_has_tables_of_them() -> None:
+    with_tables = {page.stem for page in tables.PAGES if tables.TABLE.search(page.read_text())}
+    assert with_tables == {kept.stem for kept in (tables.DOCS / "results").glob("*.json")}
+
+
+def test_the_page_of_conclusions_names_each_page() -> None:
+    conclusions = (tables.DOCS / "performance.md").read_text()
+    assert [page for page in tables.PAGES if f"](performance/{page.name})" not in conclusions] == []
 
 
 @pytest.mark.parametrize(
     ("what", "reason"), [("network 1gbit 99", "has no results"), ("of contents", "no table is called")]
 )
 def test_a_table_that_cannot_be_made_is_named(what: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"performance.md.* {reason}"):
-        tables.made_anew(f"<!-- table: {what} -->\n<!-- end of table -->\n")
+    with pytest.raises(ValueError, match=f"network.md.* {reason}"):
+        tables.made_anew(f"<!-- table: {what} -->\n<!-- end of table -->\n", Path("network.md"))

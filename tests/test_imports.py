@@ -1,4 +1,4 @@
-"""The rooms: kernels <- lsgd <- {server, client}, and what only one module may touch."""
+"""The layers of the package: each imports only from those before it. And what only one module may touch."""
 
 import ast
 import subprocess
@@ -9,32 +9,65 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("lsgd", "server", "client", "kernels")
-MAY_IMPORT = {
-    "kernels": {"kernels", "errors"},
-    "lsgd": {"lsgd", "errors", "kernels"},
-    "server": {"server", "lsgd", "errors", "kernels"},
-    "client": {"client", "lsgd", "errors", "kernels"},
-}
+PACKAGE = ROOT / "lsgd"
+LAYERS = (
+    "errors",
+    "lazy payload registry settings flat",
+    "protocol",
+    "kernels",
+    "codecs",
+    "collectives",
+    "algorithms",
+    "plan",
+    "ddp_hook",
+    "server",
+    "client/control client/loader",
+    "client/groups",
+    "client/checkpoint",
+    "client/iteration",
+    "client/launcher",
+    "client/worker",
+    "client/cli",
+    "client/__init__ client/__main__",
+)
+"""From the ground up. Those in one line do not import one another, but for a folder its own modules."""
+
+APART = {"client": "server", "server": "client"}
+"""Who may not import whom, whatever the layers say: they speak by messages only."""
+
 ONLY_IN = {
-    "zmq": "lsgd/sockets.py",
-    "cupy": "kernels/cuda.py",
+    "zmq": {"protocol/sockets.py", "protocol/gate.py", "protocol/monitor.py"},
+    "cupy": {"kernels/cuda/path.py"},
 }
-PRIVATE_NAMES_ONLY_IN = "client/groups.py"
+PRIVATE_NAMES_ONLY_IN = {
+    "client/groups/torch_group.py",
+    "client/groups/gloo.py",
+    "client/groups/store.py",
+}
 
 
-def files(room: str) -> list[Path]:
-    """Return the modules of a room; the links in lsgd/ lead to the other rooms and are left out."""
-    found = [path for path in (ROOT / room).rglob("*.py") if "__pycache__" not in path.parts]
-    if room == "lsgd":
-        found = [path for path in found if path.relative_to(ROOT).parts[1] not in ROOMS]
+def files(folder: str = "") -> list[Path]:
+    """Return the modules of the package, or of one of its folders."""
+    found = [path for path in (PACKAGE / folder).rglob("*.py") if "__pycache__" not in path.parts]
     assert found
     return found
 
 
+def named(path: Path) -> str:
+    """Return a module's path in the package."""
+    return path.relative_to(PACKAGE).as_posix()
+
+
 def imports(path: Path) -> Iterator[str]:
-    """Yield the full name of each thing that a module imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Yield the full name of each thing that a module imports, wherever in it, but for types alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    types = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    skipped = {id(inner) for node in types for child in node.body for inner in ast.walk(child)}
+    for node in (node for node in ast.walk(tree) if id(node) not in skipped):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -42,44 +75,69 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room_of(name: str) -> str | None:
-    """Return the room of an imported name; None if it is not ours."""
-    first, _, rest = name.partition(".")
-    second = rest.partition(".")[0]
-    if first != "lsgd":
+def layer_of(module: str) -> int | None:
+    """Return the number of the layer of ``client/loader.py`` or ``lsgd.client.loader.ShardLoader``; None: not ours."""
+    if module.startswith("lsgd."):
+        module = module.removeprefix("lsgd.").replace(".", "/")
+    elif not module.endswith(".py"):
         return None
-    if second == "errors":  # the floor that all rooms stand on; it imports nothing
-        return "errors"
-    return second if second in ROOMS else "lsgd"
+    where = f"{module.removesuffix('.py')}/"
+    found = [
+        number
+        for number, layer in enumerate(LAYERS)
+        if any(where.startswith(f"{room}/") for room in layer.split())
+    ]
+    if not found and module == "client/Worker":
+        return layer_of("client/worker.py")
+    return found[0] if found else -1  # lsgd itself, which has the version alone
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_import_in_one_direction(room):
+def room(module: str) -> str:
+    """Return the folder, or the module at the top, that a layer's arrows are between."""
+    number = layer_of(module)
+    assert number is not None
+    where = module.removeprefix("lsgd.").replace(".", "/") + "/"
+    return next((r for r in LAYERS[number].split() if where.startswith((f"{r}/", f"{r}.py"))), "")
+
+
+def test_every_module_has_a_layer():
+    assert [name for path in files() if layer_of(name := named(path)) == -1 and name != "__init__.py"] == []
+
+
+def test_layers_import_only_from_those_before_them():
+    wrong = []
+    for path in files():
+        own = layer_of(named(path))
+        for name in imports(path):
+            theirs = layer_of(name)
+            if theirs is None or theirs < own or (theirs == own and room(name) == room(named(path))):
+                continue
+            wrong.append(f"{named(path)}: {name}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("room", APART)
+def test_servers_and_clients_do_not_know_each_other(room):
     wrong = [
-        f"{path.relative_to(ROOT)}: {name}"
+        f"{named(path)}: {name}"
         for path in files(room)
         for name in imports(path)
-        if room_of(name) not in {None, *MAY_IMPORT[room]}
+        if name.startswith(f"lsgd.{APART[room]}")
     ]
     assert wrong == []
 
 
 @pytest.mark.parametrize("module", ONLY_IN)
-def test_a_library_belongs_to_one_module(module):
-    users = {
-        str(path.relative_to(ROOT))
-        for room in ROOMS
-        for path in files(room)
-        for name in imports(path)
-        if name.split(".")[0] == module
-    }
-    assert users == {ONLY_IN[module]}
+def test_a_library_belongs_to_one_place(module):
+    users = {named(path) for path in files() for name in imports(path) if name.split(".")[0] == module}
+    assert users == ONLY_IN[module]
 
 
 def test_servers_import_no_torch():
     wrong = [
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in files("server")
+        f"{named(path)}: {name}"
+        for folder in ("server", "protocol", "plan")
+        for path in files(folder)
         for name in imports(path)
         if name.split(".")[0] == "torch"
     ]
@@ -87,23 +145,28 @@ def test_servers_import_no_torch():
 
 
 @pytest.mark.parametrize(
-    "module", ["lsgd.server.cli", "lsgd.server.coordinator", "lsgd.plan", "lsgd.messages"]
+    "module",
+    [
+        "lsgd.server.cli",
+        "lsgd.server.coordinator",
+        "lsgd.plan.plan",
+        "lsgd.protocol.messages",
+        "lsgd.algorithms",
+        "lsgd.codecs",
+    ],
 )
 def test_modules_that_load_no_torch(module):
-    """Not through others either: a server is small and starts at once."""
-    code = f"import sys, {module}; print('torch' in sys.modules)"
+    """Not through others either, nor by reading all settings: a server is small and starts at once."""
+    look = "from lsgd.algorithms import ALGORITHMS as a; from lsgd.codecs import CODECS as c"
+    use = "[cls().sent_nbytes(10, 2) for cls in a.values()], [cls().nbytes(10) for cls in c.values()]"
+    code = f"import sys, {module}; {look}; {use}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 
-def test_private_names_of_torch_distributed_are_in_one_module():
-    users = {
-        str(path.relative_to(ROOT))
-        for room in ROOMS
-        for path in files(room)
-        if any(is_private(name) for name in names(path))
-    }
-    assert users == {PRIVATE_NAMES_ONLY_IN}
+def test_private_names_of_torch_distributed_are_in_three_modules():
+    users = {named(path) for path in files() if any(is_private(name) for name in names(path))}
+    assert users == PRIVATE_NAMES_ONLY_IN
 
 
 def is_private(name: str) -> bool:

@@ -16,27 +16,29 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("server", "client", "kernels")
-ENTRY_POINTS = {"lsgd": "lsgd.client.cli:main", "lsgd-server": "lsgd.server.cli:main"}
+LINKS = ("server", "client", "kernels")
+ENTRY_POINTS = {"lsgd": "lsgd.client.cli.commands:main", "lsgd-server": "lsgd.server.cli:main"}
 
 
 def modules() -> set[str]:
     """Return the files of the package as they are to be installed."""
-    own = [path for path in (ROOT / "lsgd").rglob("*.py") if path.relative_to(ROOT).parts[1] not in ROOMS]
-    rooms = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-    installed = {str(path.relative_to(ROOT)) for path in own} | {
-        f"lsgd/{path.relative_to(ROOT)}" for path in rooms
-    }
-    cuda = {f"lsgd/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").rglob("*.cu")}
-    return installed | cuda | {"lsgd/py.typed"}
+    found = (path for kind in ("*.py", "*.cu") for path in (ROOT / "lsgd").rglob(kind))
+    return {str(path.relative_to(ROOT)) for path in found} | {"lsgd/py.typed"}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build both from a clean copy, the wheel from the sdist, and return the folder that they are in."""
+    """Build both from a copy as a zip download makes it, the wheel from the sdist; return the folder they are in.
+
+    Where the checkout has links, such a copy has text files, which is what Python's zipfile makes of them.
+    """
     copy = tmp_path_factory.mktemp("clean") / "checkout"
     clutter = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=clutter)
+    for name in LINKS:
+        target = (copy / name).readlink()
+        (copy / name).unlink()
+        (copy / name).write_text(str(target))
     dist = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(copy)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -111,6 +113,39 @@ def test_commands_of_the_installed_wheel(installed):
         assert "Usage: " in run(installed, str(installed.parent / name), "--help")
     assert importlib.metadata.version("lsgd") in run(installed, "-m", "lsgd.server", "--version")
     assert "algorithm.name" in run(installed, "-m", "lsgd.client", "config", "show")
+
+
+def test_the_three_names_at_the_top_lead_to_the_package():
+    for name in LINKS:
+        assert (ROOT / name).is_symlink() and (ROOT / name).resolve() == ROOT / "lsgd" / name
+
+
+def test_the_installed_wheel_trains(installed, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from lsgd.client import Worker\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "data = torch.utils.data.TensorDataset(x := torch.randn(64, 4), x.sum(1, keepdim=True))\n"
+        "with Worker.join(model, optimizer) as worker:\n"
+        "    loader = worker.loader(data, batch_size=8)\n"
+        "    while not worker.stopped:\n"
+        "        for x, y in worker.batches(loader):\n"
+        "            optimizer.zero_grad()\n"
+        "            loss = torch.nn.functional.mse_loss(model(x), y)\n"
+        "            loss.backward()\n"
+        "            optimizer.step()\n"
+        "            worker.report(loss)\n"
+    )
+    plan = tmp_path / "plan.toml"
+    plan.write_text("iterations = 40\n")
+    output = run(
+        installed,
+        *("-m", "lsgd.client", "launch", "--workers", "1", "--port", "0", "--plan", str(plan)),
+        *("--run-dir", str(tmp_path / "run"), "--", str(installed), str(script)),
+    )
+    assert "the run is over: all 40 iterations are made; 40 iterations" in output
 
 
 def test_every_module_of_the_installed_wheel_can_be_imported(installed):

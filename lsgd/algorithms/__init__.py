@@ -1,53 +1,14 @@
-"""The algorithms, one file each; :func:`create` makes the one that the settings belong to."""
+"""The algorithms, one file each: settings, description, bytes sent, schedule and class.
 
-from lsgd.algorithms.allreduce import AllReduce
+Another distribution registers its own by an entry point ``lsgd.algorithms``, the class of its settings. Servers read
+these files too, and load no torch: see :mod:`lsgd.lazy`.
+"""
+
 from lsgd.algorithms.base import Algorithm, Flat
-from lsgd.algorithms.bytegrad import ByteGrad
-from lsgd.algorithms.decentralized import DecentralizedSGD
-from lsgd.algorithms.elastic import ElasticSGD
-from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.algorithms.leader import LeaderSGD
-from lsgd.algorithms.local import LocalSGD
-from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSGD
-from lsgd.algorithms.qsgd import QSGD
-from lsgd.settings import (
-    AlgorithmSettings,
-    AllReduceSettings,
-    ByteGradSettings,
-    DecentralizedSettings,
-    ElasticSettings,
-    LeaderSettings,
-    LocalSettings,
-    LowPrecisionDecentralizedSettings,
-    QSGDSettings,
-)
+from lsgd.registry import Registry
+from lsgd.settings import AlgorithmSettings
 
-__all__ = ["Algorithm", "Flat", "GradientAlgorithm", "create"]
+__all__ = ["ALGORITHMS", "Algorithm", "Flat"]
 
-
-def create(settings: AlgorithmSettings, parameters: Flat, run: str = "") -> Algorithm:
-    """Return the algorithm that ``settings`` belong to, at its start for a model.
-
-    Args:
-        settings: the plan's.
-        parameters: of the model, in flat tensors; copied where the algorithm keeps a model of its own.
-        run: identity of the run, from which the seeds of stochastic rounding are made.
-    """
-    match settings:
-        case LeaderSettings():
-            return LeaderSGD(settings, parameters)
-        case ByteGradSettings():
-            return ByteGrad(settings, parameters, run)
-        case QSGDSettings():
-            return QSGD(settings, parameters, run)
-        case DecentralizedSettings():
-            return DecentralizedSGD(settings, parameters)
-        case LowPrecisionDecentralizedSettings():
-            return LowPrecisionDecentralizedSGD(settings, parameters, run)
-        case AllReduceSettings():
-            return AllReduce(settings, parameters)
-        case ElasticSettings():
-            return ElasticSGD(settings, parameters)
-        case LocalSettings():
-            return LocalSGD(settings, parameters, run)
-    raise AssertionError(f"no algorithm has {type(settings).__name__}")
+ALGORITHMS: Registry[AlgorithmSettings] = Registry("lsgd.algorithms", AlgorithmSettings, "algorithm")
+"""Settings of each algorithm by its name."""

@@ -1,16 +1,37 @@
 """Synchronous SGD: gradients averaged at full precision, as torch's DistributedDataParallel does it."""
 
-from collections.abc import Iterator
-from itertools import repeat
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING, ClassVar
 
 from lsgd.algorithms.base import Flat
-from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.group import Group
-from lsgd.messages import Round
-from lsgd.pipeline import UNDER_WAY
-from lsgd.settings import AllReduceSettings
+from lsgd.algorithms.gradient import GradientAlgorithm, GradientSettings
+from lsgd.collectives.pipeline import UNDER_WAY
+from lsgd.protocol.messages import Round
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
+
+
+@dataclass(frozen=True)
+class AllReduceSettings(GradientSettings):
+    """Synchronous SGD: the gradients of every iteration are averaged at full precision."""
+
+    name: ClassVar[str] = "allreduce"
+    summary: ClassVar[str] = "synchronous SGD, gradients averaged at full precision"
+
+    def sent_nbytes(self, numel: int, workers: int) -> float:
+        """Each gradient twice, but for one's own share."""
+        return 2 * (workers - 1) / workers * 4 * numel
+
+    def create(self, parameters: Flat, run: str = "") -> AllReduce:
+        """Return the algorithm."""
+        return AllReduce(self)
 
 
 class AllReduce(GradientAlgorithm):
@@ -18,7 +39,7 @@ class AllReduce(GradientAlgorithm):
 
     settings: AllReduceSettings
 
-    def __init__(self, settings: AllReduceSettings, parameters: Flat) -> None:
+    def __init__(self, settings: AllReduceSettings) -> None:
         super().__init__(settings.bucket_mib)
         self.settings = settings
 

@@ -1,10 +1,14 @@
 """Sums of models that leave out those which are not finite."""
 
-import logging
+from __future__ import annotations
 
-from torch import Tensor
+import logging
+from typing import TYPE_CHECKING
 
 from lsgd.algorithms.base import Flat, all_finite
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 

@@ -1,17 +1,21 @@
 """What every algorithm is: at most three moments of an iteration, on flat tensors and a Group."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-import torch
-from torch import Tensor
-
-from lsgd.group import Group
-from lsgd.messages import Round
+from lsgd.lazy import torch
+from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings
 
-Flat = Sequence[Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
+
+Flat: TypeAlias = "Sequence[Tensor]"
 """All parameters (or gradients) of a model: one contiguous one-dimensional tensor for each dtype and device."""
 
 
@@ -29,9 +33,6 @@ class Algorithm:
 
     settings: AlgorithmSettings
     """Numeric ones may be replaced by others between rounds."""
-
-    identical_models: ClassVar[bool] = False
-    """Whether all members have the same model at all times: a generation begins with one member's model for all."""
 
     spans_backward: ClassVar[bool] = False
     """Whether a round is completed by :meth:`after_backward` only; else :meth:`before_forward` completes it."""

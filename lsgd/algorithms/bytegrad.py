@@ -1,29 +1,46 @@
 """ByteGrad, low precision synchronous SGD: Bagua, Gan et al., arXiv 2107.01499 (section 4.1, "C_LP_S")."""
 
-from collections.abc import Iterator
-from itertools import repeat
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING, ClassVar
 
 from lsgd.algorithms.base import Flat
-from lsgd.algorithms.quantized_gradient import QuantizedGradient
-from lsgd.group import Group
-from lsgd.messages import Round
-from lsgd.quantized import STAGES
-from lsgd.settings import ByteGradSettings
+from lsgd.algorithms.common import hierarchical
+from lsgd.algorithms.quantized_gradient import QuantizedGradient, QuantizedGradientSettings
+from lsgd.collectives.two_round import STAGES
+from lsgd.protocol.messages import Round
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
+
+
+@dataclass(frozen=True)
+class ByteGradSettings(QuantizedGradientSettings):
+    """ByteGrad (Bagua, arXiv 2107.01499): gradients averaged in 8 bits between nodes."""
+
+    name: ClassVar[str] = "bytegrad"
+    summary: ClassVar[str] = "ByteGrad, gradients in 8 bits between nodes (Bagua, arXiv 2107.01499)"
+
+    hierarchical: bool = hierarchical()
+
+    def create(self, parameters: Flat, run: str = "") -> ByteGrad:
+        """Return the algorithm."""
+        return ByteGrad(self, run)
 
 
 class ByteGrad(QuantizedGradient):
-    """Gradients are averaged at full precision inside a node, and in 8 bits between the nodes' first workers.
+    """Gradients are averaged at full precision inside a node, and in the codec between the nodes' first workers.
 
     The mean is that over workers, however many each node has. With ``hierarchical`` off, or with one worker on
-    every node, all exchange in 8 bits.
+    every node, all exchange in the codec.
     """
 
     settings: ByteGradSettings
-
-    def __init__(self, settings: ByteGradSettings, parameters: Flat, run: str) -> None:
-        super().__init__(settings, run)
 
     def quantizing_group(self, group: Group) -> Group | None:
         """Return the nodes' first workers, or all."""

@@ -1,18 +1,50 @@
 """Decentralized SGD: Lian et al., arXiv 1705.09056, with the peers of Bagua, Gan et al., arXiv 2107.01499."""
 
-from collections.abc import Sequence
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Algorithm, Flat, empties
-from lsgd.background import Background
-from lsgd.group import Group
-from lsgd.messages import Round
-from lsgd.settings import DecentralizedSettings
-from lsgd.topology import node_index, shift_one_peer
+from lsgd.algorithms.common import hierarchical, interval
+from lsgd.collectives.background import Background
+from lsgd.collectives.topology import node_index, shift_one_peer
+from lsgd.lazy import no_grad
+from lsgd.protocol.messages import Round
+from lsgd.settings import AlgorithmSettings, Schedule, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
+
+
+@dataclass(frozen=True)
+class DecentralizedSettings(AlgorithmSettings):
+    """Decentralized SGD (Bagua, arXiv 2107.01499): models averaged with a peer that changes every time."""
+
+    name: ClassVar[str] = "decentralized"
+    summary: ClassVar[str] = "decentralized SGD, models averaged with one peer (Bagua, arXiv 2107.01499)"
+
+    peers: str = setting("shift_one", "whose models a model is averaged with", choices=("shift_one", "all"))
+    hierarchical: bool = hierarchical()
+    interval: int = interval()
+
+    def schedule(self) -> Schedule:
+        """Exchange every ``interval`` steps."""
+        return Schedule(self.interval, self.interval, lockstep=self.interval == 1)
+
+    def sent_nbytes(self, numel: int, workers: int) -> float:
+        """The model once, unless it has a bye; to average all, twice but for one's own share."""
+        share = (workers - 1) / workers
+        models = 2 * share if self.peers == "all" else share if workers % 2 else 1.0
+        return models * 4 * numel / self.interval
+
+    def create(self, parameters: Flat, run: str = "") -> DecentralizedSGD:
+        """Return the algorithm."""
+        return DecentralizedSGD(self)
 
 
 class DecentralizedSGD(Algorithm):
@@ -29,7 +61,7 @@ class DecentralizedSGD(Algorithm):
 
     settings: DecentralizedSettings
 
-    def __init__(self, settings: DecentralizedSettings, parameters: Flat) -> None:
+    def __init__(self, settings: DecentralizedSettings) -> None:
         self.settings = settings
         self._background = Background()
         self._sums: list[Tensor] = []
@@ -52,12 +84,12 @@ class DecentralizedSGD(Algorithm):
         if round is not None and parameters:
             self._background.start(lambda: self._exchange(parameters, group, round), parameters[0].device)
 
-    @torch.no_grad()
+    @no_grad
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, round: Round | None) -> None:
         """Wait for the exchange and write the means back."""
         self.settle(parameters)
 
-    @torch.no_grad()
+    @no_grad
     def settle(self, parameters: Flat) -> None:
         """Wait for the exchange, if there is one, and write the means back."""
         if not self._background.busy:

@@ -1,17 +1,48 @@
 """Elastic averaging SGD (EASGD): Zhang, Choromanska, LeCun, arXiv 1412.6651."""
 
-import logging
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all, empties
-from lsgd.group import Group
-from lsgd.messages import Round
-from lsgd.settings import ElasticSettings
+from lsgd.algorithms.common import period
+from lsgd.lazy import no_grad
+from lsgd.protocol.messages import Round
+from lsgd.settings import AlgorithmSettings, Schedule, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ElasticSettings(AlgorithmSettings):
+    """EASGD (arXiv 1412.6651): workers and a master that all hold a copy of attract each other."""
+
+    name: ClassVar[str] = "elastic"
+    summary: ClassVar[str] = "elastic averaging SGD (arXiv 1412.6651)"
+
+    period: int = period()
+    strength: float = setting(
+        0.43, "beta: how far the master moves to the mean; a worker moves by beta / workers", low=0, high=1
+    )
+
+    def schedule(self) -> Schedule:
+        """Exchange every ``period`` steps."""
+        return Schedule(self.period, self.period)
+
+    def sent_nbytes(self, numel: int, workers: int) -> float:
+        """The model twice, but for one's own share."""
+        return 2 * (workers - 1) / workers * 4 * numel / self.period
+
+    def create(self, parameters: Flat, run: str = "") -> ElasticSGD:
+        """Return the algorithm."""
+        return ElasticSGD(self, parameters)
 
 
 class ElasticSGD(Algorithm):
@@ -32,7 +63,7 @@ class ElasticSGD(Algorithm):
         """Make new scratch tensors."""
         self._scratch = empties(self.master)
 
-    @torch.no_grad()
+    @no_grad
     def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
         """Average the models, then move each to the master and the master to the mean."""
         if round is None:

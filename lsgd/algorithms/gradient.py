@@ -1,15 +1,34 @@
 """What gradient methods share: they replace the gradient of every iteration, bucket by bucket."""
 
-from collections.abc import Iterator
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from lsgd.algorithms.base import Algorithm, Flat
-from lsgd.group import Group
-from lsgd.messages import Round
-from lsgd.pipeline import Pipeline
+from lsgd.collectives.pipeline import Pipeline
+from lsgd.lazy import no_grad, torch
+from lsgd.protocol.messages import Round
+from lsgd.settings import AlgorithmSettings, Schedule, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
+
+
+@dataclass(frozen=True)
+class GradientSettings(AlgorithmSettings):
+    """Base of the methods that exchange every gradient."""
+
+    bucket_mib: float = setting(
+        5.0, "MiB of gradients that are exchanged at a time", low=0.001, high=65_536, fixed=True
+    )
+
+    def schedule(self) -> Schedule:
+        """Every iteration is a round."""
+        return Schedule(1, 1, lockstep=True, identical=True)
 
 
 def buckets(gradients: Flat, nbytes: int) -> Iterator[Tensor]:
@@ -30,13 +49,12 @@ class GradientAlgorithm(Algorithm):
     from one thread at a time, be it another than that of the backward pass; then :meth:`finish`. Until then the
     gradients stay as they were, so that those of a failed iteration can be exchanged again by the next generation.
 
-    Several buckets are under way at a time (:class:`lsgd.pipeline.Pipeline`).
+    Several buckets are under way at a time (:class:`lsgd.collectives.pipeline.Pipeline`).
 
     NaN or Inf in one member's gradient reaches all members alike, at least as NaN where it stood: so GradScaler
     skips the step on all of them together.
     """
 
-    identical_models: ClassVar[bool] = True
     spans_backward: ClassVar[bool] = True
 
     def __init__(self, bucket_mib: float) -> None:
@@ -64,7 +82,7 @@ class GradientAlgorithm(Algorithm):
         self.complete()
         self.finish()
 
-    @torch.no_grad()
+    @no_grad
     def exchange_bucket(self, gradient: Tensor, index: int, group: Group, round: Round) -> None:
         """Begin to exchange one bucket, and go on with those before it; the result is kept until :meth:`finish`.
 
@@ -77,7 +95,7 @@ class GradientAlgorithm(Algorithm):
         self._exchanged.append((gradient, result))
         self._under_way.begin(self.reduce(gradient, result, index, group, round))
 
-    @torch.no_grad()
+    @no_grad
     def complete(self) -> None:
         """See all buckets through that are under way.
 
@@ -86,7 +104,7 @@ class GradientAlgorithm(Algorithm):
         """
         self._under_way.complete()
 
-    @torch.no_grad()
+    @no_grad
     def finish(self) -> None:
         """Replace the gradients of all buckets that were exchanged by the results."""
         for gradient, result in self._exchanged:

@@ -1,22 +1,82 @@
 """Leader SGD: Teng et al., Leader Stochastic Gradient Descent for Distributed Training, arXiv 1905.10395."""
 
-import logging
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all, empties
-from lsgd.background import Background
-from lsgd.group import Group
-from lsgd.kernels import Quantized, quantize
-from lsgd.kernels.layout import Layout
-from lsgd.messages import Round
-from lsgd.quantized import add_decoded
-from lsgd.settings import LeaderSettings
-from lsgd.topology import node_index, node_ranks
+from lsgd.algorithms.common import block, codec
+from lsgd.codecs import codec_of
+from lsgd.collectives.background import Background
+from lsgd.collectives.topology import node_index, node_ranks
+from lsgd.errors import ConfigError
+from lsgd.lazy import no_grad, torch
+from lsgd.protocol.messages import Round
+from lsgd.settings import AlgorithmSettings, Schedule, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LeaderSettings(AlgorithmSettings):
+    """Leader SGD (arXiv 1905.10395): workers are pulled toward the worker with the lowest training loss."""
+
+    name: ClassVar[str] = "leader"
+    summary: ClassVar[str] = "Leader SGD (arXiv 1905.10395)"
+
+    period: int = setting(
+        64, "iterations of a worker, on average, between global rounds", low=1, high=1 << 30
+    )
+    local_period: int = setting(16, "the same for rounds inside a node; divides period", low=1, high=1 << 30)
+    pull_global: float = setting(0.1, "c2: how far a global round pulls to the leader of all", low=0, high=1)
+    pull_local: float = setting(0.1, "c1: how far a local round pulls to the node's leader", low=0, high=1)
+    proximal_global: float = setting(
+        0.1, "p2: pull to the leader of all, spread over the steps of a period", low=0, high=1
+    )
+    proximal_local: float = setting(
+        0.1, "p1: pull to the node's leader, spread over the steps of a local period", low=0, high=1
+    )
+
+    compression: str = codec("none", "changes of the leaders' models")
+    block: int = block()
+    delay: int = setting(
+        0,
+        "take a leader's model over so many iterations after its round, to hide the transfer",
+        low=0,
+        fixed=True,
+    )
+
+    def __post_init__(self) -> None:
+        if self.period < self.local_period or self.period % self.local_period:
+            raise ConfigError(
+                f"period = {self.period} is not a multiple of local_period = {self.local_period}; "
+                f"set local_period to a divisor of period, or equal to it for global rounds only"
+            )
+        if self.delay >= self.local_period and self.delay:
+            raise ConfigError(
+                f"delay = {self.delay} is not less than local_period = {self.local_period}: "
+                f"the next round would come first; set delay to at most {self.local_period - 1}"
+            )
+
+    def schedule(self) -> Schedule:
+        """Return its two periods."""
+        return Schedule(self.period, self.local_period)
+
+    def sent_nbytes(self, numel: int, workers: int) -> float:
+        """One worker sends its model to all others, however that is relayed."""
+        codec = codec_of(self.compression, self.block)
+        return (workers - 1) / workers * numel * codec.number_nbytes / self.period
+
+    def create(self, parameters: Flat, run: str = "") -> LeaderSGD:
+        """Return the algorithm."""
+        return LeaderSGD(self, parameters)
 
 
 class LeaderSGD(Algorithm):
@@ -27,7 +87,7 @@ class LeaderSGD(Algorithm):
     every node, then sets z_g to the model of the leader of all and pulls ``x ← x + c2 (z_g - x)``. The models sent are
     those before the round's pulls. With one node, or with ``local_period = period``, there is only z_g.
 
-    With ``compression = "minmax8"`` a leader sends Q(x - z), and all add it to the z that they hold, so that it stays
+    With a codec as ``compression`` a leader sends Q(x - z), and all add it to the z that they hold, so that it stays
     the same on all, and the next round makes up for what rounding lost. With ``delay``, z is replaced (and the pull
     made) so many steps after the round, or at the next one; a transfer that fails leaves z as it was.
     """
@@ -60,7 +120,7 @@ class LeaderSGD(Algorithm):
         self._local = _LeaderCopy(clones(self._global.model), self.settings) if two_levels else None
         self._background = Background()
 
-    @torch.no_grad()
+    @no_grad
     def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
         """Take over the leaders' models and be pulled toward them, or begin to."""
         if round is None:
@@ -90,7 +150,7 @@ class LeaderSGD(Algorithm):
             transfer()
             self._land(parameters)
 
-    @torch.no_grad()
+    @no_grad
     def after_step(self, parameters: Flat) -> None:
         """Apply the proximal terms, and take over models that were sent ``delay`` steps ago."""
         settings = self.settings
@@ -101,7 +161,7 @@ class LeaderSGD(Algorithm):
         if self._steps_left == 0 and self._background.busy and self._background.succeeded():
             self.settle(parameters)
 
-    @torch.no_grad()
+    @no_grad
     def settle(self, parameters: Flat) -> None:
         """Take over models that are still on their way."""
         if self._background.busy:
@@ -112,7 +172,13 @@ class LeaderSGD(Algorithm):
         """Replace the copies by what has arrived, and pull."""
         if self._local is not None and self._local.land(f"round {self._round_id}: the node's leader"):
             _pull(parameters, self.local_leader, self.settings.pull_local)
-        if self._scope == "global" and self._global.land(f"round {self._round_id}: the leader of all"):
+        if self._scope != "global":
+            return
+        arrived = self._global.land(f"round {self._round_id}: the leader of all")
+        if not all_finite(parameters):  # no pull mends a NaN
+            log.warning("round %d: this worker's model is not finite; it takes the leader's", self._round_id)
+            copy_all(parameters, self.global_leader)
+        elif arrived:
             _pull(parameters, self.global_leader, self.settings.pull_global)
 
     def shared_state(self) -> list[Tensor]:
@@ -136,11 +202,10 @@ class _LeaderCopy:
     def __init__(self, model: list[Tensor], settings: LeaderSettings) -> None:
         self.model = model
         self._arriving = empties(model)
-        self._block = settings.block or None
+        self._codec = codec_of(settings.compression, settings.block)
         self._payloads: list[Tensor] = []
-        if settings.compression == "minmax8":
-            layouts = [Layout(z.numel(), self._block, torch.float32) for z in model]
-            self._payloads = [layout.empty(device=z.device) for layout, z in zip(layouts, model, strict=True)]
+        if not self._codec.lossless:
+            self._payloads = [self._codec.empty(z.numel(), z.device) for z in model]
 
     def prepare(self, parameters: Flat, group: Group) -> None:
         """Take what the leader sends from its model, which may change from then on."""
@@ -149,7 +214,7 @@ class _LeaderCopy:
             return
         for x, z, payload in zip(parameters, self.model, self._payloads, strict=True):
             change = x.to(torch.promote_types(x.dtype, torch.float32)) - z
-            quantize(change.to(torch.float32), block=self._block, out=payload)
+            self._codec.encode(change.to(torch.float32), payload)
 
     def transfer(self, group: Group, source: int) -> None:
         """Send what was prepared from the member ``source`` to all."""
@@ -160,7 +225,7 @@ class _LeaderCopy:
         for z, payload, arriving in zip(self.model, self._payloads, self._arriving, strict=True):
             group.broadcast(payload, source)
             arriving.copy_(z)
-            add_decoded(Quantized.from_payload(payload), arriving)
+            self._codec.decode_add(payload, arriving)
 
     def land(self, whose: str) -> bool:
         """Replace the model by what has arrived, unless it is not finite, which all find alike."""

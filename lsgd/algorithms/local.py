@@ -1,18 +1,63 @@
 """Local SGD (Stich, arXiv 1805.09767) and DiLoCo (Douillard et al., arXiv 2311.08105)."""
 
-import logging
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, copy_all, empties
-from lsgd.group import Group
-from lsgd.messages import Round
-from lsgd.quantized import QuantizedAllReduce
-from lsgd.settings import LocalSettings
+from lsgd.algorithms.common import block, codec, period
+from lsgd.codecs import codec_of
+from lsgd.collectives.two_round import QuantizedAllReduce
+from lsgd.lazy import no_grad, torch
+from lsgd.protocol.messages import Round
+from lsgd.settings import AlgorithmSettings, Schedule, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LocalSettings(AlgorithmSettings):
+    """Local SGD (arXiv 1805.09767): models are averaged now and then, with an outer optimizer if wanted."""
+
+    name: ClassVar[str] = "local"
+    summary: ClassVar[str] = "local SGD, models averaged now and then (arXiv 1805.09767)"
+
+    period: int = period()
+    outer_lr: float = setting(1.0, "learning rate of the outer step; 1 without momentum: the mean", low=0)
+    outer_momentum: float = setting(0.0, "Nesterov momentum of the outer step", low=0, high=1)
+    compression: str = codec("none", "the models' changes")
+    block: int = block()
+
+    def schedule(self) -> Schedule:
+        """Exchange every ``period`` steps."""
+        return Schedule(self.period, self.period)
+
+    def sent_nbytes(self, numel: int, workers: int) -> float:
+        """The model's change twice, but for one's own share."""
+        codec = codec_of(self.compression, self.block)
+        return 2 * (workers - 1) / workers * numel * codec.number_nbytes / self.period
+
+    def create(self, parameters: Flat, run: str = "") -> LocalSGD:
+        """Return the algorithm."""
+        return LocalSGD(self, parameters, run)
+
+
+@dataclass(frozen=True)
+class DiLoCoSettings(LocalSettings):
+    """DiLoCo (arXiv 2311.08105): local SGD with an outer Nesterov step; ``local`` with other defaults."""
+
+    name: ClassVar[str] = "diloco"
+    summary: ClassVar[str] = "DiLoCo, local SGD with an outer Nesterov step (arXiv 2311.08105)"
+
+    outer_lr: float = setting(0.7, "learning rate of the outer step", low=0)
+    outer_momentum: float = setting(0.9, "Nesterov momentum of the outer step", low=0, high=1)
 
 
 class LocalSGD(Algorithm):
@@ -23,7 +68,7 @@ class LocalSGD(Algorithm):
     step as torch.optim.SGD has it. With ``outer_lr = 1`` and no momentum, c is the mean of the models.
 
     c and v are float32 (float64 for such parameters) and alike on all members; d travels in the model's dtype, or
-    in 8 bits.
+    in the codec of ``compression``.
     """
 
     settings: LocalSettings
@@ -39,9 +84,10 @@ class LocalSGD(Algorithm):
     def reset(self, parameters: Flat, group: Group, round: Round) -> None:
         """Make new scratch tensors."""
         self._scratch = empties(parameters)
-        self._all_reduce = QuantizedAllReduce(group, block=self.settings.block or None, rounding="nearest")
+        codec = codec_of(self.settings.compression, self.settings.block)
+        self._all_reduce = None if codec.lossless else QuantizedAllReduce(group, codec)
 
-    @torch.no_grad()
+    @no_grad
     def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
         """Average the models' changes and take the outer step."""
         if round is None:
@@ -60,8 +106,7 @@ class LocalSGD(Algorithm):
 
     def _average(self, change: Tensor, index: int, group: Group, round: Round) -> None:
         """Replace ``change`` by its mean over all members, with the same bits on all."""
-        if self.settings.compression == "minmax8":
-            assert self._all_reduce is not None
+        if self._all_reduce is not None:
             self._all_reduce(change, change, (self._run, round.id, index))
         else:
             change.div_(group.size)

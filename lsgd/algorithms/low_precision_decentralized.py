@@ -1,23 +1,66 @@
 """Low precision decentralized SGD: DCD-PSGD of Tang et al., arXiv 1803.06443 (algorithm 1)."""
 
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Algorithm, Flat, clones, copy_all, empties
-from lsgd.group import Group
-from lsgd.kernels import Quantized, quantize
-from lsgd.kernels.layout import Layout
-from lsgd.messages import Round
-from lsgd.quantized import add_decoded, rounding_of, seed_of
-from lsgd.settings import LowPrecisionDecentralizedSettings
-from lsgd.topology import complete, mixing_matrix, node_index, ring
+from lsgd.algorithms.common import block, codec, hierarchical, interval, rounding, rounding_codec
+from lsgd.codecs import Codec
+from lsgd.collectives.topology import complete, mixing_matrix, node_index, ring
+from lsgd.collectives.two_round import seed_of
+from lsgd.lazy import no_grad, torch
+from lsgd.protocol.messages import Round
+from lsgd.settings import AlgorithmSettings, Schedule, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
+
+_GRAPHS: Mapping[str, Callable[[int], Sequence[tuple[int, ...]]]] = {"ring": ring, "all": complete}
+
+
+@dataclass(frozen=True)
+class LowPrecisionDecentralizedSettings(AlgorithmSettings):
+    """DCD-PSGD (arXiv 1803.06443): neighbors in a fixed graph send the changes of their models in 8 bits."""
+
+    name: ClassVar[str] = "low_precision_decentralized"
+    summary: ClassVar[str] = "DCD-PSGD, neighbors send model changes in 8 bits (arXiv 1803.06443)"
+
+    topology: str = setting("ring", "the graph of neighbors", choices=tuple(_GRAPHS))
+    hierarchical: bool = hierarchical()
+    interval: int = interval()
+    rounding: str = rounding("stochastic")
+    codec: str = codec("minmax8", "changes of models")
+    block: int = block()
+
+    def __post_init__(self) -> None:
+        self.make_codec()
+
+    def make_codec(self) -> Codec:
+        """Return the codec."""
+        return rounding_codec(self.codec, self.block, self.rounding)
+
+    def schedule(self) -> Schedule:
+        """Exchange every ``interval`` steps."""
+        return Schedule(self.interval, self.interval, lockstep=self.interval == 1)
+
+    def sent_nbytes(self, numel: int, workers: int) -> float:
+        """The model's change to each neighbor."""
+        neighbors = len(_GRAPHS[self.topology](workers)[0])
+        return neighbors * numel * self.make_codec().number_nbytes / self.interval
+
+    def create(self, parameters: Flat, run: str = "") -> LowPrecisionDecentralizedSGD:
+        """Return the algorithm."""
+        return LowPrecisionDecentralizedSGD(self, parameters, run)
 
 
 class LowPrecisionDecentralizedSGD(Algorithm):
-    """Neighbors in a fixed graph mix their models, and tell each other the changes in 8 bits.
+    """Neighbors in a fixed graph mix their models, and tell each other the changes in few bits.
 
     With x the model as of the last exchange, x_now the model after the steps since, x_j the neighbors' models as of
     their last exchange and W the mixing matrix, an exchange computes ``z = W_rr x + sum_j W_rj x_j - x + (x_now - x)``
@@ -36,6 +79,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
     def __init__(self, settings: LowPrecisionDecentralizedSettings, parameters: Flat, run: str) -> None:
         self.settings = settings
         self._run = run
+        self._codec = settings.make_codec()
         self.model = clones(parameters)
         self.copies: dict[int, list[Tensor]] = {}
         self._unit = 0
@@ -45,7 +89,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self._sent: list[Tensor] = []
         self._received: dict[int, list[Tensor]] = {}
 
-    @torch.no_grad()
+    @no_grad
     def reset(self, parameters: Flat, group: Group, round: Round) -> None:
         """Exchange models at full precision with the new neighbors."""
         hierarchical = self.settings.hierarchical
@@ -54,8 +98,8 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self._unit = node_index(group.rank, sizes)
         self._neighbors, self._weights = graph[self._unit], mixing_matrix(graph, sizes)[self._unit]
         self._sums = empty_sums(parameters)
-        layouts = [Layout(x.numel(), self.settings.block or None, torch.float32) for x in parameters]
-        self._sent = [layout.empty(device=x.device) for layout, x in zip(layouts, parameters, strict=True)]
+        self._codec = self.settings.make_codec()
+        self._sent = [self._codec.empty(x.numel(), x.device) for x in parameters]
 
         model = clones(parameters)
         if self._average(parameters, group, round):
@@ -69,7 +113,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self.model, self.copies = model, copies
         self._received = {j: empties(self._sent) for j in copies}
 
-    @torch.no_grad()
+    @no_grad
     def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
         """Mix the models, send the changes, and take them over."""
         if round is None:
@@ -93,28 +137,24 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         return divide(self._sums, group.node.size)
 
     def _exchange(self, current: Flat, group: Group, round: Round) -> None:
-        """Exchange the changes in 8 bits; then, when all have arrived, apply them to the model and the copies."""
+        """Exchange the changes; then, when all have arrived, apply them to the model and the copies."""
         units = group.across if self.settings.hierarchical else group
         if units is not None:
             for index, now in enumerate(current):
                 z = self._change(index, now)
-                seed = seed_of(self._run, round.id, self._unit, index)
+                seed = None
+                if self.settings.rounding == "stochastic":
+                    seed = seed_of(self._run, round.id, self._unit, index)
                 payload = self._sent[index]
-                quantize(
-                    z,
-                    block=self.settings.block or None,
-                    rounding=rounding_of(self.settings.rounding),
-                    seed=seed,
-                    out=payload,
-                )
+                self._codec.encode(z, payload, seed)
                 received = {j: payloads[index] for j, payloads in self._received.items()}
                 units.exchange(dict.fromkeys(received, payload), received)
         if self.settings.hierarchical:
             for payload in self._sent:
                 group.node.broadcast(payload, 0)
-        _apply(self._sent, self.model)
+        self._apply(self._sent, self.model)
         for j, copy in self.copies.items():
-            _apply(self._received[j], copy)
+            self._apply(self._received[j], copy)
 
     def _change(self, index: int, now: Tensor) -> Tensor:
         """Return z for one flat tensor, in float32."""
@@ -125,6 +165,11 @@ class LowPrecisionDecentralizedSGD(Algorithm):
             z.add_(copy[index], alpha=self._weights[j])
         return z.to(torch.float32)
 
+    def _apply(self, payloads: Flat, model: Flat) -> None:
+        """Add the decoded changes to a model."""
+        for payload, x in zip(payloads, model, strict=True):
+            self._codec.decode_add(payload, x)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the model as of the last exchange, and the neighbors'."""
         return {"model": self.model, "copies": dict(self.copies)}
@@ -133,12 +178,3 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         """Restore the model as of the last exchange, and the neighbors'; a new generation exchanges them anew."""
         self.model = clones(state["model"])
         self.copies = {j: clones(copy) for j, copy in state["copies"].items()}
-
-
-_GRAPHS = {"ring": ring, "all": complete}
-
-
-def _apply(payloads: Flat, model: Flat) -> None:
-    """Add the decoded changes to a model."""
-    for payload, x in zip(payloads, model, strict=True):
-        add_decoded(Quantized.from_payload(payload), x)

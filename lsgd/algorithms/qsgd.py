@@ -1,23 +1,40 @@
 """QSGD: Alistarh et al., arXiv 1610.02132, with the min-max quantizer and the two-round exchange of QSGD-TF."""
 
-from collections.abc import Iterator
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from lsgd.algorithms.base import Flat
-from lsgd.algorithms.quantized_gradient import QuantizedGradient
-from lsgd.group import Group
-from lsgd.messages import Round
-from lsgd.settings import QSGDSettings
+from lsgd.algorithms.common import rounding
+from lsgd.algorithms.quantized_gradient import QuantizedGradient, QuantizedGradientSettings
+from lsgd.protocol.messages import Round
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
+
+
+@dataclass(frozen=True)
+class QSGDSettings(QuantizedGradientSettings):
+    """QSGD (arXiv 1610.02132): gradients averaged in 8 bits between all workers, rounded without bias."""
+
+    name: ClassVar[str] = "qsgd"
+    summary: ClassVar[str] = "QSGD, gradients in 8 bits, stochastic rounding (arXiv 1610.02132)"
+
+    rounding: str = rounding("stochastic")
+
+    def create(self, parameters: Flat, run: str = "") -> QSGD:
+        """Return the algorithm."""
+        return QSGD(self, run)
 
 
 class QSGD(QuantizedGradient):
     """``g ← Q2(mean of all members' Q1(g))``, with stochastic rounding in both rounds, so that it has no bias."""
 
     settings: QSGDSettings
-
-    def __init__(self, settings: QSGDSettings, parameters: Flat, run: str) -> None:
-        super().__init__(settings, run)
 
     def reduce(
         self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round

@@ -1,29 +1,58 @@
 """What ByteGrad and QSGD share: the two-round all-reduce, and residuals that change only with the step."""
 
-from collections.abc import Iterator
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from lsgd.algorithms.base import Flat
-from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.group import Group
-from lsgd.messages import Round
-from lsgd.quantized import QuantizedAllReduce
-from lsgd.settings import ByteGradSettings, QSGDSettings
+from lsgd.algorithms.common import block, codec, rounding, rounding_codec
+from lsgd.algorithms.gradient import GradientAlgorithm, GradientSettings
+from lsgd.codecs import Codec
+from lsgd.collectives.two_round import QuantizedAllReduce
+from lsgd.lazy import torch
+from lsgd.protocol.messages import Round
+from lsgd.settings import setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
+
+
+@dataclass(frozen=True)
+class QuantizedGradientSettings(GradientSettings):
+    """Base of the methods that exchange every gradient in few bits."""
+
+    average: bool = setting(True, "apply the mean of the gradients; false: their sum")
+    error_feedback: bool = setting(False, "add what rounding lost to the next gradient")
+    rounding: str = rounding("nearest")
+    codec: str = codec("minmax8", "gradients")
+    block: int = block()
+
+    def __post_init__(self) -> None:
+        self.make_codec()
+
+    def make_codec(self) -> Codec:
+        """Return the codec."""
+        return rounding_codec(self.codec, self.block, self.rounding)
+
+    def sent_nbytes(self, numel: int, workers: int) -> float:
+        """Each gradient twice, but for one's own share."""
+        return 2 * (workers - 1) / workers * numel * self.make_codec().number_nbytes
 
 
 class QuantizedGradient(GradientAlgorithm):
-    """Base of the gradient methods in 8 bits, with error feedback if wanted.
+    """Base of the gradient methods in few bits, with error feedback if wanted.
 
     A step that some member's NaN or Inf spoils leaves the residuals as they were. They are dropped when the members
     change.
     """
 
-    settings: ByteGradSettings | QSGDSettings
+    settings: QuantizedGradientSettings
 
-    def __init__(self, settings: ByteGradSettings | QSGDSettings, run: str) -> None:
+    def __init__(self, settings: QuantizedGradientSettings, run: str) -> None:
         super().__init__(settings.bucket_mib)
         self.settings = settings
         self._run = run
@@ -45,13 +74,13 @@ class QuantizedGradient(GradientAlgorithm):
         if taking_part is not None:
             self._all_reduce = QuantizedAllReduce(
                 taking_part,
-                block=settings.block or None,
+                settings.make_codec(),
                 rounding=settings.rounding,
                 average=settings.average,
             )
 
     def quantizing_group(self, group: Group) -> Group | None:
-        """Return the members that exchange in 8 bits, None for a member that does not."""
+        """Return the members that exchange payloads, None for a member that does not."""
         return group
 
     def quantized_mean(self, x: Tensor, result: Tensor, index: int, round: Round) -> Iterator[None]:

@@ -9,10 +9,11 @@ from typing import Any, Self
 
 import torch
 
-from lsgd.client.channel import Channel
-from lsgd.client.identity import Identity, versions
-from lsgd.client.joining import Membership
-from lsgd.messages import (
+from lsgd.client.control.channel import Channel
+from lsgd.client.control.identity import Identity, versions
+from lsgd.client.control.joining import Membership
+from lsgd.plan.plan import Plan
+from lsgd.protocol.messages import (
     PROTOCOL,
     Generation,
     GenerationOver,
@@ -24,9 +25,8 @@ from lsgd.messages import (
     decode,
     encode,
 )
-from lsgd.plan import Plan
+from lsgd.protocol.sockets import Listener, Poller, Wakeup
 from lsgd.server.rendezvous import Rendezvous
-from lsgd.sockets import Listener, Poller, Wakeup
 
 
 def generation(*node_sizes: int, number: int = 1) -> Generation:

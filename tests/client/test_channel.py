@@ -1,6 +1,7 @@
 """The channel against a listener of ours: what it sends again, what ends a wait, and how it survives the server."""
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,14 +10,17 @@ from typing import Any
 
 import pytest
 
-from lsgd.client import channel as module
-from lsgd.client.channel import Channel
-from lsgd.errors import ExchangeError, JoinError, ServerLostError
-from lsgd.messages import (
+from lsgd.client.control import channel as module
+from lsgd.client.control import notices
+from lsgd.client.control.channel import Channel
+from lsgd.errors import ExchangeError, JoinError, LeftOutError, RunOverError, ServerLostError
+from lsgd.protocol.messages import (
     Done,
     GenerationOver,
     Go,
     Heartbeat,
+    LeftOut,
+    Over,
     Recall,
     Refused,
     Request,
@@ -25,9 +29,13 @@ from lsgd.messages import (
     decode,
     encode,
 )
-from lsgd.sockets import Listener, Poller
+from lsgd.protocol.sockets import Listener, Poller
 
 from ..integration.running import until
+
+OTHER_RUN = (
+    "the global server has begun another run (R2) and does not know this one (R1): it was started without"
+)
 
 
 class Server:
@@ -109,6 +117,37 @@ def test_a_question_is_sent_again_until_its_own_answer_comes(server, ask) -> Non
     assert not answer.done()
     server.say(go(3), go(3))
     assert answer.result(10) == go(3)
+
+
+def test_an_end_of_the_run_is_no_refusal(server, ask) -> None:
+    answer = ask()
+    server.hears(1)
+    server.say(Over("lsgd stop"), Refused("too late"))
+    with pytest.raises(RunOverError, match=r"^the run is over: lsgd stop$") as raised:
+        answer.result(10)
+    assert isinstance(raised.value, JoinError)
+    assert raised.value.code == 0, "a script that does not handle it ends well"
+
+
+def test_a_wait_ends_when_the_launcher_gives_the_servers_up(server, ask) -> None:
+    answer = ask()
+    server.hears(1)
+    server.say(Waiting(1, "for others"))
+    notices.give(server.listener.address, notices.Notice.GIVEN_UP)
+    with pytest.raises(ServerLostError, match="and lsgd launch has given its servers up"):
+        answer.result(10)
+
+
+def test_a_wait_ends_when_the_local_server_has_ended_for_good(server, ask, monkeypatch) -> None:
+    monkeypatch.setattr(module, "NOTICED_AFTER_S", 0.5)
+    notices.give(server.listener.address, notices.Notice.OVER)
+    answer = ask()
+    server.hears(1)
+    server.say(go(1))
+    assert answer.result(10) == go(1), "it may have last words"
+    answer = ask(2)
+    with pytest.raises(ServerLostError, match="has ended for good"):
+        answer.result(10)
 
 
 def test_two_threads_may_ask_at_once(server, ask) -> None:
@@ -253,3 +292,30 @@ def test_closing_ends_the_thread_even_with_no_server(tmp_path) -> None:
     channel.send(StatusQuery(9))
     channel.close()
     assert threading.active_count() == before
+
+
+def test_a_server_with_another_run_counts_as_away(server, channel, ask) -> None:
+    channel.run, channel.global_silence_s = "R1", 1.0
+    asked = ask()
+    server.hears(1)
+    until(lambda: server.say(LeftOut("who?", "R2")) or (server.hear() and asked.done()), "it gives up")
+    with pytest.raises(ServerLostError, match=re.escape(OTHER_RUN)):
+        asked.result(0)
+
+
+def test_of_its_own_run_it_is_left_out(server, channel, ask) -> None:
+    channel.run = "R1"
+    asked = ask()
+    server.hears(1)
+    server.say(LeftOut("it was silent", "R1"))
+    with pytest.raises(LeftOutError, match="it was silent"):
+        asked.result(5)
+
+
+def test_it_says_that_the_local_server_is_silent_whatever_that_said_before(
+    server, channel, ask, caplog
+) -> None:
+    ask()
+    server.hears(1)
+    server.say(Waiting(1, "the global server has been silent", away=True))
+    until(lambda: "the local server at" in caplog.text, "it says which server is silent")

@@ -1,5 +1,6 @@
 """Checkpoints as files: what comes back, what is refused, and what a failed write leaves."""
 
+import functools
 import os
 import random
 import resource
@@ -10,19 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lsgd.algorithms import create
-from lsgd.client.checkpoint_file import DamagedError, Packed, pack, read, unpack, write
-from lsgd.client.checkpoints import Checkpoints
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.file import DamagedError, Packed, digest, pack, read, unpack, write
+from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, find_run, runs
 from lsgd.client.loader import ShardLoader, shard_loader, track
-from lsgd.client.run_folder import checkpoint_path, counts, find_run
 from lsgd.errors import ConfigError
 from lsgd.flat import FlatParameters, describe
-from lsgd.settings import LeaderSettings
+from lsgd.protocol.messages import Origin
 
 WORKER = "node0/worker1"
+RUN = "5e55"
 ABOUT = {"model": "m", "model_summary": "2 tensors"}
 
 
@@ -35,8 +38,8 @@ ABOUT = {"model": "m", "model_summary": "2 tensors"}
     ],
 )
 def test_a_state_comes_back_as_it_was(tmp_path: Path, state: object) -> None:
-    path = write(tmp_path, 7, WORKER, pack(state), ABOUT)
-    assert path == tmp_path / "7" / "node0-worker1.safetensors"
+    path = write(tmp_path, RUN, 7, WORKER, pack(state), ABOUT)
+    assert path == tmp_path / "run-5e55" / "7" / "node0-worker1.safetensors"
     assert repr(read(path, "m", "")) == repr(state)  # NaN is not equal to itself
 
 
@@ -57,12 +60,26 @@ def test_what_no_file_can_hold_is_named(state: object, message: str) -> None:
 
 
 def test_the_last_two_of_a_worker_are_kept_and_others_left_alone(tmp_path: Path) -> None:
-    write(tmp_path, 10, "node0/worker0", pack({"a": 1}), ABOUT)
+    put = functools.partial(write, packed=pack({"a": 1}), about=ABOUT)
+    put(tmp_path, RUN, 10, "node0/worker0")
     for count in (90, 10, 20, 30):
-        write(tmp_path, count, WORKER, pack({"a": count}), ABOUT)
-    assert counts(tmp_path, WORKER) == [20, 30]
-    assert counts(tmp_path) == [10, 20, 30]
-    assert not (tmp_path / "90").exists()
+        put(tmp_path, RUN, count, WORKER)
+    assert counts(tmp_path, RUN, WORKER) == [20, 30, 90]
+    assert counts(tmp_path, RUN) == [10, 20, 30, 90]
+    put(tmp_path, RUN, 100, WORKER)
+    assert counts(tmp_path, RUN, WORKER) == [90, 100]
+    assert not (tmp_path / "run-5e55" / "20").exists()
+
+
+def test_no_file_of_another_run_is_ever_deleted(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    before = [saved(tmp_path, model, run="old", count=count) for count in (100, 200)]
+    before.append(write(tmp_path, "", 300, WORKER, pack({}), ABOUT))  # as an earlier lsgd did
+    for count in (7, 150, 160, 400):
+        saved(tmp_path, model, run="new", count=count)
+    assert all(path.exists() for path in before)
+    assert counts(tmp_path, "old", WORKER) == [100, 200]
+    assert counts(tmp_path, "new", WORKER) == [160, 400]
 
 
 @contextmanager
@@ -78,9 +95,8 @@ def disk_of(nbytes: int) -> Iterator[None]:
 
 def test_a_write_that_fails_in_the_middle_leaves_what_was_there(tmp_path: Path, caplog) -> None:
     model = nn.Linear(64, 64)
-    checkpoints = Checkpoints(model, [], {}, tmp_path, None)
-    checkpoints.load(WORKER, *describe(model))
-    algorithm = create(LeaderSettings(), FlatParameters(model).buffers)
+    checkpoints = started(model, tmp_path)
+    algorithm = LeaderSettings().create(FlatParameters(model).buffers)
     checkpoints.take(5, algorithm, [], 5)
     path = checkpoints.save(5)
     assert path is not None
@@ -96,18 +112,34 @@ def test_a_write_that_fails_in_the_middle_leaves_what_was_there(tmp_path: Path, 
     assert checkpoints.save(8) is None  # of another round
     checkpoints.take(8, algorithm, [], 8)
     assert checkpoints.save(8) is not None
-    assert counts(tmp_path, WORKER) == [5, 8]
+    assert counts(tmp_path, RUN, WORKER) == [5, 8]
+
+
+def test_what_a_killed_process_left_half_written_is_deleted(tmp_path: Path) -> None:
+    left = [
+        tmp_path / "node0-worker1.safetensors.0a1b2c3d.tmp",
+        tmp_path / "run-5e55" / "9" / "node0-worker1.safetensors.tmp",
+    ]
+    others = tmp_path / "node0-worker11.safetensors.0a1b2c3d.tmp"
+    left[1].parent.mkdir(parents=True)
+    for path in (*left, others):
+        path.write_bytes(b"half")
+    started(nn.Linear(3, 2), tmp_path)
+    assert [path.exists() for path in (*left, others)] == [False, False, True]
+    left[0].write_bytes(b"half")
+    write(tmp_path, RUN, 1, WORKER, pack({}), ABOUT)
+    assert not left[0].exists()
 
 
 def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     packed = pack({"a": torch.zeros(100)})
-    path = write(tmp_path, 1, WORKER, packed, ABOUT)
+    path = write(tmp_path, RUN, 1, WORKER, packed, ABOUT)
     with pytest.raises(ConfigError, match=f"{path} is of another model: 2 tensors, and this is 3 tensors"):
         read(path, "other", "3 tensors")
-    write(tmp_path, 1, WORKER, packed, {**ABOUT, "lsgd": "0"})
-    with pytest.raises(ConfigError, match=f"{path} has format 0, this lsgd reads 1"):
+    write(tmp_path, RUN, 1, WORKER, packed, {**ABOUT, "lsgd": "3"})
+    with pytest.raises(ConfigError, match=f"{path} has format 3, this lsgd reads 2"):
         read(path, "m", "")
-    write(tmp_path, 1, WORKER, Packed(packed.tensors, "{"), ABOUT)
+    write(tmp_path, RUN, 1, WORKER, Packed(packed.tensors, "{"), ABOUT)
     with pytest.raises(DamagedError, match=f"{path} cannot be read"):
         read(path, "m", "")
     whole = path.read_bytes()
@@ -117,15 +149,64 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
             read(path, "m", "")
 
 
-def saved(folder: Path, model: nn.Module, *, count: int = 5, **extra: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpoints = Checkpoints(model, [optimizer], extra, folder, None)
+def test_files_of_an_earlier_lsgd_are_refused_in_words(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    path = tmp_path / "1280" / "node0-worker1.safetensors"
+    path.parent.mkdir()
+    save_file(
+        {"model/weight": torch.zeros(2, 3)}, path, {"lsgd": "1", "model": describe(model)[0], "state": "{}"}
+    )
+    assert runs(tmp_path) == [""]
+    with pytest.raises(
+        ConfigError, match=f"{path} has format 1, this lsgd reads 2; go on with the lsgd that wrote"
+    ):
+        resumed(tmp_path, model)
+
+
+def test_any_flipped_bit_is_noticed_and_the_file_before_is_taken(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    before, last = (saved(tmp_path, model, count=count) for count in (5, 6))
+    whole, worker = last.read_bytes(), describe(model)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    numbers = random.Random(0)
+    places = [numbers.randrange(8 * header) for _ in range(400)]
+    places += [numbers.randrange(8 * header, 8 * len(whole)) for _ in range(400)]
+    for place in places:
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        last.write_bytes(flipped)
+        with pytest.raises(DamagedError, match=f"{last} cannot be read: "):
+            read(last, *worker)
+    other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    origin = resumed(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert origin == (5, RUN) and before.exists()
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_a_digest_covers_every_dtype_and_shape() -> None:
+    dtypes = (torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn)
+    tensors = [torch.ones(size).to(dtype) for dtype in dtypes for size in ((), (2, 2), (4,), (0,))]
+    assert len({digest({"x": x}, {}) for x in tensors}) == len(tensors)
+
+
+def started(
+    model: nn.Module, folder: Path, *optimizers: torch.optim.Optimizer, run: str = RUN, **extra: nn.Module
+) -> Checkpoints:
+    checkpoints = Checkpoints(model, optimizers, extra, folder, None)
     checkpoints.load(WORKER, *describe(model))
-    checkpoints.take(count, create(LeaderSettings(), FlatParameters(model).buffers), [0.5], 3)
-    assert checkpoints.save(count) is not None
+    checkpoints.start(run)
+    return checkpoints
 
 
-def resumed(folder: Path, model: nn.Module, *optimizers: torch.optim.Optimizer, **extra: nn.Module) -> int:
+def saved(folder: Path, model: nn.Module, *, run: str = RUN, count: int = 5, **extra: nn.Module) -> Path:
+    checkpoints = started(model, folder, torch.optim.SGD(model.parameters(), lr=0.1), run=run, **extra)
+    checkpoints.take(count, LeaderSettings().create(FlatParameters(model).buffers), [0.5], 3)
+    path = checkpoints.save(count)
+    assert path is not None
+    return path
+
+
+def resumed(folder: Path, model: nn.Module, *optimizers: torch.optim.Optimizer, **extra: nn.Module) -> Origin:
     return Checkpoints(model, optimizers, extra, None, folder).load(WORKER, *describe(model))
 
 
@@ -133,15 +214,90 @@ def test_the_last_whole_file_is_taken_and_none_but_damaged_ones_are_an_error(tmp
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     for count in (5, 6):
         saved(tmp_path, model, count=count)
-    last = checkpoint_path(tmp_path, 6, WORKER)
+    last = checkpoint_path(tmp_path, RUN, 6, WORKER)
     last.write_bytes(last.read_bytes()[:-1])
-    assert resumed(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1)) == 5
+    assert resumed(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1)) == (5, RUN)
     assert f"{last} cannot be read" in caplog.text
     assert torch.equal(other.weight, model.weight)
-    checkpoint_path(tmp_path, 5, WORKER).write_bytes(b"")
-    with pytest.raises(DamagedError, match=f"{checkpoint_path(tmp_path, 5, WORKER)} cannot be read"):
+    checkpoint_path(tmp_path, RUN, 5, WORKER).write_bytes(b"")
+    with pytest.raises(DamagedError, match=f"{checkpoint_path(tmp_path, RUN, 5, WORKER)} cannot be read"):
         resumed(tmp_path, other)
-    assert resumed(tmp_path / "elsewhere", other) == 0
+    again = Checkpoints(other, [], {}, None, tmp_path)
+    again.restarted = True  # the run goes on, and has the model
+    assert again.load(WORKER, *describe(other)) == (0, "")
+    assert resumed(tmp_path / "elsewhere", other) == (0, "")
+
+
+def written_at(path: Path, time_s: float) -> None:
+    os.utime(path, (time_s, time_s))
+
+
+def test_the_run_that_was_written_last_is_taken_and_then_the_one_before(tmp_path: Path, caplog) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for time_s, (run, count) in enumerate((("c", 50), ("a", 900), ("a", 1000), ("b", 700))):
+        written_at(saved(tmp_path, model, run=run, count=count), time_s)
+    assert runs(tmp_path) == ["b", "a", "c"]
+    last = checkpoint_path(tmp_path, "b", 700, WORKER)
+    assert started(model, tmp_path).last() == last
+    assert resumed(tmp_path, model, optimizer) == (700, "b")
+    last.write_bytes(b"")
+    assert resumed(tmp_path, model, optimizer) == (1000, "a")
+    assert f"{last} cannot be read" in caplog.text
+    last.rename(
+        last.with_name("node0-worker0.safetensors")
+    )  # of the newest run, another worker has the only one
+    written_at(last.parent / "node0-worker0.safetensors", 9)
+    assert runs(tmp_path) == ["b", "a", "c"]
+    assert resumed(tmp_path, model, optimizer) == (1000, "a")
+
+
+def test_a_worker_knows_its_last_checkpoint(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    path = saved(tmp_path, model, run="a")
+    assert started(model, tmp_path, run="b").last() == path
+    nowhere = Checkpoints(model, [], {}, None, None)
+    nowhere.load(WORKER, *describe(model))
+    nowhere.start("a")
+    assert nowhere.last() is None
+
+
+@pytest.mark.parametrize("run", ["..", "../../x", "1280"])
+def test_no_name_of_a_run_leads_out_of_the_folder(tmp_path: Path, run: str) -> None:
+    path = write(tmp_path / "checkpoints", run, 1, WORKER, pack({}), ABOUT)
+    assert path.resolve().parents[2] == (tmp_path / "checkpoints").resolve()
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+
+
+@pytest.mark.parametrize("tensor", ["layer.weight", "norm.running_var"])
+def test_a_model_that_is_not_finite_is_not_saved_and_the_last_one_that_is_stays(
+    tmp_path: Path, caplog, tensor: str
+) -> None:
+    model = Masked()
+    checkpoints = started(model, tmp_path)
+    algorithm = LeaderSettings().create(FlatParameters(model).buffers)
+    values = model.state_dict()[tensor].view(-1)  # where it is now
+    good = values.clone()
+    for count, value in ((1, 1.0), (2, float("nan")), (3, float("inf")), (4, 1.0), (5, float("nan"))):
+        values.copy_(good)
+        values[:2] = value
+        checkpoints.take(count, algorithm, [], count)
+        assert (checkpoints.save(count) is None) == (value != 1.0)
+    assert checkpoints.non_finite() == f"2 values (NaN or infinite) in {tensor}"
+    assert counts(tmp_path, RUN, WORKER) == [1, 4]
+    said = [message for message in caplog.messages if "is not finite" in message]
+    assert said == [
+        f"no checkpoint of {count} iterations is written: the model is not finite: 2 values (NaN or infinite) in "
+        f"{tensor}; {checkpoint_path(tmp_path, RUN, last, WORKER)} stays the last one"
+        for count, last in ((2, 1), (5, 4))
+    ]
 
 
 def test_other_optimizers_and_extras_are_named(tmp_path: Path, caplog) -> None:
@@ -149,11 +305,15 @@ def test_other_optimizers_and_extras_are_named(tmp_path: Path, caplog) -> None:
     saved(tmp_path, model, ema=model)
     with pytest.raises(ConfigError, match="has the state of 1 optimizers, and this worker has 0"):
         resumed(tmp_path, model)
-    with pytest.raises(ConfigError, match=r"does not fit the optimizer: .*parameter group"):
+    with pytest.raises(ConfigError, match=r"does not fit the optimizer SGD: .*parameter group"):
         resumed(tmp_path, model, torch.optim.SGD([model.weight], lr=0.1))
+    with pytest.raises(
+        ConfigError, match=r"has the state of the optimizer SGD, and this worker's is Adam; join"
+    ):
+        resumed(tmp_path, model, torch.optim.Adam(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ema = nn.Linear(3, 2)
-    assert resumed(tmp_path, model, optimizer, ema=ema, other=ema) == 5
+    assert resumed(tmp_path, model, optimizer, ema=ema, other=ema) == (5, RUN)
     assert torch.equal(ema.weight, model.weight)
     assert "has no extra 'other'" in caplog.text
     with pytest.raises(ConfigError, match=r"extra\['x'\] is a int, without state_dict"):
@@ -163,10 +323,10 @@ def test_other_optimizers_and_extras_are_named(tmp_path: Path, caplog) -> None:
 def test_the_newest_run_with_checkpoints_is_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"nothing to resume: no checkpoint of node 0 lies in {tmp_path}"):
         find_run(tmp_path, 0)
-    for written_at, run in enumerate(("b", "a")):
-        write(tmp_path / run / "checkpoints", 1, WORKER, pack({"a": torch.ones(1)}), ABOUT)
-        os.utime(tmp_path / run / "checkpoints", (written_at, written_at))
-    write(tmp_path / "c" / "checkpoints", 2, "node1/worker0", pack({"a": torch.ones(1)}), ABOUT)
+    packed = pack({"a": torch.ones(1)})
+    for time_s, run in enumerate(("b", "a")):
+        written_at(write(tmp_path / run / "checkpoints", RUN, 1, WORKER, packed, ABOUT), time_s)
+    write(tmp_path / "c" / "checkpoints", RUN, 2, "node1/worker0", packed, ABOUT)
     assert find_run(tmp_path, 0) == tmp_path / "a"
     assert find_run(tmp_path, 1) == tmp_path / "c"
     assert find_run(tmp_path / "b", 0) == tmp_path / "b"
@@ -178,14 +338,13 @@ def loader_of(length: int, place: tuple[int, int]) -> ShardLoader:
 
 def test_a_loader_goes_on_where_it_was_if_the_shards_are_the_same(tmp_path: Path, caplog) -> None:
     model = nn.Linear(3, 2)
-    checkpoints = Checkpoints(model, [], {}, tmp_path, None)
-    checkpoints.load(WORKER, *describe(model))
+    checkpoints = started(model, tmp_path)
     before = checkpoints.attend(loader_of(40, (1, 2)))
     batches = track(before)
     for _ in range(3):
         next(batches)
     checkpoints.drawn_from = before  # the third waits for its iteration
-    checkpoints.take(5, create(LeaderSettings(), FlatParameters(model).buffers), [], 3)
+    checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3)
     checkpoints.save(5)
     third = before.sampler.shard()[8:12].tolist()
 
@@ -224,8 +383,7 @@ def test_a_state_that_no_file_can_hold_is_a_warning(tmp_path: Path, caplog) -> N
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["why"] = object()
-    checkpoints = Checkpoints(model, [optimizer], {}, tmp_path, None)
-    checkpoints.load(WORKER, *describe(model))
-    checkpoints.take(5, create(LeaderSettings(), FlatParameters(model).buffers), [], 3)
+    checkpoints = started(model, tmp_path, optimizer)
+    checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3)
     assert checkpoints.save(5) is None
     assert "no checkpoint is written: optimizers/0/param_groups/0/why is a object" in caplog.text

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.lab import Lab
-from lsgd.client import doctor
-from lsgd.client.doctor import Doctor, suggested_period
-from lsgd.client.place import Place
+from lsgd.client.cli import doctor
+from lsgd.client.cli.doctor import Doctor, suggested_period
+from lsgd.client.launcher.place import Place
 
 
 @pytest.fixture

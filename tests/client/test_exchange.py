@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from lsgd.client.exchange import Exchanger
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.client.iteration.exchange import Exchanger
 from lsgd.errors import ExchangeError
 from lsgd.flat import FlatParameters
-from lsgd.messages import Round
-from lsgd.plan import Phase, Plan
-from lsgd.settings import LeaderSettings, RunSettings
+from lsgd.plan.plan import Phase, Plan
+from lsgd.plan.run import RunSettings
+from lsgd.protocol.messages import Round
 
 from ..integration.running import until
 from .bench import Switchboard, generation, together
@@ -41,13 +42,13 @@ class Odd(nn.Module):
 class Members:
     """Workers of one generation after another, each with a model full of its own number (1, 2, ...)."""
 
-    def __init__(self, switchboard: Switchboard, count: int, **run: object) -> None:
+    def __init__(self, switchboard: Switchboard, count: int, model: type[Odd] = Odd, **run: object) -> None:
         settings = LeaderSettings(
             period=4, local_period=4, pull_global=0.5, proximal_global=0.0, proximal_local=0.0
         )
         plan = Plan(RunSettings(**{"exchange_timeout_s": 2.0, **run}), (Phase(settings),))
         self.count = count
-        self.models = [Odd(rank + 1.0) for rank in range(count)]
+        self.models = [model(rank + 1.0) for rank in range(count)]
         self.optimizers = [torch.optim.SGD(m.linear.parameters(), lr=0.1, momentum=0.9) for m in self.models]
         self.exchangers = [
             Exchanger(
@@ -94,6 +95,31 @@ def test_a_global_round_pulls_to_its_leader_and_averages_buffers(switchboard) ->
     assert members.values("norm.running_mean") == [2.0] * 3
     assert members.values("norm.num_batches_tracked") == [1, 2, 3]
     assert members.values("frozen.weight") == [1.0, 2.0, 3.0]
+
+
+def test_a_model_that_is_not_finite_is_healed_with_its_optimizer(switchboard) -> None:
+    members = Members(switchboard, 2)
+    members.run(members.round(leader=1, source=1))
+    momentum = {"momentum_buffer": torch.tensor([[float("nan"), 1.0, 2.0]] * 2)}
+    members.optimizers[0].state[members.models[0].linear.weight] = momentum
+    members.models[0].linear.weight.data.fill_(float("nan"))
+    members.run(members.round(2, leader=1, source=1))
+    assert members.values("linear.weight") == [2.0, 2.0]
+    assert momentum["momentum_buffer"].tolist() == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_a_buffer_that_is_meant_to_be_infinite_spoils_no_average(switchboard) -> None:
+    class Masked(Odd):
+        def __init__(self, value: float) -> None:
+            super().__init__(value)
+            self.register_buffer("mask", torch.full((2, 2), float("-inf")))
+
+    members = Members(switchboard, 2, model=Masked)
+    members.run(members.round())
+    assert members.values("norm.running_mean") == [1.5, 1.5]
+    members.run(members.round(2, final=True))
+    assert members.values("linear.weight") == [1.25, 1.25]
+    assert members.values("mask") == [float("-inf")] * 2
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lsgd.algorithms import create
-from lsgd.client.gradients import GradientExchange
+from lsgd.algorithms.allreduce import AllReduceSettings
+from lsgd.algorithms.bytegrad import ByteGradSettings
+from lsgd.algorithms.qsgd import QSGDSettings
+from lsgd.client.iteration.gradients import GradientExchange
+from lsgd.collectives.simulation import SimulatedGroup, simulate
 from lsgd.errors import DetachedError, ExchangeError, LsgdError
 from lsgd.flat import FlatParameters
-from lsgd.messages import Round
-from lsgd.settings import AllReduceSettings, ByteGradSettings, QSGDSettings
-from lsgd.simulation import SimulatedGroup, simulate
+from lsgd.protocol.messages import Round
 
 from .bench import generation
 
@@ -47,7 +48,7 @@ class Bench:
         self.attend(settings)
 
     def attend(self, settings) -> None:
-        self.algorithm = create(settings, self.flat.buffers)
+        self.algorithm = settings.create(self.flat.buffers)
         self.exchange = GradientExchange(self.flat, self.algorithm, lambda: self.exchange.wait())
 
     def round(self) -> Round:

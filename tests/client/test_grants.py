@@ -1,7 +1,7 @@
 """What a worker has been granted, request by request."""
 
-from lsgd.client.grants import Grants
-from lsgd.messages import Go
+from lsgd.client.iteration.grants import Grants
+from lsgd.protocol.messages import Go
 
 
 def go(seq: int, iterations: int = 1) -> Go:

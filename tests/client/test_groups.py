@@ -8,11 +8,12 @@ from itertools import product
 import pytest
 import torch
 
-from lsgd.client import groups
-from lsgd.client.groups import TorchGroup, form
+from lsgd.client.groups import gloo, store
+from lsgd.client.groups import torch_group as groups
+from lsgd.client.groups.torch_group import TorchGroup, form
 from lsgd.errors import ExchangeError
-from lsgd.plan import Plan
-from lsgd.settings import RunSettings
+from lsgd.plan.plan import Plan
+from lsgd.plan.run import RunSettings
 
 from ..integration.running import until
 from .bench import Switchboard, generation, together
@@ -140,7 +141,7 @@ def test_a_member_that_goes_frees_its_neighbours_at_once(switchboard) -> None:
         if group.rank == 0:
             return None
         started_at = time.monotonic()
-        with pytest.raises(ExchangeError, match="all_reduce failed after"):
+        with pytest.raises(ExchangeError, match=r"all_reduce: waited .* then gave up"):
             group.all_reduce(torch.ones(1)).wait()
         return time.monotonic() - started_at < 5
 
@@ -164,7 +165,7 @@ def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(switchboard, 
             over.set()
 
     told, _ = run(switchboard, (1, 1), work, timeout_s=1.0)
-    assert told.startswith("broadcast from node1/worker0 failed after 1.")
+    assert told.startswith("broadcast from node1/worker0: waited 1.")
 
 
 def test_a_cut_frees_who_waits_for_a_silent_peer(switchboard) -> None:
@@ -179,7 +180,7 @@ def test_a_cut_frees_who_waits_for_a_silent_peer(switchboard) -> None:
         threading.Timer(0.5, group.cut).start()
         waiting.set()
         started_at = time.monotonic()
-        with pytest.raises(ExchangeError, match="all_reduce failed"):
+        with pytest.raises(ExchangeError, match="all_reduce: waited"):
             group.all_reduce(torch.ones(3)).wait()
         freed.set()
         return time.monotonic() - started_at
@@ -192,7 +193,7 @@ def test_a_cut_frees_who_waits_for_a_silent_peer(switchboard) -> None:
 def test_a_cut_frees_who_waits_for_a_member_that_does_not_connect(switchboard, monkeypatch, silent) -> None:
     """A member that dies when it has published its address leaves the other side of Gloo nothing to notice."""
     freed = threading.Event()
-    get = groups.ServerStore.get
+    get = store.ServerStore.get
 
     def get_or_hang(store, key):
         if store._identity[0] == f"node0/worker{silent}":
@@ -200,15 +201,13 @@ def test_a_cut_frees_who_waits_for_a_member_that_does_not_connect(switchboard, m
             raise ExchangeError("it dies")
         return get(store, key)
 
-    monkeypatch.setattr(groups.ServerStore, "get", get_or_hang)
+    monkeypatch.setattr(store.ServerStore, "get", get_or_hang)
 
     def work(group: TorchGroup) -> float:
         if group.rank != silent:
             threading.Timer(0.5, group.cut).start()
         started_at = time.monotonic()
-        with pytest.raises(
-            ExchangeError, match="all_reduce failed after" if group.rank != silent else "it dies"
-        ):
+        with pytest.raises(ExchangeError, match="all_reduce: waited" if group.rank != silent else "it dies"):
             group.all_reduce(torch.ones(3)).wait()
         freed.set()
         return time.monotonic() - started_at
@@ -240,9 +239,7 @@ def test_groups_listen_on_the_address_they_are_given(switchboard, monkeypatch) -
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     asked = []
-    create = groups.ProcessGroupGloo.create_device
-    monkeypatch.setattr(
-        groups.ProcessGroupGloo, "create_device", lambda **kw: asked.append(kw) or create(**kw)
-    )
+    create = gloo.ProcessGroupGloo.create_device
+    monkeypatch.setattr(gloo.ProcessGroupGloo, "create_device", lambda **kw: asked.append(kw) or create(**kw))
     assert run(switchboard, (2,), every_verb) == [True, True]
     assert asked == [{"hostname": "127.0.0.1"}] * 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lsgd import __version__
-from lsgd.client.identity import device, gpu_name, identify, versions
+from lsgd.client.control.identity import device, gpu_name, identify, versions
 from lsgd.errors import ConfigError
 
 OURS, TORCHRUN, SLURM = {"LSGD_LOCAL_RANK": "1"}, {"LOCAL_RANK": "2"}, {"SLURM_LOCALID": "3"}

@@ -1,5 +1,6 @@
 """``lsgd launch``: its errors in one line, Slurm's answers, and whole nodes with the real servers."""
 
+import contextlib
 import json
 import os
 import signal
@@ -16,11 +17,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from lsgd.client import gpus, launch
-from lsgd.client.cli import main
-from lsgd.client.place import Place, find_place, resolve
+from lsgd.client.cli.commands import main
+from lsgd.client.launcher import gpus, launch
+from lsgd.client.launcher.place import Place, find_place, resolve
 from lsgd.errors import ConfigError
-from lsgd.keys import KeyRing
+from lsgd.protocol.keys import KeyRing
 
 TRAIN = """
 import json, os, sys, torch
@@ -53,11 +54,16 @@ class Node:
     """A launcher in a process of its own; all that it starts is known by a variable."""
 
     def __init__(
-        self, folder: Path, *arguments: str, program: tuple[str, ...] = (), **variables: str
+        self,
+        folder: Path,
+        *arguments: str,
+        program: tuple[str, ...] = (),
+        script: str = TRAIN,
+        **variables: str,
     ) -> None:
         self.run_dir = folder / "run"
         self.token = uuid.uuid4().hex
-        (folder / "train.py").write_text(TRAIN)
+        (folder / "train.py").write_text(script)
         environ = {**os.environ, "LAUNCHED": self.token, **variables}
         options = ["--device", "cpu", "--run-dir", str(self.run_dir), *arguments]
         self.process = subprocess.Popen(
@@ -79,6 +85,14 @@ class Node:
             except OSError:
                 continue
         return found
+
+    def lines(self) -> bytes:
+        """Return the command lines of the processes that are there."""
+        lines = []
+        for pid in self.left():
+            with contextlib.suppress(OSError):
+                lines.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+        return b"\n".join(lines)
 
     def finish(self) -> tuple[int, str]:
         """Return exit status and output, when it has ended and left nothing behind."""
@@ -233,6 +247,196 @@ class TestNode:
         status, output = node.finish()
         assert status == 0, output
         assert tomllib.loads((node.run_dir / "plan.toml").read_text())["workers"] == 1
+
+
+LATE = """
+import atexit, json, os, signal, sys, time, torch
+from pathlib import Path
+from lsgd.client import Worker
+
+def until(name):
+    while not (here / name).exists():
+        time.sleep(0.02)
+
+def save():
+    (here / "saving").touch()
+    until("late-ended")
+    (here / f"saved{worker.rank}").touch()
+
+here = Path(os.environ["LSGD_RUN_DIR"])
+late = os.environ["LSGD_LOCAL_RANK"] == "1" and (here / "died").exists()
+if late:
+    until("servers-ended" if sys.argv[1] == "outside" else "saving")
+    atexit.register(lambda: (here / "late-ended").touch())
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with Worker.join(model, optimizer) as worker:
+    loader = worker.loader(data, batch_size=8)
+    while not worker.stopped:
+        for (x,) in worker.batches(loader):
+            loss = (model(x) - x.sum()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            worker.report(loss)
+            if os.environ["LSGD_LOCAL_RANK"] == "1" and worker.iterations == 0:
+                (here / "died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            until("died")
+    if sys.argv[1] == "inside":
+        save()
+if sys.argv[1] == "outside":
+    save()
+"""
+
+
+class TestEnds:
+    """What is made of a run whose processes die, fail or come too late."""
+
+    def pid(self, node: Node, words: str) -> int:
+        """Return the process of a node with these words in its command line, when it is there."""
+        found: list[int] = []
+
+        def there() -> bool:
+            lines = {
+                pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in node.left()
+            }
+            found[:] = [pid for pid, line in lines.items() if words.encode() in line]
+            return bool(found)
+
+        until(there, f"a process of {words}")
+        return found[0]
+
+    def train(self, node: Node) -> None:
+        until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
+
+    @pytest.mark.parametrize("saves", ["inside", "outside"])
+    def test_a_worker_that_comes_back_too_late_is_no_failure(self, start, saves):
+        """The other one saves meanwhile, with its local server still there, or after that has ended too."""
+        node = start("--node", "0", "--port", "0", program=(saves,), script=LATE, LSGD_ITERATIONS="40")
+        if saves == "outside":
+            until((node.run_dir / "saving").exists, "a worker saves")
+            until(lambda: b"lsgd.server" not in node.lines(), "the servers have ended")
+            (node.run_dir / "servers-ended").touch()
+        status, output = node.finish()
+        assert status == 0, output
+        assert (node.run_dir / "saved0").exists()
+        assert "worker 1 joins too late, and has nothing to do: the run is over: " in output
+
+    def test_the_node_of_a_global_server_that_is_lost_saves_checkpoints(self, start):
+        """Another program has taken its port when it is to be started again."""
+        port = free_port()
+        node = start("--node", "0", "--port", str(port), LSGD_PERIOD="16")
+        log = node.run_dir / "global.log"
+        until(lambda: log.exists() and log.read_text().count("global round ") > 2, "rounds are made")
+        os.kill(self.pid(node, "lsgd.server --global"), signal.SIGKILL)
+
+        def taken() -> socket.socket | None:
+            try:
+                return socket.create_server(("127.0.0.1", port))
+            except OSError:
+                return None
+
+        taker: list[socket.socket | None] = []
+        until(lambda: taker.append(taken()) or taker[-1], "the port is free")
+        status, output = node.finish()
+        assert taker[-1] is not None
+        taker[-1].close()
+        assert status == 2, output
+        assert "node0/worker0 ends with exit code 75: " in output
+        assert "lsgd launch has given its servers up; its state is saved in" in output
+        saved = {path.name for path in (node.run_dir / "checkpoints").glob("*/*/*.safetensors")}
+        assert saved == {"node0-worker0.safetensors", "node0-worker1.safetensors"}
+
+    def test_ctrl_c_while_the_global_server_waits_to_be_started_again(self, start):
+        node = start("--node", "0", "--port", str(free_port()))
+        self.train(node)
+        os.kill(server := self.pid(node, "lsgd.server --global"), signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{server}").exists(), "the launcher has seen that it is gone")
+        node.process.send_signal(signal.SIGINT)
+        status, output = node.finish()
+        assert status == 0, output
+        assert "global is started again now, to be told that the run ends" in output
+        assert node.about(0)["weights"] == node.about(1)["weights"]
+
+    def test_a_worker_that_dies_goes_on_from_its_checkpoint(self, start):
+        node = start("--node", "0", "--port", "0", LSGD_CHECKPOINT_EVERY="1", LSGD_PERIOD="16")
+        self.train(node)
+        until(lambda: list(node.run_dir.glob("checkpoints/*/*/node0-worker1.*")), "it has a checkpoint")
+        os.kill(worker := self.worker(node, 1), signal.SIGKILL)
+        until(lambda: self.worker(node, 1) not in (0, worker), "it is there again")
+        log = node.run_dir / "node0-worker1.log"
+        until(lambda: "generation" in log.read_text().partition("goes on from")[2], "it takes part")
+        node.process.send_signal(signal.SIGINT)
+        status, output = node.finish()
+        assert status == 0, output
+        resumes = [node.about(rank).get("LSGD_RESUME") for rank in (0, 1)]
+        assert resumes == [None, str(node.run_dir / "checkpoints")]
+
+    def worker(self, node: Node, rank: int) -> int:
+        """Return the process of a worker, 0 if it is not there."""
+        for pid in node.left():
+            try:
+                environ = Path(f"/proc/{pid}/environ").read_bytes()
+            except OSError:
+                continue
+            if f"LSGD_LOCAL_RANK={rank}".encode() in environ:
+                return pid
+        return 0
+
+    def test_a_second_launch_in_a_live_folder_leaves_it_alone(self, start):
+        node = start("--node", "0", "--port", "0")
+        self.train(node)
+        log, journal = node.run_dir / "global.log", node.run_dir / "journal.sqlite"
+        there = (log.read_text(), journal.stat().st_ino)
+        status, output = start("--node", "0", "--port", "0", "--run-dir", str(node.run_dir)).finish()
+        assert status == 1
+        assert f"Error: the run folder {node.run_dir} is in use: another lsgd launch of node 0" in output
+        assert f"process {node.process.pid} on {socket.gethostname()}" in output
+        assert log.read_text().startswith(there[0]) and journal.stat().st_ino == there[1]
+        node.process.send_signal(signal.SIGINT)
+        assert node.finish()[0] == 0
+
+    def test_full_disk_for_logs_and_plan(self, start, tmp_path):
+        run_dir = tmp_path / "full"
+        run_dir.mkdir()
+        for name in ("global.log", "node0.log", "node0-worker0.log", "plan.toml.tmp"):
+            (run_dir / name).symlink_to("/dev/full")
+        arguments = ("--node", "0", "--port", "0", "--run-dir", str(run_dir))
+        status, output = start(*arguments, LSGD_ITERATIONS="60").finish()
+        assert status == 0, output
+        assert output.count("global.log cannot be written: No space left on device; training goes on") == 1
+        assert (
+            f"the plan cannot be written to {run_dir}/plan.toml: No space left on device; the run" in output
+        )
+        assert (run_dir / "worker1.json").exists()
+
+
+class TestTokens:
+    """The lines that start the other nodes have tokens in them."""
+
+    LINES = ("node 1 joins with: LSGD_TOKEN=secret lsgd launch --node 1",)
+
+    @pytest.mark.parametrize("mode", [0o644, 0o600])
+    def test_standard_output_is_a_file(self, tmp_path, monkeypatch, mode):
+        path = tmp_path / "slurm-1.out"
+        path.touch(mode)
+        path.chmod(mode)
+        with path.open("w") as output:
+            monkeypatch.setattr(sys, "stdout", output)
+            launch._show_tokens(self.LINES, tmp_path)
+        said, private = path.read_text(), tmp_path / "join.txt"
+        if mode == 0o600:
+            assert said == f"[launch] {self.LINES[0]}\n" and not private.exists()
+            return
+        assert "secret" not in said and f"not here, but in {private}\n" in said
+        assert private.read_text() == f"{self.LINES[0]}\n"
+        assert private.stat().st_mode & 0o777 == 0o600
+
+    def test_standard_output_is_none(self, tmp_path, capfd):
+        launch._show_tokens(self.LINES, tmp_path)
+        assert "LSGD_TOKEN=secret" in capfd.readouterr().out
 
 
 class TestRefusals:

@@ -5,10 +5,11 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from lsgd.client import operate
-from lsgd.client.cli import main
-from lsgd.keys import KeyRing, parse_token, token_path
-from lsgd.settings import ALGORITHMS, fields
+from lsgd.algorithms import ALGORITHMS
+from lsgd.client.cli import operate
+from lsgd.client.cli.commands import main
+from lsgd.protocol.keys import KeyRing, parse_token, token_path
+from lsgd.settings import fields
 
 from ..integration.running import Cluster
 

@@ -1,9 +1,9 @@
 """The supervisor with real processes: shells that print, fail, refuse to end, or leave something behind."""
 
-import contextlib
 import json
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
@@ -15,17 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.client import screen
-from lsgd.client.screen import Screen, Transcript
+from lsgd.client.launcher import screen
+from lsgd.client.launcher.screen import Screen, Transcript
 
 DRIVER = """
 import json, os, sys
 from pathlib import Path
-from lsgd.client import supervise
-from lsgd.client.process import Command
+from lsgd.client.launcher import outlet
+from lsgd.client.launcher import supervise
+from lsgd.client.launcher.process import Command
 
 folder, scripts, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 vars(supervise).update(options["patience"])
+vars(outlet).update(options["outlet"])
 commands = [
     Command(
         name,
@@ -35,16 +37,20 @@ commands = [
         "server" in name,
         name == "bar",
         options["restarts"],
+        holds_signals=name in options["holds"],
+        checkpoints=folder / "checkpoints",
     )
     for name, script in scripts.items()
 ]
 sockets = folder / "sockets"
 sockets.mkdir()
-sys.exit(supervise.Supervisor(commands, stops_run="server", linger=options["linger"], folder=sockets).run())
+where = {"folder": sockets, "local": f"ipc://{sockets}/local"}
+sys.exit(supervise.Supervisor(commands, stops_run="server", linger=options["linger"], **where).run())
 """
 FOREVER = "while :; do sleep 0.05; done"
 SERVER = f"trap 'echo stopped; touch $HERE/over; exit 0' TERM; touch $HERE/up; {FOREVER}"
 WORKER = "until [ -e $HERE/over ]; do sleep 0.05; done; echo saved"
+LEAVER = "until [ -e $HERE/sockets/local.given-up ]; do sleep 0.05; done; echo saved; exit 75"
 STUBBORN = f"trap '' TERM; touch $HERE/$$.ready; {FOREVER}"
 
 
@@ -56,7 +62,9 @@ class Supervised:
     ) -> None:
         self.folder = folder
         self.token = uuid.uuid4().hex
-        options = {"patience": {}, "linger": False, "restarts": 0, **options}
+        patience = {"SAVE_PATIENCE_S": 0.3, **options.pop("patience", {})}  # type: ignore[dict-item]
+        plain = {"outlet": {}, "holds": [], "linger": False, "restarts": 0}
+        options = {**plain, "patience": patience, **options}
         environ = {**os.environ, "HERE": str(folder), "SUPERVISED": self.token, "TERM": "xterm"}
         arguments = [str(folder), json.dumps(scripts), json.dumps(options)]
         self.process = subprocess.Popen(
@@ -91,7 +99,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
     started: list[Supervised] = []
 
     def start(stdout: int = subprocess.PIPE, **arguments: object) -> Supervised:
-        options = {key: arguments.pop(key) for key in ("patience", "linger", "restarts") if key in arguments}
+        known = ("patience", "outlet", "holds", "linger", "restarts")
+        options = {key: arguments.pop(key) for key in known if key in arguments}
         started.append(Supervised(tmp_path, arguments, stdout, options))  # type: ignore[arg-type]
         return started[-1]
 
@@ -119,15 +128,39 @@ def test_output_has_prefixes_and_logs(start, tmp_path):
     assert err == ""
 
 
-def test_failure_ends_the_others_and_is_reported(start):
-    failing = "for i in $(seq 30); do echo line $i; done; sleep 0.2; exit 7"
-    status, out, err = start(server=SERVER, good=FOREVER, bad=failing).finish()
+def test_failure_stops_the_run_and_is_reported(start):
+    failing = "until [ -e $HERE/up ]; do sleep 0.02; done; for i in $(seq 30); do echo line $i; done; exit 7"
+    status, out, err = start(server=SERVER, good=WORKER, bad=failing).finish()
     assert status == 7
     assert "bad failed with exit code 7" in err
     assert "    line 30\n" in err and "    line 11\n" in err
     assert "line 10\n" not in err
-    assert out.index("SIGTERM to good") < out.index("SIGTERM to server")
-    assert "[server] stopped" in out
+    assert out.index("[server] stopped") < out.index("[good] saved")
+    assert "SIGTERM to good" not in out
+
+
+def test_a_worker_that_fails_when_the_run_is_over_leaves_the_others_the_time_to_save(start):
+    bad = "until [ -e $HERE/over ]; do sleep 0.05; done; touch $HERE/bad; exit 3"
+    good = "until [ -e $HERE/bad ]; do sleep 0.05; done; sleep 1; echo saved"
+    status, out, _ = start(server="touch $HERE/over", good=good, bad=bad).finish()
+    assert status == 3
+    assert "[good] saved" in out
+
+
+def test_workers_of_a_server_that_is_dead_for_good_are_told_to_save_and_leave(start):
+    """Its restarts are used up, and nobody else can tell them."""
+    status, out, err = start(server="kill -KILL $$", worker=LEAVER, patience={"SAVE_PATIENCE_S": 20}).finish()
+    assert status == 128 + signal.SIGKILL
+    assert "[worker] saved" in out and "SIGTERM to worker" not in out
+    assert "server was killed by SIGKILL" in err
+
+
+def test_workers_that_the_server_cannot_end_are_told_to_save_and_leave(start):
+    bad = "until [ -e $HERE/up ]; do sleep 0.02; done; exit 5"
+    patience = {"STOP_PATIENCE_S": 0.3, "SAVE_PATIENCE_S": 20}
+    status, out, _ = start(server=SERVER, worker=LEAVER, bad=bad, patience=patience).finish()
+    assert status == 5
+    assert out.index("[server] stopped") < out.index("[worker] saved")
 
 
 def test_killed_process_is_a_failure_with_its_signal(start):
@@ -146,16 +179,38 @@ def test_killed_process_is_started_again(start, tmp_path):
     }
     status, out, _ = start(**scripts, restarts=1, patience={"LINGER_S": 0.2}).finish()
     assert status == 0
-    assert "worker was killed by SIGKILL" in out and "it is started again in 1 s (0 more times)" in out
+    assert (
+        "worker was killed by SIGKILL" in out and "it is started again in 1 s (0 more times within 10" in out
+    )
     for name in scripts:
         assert (tmp_path / f"{name}.log").read_text().splitlines()[:2] == ["dies", "lives"]
 
 
-def test_a_worker_that_the_run_left_out_is_started_again(start, tmp_path):
-    again = f"test -e {tmp_path}/mark && exit 0; touch {tmp_path}/mark; exit 76"
-    status, out, _ = start(worker=again, restarts=1).finish()
+def test_a_worker_that_the_run_left_out_is_started_again_however_often(start):
+    dies = "n=$(cat $HERE/n 2>/dev/null || echo 0); [ $n = 2 ] && exit 0; echo $((n + 1)) >$HERE/n; exit 76"
+    status, out, _ = start(worker=dies, restarts=1, patience={"EVICTED_WAIT_S": 0.1}).finish()
     assert status == 0
-    assert "worker was left out of the run; it is started again in 1 s (0 more times)" in out
+    assert out.count("worker was left out of the run; it is started again in 0.1 s") == 2
+
+
+def test_deaths_of_long_ago_do_not_count(start):
+    dies = "n=$(cat $HERE/n 2>/dev/null || echo 0); echo life $n; [ $n = 2 ] && exit 0; echo $((n + 1)) >$HERE/n; "
+    status, out, _ = start(
+        worker=dies + "kill -KILL $$", restarts=1, patience={"RESTART_WINDOW_S": 0.5}
+    ).finish()
+    assert status == 0
+    assert out.count("[worker] life") == 3
+
+
+def test_a_worker_that_is_started_again_goes_on_from_its_checkpoint(start, tmp_path):
+    script = "echo resume=$LSGD_RESUME; test -e $HERE/{0} && exit 0; touch $HERE/{0}; kill -KILL $$"
+    folder = tmp_path / "checkpoints"
+    (folder / "run-1" / "40").mkdir(parents=True)
+    (folder / "run-1" / "40" / "has.safetensors").touch()
+    status, out, _ = start(has=script.format("1"), none=script.format("2"), restarts=1).finish()
+    assert status == 0
+    shown = [line for line in out.splitlines() if "resume=" in line]
+    assert sorted(shown) == ["[has] resume=", f"[has] resume={folder}", "[none] resume=", "[none] resume="]
 
 
 def test_process_that_is_killed_too_often_is_a_failure(start):
@@ -219,6 +274,41 @@ def test_server_that_cannot_stop_the_run_is_not_waited_for(start, tmp_path):
     assert time.monotonic() - began < 60
 
 
+PYTHON_SERVER = """
+import os, sys, time
+from pathlib import Path
+from lsgd.server.daemon import Signals
+
+def dies():
+    if not (here / "dead").exists():
+        (here / "dead").touch()
+        os.kill(os.getpid(), 9)
+
+here = Path(os.environ["HERE"])
+if "at once" in sys.argv:
+    dies()
+signals = Signals()
+(here / "up").touch()
+while not signals.first:
+    time.sleep(0.02)
+dies()
+(here / "over").touch()
+print("stopped", flush=True)
+"""
+
+
+@pytest.mark.parametrize("dies", ["at once", "when told"])
+def test_a_server_that_dies_before_it_could_stop_the_run_is_started_again_to_do_so(start, tmp_path, dies):
+    (tmp_path / "server.py").write_text(PYTHON_SERVER)
+    server = f"exec '{sys.executable}' $HERE/server.py '{dies}'"
+    supervised = start(server=server, worker=WORKER, restarts=1, holds=["server"])
+    until((tmp_path / ("dead" if dies == "at once" else "up")).exists, "it is time to")
+    supervised.process.send_signal(signal.SIGINT)
+    status, out, _ = supervised.finish()
+    assert status == 0, out
+    assert out.index("[server] stopped") < out.index("[worker] saved")
+
+
 def test_second_signal_kills_at_once(start, tmp_path):
     supervised = start(server=STUBBORN, worker=STUBBORN)
     until(lambda: len(list(tmp_path.glob("*.ready"))) == 2, "both are up")
@@ -276,6 +366,96 @@ def test_lost_output_ends_nothing(start, tmp_path):
     assert (tmp_path / "worker.log").read_text() == "one\ntwo\n"
 
 
+def test_unread_output_ends_and_delays_nothing(start, tmp_path):
+    reading, writing = os.pipe()
+    supervised = start(stdout=writing, worker="seq 100000; touch $HERE/done; echo end")
+    os.close(writing)
+    assert supervised.process.wait(60) == 0
+    os.close(reading)
+    assert (tmp_path / "done").exists()
+    assert (tmp_path / "worker.log").read_text().splitlines() == [*map(str, range(1, 100001)), "end"]
+
+
+def test_lines_that_nobody_read_are_counted(start, tmp_path):
+    reading, writing = os.pipe()
+    script = "seq 100000; touch $HERE/done; until [ -e $HERE/read ]; do sleep 0.05; done; echo end"
+    supervised = start(stdout=writing, worker=script, outlet={"MAX_WAITING_NCHARS": 100_000})
+    os.close(writing)
+    until((tmp_path / "done").exists, "all is printed")
+    until(lambda: (tmp_path / "worker.log").read_text().endswith("\n100000\n"), "all is in the log")
+    with os.fdopen(reading) as stream:
+        lines = []
+        for line in stream:
+            lines.append(line)
+            if len(lines) == 9000:  # most of what waited
+                (tmp_path / "read").touch()
+    assert supervised.finish()[0] == 0
+    (missing,) = [int(line.split()[1]) for line in lines if "lines are missing here, which nobody" in line]
+    assert missing > 10_000 and missing + len(lines) - 1 == 100_001
+    assert lines[-1] == "[worker] end\n"
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(start, tmp_path):
+    (tmp_path / "worker.log").symlink_to("/dev/full")
+    status, out, _ = start(server="echo one", worker="echo two; echo three; echo four").finish()
+    assert status == 0
+    assert [line for line in out.splitlines() if "[worker]" in line] == [
+        f"[worker] {n}" for n in ("two", "three", "four")
+    ]
+    assert out.count("worker.log cannot be written: No space left on device; training goes on") == 1
+    assert f"the last 3 lines are missing in the log {tmp_path}/worker.log: No space left on device" in out
+    assert (tmp_path / "server.log").read_text() == "one\n"
+
+
+def test_a_log_goes_on_when_there_is_space_again(start, tmp_path):
+    """A limit of the system takes the place of a full disk: it can be lifted."""
+    waits = "until [ -e $HERE/{0} ]; do sleep 0.05; done; "
+    script = waits.format("limited") + "seq 2000; touch $HERE/full; " + waits.format("lifted") + "echo end"
+    supervised = start(worker=script)
+    pid, limit = supervised.process.pid, resource.prlimit(supervised.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, limit[1]))
+    (tmp_path / "limited").touch()
+    until((tmp_path / "full").exists, "the log is full")
+    log = tmp_path / "worker.log"
+    until(lambda: log.stat().st_size > 4000, "it is written")
+    time.sleep(0.3)  # the rest of the lines is on its way to the launcher, which nothing shows
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+    (tmp_path / "lifted").touch()
+    status, out, _ = supervised.finish()
+    assert status == 0
+    *whole, told, end = log.read_text().splitlines()
+    assert end == "end" and whole == [str(n) for n in range(1, len(whole) + 1)]
+    missing = 2000 - len(whole)
+    assert told == f"... {missing} lines are missing here: File too large"
+    assert f"worker.log is written again; {missing} lines are missing in it" in out
+
+
+def test_a_guard_that_is_killed_is_replaced(start, tmp_path):
+    forks = f"{STUBBORN}"
+    once = "if [ ! -e $HERE/again ]; then touch $HERE/again; kill -KILL $$; fi; "
+    waits = "until [ -e $HERE/go ]; do sleep 0.05; done; "
+    supervised = start(one=forks, two=waits + once + forks, restarts=1)
+    until(lambda: len(supervised.left()) >= 4 and len(list(tmp_path.glob("*.ready"))) == 1, "they run")
+    launcher = supervised.process.pid
+
+    def guards() -> set[int]:
+        """Return the launcher's forks: they have its command line."""
+        mine = Path(f"/proc/{launcher}/cmdline").read_bytes()
+        same = {pid for pid in supervised.left() if Path(f"/proc/{pid}/cmdline").read_bytes() == mine}
+        return same - {launcher}
+
+    (guard,) = guards()
+    os.kill(guard, signal.SIGKILL)
+    until(lambda: len(guards() - {guard}) == 1, "another one is there")
+    (tmp_path / "go").touch()
+    until(lambda: len(list(tmp_path.glob("*.ready"))) == 2, "a worker that died is there again")
+    supervised.process.kill()
+    until(lambda: not supervised.left(), "all processes are gone")
+    assert not (tmp_path / "sockets").exists()
+    out = supervised.process.communicate()[0].decode()
+    assert "the process that guards the others was killed; another one has taken its place" in out
+
+
 def test_progress_bar_stays_below_the_lines_of_the_others(start, tmp_path):
     bar = textwrap.dedent("""
         import os, pathlib, time
@@ -321,27 +501,36 @@ class TestTranscript:
     """Bytes in, lines out."""
 
     @pytest.fixture
-    def transcript(self, tmp_path: Path) -> Iterator[Transcript]:
-        with contextlib.closing(Transcript(Screen(), "w", tmp_path / "w.log", 0, live=False)) as transcript:
-            yield transcript
+    def made(self, tmp_path: Path, capfdbinary) -> tuple[Transcript, Callable[[], bytes]]:
+        """Return a transcript, and what ends it and returns all that was shown."""
+        screen = Screen()
+        transcript = Transcript(screen, "w", tmp_path / "w.log", 0, live=False)
 
-    def test_characters_and_lines_may_come_in_pieces(self, transcript, capsysbinary):
+        def shown() -> bytes:
+            transcript.close()
+            screen.close()
+            return capfdbinary.readouterr().out
+
+        return transcript, shown
+
+    def test_characters_and_lines_may_come_in_pieces(self, made):
+        transcript, shown = made
         for byte in "größe\r\nzwei\n".encode():
             transcript.feed(bytes([byte]))
         transcript.feed(b"\xff\n")
-        assert capsysbinary.readouterr().out.decode().splitlines() == ["[w] größe", "[w] zwei", "[w] \ufffd"]
+        assert shown().decode().splitlines() == ["[w] größe", "[w] zwei", "[w] \ufffd"]
 
-    def test_overwritten_line_is_shown_now_and_then(self, transcript, capsysbinary, monkeypatch):
+    def test_overwritten_line_is_shown_now_and_then(self, made, monkeypatch):
+        transcript, shown = made
         monkeypatch.setattr(screen, "OVERWRITTEN_EVERY_S", 1e9)
         transcript.feed(b"\r 1%")
         transcript.feed(b"\r 2%")
-        assert capsysbinary.readouterr().out == b""
         monkeypatch.setattr(screen, "OVERWRITTEN_EVERY_S", 0.0)
         transcript.feed(b"\r 3%")
-        assert capsysbinary.readouterr().out == b"[w]  3%\n"
         transcript.feed(b"\r100%\n")
-        assert capsysbinary.readouterr().out == b"[w] 100%\n"
+        assert shown() == b"[w]  3%\n[w] 100%\n"
 
-    def test_colours_go_where_there_is_no_terminal(self, transcript, capsysbinary):
+    def test_colours_go_where_there_is_no_terminal(self, made):
+        transcript, shown = made
         transcript.feed(b"\x1b[31mred\x1b[0m\n\x1b[?25h\n\n")
-        assert capsysbinary.readouterr().out == b"[w] red\n[w] \n"
+        assert shown() == b"[w] red\n[w] \n"

@@ -27,7 +27,7 @@ def cluster(tmp_path: Path, forks: ForkServer) -> Iterator[Cluster]:
 def open_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Servers of a run of one worker without an end: a test joins it in this process, and leaves it."""
     made = Cluster(tmp_path_factory.mktemp("run"), None)
-    made.start("--workers", "1", "--period", "4", "--local-period", "4")
+    made.start("--workers", "1", "--period", "4", "--local-period", "4", "--restart-from-scratch", "true")
     yield made
     made.close()
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lsgd.messages import Status, StatusQuery, decode, encode
-from lsgd.sockets import Link, Poller
+from lsgd.protocol.messages import Status, StatusQuery, decode, encode
+from lsgd.protocol.sockets import Link, Poller
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "workers"

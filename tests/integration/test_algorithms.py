@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from lsgd.client import Worker
-from lsgd.client.cli import main
+from lsgd.client.cli.commands import main
 from lsgd.errors import DetachedError, LsgdError
 
 from .running import Cluster, Process, until

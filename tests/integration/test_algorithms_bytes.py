@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.lab import Lab
-from lsgd.plan import algorithm_of
+from lsgd.plan.plan import algorithm_of
 from lsgd.settings import AlgorithmSettings
-from lsgd.wire import sent_nbytes
 
 from .running import SCRIPTS
 from .test_two_nodes import ROOT, finish, start
@@ -80,6 +79,6 @@ def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> 
     for phases in zip(*members, strict=True):
         algorithm = phases[0][0]
         iterations = (ROUNDS - 1) * algorithm.schedule().period
-        formula = WORKERS * iterations * sent_nbytes(algorithm, NUMEL, WORKERS)
+        formula = WORKERS * iterations * algorithm.sent_nbytes(NUMEL, WORKERS)
         ratio = sum(nbytes for _, nbytes in phases) / formula
         assert 1.0 < ratio < 1.1, f"{algorithm}: {ratio:.3f} of the formula's bytes"

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from lsgd.messages import ChangeSetting, Status
+from lsgd.protocol.messages import ChangeSetting, Status
 
 from .running import Cluster, Process, until
 from .test_crashes import JournaledRun, kill, steps, trains

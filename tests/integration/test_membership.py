@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.messages import StopRun
+from lsgd.protocol.messages import StopRun
 
 from .running import Cluster, Process, until
 from .test_crashes import EVERY, finish, kill, steps, trains
@@ -41,7 +41,7 @@ class Churn:
         kill(*doomed)
         for worker in workers:
             assert worker in doomed or worker.succeeds()
-        self._heard("kill", len(doomed), r" leaves: nothing was heard from it")
+        self._heard("kill", len(doomed), r" leaves: failed: its process has ended")
         self._heard("leave", len(fates) - len(doomed), r" leaves: its training loop ended")
         self.changes["pause"] += fates.count("pause")
 

@@ -1,10 +1,11 @@
 """Runs that are killed as a whole and go on from their checkpoints."""
 
+import shutil
 import signal
 
 import pytest
 
-from lsgd.client.run_folder import CHECKPOINTS, checkpoint_path, counts
+from lsgd.client.checkpoint.run_folder import CHECKPOINTS, checkpoint_path, counts, runs
 
 from .running import Cluster, Process
 
@@ -37,6 +38,13 @@ def going_on(cluster: Cluster) -> dict[str, str]:
     return {"LSGD_RESUME": str(cluster.folder / CHECKPOINTS)}
 
 
+def newest(cluster: Cluster) -> tuple[str, list[int]]:
+    """Return the run whose checkpoints are the newest, and their counts."""
+    folder = cluster.folder / CHECKPOINTS
+    run = runs(folder)[0]
+    return run, counts(folder, run)
+
+
 @pytest.mark.parametrize(
     ("workers", "arguments", "options", "die_in_round"),
     [
@@ -51,12 +59,10 @@ def test_a_run_that_was_killed_and_goes_on_ends_with_the_same_bits(
     arguments = (*arguments, "--iterations", str(40 * workers))
     finish(*start(cluster, workers, *arguments, worker=options), 40 * workers)
     whole = [cluster.result(0, index) for index in range(workers)]
-    for count in counts(cluster.folder / CHECKPOINTS):
-        for index in range(workers):
-            checkpoint_path(cluster.folder / CHECKPOINTS, count, f"node0/worker{index}").unlink()
+    shutil.rmtree(cluster.folder / CHECKPOINTS)
 
     kill_all(*start(cluster, workers, *arguments, worker=(*options, "--die-in-round", die_in_round)))
-    last = counts(cluster.folder / CHECKPOINTS)[-1]
+    killed, (*_, last) = newest(cluster)
     servers, processes = start(cluster, workers, *arguments, worker=options, **going_on(cluster))
     assert f"goes on after {last} iterations" in finish(servers, processes, 40 * workers)
     for index in range(workers):
@@ -65,17 +71,21 @@ def test_a_run_that_was_killed_and_goes_on_ends_with_the_same_bits(
         assert result.pop("seen") == whole[index].pop("seen")[made:]
         assert result == whole[index]
         assert result["iterations"] == 40
+    run, found = newest(cluster)
+    assert run != killed and found[-1] == 40 * workers
+    assert counts(cluster.folder / CHECKPOINTS, killed)[-1] == last  # what it went on from is still there
 
 
 def test_a_run_goes_on_with_other_workers_and_makes_exactly_its_iterations(cluster) -> None:
     arguments = ("--period", "8", "--local-period", "8", "--checkpoint-every", "1")
     kill_all(*start(cluster, 2, *arguments, worker=("--die-in-round", 6)))
     folder = cluster.folder / CHECKPOINTS
-    before, last = counts(folder)
+    run, (before, last) = newest(cluster)
     # What is left of a write that was cut off: a temporary file, and, after a loss of power, half a file.
-    torn = checkpoint_path(folder, last, "node0/worker1")
+    torn = checkpoint_path(folder, run, last, "node0/worker1")
     torn.write_bytes(torn.read_bytes()[:-100])
-    torn.with_name(f"{torn.name}.tmp").write_bytes(b"half")
+    half = folder / f"{torn.name}.0a1b2c3d.tmp"
+    half.write_bytes(b"half")
 
     servers, workers = start(cluster, 3, *arguments, "--iterations", str(last + 50), **going_on(cluster))
     output = finish(servers, workers, last + 50)
@@ -83,12 +93,12 @@ def test_a_run_goes_on_with_other_workers_and_makes_exactly_its_iterations(clust
         f"goes on after {last} iterations, from checkpoints of node0/worker0; "
         "taking over their model: node0/worker1, node0/worker2"
     ) in output
-    assert f"goes on from {checkpoint_path(folder, last, 'node0/worker0')}: {last} iterations" in (
+    assert f"goes on from {checkpoint_path(folder, run, last, 'node0/worker0')}: {last} iterations" in (
         workers[0].output
     )
-    assert f"{torn} cannot be read: " in workers[1].output
-    assert f"goes on from {checkpoint_path(folder, before, 'node0/worker1')}" in workers[1].output
-    assert "node0/worker2 has no checkpoint in" in workers[2].output
+    assert f"{torn} cannot be read: " in workers[1].output and not half.exists()
+    assert f"goes on from {checkpoint_path(folder, run, before, 'node0/worker1')}" in workers[1].output
+    assert "node0/worker2 has no whole checkpoint in" in workers[2].output
     assert "the data is dealt out anew" in workers[0].output
 
     servers, workers = start(cluster, 1, *arguments, "--iterations", str(last + 50), **going_on(cluster))
@@ -115,8 +125,30 @@ def test_a_worker_that_loses_its_servers_saves_its_state(cluster) -> None:
     local.send(signal.SIGKILL)
     local.wait()
     assert worker.wait() == 75
-    (count,) = counts(cluster.folder / CHECKPOINTS)
-    path = checkpoint_path(cluster.folder / CHECKPOINTS, count, "node0/worker0")
+    run, (count,) = newest(cluster)
+    path = checkpoint_path(cluster.folder / CHECKPOINTS, run, count, "node0/worker0")
     assert f"its state is saved in {path}; when the servers can run again, go on from it" in worker.output
     servers, workers = start(cluster, 1, *arguments, "--iterations", str(count + 9), **going_on(cluster))
     assert f"goes on after {count} iterations" in finish(servers, workers, count + 9)
+
+
+def test_a_run_whose_model_is_no_number_fails_and_leaves_its_last_good_checkpoint(cluster) -> None:
+    every = ("--period", "4", "--local-period", "4", "--checkpoint-every", "1")
+    server, (local,) = cluster.start("--workers", "1", *every, "--iterations", "40")
+    worker = cluster.worker("crash", 0, 0, "--poison-at", 18)
+    assert worker.wait() == 65
+    run, found = newest(cluster)
+    assert found == [12, 16]
+    last = checkpoint_path(cluster.folder / CHECKPOINTS, run, 16, "node0/worker0")
+    assert worker.output.count("no checkpoint of") == 1
+    worker.says(
+        rf"node0/worker0 ends with exit code 65: the model at the end of the run is not finite: \d+ values? \(NaN or "
+        rf"infinite\) in \S+ .*lower the learning rate.*go on from {last} with lsgd launch --resume \(RESUME=1\)"
+    )
+    for process in (server, local):  # it left as any other does
+        process.succeeds()
+    assert "node0/worker0 leaves: the run is over" in server.output
+
+    server, locals_ = cluster.start("--workers", "1", *every, "--iterations", "40")
+    again = cluster.worker("crash", 0, 0, **going_on(cluster))
+    assert "goes on after 16 iterations" in finish([server, *locals_], [again], 40)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsgd.kernels.cpu import CpuPath
-from lsgd.kernels.cuda import SOURCE, CudaPath
+from lsgd.kernels.cpu.path import CpuPath
+from lsgd.kernels.cuda.path import SOURCE, CudaPath
 from lsgd.kernels.reference import ReferencePath
 
 HERE = Path(__file__).parent
@@ -80,7 +80,7 @@ def runner(request):
 
 def avx2_path():
     """The CPU path as it is on a machine without AVX-512, if this one can run that."""
-    from lsgd.kernels.cpu import host
+    from lsgd.kernels.cpu.path import host
 
     if "+avx2" not in host()[1].split(","):
         pytest.skip("this processor has no AVX2")

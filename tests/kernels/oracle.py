@@ -5,7 +5,7 @@ import struct
 import numpy as np
 
 F32 = np.float32
-MAGIC, VERSION, HEADER_NBYTES = b"LSQ8", 1, 32
+MAGIC, VERSION, HEADER_NBYTES = b"LSGD", 2, 32
 DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
@@ -74,7 +74,9 @@ def quantize(x, block, seed=None, dtype="float32"):
             scales[number] = lo, unit
             payload[codes_offset + part.start : codes_offset + part.stop] = codes
     flags = int(not np.isfinite(x).all())
-    header = struct.pack("<4sBBHQIIQ", MAGIC, VERSION, DTYPE_CODES[dtype], 0, numel, block or 0, flags, 0)
+    header = struct.pack(
+        "<4sBBHQII8s", MAGIC, VERSION, DTYPE_CODES[dtype], 0, numel, block or 0, flags, b"minmax8"
+    )
     payload[:HEADER_NBYTES] = np.frombuffer(header, np.uint8)
     payload[HEADER_NBYTES : HEADER_NBYTES + 8 * blocks] = scales.reshape(-1).view(np.uint8)
     return payload
@@ -82,7 +84,7 @@ def quantize(x, block, seed=None, dtype="float32"):
 
 def split(payload):
     """Return numel, block (in elements), scales and codes of a payload."""
-    _, _, _, _, numel, block, _, _ = struct.unpack("<4sBBHQIIQ", payload[:HEADER_NBYTES].tobytes())
+    _, _, _, _, numel, block, _, _ = struct.unpack("<4sBBHQII8s", payload[:HEADER_NBYTES].tobytes())
     step = block or max(numel, 1)
     blocks = -(-numel // step)
     scales = payload[HEADER_NBYTES : HEADER_NBYTES + 8 * blocks].view("<f4").reshape(blocks, 2)

@@ -7,8 +7,9 @@ import threading
 import pytest
 import torch
 
-from lsgd.kernels import Layout, Quantized, openmp
-from lsgd.kernels.cpu import BIG_BLOCK, STREAM_NBYTES, CpuPath
+from lsgd.kernels import Layout, Quantized
+from lsgd.kernels.cpu import openmp
+from lsgd.kernels.cpu.path import BIG_BLOCK, STREAM_NBYTES, CpuPath
 from lsgd.kernels.reference import ReferencePath
 
 LARGE = STREAM_NBYTES // 4 + 12_345  # elements whose float32 are written past the caches

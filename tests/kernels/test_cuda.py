@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsgd.kernels.cuda import COMPILE_OPTIONS, SOURCE, CupyLaunch
+from lsgd.kernels.cuda.path import COMPILE_OPTIONS, SOURCE, CupyLaunch
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def with_field(offset, form, value):
 
 def test_bytes_of_a_small_payload():
     payload = quantize(torch.tensor([0.0, 255.0, 128.0, 7.0]), block=2).payload
-    header = b"LSQ8" + bytes([1, 0, 0, 0]) + struct.pack("<QIIQ", 4, 2, 0, 0)
+    header = b"LSGD" + bytes([2, 0, 0, 0]) + struct.pack("<QII8s", 4, 2, 0, b"minmax8")
     scales = struct.pack("<4f", 0, 1, 7, 121 / 255)
     assert bytes(payload.tolist()) == header + scales + bytes([0, 255, 255, 0]) + bytes(12)
 
@@ -73,7 +73,7 @@ def test_too_long():
     ("payload", "message"),
     [
         (with_field(0, "<4s", b"PK\x03\x04"), "begins with"),
-        (with_field(4, "<B", 2), "version 2"),
+        (with_field(4, "<B", 1), "version 1"),
         (with_field(5, "<B", 3), "does not have"),
         (with_field(6, "<H", 1), "does not have"),
         (with_field(8, "<Q", 5001 + 2**20), "bytes came"),
@@ -82,6 +82,7 @@ def test_too_long():
         (with_field(16, "<I", 2**32 - 1), "does not have"),
         (with_field(20, "<I", 2), "does not have"),
         (with_field(24, "<Q", 1), "does not have"),
+        (with_field(24, "<8s", b"float16"), "codec float16, but minmax8 is expected"),
     ],
 )
 def test_headers_that_lie(payload, message):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.collectives.simulation import simulate
 from lsgd.errors import ExchangeError
-from lsgd.settings import LeaderSettings
-from lsgd.simulation import simulate
 
 from .reference import Exchange, LeaderReference, Problem
 from .training import TorchWorker, make_round, relative_error

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.collectives.simulation import simulate
 from lsgd.errors import ExchangeError
-from lsgd.settings import LeaderSettings
-from lsgd.simulation import simulate
 
 from .reference import Exchange, Problem, Worker, close_to, decode, nodes_of
 from .training import SPLIT, Recording, TorchWorker, make_round, relative_error

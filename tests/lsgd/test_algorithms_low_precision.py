@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSettings
+from lsgd.collectives.simulation import simulate
 from lsgd.errors import ExchangeError
-from lsgd.settings import LowPrecisionDecentralizedSettings
-from lsgd.simulation import simulate
 
 from .reference import Problem, Worker, close_to, decode, nodes_of
 from .training import SPLIT, Recording, TorchWorker, make_round, relative_error, train

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from lsgd.algorithms.decentralized import DecentralizedSettings
+from lsgd.algorithms.elastic import ElasticSettings
+from lsgd.algorithms.local import DiLoCoSettings, LocalSettings
+from lsgd.collectives.simulation import simulate
 from lsgd.errors import ExchangeError
-from lsgd.settings import DecentralizedSettings, DiLoCoSettings, ElasticSettings, LocalSettings
-from lsgd.simulation import simulate
 
 from .reference import Problem, Worker, decode, nodes_of
 from .training import SPLIT, TorchWorker, make_round, relative_error, train

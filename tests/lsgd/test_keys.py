@@ -1,5 +1,6 @@
 """Keys and tokens: what is made, what is refused, and where none are needed."""
 
+import base64
 import stat
 from pathlib import Path
 
@@ -8,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsgd.errors import ConfigError
-from lsgd.keys import KeyRing, default_folder, is_local, link_keys, listener_keys, parse_token, token_path
-from lsgd.sockets import new_key_pair, public_key
+from lsgd.protocol.keys import (
+    KeyRing,
+    default_folder,
+    is_local,
+    link_keys,
+    listener_keys,
+    parse_token,
+    token_path,
+)
+from lsgd.protocol.sockets import new_key_pair, public_key
 
 NETWORK = "tcp://10.0.0.1:47400"
 
@@ -41,6 +50,36 @@ def test_only_the_user_can_read_what_is_made(ring) -> None:
     (ring.folder / "server.key").chmod(0o640)
     with pytest.raises(ConfigError, match=r"others can read .*: chmod 600 "):
         KeyRing(ring.folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("allowed", 0o666), ("allowed", 0o620), (".", 0o730), (".", 0o1777)]
+)
+def test_keys_that_others_can_write_are_refused_with_the_line_to_type(ring, name, mode) -> None:
+    path = ring.folder / name
+    mended = "700" if name == "." else "600"
+    path.chmod(mode)
+    for use in (lambda: KeyRing(ring.folder), lambda: KeyRing.make(ring.folder, ["node2"])):
+        with pytest.raises(
+            ConfigError, match=rf"others can write {path}, and so let anybody .*: chmod {mended} {path}$"
+        ):
+            use()
+    path.chmod(int(mended, 8))
+    KeyRing(ring.folder)
+
+
+def test_a_list_that_others_can_write_lets_nobody_else_in_while_the_ring_is_used(ring) -> None:
+    known, stranger = parse_token(ring.token("node1"), "").public, new_key_pair()[0]
+    allowed = ring.folder / "allowed"
+    line = f"node1 {base64.urlsafe_b64encode(stranger).decode().rstrip('=')}\n"
+    allowed.chmod(0o666)
+    allowed.write_text(line)
+    assert (ring.allowed(stranger), ring.allowed(known)) == ("", "node1")
+    assert "chmod 600" in ring.trouble and ring.trouble.endswith(
+        "the keys from before may connect, and no others"
+    )
+    allowed.chmod(0o600)
+    assert (ring.allowed(stranger), ring.allowed(known), ring.trouble) == ("node1", "", "")
 
 
 def test_making_it_again_keeps_what_is_there_and_adds_nodes(ring) -> None:

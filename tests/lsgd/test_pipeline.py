@@ -2,8 +2,8 @@
 
 import pytest
 
+from lsgd.collectives.pipeline import Pipeline
 from lsgd.errors import ExchangeError
-from lsgd.pipeline import Pipeline
 
 
 def test_each_new_one_takes_those_before_it_one_stage_further():

@@ -2,16 +2,20 @@
 
 import json
 import tomllib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lsgd.algorithms import ALGORITHMS
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.codecs import CODECS
+from lsgd.codecs.plain import Float16
 from lsgd.errors import ConfigError
-from lsgd.plan import (
+from lsgd.plan.plan import (
     OTHER_VARIABLES,
     Phase,
     Plan,
@@ -24,7 +28,8 @@ from lsgd.plan import (
     table_of,
     variable,
 )
-from lsgd.settings import ALGORITHMS, LeaderSettings, RunSettings, fields
+from lsgd.plan.run import RunSettings
+from lsgd.settings import fields
 
 FILE = """
 workers = 4
@@ -279,7 +284,7 @@ def drawn(draw: st.DrawFn, cls: type) -> Any:
         low, high = field.metadata["low"], min(field.metadata["high"], 1e15)
         kind = type(field.default)
         if field.metadata["choices"]:
-            values[name] = draw(st.sampled_from(field.metadata["choices"]))
+            values[name] = draw(st.sampled_from(list(field.metadata["choices"])))
         elif kind is bool:
             values[name] = draw(st.booleans())
         elif kind is float:
@@ -291,6 +296,8 @@ def drawn(draw: st.DrawFn, cls: type) -> Any:
         values["period"] = values["local_period"] * draw(st.integers(1, 1000))
     if "delay" in values:
         values["delay"] = draw(st.integers(0, values["local_period"] - 1))
+    if "codec" in values and not CODECS[values["codec"]].stochastic:
+        values["rounding"] = "nearest"
     return cls(**values)
 
 
@@ -349,3 +356,50 @@ def test_the_loss_window_is_the_local_period_unless_set(
     loss_window: int, algorithm: LeaderSettings, window: int
 ) -> None:
     assert Plan(RunSettings(loss_window=loss_window), (Phase(algorithm),)).loss_window == window
+
+
+@dataclass(frozen=True)
+class Soft(LeaderSettings):
+    """An algorithm of another package."""
+
+    name: ClassVar[str] = "soft"
+
+
+@dataclass(frozen=True)
+class Mine(Float16):
+    """A codec of another one."""
+
+    name: ClassVar[str] = "mine"
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for registry, cls in ((ALGORITHMS, Soft), (CODECS, Mine)):
+        monkeypatch.setitem(registry.classes, cls.name, cls)
+        monkeypatch.setitem(registry.requirements, cls.name, f"lsgd-{cls.name}==0.1.0")
+
+
+def test_a_plan_names_the_packages_that_it_needs(others: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "packages" not in Plan().to_json()
+    plan = Plan(phases=(Phase(Soft(), 4), Phase(LeaderSettings(compression="mine"))))
+    text = plan.to_json()
+    assert plan.packages() == json.loads(text)["packages"] == ["lsgd-mine==0.1.0", "lsgd-soft==0.1.0"]
+    assert Plan.from_json(text) == plan
+    monkeypatch.delitem(ALGORITHMS.classes, "soft")
+    with pytest.raises(ConfigError) as error:
+        Plan.from_json(text)
+    assert str(error.value).startswith(
+        "the server's plan: algorithm 'soft' is unknown; known are: allreduce, "
+    )
+    assert str(error.value).endswith(
+        "; install here what the servers have: pip install lsgd-mine==0.1.0 lsgd-soft==0.1.0"
+    )
+
+
+@pytest.mark.parametrize(
+    "packages", [None, 3, [], [3], ["x; rm -rf ~"], ["--index-url=http://a b==1"], ["-r==1"]]
+)
+def test_nobody_is_told_to_type_what_is_no_package(packages: object) -> None:
+    with pytest.raises(ConfigError) as error:
+        Plan.from_json(json.dumps({"algorithm": {"name": "soft"}, "packages": packages}))
+    assert "pip install" not in str(error.value)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lsgd import quantized
-from lsgd.quantized import QuantizedAllReduce, chunk_bounds, seed_of
-from lsgd.simulation import simulate
+from lsgd.codecs.minmax8 import MinMax8
+from lsgd.collectives import two_round as quantized
+from lsgd.collectives.simulation import simulate
+from lsgd.collectives.two_round import QuantizedAllReduce, chunk_bounds, seed_of
 
 from .reference import close_to, decode
 from .training import Recording
@@ -27,7 +28,7 @@ def all_reduce(xs, *, block=16, rounding="nearest", average=True, residuals=None
 
     def member(group):
         recording = Recording(group)
-        reduce = QuantizedAllReduce(recording, block=block, rounding=rounding, average=average)
+        reduce = QuantizedAllReduce(recording, MinMax8(block or 0), rounding=rounding, average=average)
         x = xs[group.rank]
         out = torch.empty_like(x)
         residual = residuals[group.rank] if residuals else None
@@ -81,7 +82,7 @@ def test_all_members_hold_the_same_bits(dtype, size):
     """500 all-reduces of other numbers each time."""
 
     def member(group):
-        reduce = QuantizedAllReduce(group, block=32, rounding="stochastic")
+        reduce = QuantizedAllReduce(group, MinMax8(32), rounding="stochastic")
         generator = torch.Generator().manual_seed(group.rank)
         outs = []
         for number in range(500):
@@ -104,7 +105,7 @@ def test_error_feedback_loses_nothing(rounding, average):
     exact = sum(x.double() for x in xs) / (3 if average else 1)
 
     def member(group):
-        reduce = QuantizedAllReduce(group, block=50, rounding=rounding, average=average)
+        reduce = QuantizedAllReduce(group, MinMax8(50), rounding=rounding, average=average)
         outs = torch.zeros(200, dtype=torch.float64)
         for number in range(50):
             out = torch.empty(200)
@@ -144,7 +145,7 @@ def test_bytes_sent(size):
     numel, block = 300_001, 2048
 
     def member(group):
-        reduce = QuantizedAllReduce(group, block=block, rounding="nearest")
+        reduce = QuantizedAllReduce(group, MinMax8(block or 0), rounding="nearest")
         x = torch.randn(numel)
         reduce(x, x, ())
         return group.sent_nbytes
@@ -214,7 +215,7 @@ def test_stochastic_rounding_averages_out_over_members_and_rounds():
     x = torch.linspace(0, 1, 101).repeat_interleave(4)[:400] + 0.0013
 
     def member(group):
-        reduce = QuantizedAllReduce(group, block=None, rounding="stochastic")
+        reduce = QuantizedAllReduce(group, MinMax8(0), rounding="stochastic")
         total = torch.zeros(400)
         for number in range(rounds):
             out = torch.empty(400)

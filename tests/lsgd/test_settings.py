@@ -6,19 +6,12 @@ import typing
 
 import pytest
 
+from lsgd.algorithms import ALGORITHMS
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.algorithms.local import LocalSettings
 from lsgd.errors import ConfigError
-from lsgd.settings import (
-    ALGORITHMS,
-    AlgorithmSettings,
-    LeaderSettings,
-    RunSettings,
-    changed,
-    checked,
-    fields,
-    nearest,
-    setting,
-    span,
-)
+from lsgd.plan.run import RunSettings
+from lsgd.settings import AlgorithmSettings, changed, checked, fields, nearest, setting, span
 
 ALL = [RunSettings, *ALGORITHMS.values()]
 
@@ -61,8 +54,30 @@ def test_no_setting_of_the_run_is_one_of_an_algorithm() -> None:
 
 
 def test_an_algorithm_without_a_schedule_is_none() -> None:
-    with pytest.raises(NotImplementedError):
-        AlgorithmSettings().schedule()
+    bare = AlgorithmSettings()
+    for verb in (bare.schedule, lambda: bare.sent_nbytes(1, 1), lambda: bare.create([])):
+        with pytest.raises(NotImplementedError):
+            verb()
+
+
+@pytest.mark.parametrize("cls", ALGORITHMS.values(), ids=lambda cls: cls.__name__)
+def test_every_algorithm_says_what_it_sends(cls: type[AlgorithmSettings]) -> None:
+    """Nothing where it is alone, and more for a larger model; tests/lsgd/test_wire.py counts it."""
+    settings = cls()
+    assert 0 < settings.sent_nbytes(1000, 3) < settings.sent_nbytes(2000, 3)
+    assert settings.sent_nbytes(1000, 1) == 0
+
+
+def test_a_codec_is_named_with_its_parameters() -> None:
+    for text in ("none", "float16", "minmax8", "minmax8:block=512"):
+        assert checked(LocalSettings, "compression", text, "flag") == text
+    assert span(fields(LocalSettings)["compression"]).split(" | ") == ["float16", "minmax8", "none"]
+    with pytest.raises(ConfigError) as error:
+        checked(LocalSettings, "compression", "minmx8", "flag --compression")
+    assert str(error.value) == (
+        "flag --compression: compression = 'minmx8': codec 'minmx8' is unknown; did you mean 'minmax8'? "
+        "known are: float16, minmax8, none"
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import msgpack
 import pytest
 
 from lsgd.errors import ProtocolError
-from lsgd.messages import MAX_ITEMS, MAX_NBYTES, Heartbeat, decode, encode
-from lsgd.sockets import PACKED, Link, Listener, Poller, pack, unpack
+from lsgd.protocol.messages import MAX_ITEMS, MAX_NBYTES, Heartbeat, decode, encode
+from lsgd.protocol.packing import PACKED, pack, unpack
+from lsgd.protocol.sockets import MAX_PARTS, Link, Listener, Poller
 
 FRAME = encode(Heartbeat("node0/worker0", 7))
 
@@ -70,3 +71,19 @@ def test_frames_go_both_ways_between_sockets(tmp_path):
         assert listener.send(b"node0#1", back)
         Poller(link).wait(5)
         assert list(link.receive()) == [back]
+
+
+def test_a_message_of_more_parts_than_a_turn_takes_is_read_on_in_the_next(tmp_path):
+    parts = [b"%d" % number for number in range(MAX_PARTS + 500)]
+    with Listener(f"ipc://{tmp_path}/socket") as listener, Link(listener.address, b"node0#1") as link:
+        while not link.send([FRAME]):
+            Poller(link).wait(0.01)
+        link._socket.send_multipart(parts)
+        poller, got, turns = Poller(listener), [], 0
+        while len(got) < len(parts) + 1:
+            poller.wait(5)
+            frames = [frame for _, frames in listener.receive() for frame in frames]
+            turns += any(frame in parts for frame in frames)
+            got += frames
+        assert got == [FRAME, *parts]
+        assert turns > 1 and not listener.waiting

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lsgd.topology import (
+from lsgd.collectives.topology import (
     complete,
     first_ranks,
     mixing_matrix,

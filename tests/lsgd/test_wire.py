@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from lsgd.algorithms import create
-from lsgd.settings import ALGORITHMS
-from lsgd.simulation import simulate
-from lsgd.wire import sent_nbytes
+from lsgd.algorithms import ALGORITHMS
+from lsgd.collectives.simulation import simulate
 
 from .training import make_round
 
@@ -30,7 +28,7 @@ def test_bytes_of_one_iteration(name, options, workers):
     def member(group):
         group = Rings(group)
         model = [torch.randn(NUMEL)]
-        algorithm = create(settings, model)
+        algorithm = settings.create(model)
         algorithm.reset(model, group, make_round(node_sizes))
         before = group.sent_nbytes
         algorithm.before_forward(model, group, make_round(node_sizes))
@@ -38,7 +36,7 @@ def test_bytes_of_one_iteration(name, options, workers):
         return group.sent_nbytes - before
 
     mean = sum(simulate(node_sizes, member)) / workers
-    expected = sent_nbytes(settings, NUMEL, workers) * settings.schedule().period
+    expected = settings.sent_nbytes(NUMEL, workers) * settings.schedule().period
     assert mean == pytest.approx(expected, rel=0.02)
 
 

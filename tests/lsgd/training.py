@@ -3,10 +3,9 @@
 import numpy as np
 import torch
 
-from lsgd.algorithms import create
-from lsgd.messages import Generation, Round
-from lsgd.simulation import simulate
-from lsgd.topology import first_ranks
+from lsgd.collectives.simulation import simulate
+from lsgd.collectives.topology import first_ranks
+from lsgd.protocol.messages import Generation, Round
 
 from .reference import Exchange, Problem
 
@@ -47,7 +46,7 @@ class TorchWorker:
         start = torch.from_numpy(problem.start)
         parts = zip((start[:SPLIT], start[SPLIT:]), dtypes, strict=True)
         self.flats = [part.to(dtype, copy=True).requires_grad_() for part, dtype in parts]
-        self.algorithm = create(settings, self.parameters)
+        self.algorithm = settings.create(self.parameters)
         self.optimizer = torch.optim.SGD(self.flats, lr=lr, momentum=momentum)
 
     @property

@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 
 from lsgd.errors import ProtocolError
-from lsgd.messages import (
+from lsgd.protocol.messages import (
     PROTOCOL,
     ChangeSetting,
     Data,
@@ -57,7 +57,8 @@ from lsgd.messages import (
     decode,
     encode,
 )
-from lsgd.sockets import Link, Listener, Poller, pack, unpack
+from lsgd.protocol.packing import pack, unpack
+from lsgd.protocol.sockets import Link, Listener, Poller
 
 ORDERS = (StopRun, ChangeSetting, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery)
 """Messages that rightly change something, or are answered at length, whoever says them."""

@@ -3,7 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lsgd.messages import (
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.plan.plan import Phase as PlanPhase
+from lsgd.plan.plan import Plan
+from lsgd.plan.run import RunSettings
+from lsgd.protocol.messages import (
     PROTOCOL,
     Data,
     Done,
@@ -20,11 +24,9 @@ from lsgd.messages import (
     Waiting,
     Welcome,
 )
-from lsgd.plan import Phase as PlanPhase
-from lsgd.plan import Plan
 from lsgd.server.coordinator import Coordinator, Decision
 from lsgd.server.members import Phase
-from lsgd.settings import AlgorithmSettings, LeaderSettings, RunSettings, Schedule
+from lsgd.settings import AlgorithmSettings, Schedule
 
 
 class Lockstep(AlgorithmSettings):
@@ -159,8 +161,10 @@ class Bench:
             assert member.round is not None
             self.complete(place, member.round.round.id)
 
-    def fail(self, place: str, round: int, error: str = "peer closed") -> dict[str, list[Downward]]:
-        return self.say(Done(*self.who(place), round, False, error))
+    def fail(
+        self, place: str, round: int, error: str = "peer closed", broken: tuple[int, ...] = ()
+    ) -> dict[str, list[Downward]]:
+        return self.say(Done(*self.who(place), round, False, error, broken))
 
     def pause(self, place: str, *, did: bool = True) -> dict[str, list[Downward]]:
         self.done[place] += did
@@ -214,6 +218,7 @@ def check_invariants(coordinator: Coordinator) -> None:
     assert roster.held == sum(m.phase is Phase.HELD for m in everybody)
     assert roster.paused == sum(m.phase is Phase.PAUSED for m in everybody)
     _check_generation(coordinator)
+    assert all(m.answer is None and m.round is None for m in everybody if m.phase is Phase.CUT)
     _check_rounds(coordinator)
     _check_tokens(coordinator)
     _check_nobody_waits_in_vain(coordinator)
@@ -239,7 +244,7 @@ def _check_generation(coordinator: Coordinator) -> None:
     for group in groups:
         assert group.held == sum(m.held for m in inside if m.join.node == group.node)
         assert group.tokens >= 0
-    assert all(m.rank >= 0 for m in everybody if m.synced)
+    assert coordinator.broken or all(m.rank >= 0 for m in everybody if m.synced)
 
 
 def _check_rounds(coordinator: Coordinator) -> None:
@@ -272,7 +277,7 @@ def _check_nobody_waits_in_vain(coordinator: Coordinator) -> None:
         group = roster.group_of(member)
         if member.held and member.synced and group and not coordinator.course.schedule.lockstep:
             assert coordinator.tokens < 1 or group.tokens < 1
-        if member.held:
+        if member.held or member.phase is Phase.CUT:
             assert not coordinator.closed
     if not coordinator.broken and not roster.absent:
         for group in coordinator.groups.values():
@@ -282,6 +287,11 @@ def _check_nobody_waits_in_vain(coordinator: Coordinator) -> None:
         assert (
             coordinator.final
             or roster.paused
+            or coordinator._lost_at
+            or (
+                not any(m.synced for m in everybody if m.live)
+                and any(m.synced or m.committed for m in everybody if m.phase is Phase.LATE)
+            )
             or (coordinator.generation is None and roster.live < coordinator.plan.run.workers)
         )
 

@@ -1,5 +1,6 @@
 """Whole runs in virtual time: workers that behave like the real client, over a network that does not behave."""
 
+import functools
 import heapq
 import itertools
 import json
@@ -9,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lsgd.messages import (
+from lsgd.plan.plan import Plan
+from lsgd.protocol.messages import (
     Done,
     Downward,
     GenerationOver,
@@ -17,6 +19,7 @@ from lsgd.messages import (
     Heartbeat,
     Leave,
     Left,
+    Over,
     Pause,
     Paused,
     Recall,
@@ -28,7 +31,6 @@ from lsgd.messages import (
     Waiting,
     Welcome,
 )
-from lsgd.plan import Plan
 from lsgd.server.coordinator import Coordinator, Decision
 from lsgd.server.memento import capture, restore
 
@@ -55,6 +57,7 @@ class Faults:
     leave: float = 0.0
     crash: float = 0.0
     exchange: float = 0.0  # of one member's part in a round
+    links: float = 0.0  # of a probe that finds pairs which cannot reach each other
     exchange_timeout_s: float = 4.0
     slow: float = 0.0  # of a step that takes one of SLOW_S
     kill: float = (
@@ -159,7 +162,7 @@ class SimulatedWorker:
         if self.state == "gone":
             return
         match message:
-            case Refused(reason):
+            case Refused(reason) | Over(reason):
                 self.refused = reason
                 self.end()
             case Welcome() if self.state == "joining":
@@ -200,11 +203,11 @@ class SimulatedWorker:
         else:
             self.run.arrive(self)
 
-    def drop(self) -> None:
+    def drop(self, broken: tuple[int, ...] = ()) -> None:
         """The round failed here."""
         if self.state == "exchanging":
             self.dropped = self.round.id
-            self.say(Done(self.name, self.incarnation, self.round.id, False, "a peer closed"))
+            self.say(Done(self.name, self.incarnation, self.round.id, False, "a peer closed", broken))
             self.request()
 
     def commit(self) -> None:
@@ -293,7 +296,7 @@ class SimulatedRun:
         self.let_go: set[tuple[str, int, int]] = set()  # requests whose answer nobody waits for any more
         self.notes: list[str] = []
         self.clean_leaves: set[tuple[str, int]] = set()
-        self.kills = self.late = self.slow_steps = 0
+        self.kills = self.late = self.slow_steps = self.cuts = 0
         self.forgotten: Counter[tuple[str, int]] = (
             Counter()
         )  # steps reported, and not yet in the journal at a kill
@@ -475,8 +478,10 @@ class SimulatedRun:
         exchange = self._exchanges.setdefault(round.id, Exchange(round, set(self.members_of(round))))
         exchange.arrived[worker.name] = worker
         if set(exchange.arrived) == exchange.expected:
+            broken = self._broken(round) if round.probe and self.happens(self.faults.links) else ()
             for member in exchange.arrived.values():
-                self.after(self.random.uniform(0.01, 0.3), lambda m=member, r=round: self._finish(m, r))
+                end = functools.partial(self._finish, member, round, broken)
+                self.after(self.random.uniform(0.01, 0.3), end)
         answer = worker.current
         self.after(self.faults.exchange_timeout_s, lambda: worker.current is answer and worker.drop())
 
@@ -488,10 +493,21 @@ class SimulatedRun:
         done = {id: exchange.completed for id, exchange in self._exchanges.items()}
         return {id for id, round in self.rounds.items() if done.get(id) != set(self.members_of(round))}
 
-    def _finish(self, worker: SimulatedWorker, round: Round) -> None:
+    def _broken(self, round: Round) -> tuple[int, ...]:
+        """Return pairs of two different ranks, as a probe does; of a member that is alone, none."""
+        size = len(round.generation.members)
+        if size == 1:
+            return ()
+        pairs = [self.random.sample(range(size), 2) for _ in range(self.random.randint(1, size))]
+        return tuple(rank for pair in pairs for rank in pair)
+
+    def _finish(self, worker: SimulatedWorker, round: Round, broken: tuple[int, ...]) -> None:
         if worker.state != "exchanging" or worker.round != round:
             return
-        if self.happens(self.faults.exchange):
+        if broken:
+            self.cuts += 1
+            worker.drop(broken)
+        elif self.happens(self.faults.exchange):
             worker.drop()
         else:
             worker.commit()

@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 
+from lsgd.algorithms.allreduce import AllReduceSettings
+from lsgd.algorithms.leader import LeaderSettings
 from lsgd.errors import ConfigError
-from lsgd.messages import (
+from lsgd.plan.plan import Phase as PlanPhase
+from lsgd.plan.plan import Plan
+from lsgd.plan.run import RunSettings
+from lsgd.protocol.messages import (
     Done,
     GenerationOver,
     Go,
     Heartbeat,
     LeftOut,
     NodeLeave,
+    Over,
     Paused,
     Put,
     Request,
@@ -22,14 +28,12 @@ from lsgd.messages import (
     StopRun,
     encode,
 )
-from lsgd.plan import Phase as PlanPhase
-from lsgd.plan import Plan
 from lsgd.server.coordinator import LINGER_S
 from lsgd.server.history import MAX_LOSSES
 from lsgd.server.members import MAX_LEFT, Member, Roster
 from lsgd.server.rounds import abridged
 from lsgd.server.scheduler import MAX_FAILED_ROUNDS
-from lsgd.settings import AlgorithmSettings, AllReduceSettings, LeaderSettings, RunSettings
+from lsgd.settings import AlgorithmSettings
 
 from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_plan, started
 
@@ -160,7 +164,8 @@ def test_who_has_left_cannot_come_back_as_the_same_process() -> None:
     )
     bench.ask("01")
     assert bench.only("01") == LeftOut(
-        "node0/worker1 is not in run run: it was left out, or belongs to an earlier run; start it again"
+        "node0/worker1 is not in run run: it was left out, or belongs to an earlier run; start it again",
+        "run",
     )
     bench.heartbeat("01")
     assert not bench.got and bench.coordinator.count == 1
@@ -217,9 +222,9 @@ def test_stopped_before_the_first_round(welcomed: bool) -> None:
         assert bench.ask("00")["00"] == [Stop(1, None, "enough")]
         bench.leave("00")
     else:
-        assert bench.join("00")["00"] == [Refused("the run is over: enough")]
+        assert bench.join("00")["00"] == [Over("enough")]
     assert bench.coordinator.over
-    assert bench.join("01")["01"] == [Refused("the run is ending: enough")]
+    assert bench.join("01")["01"] == [Over("enough")]
 
 
 def test_stopped_with_nobody_there() -> None:
@@ -677,11 +682,11 @@ def test_newcomers_do_not_begin_anew_while_who_has_the_model_pauses() -> None:
     assert (round.source, round.new) == (0, (1,))
 
 
-def test_newcomers_begin_anew_when_nobody_has_the_model() -> None:
+def test_newcomers_begin_anew_when_nothing_was_learned() -> None:
     bench = started("00")
     bench.join("01")
     bench.ask("01")
-    bench.leave("00", did=True)
+    bench.leave("00")
     assert bench.round("01").source == 0
     assert "nobody who has completed the last global round is left" in bench.notes
     bench.complete_all("01")
@@ -719,7 +724,7 @@ def test_a_silent_worker_is_left_out_and_its_grant_goes_back() -> None:
     bench.tick(5)
     assert bench.member("00").held
     bench.tick(1)
-    assert "node0/worker1 leaves: nothing was heard from it for 5 s (1 iterations)" in bench.notes
+    assert "node0/worker1 leaves: nothing was heard from it for 6 s (1 iterations)" in bench.notes
     assert isinstance(bench.got["00"][-1], Go)
 
 
@@ -878,8 +883,9 @@ def test_rounds_that_fail_for_ever_end_the_run() -> None:
         for place in ("00", "01"):
             bench.ask(place, same=True, dropped=number)
     reason = "10 rounds in a row failed, the last because node0/worker1: no route to host"
-    assert bench.got == {"00": [Stop(1, None, reason)], "01": [Stop(1, None, reason)]}
-    assert bench.coordinator.closed and bench.coordinator.count == 0
+    stop = Stop(1, None, reason, failed=True)
+    assert bench.got == {"00": [stop], "01": [stop]}
+    assert bench.coordinator.closed and bench.coordinator.in_vain and bench.coordinator.count == 0
 
 
 def test_a_completed_global_round_forgives_the_failed_ones() -> None:

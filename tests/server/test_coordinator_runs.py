@@ -4,12 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-from lsgd.plan import Phase as PlanPhase
-from lsgd.plan import Plan
-from lsgd.settings import LeaderSettings, RunSettings
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.plan.plan import Phase as PlanPhase
+from lsgd.plan.plan import Plan
+from lsgd.plan.run import RunSettings
 
 from .helpers import Lockstep, make_plan
 from .simulated_run import Faults, SimulatedRun
@@ -66,6 +67,7 @@ anything = st.builds(
     leave=st.sampled_from([0.0, 0.01]),
     crash=st.sampled_from([0.0, 0.01]),
     exchange=st.sampled_from([0.0, 0.01, 0.05]),
+    links=st.sampled_from([0.0, 0.3]),
     slow=st.sampled_from([0.0, 0.02]),
 )
 
@@ -132,6 +134,22 @@ def test_anything_may_go_wrong_while_the_global_server_is_killed_too(
     most = sum(1 + 2 * lookahead + run.forgotten[w.name, w.incarnation] for w in unclean)
     assert 0 <= run.steps - run.coordinator.count <= most
     assert run.unfinished() <= run.failed
+
+
+@simulated
+@given(groups.filter(lambda sizes: sum(sizes) > 1), periods, lookaheads, seeds, probability)
+@example(sizes=[4], periods=(1, 1), lookahead=1, seed=4887, lose=0.0)  # one goes on alone, and has no links
+@example(sizes=[2, 2, 2, 1, 2], periods=(2, 1), lookahead=5, seed=7424, lose=0.02)  # local is no probe
+def test_broken_links_end_no_run_and_cost_no_iteration(
+    sizes: list[int], periods: tuple[int, int], lookahead: int, seed: int, lose: float
+) -> None:
+    faults = Faults(lose=lose, exchange=0.05, links=0.5)
+    plan = plan_for(sizes, periods, 200, lookahead=lookahead, exchange_timeout_s=2.0)
+    run = SimulatedRun(plan, sizes, seed, faults).go()
+    assume(run.cuts)
+    assert run.coordinator.count <= 200 and not run.coordinator.in_vain
+    unclean = sum((w.name, w.incarnation) not in run.clean_leaves for w in run.workers)
+    assert 0 <= run.steps - run.coordinator.count <= unclean * (1 + 2 * lookahead)
 
 
 @simulated

@@ -1,5 +1,6 @@
 """The global server as a process: what it says, what it survives, and how it ends."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from lsgd.messages import (
+from lsgd.protocol.messages import (
     MAX_NBYTES,
     PROTOCOL,
     Get,
@@ -27,7 +28,9 @@ from lsgd.messages import (
     decode,
     encode,
 )
-from lsgd.sockets import Link, Listener, Poller
+from lsgd.protocol.packing import pack
+from lsgd.protocol.sockets import Link, Listener, Poller
+from lsgd.server.daemon import EXIT_AT_ONCE
 
 from ..integration.running import Cluster, until
 from .helpers import greeting
@@ -168,7 +171,7 @@ def test_another_protocol_is_refused_with_both_sides_named(cluster, peer) -> Non
     theirs, ours = f"node0 speaks version {PROTOCOL + 1} of the protocol", f"speaks {PROTOCOL} (lsgd"
     assert theirs in str(refused) and f"on {socket.gethostname()} {ours}" in str(refused)
     assert "install the same release of lsgd on both" in str(refused)
-    assert "refused node0 speaks" in server.output
+    server.says("refused node0 speaks")
     assert cluster.status()["members"] == []
 
 
@@ -251,3 +254,61 @@ def test_a_closed_terminal_is_no_reason_to_stay(tmp_path) -> None:
     server.stdout.close()
     server.send_signal(signal.SIGTERM)
     assert server.wait(20) == 0
+
+
+def test_output_that_nobody_reads_keeps_nobody_waiting(cluster) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"\0")
+    os.set_blocking(writing, True)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        cluster.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "lsgd.server", "--global", "--listen", cluster.address],
+        stdout=writing,
+        stderr=writing,
+    )
+    os.close(writing)
+    try:
+        assert cluster.status()["state"] == "waiting"
+        peer = Peer(cluster.address, "node0#1")
+        peer.say(b"\x00", hello(), encode(greeting(0, 0)))
+        until(
+            lambda: [m["worker"] for m in cluster.status()["members"]] == ["node0/worker0"], "it is a member"
+        )
+        peer.link.close()
+        assert isinstance(cluster.ask(StopRun("enough")), Status)
+        server.send_signal(signal.SIGTERM)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == EXIT_AT_ONCE
+    finally:
+        server.kill()
+        os.close(reading)
+
+
+FLOOD = pack([b"\x00"] * 65_000) * 40
+"""Messages of one peer that take a server many seconds, and are not too many to wait."""
+
+
+def test_a_peer_that_sends_much_keeps_no_signal_waiting(cluster, peer) -> None:
+    (server,) = cluster.processes
+    peer.say(hello())
+    peer.hears(NodeWelcome)
+    peer.link._socket.send_multipart([*FLOOD, encode(StopRun("the flood is over"))])
+    server.says("dropped a message from b'node0#1'")
+    server.send(signal.SIGTERM)
+    server.succeeds()
+    assert "the run is over: the global server got SIGTERM" in server.output
+
+
+def test_a_peer_that_sends_much_keeps_no_other_waiting(cluster, peer) -> None:
+    (server,) = cluster.processes
+    peer.say(hello())
+    peer.hears(NodeWelcome)
+    peer.link._socket.send_multipart([*FLOOD, encode(StopRun("the flood is over"))])
+    server.says("dropped a message from b'node0#1'")
+    assert cluster.status()["state"] == "waiting"
+    server.send(signal.SIGTERM)
+    server.succeeds()

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from lsgd.errors import ConfigError
-from lsgd.messages import ChangeSetting, Status
+from lsgd.protocol.messages import ChangeSetting, Status
 from lsgd.server.history import MAX_ELECTIONS, Election
 from lsgd.server.journal import Journal
+from lsgd.server.memento import VERSION
 
 from ..integration.running import Cluster, until
 
@@ -207,6 +208,17 @@ def test_a_full_disk_is_told_and_leaves_the_last_state(path) -> None:
     assert Journal(path).load() == (STATE, elections(3))
 
 
+def test_old_rounds_are_not_kept_for_ever(path) -> None:
+    journal = Journal(path)
+    for last in range(500, 3 * MAX_ELECTIONS, 500):
+        journal.save(STATE, elections(last)[-MAX_ELECTIONS:])
+    (kept,) = journal._connection.execute("SELECT COUNT(*) FROM rounds").fetchone()
+    assert kept == MAX_ELECTIONS
+    journal.close()
+    loaded = Journal(path).load()
+    assert loaded is not None and loaded[1] == elections(last)[-MAX_ELECTIONS:]
+
+
 def test_removed_it_leaves_no_file(path) -> None:
     journal = Journal(path)
     journal.save(STATE, elections(3))
@@ -247,12 +259,12 @@ def test_a_journal_of_another_version_is_refused_with_what_to_do(cluster, path) 
     server = cluster.server("global", "--global", "--listen", "tcp://127.0.0.1:0", "--journal", str(path))
     assert server.wait() == 2
     assert (
-        f"the journal {path} cannot be gone on with: it is of version 99, this lsgd reads version 3; take the lsgd "
-        f"that wrote it, or delete run.journal* to begin a new run"
+        f"the journal {path} cannot be gone on with: it is of version 99, this lsgd reads version {VERSION}; "
+        f"take the lsgd that wrote it, or delete run.journal* to begin a new run"
     ) in " ".join(server.output.split())
 
 
-def test_when_the_disk_is_full_the_run_goes_on_without_a_journal(cluster, path) -> None:
+def test_a_journal_that_cannot_be_written_is_made_anew_when_the_disk_has_space_again(cluster, path) -> None:
     """A limit on the size of files does to the server's writes what a full disk does."""
     server = cluster.start_global("--journal", str(path), "--workers", "2")
     assert path.exists()
@@ -261,7 +273,15 @@ def test_when_the_disk_is_full_the_run_goes_on_without_a_journal(cluster, path) 
     resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (written, hard))
     assert isinstance(cluster.ask(ChangeSetting("iterations", "500")), Status)
     server.says(
-        r"the journal \S+ cannot be written: .*; it is removed, and the run goes on without one: if this"
+        r"the journal \S+ cannot be written: .*; it is removed, and made anew as soon as that is possible"
     )
     until(lambda: not list(path.parent.glob("run.journal*")), "the journal is gone")
+    assert cluster.status()["iterations"] == 500
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    server.says(r"the journal \S+ is written again")
+    run = cluster.status()["run"]
+    server.send(signal.SIGKILL)
+    server.wait()
+    again = cluster.start_global("--journal", str(path))
+    again.says(f"goes on with run {run} of the journal")
     assert cluster.status()["iterations"] == 500

@@ -1,13 +1,15 @@
 """The local server as a process, between a scripted global server and scripted workers."""
 
+import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
 import pytest
 
-from lsgd.messages import (
+from lsgd.protocol.messages import (
     PROTOCOL,
     Here,
     Join,
@@ -16,6 +18,7 @@ from lsgd.messages import (
     NodeHello,
     NodeLeave,
     NodeWelcome,
+    Over,
     Pause,
     Refused,
     Request,
@@ -26,8 +29,9 @@ from lsgd.messages import (
     decode,
     encode,
 )
+from lsgd.protocol.processes import pid_namespace
+from lsgd.protocol.sockets import Link, Listener, Poller
 from lsgd.server.local_daemon import LAST_LEAVE_WITHIN_S
-from lsgd.sockets import Link, Listener, Poller
 
 from ..integration.running import Cluster, Process, until
 from .helpers import greeting
@@ -187,6 +191,26 @@ def test_with_no_global_server_it_tells_the_workers_what_they_wait_for(cluster, 
     local.succeeds()
 
 
+def test_it_says_at_once_that_a_workers_process_has_ended(above, below, local) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    below.say(Where(PROTOCOL, 7, process.pid, pid_namespace()), greeting(3, 0, 7), request(1))
+    above.hears(Request)
+    process.kill()
+    assert above.hears(Leave) == Leave("node3/worker0", 7, 0, True, "its process has ended")
+    local.says("node3/worker0 is gone: its process has ended")
+    process.wait()
+
+
+def test_a_process_that_cannot_be_watched_is_none_of_its_business(above, below, local) -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    below.say(Where(PROTOCOL, 7, process.pid, pid_namespace()), greeting(3, 0, 7))
+    below.say(Where(PROTOCOL, 8, os.getpid(), pid_namespace()), Where(PROTOCOL, 7, os.getpid(), 1))
+    below.say(request(1))
+    above.hears(Request)
+    assert not any(isinstance(m, Leave) for m in above.got)
+
+
 def test_it_ends_when_the_run_is_over_and_its_workers_have_left(above, below, local) -> None:
     below.say(greeting(3, 0, 7))
     above.hears(Join)
@@ -198,6 +222,20 @@ def test_it_ends_when_the_run_is_over_and_its_workers_have_left(above, below, lo
     below.hears(Left)  # from the local server itself: the global one has gone
     local.succeeds()
     assert "ended: the run is over: all is done" in local.output
+
+
+def test_who_joins_a_node_that_ends_is_told_that_the_run_is_over(above, below, local) -> None:
+    below.say(greeting(3, 0, 7))
+    above.hears(Join)
+    above.say(RunOver("all is done"))
+    above.hears(NodeLeave)
+    late = Below(below.link.address, 8)
+    late.say(greeting(3, 1, 8))
+    assert late.hears(Over) == Over("the run is over: all is done")
+    late.link.close()
+    below.say(Leave("node3/worker0", 7, 5, False, "the run is over"))
+    local.succeeds()
+    assert not any(isinstance(message, Join) for message in above.got)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lsgd.messages import Go, NodeLeave, Pause, Recall, Request, Stop, StopRun
+from lsgd.protocol.messages import Go, NodeLeave, Pause, Recall, Request, Stop, StopRun
 from lsgd.server.members import Phase
 
 from .helpers import Bench, Lockstep, Waiting, started

@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.algorithms.local import LocalSettings
 from lsgd.errors import ConfigError
-from lsgd.messages import Data, Go, LeftOut, NodeLeave, Refused, Stop, StopRun, Waiting, Welcome
-from lsgd.plan import Phase as PlanPhase
-from lsgd.plan import Plan
-from lsgd.server.memento import capture, restore
+from lsgd.plan.plan import Phase as PlanPhase
+from lsgd.plan.plan import Plan
+from lsgd.plan.run import RunSettings
+from lsgd.protocol.messages import Data, Go, LeftOut, NodeLeave, Refused, Stop, StopRun, Waiting, Welcome
+from lsgd.server.memento import VERSION, capture, restore
 from lsgd.server.report import report
-from lsgd.settings import LeaderSettings, LocalSettings, RunSettings
 
 from .helpers import Bench, check_invariants, greeting
 
@@ -226,7 +228,7 @@ def test_phase_changed_settings_and_the_time_go_on() -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda s: s.update(version=1), "it is of version 1, this lsgd reads version 3"),
+        (lambda s: s.update(version=1), f"it is of version 1, this lsgd reads version {VERSION}"),
         (lambda s: s.pop("members"), "it holds no state of a run: KeyError"),
         (lambda s: s["open"][0].update(waiting=["nobody"]), "it holds no state of a run: KeyError"),
         (lambda s: s["members"][0].update(phase="ASLEEP"), "it holds no state of a run: KeyError"),

@@ -4,13 +4,15 @@ import json
 
 import pytest
 
-from lsgd.messages import GenerationOver, Go, NodeLeave, Stop, StopRun, Waiting
-from lsgd.plan import Phase as PlanPhase
-from lsgd.plan import Plan
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.algorithms.local import LocalSettings
+from lsgd.plan.plan import Phase as PlanPhase
+from lsgd.plan.plan import Plan
+from lsgd.plan.run import RunSettings
+from lsgd.protocol.messages import GenerationOver, Go, NodeLeave, Stop, StopRun, Waiting
 from lsgd.server.members import Phase
 from lsgd.server.memento import capture, restore
 from lsgd.server.report import report
-from lsgd.settings import LeaderSettings, LocalSettings, RunSettings
 
 from .helpers import Bench, Lockstep, check_invariants, make_plan
 
@@ -170,7 +172,12 @@ def test_the_only_ones_with_the_model_are_waited_for_but_not_by_the_last_round()
     assert bench.member("01").held and bench.member("00").phase is Phase.BUSY
     bench.say(StopRun("enough"))
     bench.tick(1.0)
-    assert bench.round_of("01").final and bench.member("00").phase is Phase.LATE
+    assert bench.member("00").phase is Phase.LATE and not bench.coordinator.final
+    assert bench.coordinator.waits_for(bench.now + 1) == (
+        "the next round waits for node0/worker0: nobody else has the run's model"
+    )
+    bench.tick(30.0)
+    assert bench.round_of("01").final and bench.coordinator.count == 0  # nothing was learned
 
 
 def test_a_first_round_that_failed_leaves_no_model_to_wait_for() -> None:

@@ -1,6 +1,6 @@
 """The rendezvous: values of one generation, for who is there and who comes before them."""
 
-from lsgd.messages import Get, Put, Value
+from lsgd.protocol.messages import Get, Put, Value
 from lsgd.server.rendezvous import Rendezvous
 
 

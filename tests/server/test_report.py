@@ -4,7 +4,7 @@ import json
 import math
 from itertools import pairwise
 
-from lsgd.messages import MAX_NBYTES, StopRun
+from lsgd.protocol.messages import MAX_NBYTES, StopRun
 from lsgd.server.report import MAX_LEADERS, report
 
 from .helpers import Bench

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lsgd.messages import Go, Stop, StopRun
+from lsgd.protocol.messages import Go, Stop, StopRun
+from lsgd.server.memento import capture, restore
 
 from .helpers import Bench, Lockstep, make_plan
 
@@ -39,6 +40,25 @@ def test_checkpoints_of_all_members_leave_no_newcomer() -> None:
     bench = resumed(0, w00=64, w01=64)
     assert bench.round("00", "01").new == ()
     assert bench.notes[0] == "goes on after 64 iterations, from checkpoints of node0/worker0, node0/worker1"
+
+
+@pytest.mark.parametrize("runs", ["abb", "bba", "bab"])
+def test_of_two_runs_with_the_same_count_only_one_goes_on(runs: str) -> None:
+    bench = Bench(workers=3, period=4, local_period=4)
+    for place, run in zip(("00", "01", "10"), runs, strict=True):
+        bench.join(place, resumed=64, resumed_run=run)
+    bench.ask_all("00", "01", "10")
+    round = bench.round("00", "01", "10")
+    assert (round.count, round.new, runs[round.source]) == (64, (runs.index("a"),), "b")
+
+
+def test_the_most_iterations_count_whoever_has_them() -> None:
+    bench = Bench(workers=3, period=4, local_period=4)
+    for place, count, run in (("00", 64, "a"), ("01", 65, "b"), ("10", 64, "a")):
+        bench.join(place, resumed=count, resumed_run=run)
+    bench.ask_all("00", "01", "10")
+    round = bench.round("00", "01", "10")
+    assert (round.count, round.new, round.source) == (65, (0, 2), 1)
 
 
 def test_a_count_that_cannot_be_is_none() -> None:
@@ -110,3 +130,50 @@ def test_a_checkpoint_that_failed_with_its_round_is_written_in_the_next() -> Non
     bench.ask("00", same=True, dropped=failed.id)
     bench.ask("10", same=True, dropped=failed.id)
     assert bench.round("00", "10").checkpoint
+
+
+def rounds_at(bench: Bench, *times_s: float) -> list[bool]:
+    """Make a global round at each of these times after the first; return whether each had a checkpoint."""
+    begin_s, told = bench.now, []
+    for time_s in times_s:
+        bench.now = begin_s + time_s
+        bench.ask_all("00", "10")
+        told.append(bench.round("00", "10").checkpoint)
+        bench.complete_all("00", "10")
+    return told
+
+
+def bench_of(algorithm: Lockstep | None, **settings: object) -> Bench:
+    plan = make_plan(workers=2, period=1, local_period=1, algorithm=algorithm, **settings)
+    return Bench("00", "10", plan=plan)
+
+
+@pytest.mark.parametrize("algorithm", [None, Lockstep()])
+def test_checkpoints_are_written_by_time_too(algorithm: Lockstep | None) -> None:
+    times_s = (0.0, 599.0, 600.0, 601.0, 1199.0, 1300.0, 1301.0, 1900.0)
+    by_default = [False, False, True, False, False, True, False, True]
+    assert rounds_at(bench_of(algorithm), *times_s) == by_default
+    assert rounds_at(bench_of(algorithm, checkpoint_every_s=0.0), *times_s) == [False] * 8
+    either = rounds_at(bench_of(algorithm, checkpoint_every=3), 0.0, 1.0, 2.0, 3.0, 602.0, 603.0, 604.0)
+    assert either == [False, False, False, True, False, True, False]
+
+
+def test_a_checkpoint_by_time_that_failed_with_its_round_is_written_in_the_next() -> None:
+    bench = bench_of(None)
+    assert rounds_at(bench, 0.0, 700.0 - 1) == [False, True]
+    bench.now += 700
+    bench.ask_all("00", "10")
+    failed = bench.round("00", "10")
+    assert failed.checkpoint
+    bench.fail("00", failed.id)
+    bench.ask("00", same=True, dropped=failed.id)
+    bench.ask("10", same=True, dropped=failed.id)
+    assert bench.round("00", "10").checkpoint
+
+
+def test_a_server_that_was_started_again_has_a_checkpoint_written_soon() -> None:
+    bench = bench_of(None)
+    assert rounds_at(bench, 0.0, 1.0) == [False, False]
+    bench.coordinator = restore(capture(bench.coordinator, bench.now), 5.0)
+    bench.now = 5.0
+    assert rounds_at(bench, 1.0, 2.0) == [True, False]

@@ -1,19 +1,23 @@
 """The global server as a process with keys: who is let in, who is not, and what strangers can do to it."""
 
 import contextlib
+import resource
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lsgd.client import operate
+from lsgd.client.cli import operate
 from lsgd.errors import JoinError
-from lsgd.keys import KeyRing, parse_token
-from lsgd.messages import PROTOCOL, NodeHello, NodeWelcome, Status, StatusQuery, decode, encode
-from lsgd.sockets import Link, LinkKeys, Poller, new_key_pair
+from lsgd.protocol.descriptors import MAX_DESCRIPTORS, raise_descriptor_limit
+from lsgd.protocol.keys import KeyRing, parse_token
+from lsgd.protocol.messages import PROTOCOL, NodeHello, NodeWelcome, Status, StatusQuery, decode, encode
+from lsgd.protocol.sockets import Link, LinkKeys, Poller, new_key_pair
+from lsgd.server.daemon import GUARD_EVERY_S
 
 from ..integration.running import Cluster, Process, until
 from .helpers import greeting
@@ -120,6 +124,17 @@ def test_a_node_that_is_shut_out_while_the_server_runs(cluster, ring, server) ->
     assert operate.query(cluster.address, keys_of(ring, "node1"))["state"] == "waiting"
 
 
+def test_a_list_of_keys_that_others_can_write_is_refused_and_said_while_it_is_used(
+    cluster, ring, server
+) -> None:
+    (ring.folder / "allowed").chmod(0o666)
+    assert operate.query(cluster.address, keys_of(ring, "node1"))["state"] == "waiting"
+    server.says(r"others can write .*/allowed, .*: chmod 600 .*/allowed; until then the keys from before")
+    second = cluster.server("second", "--global", "--listen", "tcp://127.0.0.1:0", "--keys", str(ring.folder))
+    assert second.wait() == 2
+    assert "make it yours alone: chmod 600" in second.output
+
+
 class Tap:
     """Listens in between a peer and the server, and keeps what the peer says."""
 
@@ -186,6 +201,52 @@ def test_500_half_open_greetings_keep_nobody_out_and_are_let_go(cluster, ring, s
         assert operate.query(cluster.address, keys_of(ring, "node1"))["state"] == "waiting"
         until(lambda: descriptors() < before + 20, "the server lets them go")
         assert operate.query(cluster.address, keys_of(ring, "node1"))["state"] == "waiting"
+
+
+def limit_descriptors(server: Process, soft: int) -> None:
+    _, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_1000_idle_connections_leave_the_server_descriptors_to_go_on(cluster, ring, server) -> None:
+    raise_descriptor_limit()  # ours, for the strangers
+    limit_descriptors(server, 256)
+    place = ("127.0.0.1", int(cluster.address.rpartition(":")[2]))
+    with contextlib.ExitStack() as stack, Link(cluster.address, b"node1#1", keys_of(ring, "node1")) as link:
+        assert isinstance(answer(link, hello(1)), NodeWelcome)
+        for _ in range(1000):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex(place)  # what the server has no descriptor for waits in the kernel
+        server.says(r"connections cut: more than 128 were open over which no known peer had said anything")
+        assert isinstance(answer(link, encode(StatusQuery(0))), Status)
+        assert operate.query(cluster.address, keys_of(ring, "operator"))["state"] == "waiting"
+        assert link.trouble() == ""
+    assert server.poll() is None and "Traceback" not in server.output
+
+
+def test_a_server_without_a_descriptor_left_serves_those_who_are_in(cluster, ring, server) -> None:
+    with Link(cluster.address, b"node1#1", keys_of(ring, "node1")) as link:
+        assert isinstance(answer(link, hello(1)), NodeWelcome)
+        limit_descriptors(server, 4)
+        with Link(cluster.address, b"node0#1", keys_of(ring, "node0")) as late:
+            end = time.monotonic() + 3 * GUARD_EVERY_S
+            while time.monotonic() < end:
+                assert isinstance(answer(link, encode(StatusQuery(0))), Status)
+                assert not late.send([hello(0)])
+            limit_descriptors(server, 256)
+            assert isinstance(answer(late, hello(0)), NodeWelcome)
+    assert server.poll() is None and "Traceback" not in server.output
+
+
+def test_a_server_takes_as_many_descriptors_as_it_may_have(cluster) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+    try:
+        started = cluster.start_global()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert resource.prlimit(started.pid, resource.RLIMIT_NOFILE) == (min(hard, MAX_DESCRIPTORS), hard)
 
 
 def zmtp_frame(body: bytes, *, more: bool) -> bytes:

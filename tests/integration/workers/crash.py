@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-import lsgd.client.groups
+import lsgd.client.groups.torch_group
 import lsgd.client.worker
 from lsgd.client import Worker
-from lsgd.client.exchange import Exchanger
-from lsgd.client.groups import TorchGroup
+from lsgd.client.groups.torch_group import TorchGroup
+from lsgd.client.iteration.exchange import Exchanger
 from lsgd.errors import ExchangeError
-from lsgd.messages import Round
+from lsgd.protocol.messages import Round
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--sleep", type=float, default=0.0, help="seconds in every turn")
@@ -34,6 +34,7 @@ parser.add_argument("--stall", type=float, default=0.0, help="for so many second
 parser.add_argument("--poison-at", type=int, default=0, help="make a parameter NaN in this iteration")
 parser.add_argument("--dwell-in-round", type=int, default=0, help="sleep when this or a later one broadcasts")
 parser.add_argument("--dwell", type=float, default=0.0, help="for so many seconds, once")
+parser.add_argument("--fail-from", type=int, default=0, help="this round and all later ones fail here")
 options = parser.parse_args()
 
 torch.manual_seed(time.monotonic_ns())
@@ -67,7 +68,14 @@ class NotingExchanger(Exchanger):
 class MortalGroup(TorchGroup):
     """Dies in the middle of a round, when the others wait for what it broadcasts or receives."""
 
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        if options.fail_from and current >= options.fail_from:
+            raise ExchangeError("it fails on request")
+        return super().all_reduce(tensor)
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if options.fail_from and current >= options.fail_from:
+            raise ExchangeError("it fails on request")
         if options.die_in_round and current >= options.die_in_round:
             print(f"dies in round {current}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -79,7 +87,7 @@ class MortalGroup(TorchGroup):
         super().broadcast(tensor, source)
 
 
-lsgd.client.groups.TorchGroup = MortalGroup
+lsgd.client.groups.torch_group.TorchGroup = MortalGroup
 lsgd.client.worker.Exchanger = NotingExchanger
 
 with Worker.join(model, optimizer) as worker:

@@ -17,8 +17,8 @@ from torch import nn
 
 import lsgd.client.worker
 from lsgd.client import Worker
-from lsgd.client.exchange import Exchanger
-from lsgd.messages import Round
+from lsgd.client.iteration.exchange import Exchanger
+from lsgd.protocol.messages import Round
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--die-in-round", type=int, default=0, help="kill -9 when told of this one")

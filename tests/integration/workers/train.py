@@ -10,7 +10,8 @@ import time
 import torch
 from torch import nn
 
-from lsgd.client import Worker, joining
+from lsgd.client import Worker
+from lsgd.client.control import joining
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--sleep", type=float, default=0.0, help="seconds in every turn")

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks._interface import sent_with_headers_nbytes
 from lsgd.client import Worker
-from lsgd.plan import table_of
+from lsgd.plan.plan import table_of
 
 
 def under_way_nbytes() -> int:

@@ -1,0 +1,67 @@
+"""An algorithm for lsgd in one file: now and then, each model moves toward the mean of all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from lsgd.algorithms.averaging import contribute, divide, empty_sums
+from lsgd.algorithms.base import Algorithm, Flat, all_finite
+from lsgd.lazy import no_grad
+from lsgd.protocol.messages import Round
+from lsgd.settings import AlgorithmSettings, Schedule, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Group
+
+
+@dataclass(frozen=True)
+class SoftSettings(AlgorithmSettings):
+    """Soft averaging: a round moves each model toward the mean."""
+
+    name: ClassVar[str] = "soft"
+    summary: ClassVar[str] = "soft averaging, models move toward their mean now and then"
+
+    period: int = setting(16, "iterations of a worker, on average, between exchanges", low=1, high=1 << 30)
+    softness: float = setting(0.5, "how far a model stays from the mean; 0: all take the mean", low=0, high=1)
+
+    def schedule(self) -> Schedule:
+        """Exchange every ``period`` steps."""
+        return Schedule(self.period, self.period)
+
+    def sent_nbytes(self, numel: int, workers: int) -> float:
+        """The model twice, but for one's own share."""
+        return 2 * (workers - 1) / workers * 4 * numel / self.period
+
+    def create(self, parameters: Flat, run: str = "") -> Soft:
+        """Return the algorithm."""
+        return Soft(self)
+
+
+class Soft(Algorithm):
+    """``x ← mean + softness (x - mean)``; a model that is not finite is left out, and takes the mean."""
+
+    settings: SoftSettings
+
+    def __init__(self, settings: SoftSettings) -> None:
+        self.settings = settings
+        self._sums: list[Tensor] = []
+
+    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+        """Make new scratch tensors: a failed exchange may still write to the old ones."""
+        self._sums = empty_sums(parameters)
+
+    @no_grad
+    def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
+        """Average the models; change them when all means have arrived."""
+        if round is None:
+            return
+        contribute(parameters, self._sums, round.id)
+        for total in self._sums:
+            group.all_reduce(total).wait()
+        if divide(self._sums, group.size):
+            softness = self.settings.softness if all_finite(parameters) else 0.0
+            for x, mean in zip(parameters, self._sums, strict=True):
+                x.copy_(mean[:-1]) if softness == 0 else x.lerp_(mean[:-1], 1.0 - softness)

@@ -1,0 +1,22 @@
+"""The client library: :class:`Worker` joins a training loop to a run; :func:`device` is where its model belongs."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lsgd.client.control.identity import device
+    from lsgd.client.worker import Worker
+
+__all__ = ["Worker", "device"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, and torch with it, only then: the launcher needs neither."""
+    if name == "Worker":
+        from lsgd.client.worker import Worker
+
+        return Worker
+    if name == "device":
+        from lsgd.client.control.identity import device
+
+        return device
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

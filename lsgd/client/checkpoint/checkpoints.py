@@ -1,0 +1,310 @@
+"""What a worker saves of itself when a round says so, and goes on from when a run is resumed."""
+
+import logging
+import random
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from lsgd.algorithms import Algorithm
+from lsgd.client.checkpoint.file import DamagedError, Packed, pack, read, sweep, write
+from lsgd.client.checkpoint.finite import FiniteCheck, in_words
+from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, runs
+from lsgd.client.loader import ShardLoader
+from lsgd.errors import ConfigError
+from lsgd.plan.plan import algorithm_of, table_of
+from lsgd.protocol.messages import Origin
+from lsgd.settings import AlgorithmSettings
+
+logger = logging.getLogger("lsgd")
+
+
+class Stateful(Protocol):
+    """What can be saved: GradScaler, a learning-rate scheduler, anything of the user's with these two methods."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: dicts, lists, tuples, tensors, texts, numbers."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take over what :meth:`state_dict` returned."""
+        ...
+
+
+class Checkpoints:
+    """The checkpoints of one worker, each in a file of its own (client/checkpoint/run_folder.py says where).
+
+    Args:
+        model: its parameters and buffers are saved, frozen and non-persistent ones too.
+        optimizers: theirs is the state of the optimization.
+        extra: what else to save, by name.
+        folder: where checkpoints are written; None: nowhere.
+        resume: where to look for one to go on from; None: nowhere.
+
+    Attributes:
+        run: identity of the run, written into the files.
+        iterations: that this worker had made at the checkpoint it goes on from.
+        losses: of its last batches then.
+        algorithm: the settings and the state of the algorithm then; None without a checkpoint.
+        restarted: this worker takes the place of a process that died in the same run.
+        drawn_from: the loader whose last batch waits for its iteration, and so was not trained on yet.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        extra: Mapping[str, Stateful],
+        folder: Path | None,
+        resume: Path | None,
+    ) -> None:
+        for name, thing in extra.items():
+            if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+                raise ConfigError(f"extra[{name!r}] is a {type(thing).__name__}, without state_dict()")
+        self.run = ""
+        self.iterations = 0
+        self.losses: list[float] = []
+        self.algorithm: tuple[AlgorithmSettings, dict[str, Any]] | None = None
+        self.restarted = False
+        self.drawn_from: object = None
+        self.folder = folder
+        self._model = model
+        self._optimizers = optimizers
+        self._extra = extra
+        self._resume = resume
+        self._about: dict[str, str] = {}
+        self._random: dict[str, Any] = {}
+        self._positions: list[dict[str, Any]] = []  # of loaders that have not been made yet
+        self._loaders: list[weakref.ref[ShardLoader]] = []
+        self._taken: tuple[int, Packed] | None = None  # a snapshot, until its round is completed
+        self._finite = FiniteCheck(model)
+        self._is_finite = True  # as of the last snapshot
+
+    # -- resuming ----------------------------------------------------------------------------------------------
+
+    def load(self, worker: str, digest: str, summary: str) -> Origin:
+        """Take over the worker's last checkpoint that is whole, and return which it is.
+
+        All workers that see a folder look through its runs in the same order: the one in which any worker wrote last
+        comes first. In each, the worker's own files are tried from the highest count down.
+
+        Args:
+            worker: its name in the run.
+            digest: of its model.
+            summary: of its model, for people.
+
+        Raises:
+            ConfigError: every one is damaged (of a worker that was restarted, that is no error: the run goes on, and
+                has the model), or one is of another model or version, or does not fit.
+        """
+        self._about = {"worker": worker, "model": digest, "model_summary": summary}
+        if self._resume is None:
+            return Origin()
+        found = self._origins(self._resume, worker)
+        for origin in found:
+            path = checkpoint_path(self._resume, origin.run, origin.iterations, worker)
+            try:
+                state = read(path, digest, summary)
+            except DamagedError as error:
+                if origin is found[-1] and not self.restarted:
+                    raise
+                logger.warning("%s; the one before it is taken, if there is one", error)
+                continue
+            self._restore(state, path)
+            logger.info(
+                "%s goes on from %s: %d iterations, %d of them its own",
+                *(worker, path, origin.iterations, self.iterations),
+            )
+            return origin
+        logger.warning(
+            "%s has no whole checkpoint in %s: it takes over the model of those who have",
+            worker,
+            self._resume,
+        )
+        return Origin()
+
+    def _origins(self, folder: Path, worker: str) -> list[Origin]:
+        return [Origin(count, run) for run in runs(folder) for count in reversed(counts(folder, run, worker))]
+
+    def _restore(self, state: dict[str, Any], path: Path) -> None:
+        if len(state["optimizers"]) != len(self._optimizers):
+            raise ConfigError(
+                f"the checkpoint {path} has the state of {len(state['optimizers'])} optimizers, and this worker has "
+                f"{len(self._optimizers)}; join with those that it was written with, or begin a new run"
+            )
+        for optimizer, kind, saved in zip(
+            self._optimizers, state["optimizer_kinds"], state["optimizers"], strict=True
+        ):
+            _load_optimizer(optimizer, kind, saved, path)
+        with torch.no_grad():
+            for name, tensor in self._tensors():
+                tensor.copy_(state["model"][name])
+        for name, thing in self._extra.items():
+            if name in state["extra"]:
+                thing.load_state_dict(state["extra"][name])
+            else:
+                logger.warning("the checkpoint %s has no extra %r: it stays as it is", path, name)
+        device = next(self._model.parameters()).device
+        algorithm = _pytree.tree_map_only(Tensor, lambda x: x.to(device), state["algorithm"]["state"])
+        self.algorithm = algorithm_of(state["algorithm"]["settings"], f"the checkpoint {path}"), algorithm
+        self.iterations, self.losses = state["iterations"], state["losses"]
+        self._random, self._positions = state["random"], state["loaders"]
+
+    def restore_random(self) -> None:
+        """Take over the random state of the checkpoint: when the first batch is drawn, as when it was saved."""
+        if self._random:
+            _set_random_state(self._random, next(self._model.parameters()).device)
+            self._random = {}
+
+    def attend(self, loader: ShardLoader) -> ShardLoader:
+        """Save how far this loader is from now on; let it go on where the one of the checkpoint was."""
+        self._loaders.append(weakref.ref(loader))
+        if self._positions:
+            _take_position(loader, self._positions.pop(0))
+        return loader
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def start(self, run: str) -> None:
+        """Write for this run from now on, and delete what earlier processes of this worker left unfinished."""
+        self.run = run
+        if self.folder is not None:
+            sweep(self.folder, self._about["worker"])
+
+    def last(self) -> Path | None:
+        """Return the worker's last checkpoint in its folder; None: there is none."""
+        if self.folder is None or not (found := self._origins(self.folder, self._about["worker"])):
+            return None
+        return checkpoint_path(self.folder, found[0].run, found[0].iterations, self._about["worker"])
+
+    def non_finite(self) -> str:
+        """Return in words which values of the model are not finite; an empty text: all are."""
+        return in_words(self._finite.broken())
+
+    def take(self, count: int, algorithm: Algorithm, losses: Sequence[float], done: int) -> None:
+        """Copy the state as it is now, to be written by :meth:`save`; one that is not finite is not.
+
+        Args:
+            count: iterations of the run.
+            algorithm: of the run.
+            losses: of this worker's last batches.
+            done: iterations that this worker has made since it joined.
+        """
+        if self.folder is None or not self._check_finite(count):
+            return
+        loaders = [loader for reference in self._loaders if (loader := reference()) is not None]
+        state = {
+            "model": dict(self._tensors()),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "optimizer_kinds": [type(optimizer).__name__ for optimizer in self._optimizers],
+            "algorithm": {"settings": table_of(algorithm.settings), "state": algorithm.state_dict()},
+            "loaders": [_position(loader, loader is self.drawn_from) for loader in loaders],
+            "random": _random_state(next(self._model.parameters()).device),
+            "losses": list(losses),
+            "iterations": self.iterations + done,
+            "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
+        }
+        try:
+            self._taken = count, pack(state)
+        except TypeError as error:
+            logger.warning(
+                "no checkpoint is written: %s, and a checkpoint holds tensors, numbers and texts only", error
+            )
+
+    def save(self, count: int) -> Path | None:
+        """Write what was taken at this count, if anything; a failure is a warning, and training goes on."""
+        taken, self._taken = self._taken, None
+        if taken is None or taken[0] != count:
+            return None
+        assert self.folder is not None
+        try:
+            path = write(self.folder, self.run, count, self._about["worker"], taken[1], self._about)
+        except (OSError, SafetensorError) as error:
+            logger.warning(
+                "the checkpoint of %d iterations cannot be written to %s: %s; training goes on, and the next one is "
+                "tried again: free space there, or let this user write there",
+                *(count, self.folder, error),
+            )
+            return None
+        logger.info("checkpoint of %d iterations: %s", count, path)
+        return path
+
+    def _check_finite(self, count: int) -> bool:
+        """Return whether the model is finite, and say once that it is not."""
+        self._taken = None
+        words = self.non_finite()
+        if words and self._is_finite:
+            last = self.last()
+            logger.warning(
+                "no checkpoint of %d iterations is written: the model is not finite: %s; %s",
+                *(count, words, f"{last} stays the last one" if last else "there is none before it"),
+            )
+        self._is_finite = not words
+        return self._is_finite
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._model.named_parameters()
+        yield from self._model.named_buffers()
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, kind: str, saved: dict[str, Any], path: Path) -> None:
+    here = type(optimizer).__name__
+    if kind != here:
+        raise ConfigError(
+            f"the checkpoint {path} has the state of the optimizer {kind}, and this worker's is {here}; join with "
+            f"{kind}, or begin a new run"
+        )
+    try:
+        optimizer.load_state_dict(saved)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"the checkpoint {path} does not fit the optimizer {here}: {error}") from None
+
+
+def _position(loader: ShardLoader, drawn: bool) -> dict[str, Any]:
+    """Return how far a loader is; ``drawn``: its last batch was not trained on yet."""
+    sampler, state = loader.sampler, loader.state_dict()
+    if drawn:
+        state["consumed"] -= loader.batch_size or 1
+    return {"place": list(sampler.dealt_for), "length": sampler.length, "state": state}
+
+
+def _take_position(loader: ShardLoader, saved: dict[str, Any]) -> None:
+    """Let a loader go on where another was; in a new epoch, if the shards have changed."""
+    sampler, state = loader.sampler, saved["state"]
+    if saved["length"] != sampler.length or state["seed"] != sampler.seed:
+        logger.warning("a loader is for other data than that of the checkpoint: it begins at the first epoch")
+    elif tuple(saved["place"]) == sampler.place():
+        loader.load_state_dict(state)
+    else:
+        loader.load_state_dict({**state, "epoch": state["epoch"] + 1, "consumed": 0})
+        logger.warning(
+            "the number of workers is not that of the checkpoint: the data is dealt out anew, and begins with epoch %d",
+            state["epoch"] + 1,
+        )
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tolist(), *rest),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,224 @@
+"""One checkpoint as a file: tensors by path in safetensors, everything else as JSON in its metadata; no pickle.
+
+A digest in the metadata covers everything else that is read from the file.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, file_name
+from lsgd.errors import ConfigError
+
+FORMAT = "2"
+"""Version of what a file holds."""
+
+FORMATS_WITHOUT_DIGEST = ("1",)
+
+KEPT = 2
+"""How many checkpoints of a worker stay, of each run."""
+
+
+class DamagedError(ConfigError):
+    """A file that is no whole checkpoint."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A state as a file can hold it.
+
+    Args:
+        tensors: copies on the CPU, by path.
+        rest: the state as JSON text, with the paths of the tensors in their places.
+    """
+
+    tensors: dict[str, Tensor]
+    rest: str
+
+
+def pack(state: Any) -> Packed:
+    """Return a copy of a state: dicts, lists, tuples, tensors, texts, numbers, true, false and None.
+
+    Raises:
+        TypeError: there is something else in it; the message says where.
+    """
+    tensors: dict[str, Tensor] = {}
+    return Packed(tensors, json.dumps(_pack(state, "", tensors)))
+
+
+def unpack(packed: Packed) -> Any:
+    """Return the state that :func:`pack` was given."""
+    return _unpack(json.loads(packed.rest), packed.tensors)
+
+
+def write(folder: Path, run: str, count: int, worker: str, packed: Packed, about: Mapping[str, str]) -> Path:
+    """Write a checkpoint, whole or not at all, and delete the worker's earlier ones of this run but the last.
+
+    Files of another run are never touched.
+
+    Args:
+        folder: of the checkpoints of all workers.
+        run: identity of the run.
+        count: iterations of the run.
+        worker: its name.
+        packed: its state.
+        about: what :func:`read` compares, and more for people.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written; what was there before stays.
+    """
+    path = checkpoint_path(folder, run, count, worker)
+    sweep(folder, worker)
+    folder.mkdir(parents=True, exist_ok=True)
+    # A name of its own: an earlier process of this worker that was only frozen cannot take it for its own.
+    temporary = folder / f"{file_name(worker)}.{secrets.token_hex(4)}.tmp"
+    about = {"lsgd": FORMAT, **about, "run": run, "count": str(count), "worker": worker, "state": packed.rest}
+    try:
+        save_file(packed.tensors, temporary, {**about, "digest": digest(packed.tensors, about)})
+        _sync(temporary)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    for changed in (path.parent, path.parent.parent, folder):
+        _sync(changed)
+    _delete_earlier(folder, run, count, worker)
+    return path
+
+
+def sweep(folder: Path, worker: str) -> None:
+    """Delete the unfinished files that earlier processes of a worker left when they were killed."""
+    for path in folder.rglob(f"{file_name(worker)}*.tmp"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def read(path: Path, model: str, model_summary: str) -> Any:
+    """Return the state in a file.
+
+    Args:
+        path: of the file.
+        model: digest of the model that it is for.
+        model_summary: the same for people.
+
+    Raises:
+        DamagedError: it is cut short, has changed since it was written, or is no checkpoint.
+        ConfigError: it is of another version of lsgd, or of another model.
+    """
+    try:
+        about, tensors = _contents(path)
+        written = about.pop("digest", "")
+        whole = written == digest(tensors, about)
+        version = about["lsgd"]
+    except Exception as error:  # whatever a parser makes of garbage
+        raise _damaged(path, error) from None
+    if version != FORMAT and (whole or version in FORMATS_WITHOUT_DIGEST):
+        raise ConfigError(
+            f"the checkpoint {path} has format {version}, this lsgd reads {FORMAT}; go on with the lsgd that "
+            f"wrote it, or begin a new run"
+        )
+    if not whole:
+        raise DamagedError(f"the checkpoint {path} cannot be read: it has changed since it was written")
+    if about["model"] != model:
+        raise ConfigError(
+            f"the checkpoint {path} is of another model: {about['model_summary']}, and this is "
+            f"{model_summary}; build the model that it was written from, or begin a new run"
+        )
+    try:
+        return unpack(Packed(tensors, about["state"]))
+    except (KeyError, ValueError) as error:
+        raise _damaged(path, error) from None
+
+
+def digest(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
+    """Return the digest of a file's tensors (on the CPU) and of the rest of its metadata.
+
+    It is the same in all formats from 2 on, so that a file of a later one is known as whole.
+    """
+    hashed = hashlib.blake2b(json.dumps(sorted(about.items())).encode(), digest_size=32)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        hashed.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        hashed.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
+def _contents(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    with safe_open(path, "pt") as file:
+        # Copied: what safetensors returns is the file itself, mapped into memory.
+        return dict(file.metadata()), {name: file.get_tensor(name).clone() for name in file.keys()}
+
+
+def _damaged(path: Path, error: Exception) -> DamagedError:
+    why = error if isinstance(error, SafetensorError | OSError) else repr(error)
+    return DamagedError(f"the checkpoint {path} cannot be read: {why}")
+
+
+def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    match value:
+        case Tensor():
+            name = path if path not in tensors else f"{path}#{len(tensors)}"
+            tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+            return {"tensor": name}
+        case dict():
+            return {"dict": [[_key(k, path), _pack(v, _join(path, k), tensors)] for k, v in value.items()]}
+        case tuple():
+            return {"tuple": [_pack(v, _join(path, i), tensors) for i, v in enumerate(value)]}
+        case list():
+            return [_pack(v, _join(path, i), tensors) for i, v in enumerate(value)]
+        case None | bool() | int() | float() | str():
+            return value
+    raise TypeError(f"{path} is a {type(value).__name__}")
+
+
+def _key(key: Any, path: str) -> str | int:
+    if type(key) not in (str, int):
+        raise TypeError(f"{path} has a key that is a {type(key).__name__}")
+    return key  # type: ignore[no-any-return]
+
+
+def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    match value:
+        case {"tensor": name}:
+            return tensors[name]
+        case {"dict": items}:
+            return {key: _unpack(item, tensors) for key, item in items}
+        case {"tuple": items}:
+            return tuple(_unpack(item, tensors) for item in items)
+        case list():
+            return [_unpack(item, tensors) for item in value]
+    return value
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}/{key}" if path else str(key)
+
+
+def _sync(path: Path) -> None:
+    """Have what was written to a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _delete_earlier(folder: Path, run: str, count: int, worker: str) -> None:
+    """Delete the worker's files of this run but those of ``count`` and the last before it."""
+    for other in [c for c in counts(folder, run, worker) if c <= count][:-KEPT]:
+        path = checkpoint_path(folder, run, other, worker)
+        path.unlink(missing_ok=True)
+        with suppress(OSError):  # other workers' files are there
+            path.parent.rmdir()

@@ -1,0 +1,70 @@
+"""Whether training has left a model finite."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lsgd.algorithms.base import all_finite
+from lsgd.flat import named_floating_buffers
+
+NAMED = 3
+"""How many tensors are named."""
+
+
+class FiniteCheck:
+    """Finds the tensors of a model that training has made non-finite.
+
+    Looked at are the parameters that are trained, and the floating-point buffers that are finite when this is made:
+    one that is not (a mask of minus infinity, say) is meant to be so.
+
+    Args:
+        model: whose parameters and buffers are looked at.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._left_out = {
+            name for name, b in named_floating_buffers(model) if not all_finite([_comparable(b)])
+        }
+
+    def buffers(self) -> list[Tensor]:
+        """Return the buffers that training may change, shared ones once: to be averaged."""
+        return [b for name, b in named_floating_buffers(self._model) if name not in self._left_out]
+
+    @torch.no_grad()
+    def broken(self) -> dict[str, int]:
+        """Return the names of the tensors with values that are not finite, and how many they are."""
+        named: list[tuple[str, Tensor]] = [
+            (name, p) for name, p in self._model.named_parameters() if p.requires_grad
+        ]
+        named += [(name, b) for name, b in named_floating_buffers(self._model) if name not in self._left_out]
+        if all_finite([_comparable(x) for _, x in named]):
+            return {}
+        wrong = {name: int((~_comparable(x).isfinite()).sum()) for name, x in named}
+        return {name: number for name, number in wrong.items() if number}
+
+
+@torch.no_grad()
+def clear(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Set to zero what is not finite in the optimizers' states: the next step would break the model again."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.is_floating_point() and not all_finite([value]):
+                    value.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def in_words(broken: Mapping[str, int]) -> str:
+    """Say which tensors have how many values that are not finite; an empty text: none has."""
+    if not broken:
+        return ""
+    names = list(broken)
+    more = f" and {len(names) - NAMED} more tensors" if len(names) > NAMED else ""
+    values = sum(broken.values())
+    return f"{values} value{'s' * (values > 1)} (NaN or infinite) in {', '.join(names[:NAMED])}{more}"
+
+
+def _comparable(x: Tensor) -> Tensor:
+    """Return a tensor that torch can take the minimum of: not the eight-bit floats."""
+    return x.float() if x.element_size() == 1 else x

@@ -1,0 +1,126 @@
+"""Where checkpoints lie: ``<run folder>/checkpoints/run-<run>/<count>/node0-worker1.safetensors``.
+
+A folder has the checkpoints of several runs where one was resumed: the new run has an identity of its own, and a
+folder for its own files. The layout without ``run-<run>`` is that of an earlier lsgd.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lsgd.errors import ConfigError
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run folder that has its checkpoints."""
+
+EARLIER = ""
+"""Stands for the run of files in the earlier layout."""
+
+
+def checkpoint_path(folder: Path, run: str, count: int, worker: str) -> Path:
+    """Return the file of a worker in a folder of checkpoints, for a run's state after ``count`` iterations."""
+    return _run_path(folder, run) / str(count) / file_name(worker)
+
+
+def counts(folder: Path, run: str, worker: str = "*") -> list[int]:
+    """Return the counts that a run has checkpoints of, of this worker (a pattern) or of any, in rising order."""
+    paths = _run_path(folder, run).glob(f"*/{file_name(worker)}")
+    return sorted({int(path.parent.name) for path in paths if path.parent.name.isdecimal()})
+
+
+def runs(folder: Path, worker: str = "*") -> list[str]:
+    """Return the runs that a folder has checkpoints of, of this worker (a pattern) or of any.
+
+    The one that got a file last comes first.
+    """
+    written = _written(folder, worker)
+    return sorted(written, key=lambda run: written[run], reverse=True)
+
+
+def find_run(folder: Path, node: int) -> Path:
+    """Return ``folder`` if it is a run's with checkpoints of this node, else the run folder in it that got one last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = {run: _written(run / CHECKPOINTS, f"node{node}/*") for run in (folder, *folder.glob("*/"))}
+    written = {run: max(times.values()) for run, times in found.items() if times}
+    if not written:
+        raise ConfigError(
+            f"there is nothing to resume: no checkpoint of node {node} lies in {folder} or in a run folder in it; name "
+            f"the run's folder (--run-dir, RUN_NAME), or start without --resume (RESUME): a node that is new in a "
+            f"resumed run takes over the model of the others"
+        )
+    return folder if folder in written else max(written, key=lambda run: written[run])
+
+
+@contextmanager
+def claimed(folder: Path, node: int) -> Iterator[None]:
+    """Have a run folder, which is made if need be, for the launcher of a node alone, as long as this lasts.
+
+    Each node has a lock of its own, since several may share the folder. It is this process's: it ends with it.
+
+    Raises:
+        ConfigError: another launcher of this node has it, or it cannot be made or written.
+    """
+    path = folder / f"node{node}.lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"the run folder {folder} cannot be made or written: {error.strerror}") from None
+    try:
+        _lock(descriptor, folder, node)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, node: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOTSUP):  # a file system without locks
+            return
+        pid, _, host = os.pread(descriptor, 100, 0).decode(errors="replace").strip().partition(" ")
+        raise ConfigError(
+            f"the run folder {folder} is in use: another lsgd launch of node {node} (process {pid or '?'} on "
+            f"{host or '?'}) runs in it; end that one (kill {pid or 'PID'} there), or name another folder with "
+            f"--run-dir (RUN_NAME)"
+        ) from None
+    with suppress(OSError):  # a full disk
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+
+
+def file_name(worker: str) -> str:
+    """Return the name of a worker's file."""
+    return f"{worker.replace('/', '-')}.safetensors"
+
+
+def _written(folder: Path, worker: str) -> dict[str, float]:
+    """Return when each run got its last checkpoint."""
+    times: dict[str, float] = {}
+    for run, path in _files(folder, worker):
+        with suppress(OSError):  # deleted meanwhile, for a newer one
+            times[run] = max(times.get(run, 0.0), path.stat().st_mtime)
+    return times
+
+
+def _files(folder: Path, worker: str) -> Iterator[tuple[str, Path]]:
+    """Yield the checkpoints in a folder, each with its run."""
+    name = file_name(worker)
+    for path in folder.glob(f"run-*/*/{name}"):
+        if path.parent.name.isdecimal():
+            yield path.parent.parent.name.removeprefix("run-"), path
+    for path in folder.glob(f"*/{name}"):
+        if path.parent.name.isdecimal():
+            yield EARLIER, path
+
+
+def _run_path(folder: Path, run: str) -> Path:
+    return folder / f"run-{run.replace('/', '-')}" if run else folder

@@ -1,0 +1,298 @@
+"""``lsgd``: the command line of those who train."""
+
+import functools
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lsgd import __version__
+from lsgd.algorithms import ALGORITHMS
+from lsgd.client.checkpoint.run_folder import find_run
+from lsgd.client.cli import operate
+from lsgd.client.launcher import gpus
+from lsgd.client.launcher.launch import Launch, launch
+from lsgd.client.launcher.place import find_place
+from lsgd.errors import LsgdError
+from lsgd.plan import plan
+from lsgd.plan.options import plan_options
+from lsgd.protocol.keys import OPERATOR, KeyRing, default_folder, link_keys, node_name, token_path
+from lsgd.protocol.sockets import DEFAULT_PORT, LinkKeys
+from lsgd.settings import fields, span
+
+WATCH_EVERY_S = 2.0
+
+
+class _Group(click.Group):
+    """Commands whose errors of ours end in one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LsgdError as error:
+            raise click.ClickException(str(error)) from None
+
+
+@click.group(cls=_Group, context_settings={"max_content_width": 110})
+@click.version_option(__version__)
+def main() -> None:
+    """Train on several machines with local SGD."""
+
+
+def _place(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command of a node the options for :func:`find_place`."""
+    for option in (
+        click.option(
+            "--address", help="Address of node 0, the same on all nodes; under srun the first host."
+        ),
+        click.option("--nodes", type=click.IntRange(1), help="Number of nodes; under srun Slurm's, else 1."),
+        click.option(
+            "--node", type=click.IntRange(0), help="Index of this node, from 0; under srun Slurm's."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@main.command("launch")
+@_place
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=DEFAULT_PORT,
+    show_default=True,
+    help="TCP port of the global server; 0 takes a free one, if there is one node.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help=f"Workers of this node; else one for each GPU, or {gpus.CPU_WORKERS} where there is none.",
+)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, or one GPU: cuda:0.")
+@click.option(
+    "--plan", "plan_path", type=click.Path(path_type=Path), help="The plan, a TOML file (node 0's)."
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Folder for logs and results; else runs/ and the time of the start.",
+)
+@click.option("--insecure", is_flag=True, help="Go without keys on a network where everybody is trusted.")
+@click.option(
+    "--join-line",
+    metavar="TEXT",
+    help="How another node is started, for the lines that node 0 prints; NODE stands for its index.",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on from the checkpoints in --run-dir, or of the newest run in it (else in runs/), with its plan.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def launch_command(
+    node: int | None,
+    nodes: int | None,
+    address: str | None,
+    port: int,
+    workers: int | None,
+    device: str,
+    plan_path: Path | None,
+    run_dir: Path | None,
+    insecure: bool,
+    join_line: str | None,
+    resume: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND as each worker of this node, and the servers that they need.
+
+    The global server is a part of node 0, which makes keys for all nodes, and prints the line that starts each other
+    one with its token.
+
+    \b
+        lsgd launch --node 0 -- python train.py
+        srun --ntasks-per-node=1 lsgd launch -- python train.py
+
+    Ctrl-C or SIGTERM stops the run cleanly: the workers make the consensus model and leave; a second one ends all
+    processes at once. If a process fails, the run is stopped in the same way, and its exit code is the launcher's.
+    """  # noqa: D301
+    place = find_place(node, nodes, address, os.environ)
+    devices = gpus.choose(device, workers)
+    if resume:
+        run_dir = find_run(run_dir or Path("runs"), place.node)
+        click.echo(f"[launch] goes on from the checkpoints in {run_dir}")
+    run_dir = (run_dir or Path("runs", time.strftime("%Y%m%d-%H%M%S"))).absolute()
+    if devices.warning:
+        click.echo(f"[launch] {devices.warning}", err=True)
+    click.echo(
+        f"[launch] node {place.node} of {place.nodes}: {len(devices.names)} "
+        f"worker{'s' * (len(devices.names) > 1)} on {', '.join(dict.fromkeys(devices.names))}; "
+        f"logs and results in {run_dir}"
+    )
+    options = f"--nodes {place.nodes} --address {place.address} --port {port}{' --resume' * resume}"
+    join_line = join_line or f"lsgd launch --node NODE {options} -- {shlex.join(command)}"
+    sys.exit(
+        launch(Launch(place, port, devices.names, plan_path, run_dir, command, insecure, join_line, resume))
+    )
+
+
+def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give an operator's command the address of the global server and the keys for it."""
+
+    @click.option(
+        "--connect", default=operate.DEFAULT_ADDRESS, show_default=True, help="Address of the global server."
+    )
+    @click.option(
+        "--token",
+        type=click.Path(path_type=Path),
+        help="File with a token for it; else LSGD_TOKEN, or the user's, where one is needed.",
+    )
+    @click.option("--insecure", is_flag=True, help="Go without keys, where the server does too.")
+    @functools.wraps(command)
+    def connected(connect: str, token: Path | None, insecure: bool, **others: Any) -> Any:
+        return command(connect, link_keys(connect, token, OPERATOR, insecure=insecure), **others)
+
+    return connected
+
+
+@main.command("status")
+@_connect
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/operations.md lists the keys)."
+)
+@click.option(
+    "--watch", is_flag=True, help="Print it again every two seconds, until Ctrl-C or the end of the run."
+)
+def status_command(connect: str, keys: LinkKeys | None, as_json: bool, watch: bool) -> None:
+    """Show a running run: its workers, its rounds, and what it waits for."""
+    while True:
+        status = operate.query(connect, keys)
+        click.echo(json.dumps(status) if as_json else operate.table(status))
+        if not watch or status["state"] == "over":
+            return
+        time.sleep(WATCH_EVERY_S)
+        click.echo()
+
+
+@main.command("set")
+@_connect
+@click.argument("change", metavar="NAME=VALUE")
+def set_command(connect: str, keys: LinkKeys | None, change: str) -> None:
+    """Change a numeric setting of a running run, for all workers from the next global round on.
+
+    Its length (iterations, seconds) changes at once.
+    """
+    name, equals, value = change.partition("=")
+    if not equals:
+        raise click.UsageError(f"write it as NAME=VALUE, not {change!r}")
+    status = operate.change(connect, name, value, keys)
+    click.echo(f"run {status['run']}: {name} = {value}, after {status['count']} iterations")
+
+
+@main.command("stop")
+@_connect
+@click.option("--reason", default="lsgd stop", show_default=True, help="What the run's log says.")
+def stop_command(connect: str, keys: LinkKeys | None, reason: str) -> None:
+    """End a running run: its workers make the consensus model and leave."""
+    status = operate.stop(connect, reason, keys)
+    click.echo(f"run {status['run']} is stopping after {status['count']} iterations: {status['reason']}")
+
+
+@main.command("doctor")
+@_place
+@click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True)
+@click.option(
+    "--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of your model."
+)
+@click.option(
+    "--step-ms", type=click.FloatRange(0.001), default=100.0, show_default=True, help="Time of one iteration."
+)
+def doctor_command(
+    node: int | None, nodes: int | None, address: str | None, port: int, parameters: int, step_ms: float
+) -> None:
+    """Check this machine, and with --nodes and --address on each of several, the network between them.
+
+    Versions, ports both ways, the interface and why it was chosen, clocks, a short test of each link, and a small
+    all-reduce. Ends with the measured bandwidth and the period that it suggests. Exit code 1: something is in the way.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it says more than is of use about names of hosts
+    from lsgd.client.cli.doctor import Doctor  # and with it torch
+
+    place = find_place(node, nodes, address, os.environ)
+    sys.exit(Doctor(place, port, click.echo).examine(parameters, step_ms))
+
+
+@main.command("keygen")
+@click.option(
+    "--keys",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Folder of the keys; else LSGD_KEYS, or lsgd/keys among your settings.",
+)
+@click.option(
+    "--nodes", type=click.IntRange(1), default=2, show_default=True, help="How many nodes get a token."
+)
+def keygen_command(folder: Path | None, nodes: int) -> None:
+    """Make the global server's keys, and a token for each node that may join it.
+
+    Done on node 0, before or while the server runs; what is there already is kept. A token goes to its node as a
+    file (--token) or as the text of LSGD_TOKEN. Whoever has it can join the run, so keep it as you keep a password.
+    To shut a node out, delete its line in the file `allowed`.
+    """
+    names = [node_name(node) for node in range(nodes)]
+    ring = KeyRing.make(folder or default_folder(), [*names, OPERATOR])
+    for name in (*names, OPERATOR):
+        click.echo(f"{name:9} {token_path(name, ring.folder)}")
+    click.echo(
+        f"Copy each node's token to that node, so that nobody else can read it. The global server takes the keys "
+        f"with: --keys {ring.folder}"
+    )
+
+
+@main.command("algorithms")
+@click.argument("name", required=False)
+@click.option(
+    "--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the model."
+)
+@click.option(
+    "--workers", type=click.IntRange(1), default=4, show_default=True, help="Each on a node of its own."
+)
+def algorithms(name: str | None, parameters: int, workers: int) -> None:
+    """List the algorithms with what a worker sends in an iteration, or the settings of one.
+
+    docs/algorithms.md has the formulas, and when to use which.
+    """
+    if name is not None and name not in ALGORITHMS:
+        raise click.UsageError(ALGORITHMS.unknown(name))
+    click.echo(f"{'':28} MB sent an iteration by one of {workers} workers, {parameters:,} parameters")
+    for cls in ALGORITHMS.values() if name is None else [ALGORITHMS[name]]:
+        megabytes = cls().sent_nbytes(parameters, workers) / 1e6
+        click.echo(f"{cls.name:28} {megabytes:10.3f}  {cls.summary}")
+    if name is None:
+        return
+    click.echo()
+    for setting, spec in fields(ALGORITHMS[name]).items():
+        value = json.dumps(spec.default)
+        click.echo(f"  {setting:18} {value:12} {span(spec) or 'any':24} {spec.metadata['meaning']}")
+
+
+@main.group(cls=_Group)
+def config() -> None:
+    """Settings of the plan."""
+
+
+@config.command("show")
+@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan, a TOML file.")
+@plan_options
+def show(plan_path: Path | None, **flags: str | None) -> None:
+    """Print each setting with where its value comes from: flag, variable, file or default."""
+    variable = os.environ.get("LSGD_PLAN")
+    rows = plan.read(plan_path or (Path(variable) if variable else None), os.environ, flags).rows()
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, value, origin in rows:
+        click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")

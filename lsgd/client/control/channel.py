@@ -1,0 +1,328 @@
+"""The worker's connection to its node's local server: one socket, and the one thread that owns it."""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from lsgd.client.control.notices import Notice, is_given
+from lsgd.errors import (
+    ExchangeError,
+    JoinError,
+    LeftOutError,
+    ProtocolError,
+    RunOverError,
+    ServerLostError,
+)
+from lsgd.protocol.messages import (
+    GenerationOver,
+    Heartbeat,
+    Here,
+    LeftOut,
+    Over,
+    Recall,
+    Refused,
+    StatusQuery,
+    Upward,
+    Waiting,
+    Where,
+    decode,
+    encode,
+)
+from lsgd.protocol.sockets import Link, Poller, Wakeup
+
+logger = logging.getLogger("lsgd")
+
+RESEND_S = 1.0
+"""How often an unanswered message is sent again."""
+
+SAY_EVERY_S = 10.0
+"""How often a waiting worker says what it waits for."""
+
+MAX_OUTBOX = 1000
+"""How many messages are kept for a local server that is away; the oldest go first."""
+
+NOTICED_AFTER_S = 3.0
+"""How long a local server is silent before a worker believes the launcher that it has ended."""
+
+_HEARTBEAT_S = 1.0
+_WHERE_S = 2.0
+_RECONNECTING_S = 0.01
+
+
+class Expected:
+    """A message that is to come.
+
+    Attributes:
+        answer: whether a message is the one.
+        answered: the message, once it is there.
+    """
+
+    def __init__(self, answer: Callable[[Any], bool]) -> None:
+        self.answer = answer
+        self.answered: Any = None
+
+
+class Channel:
+    """Sends messages and waits for their answers; safe to use from several threads.
+
+    The thread also tells the servers every second that this process runs, and takes in what they send unasked: that
+    a generation is over, or that this worker is out of the run.
+
+    Args:
+        address: of the local server.
+        incarnation: number of this process.
+        silence_s: a wait during which the servers say nothing at all ends after so long.
+
+    Attributes:
+        global_silence_s: the same for one during which only the local server answers; without an end at first.
+        run: that this worker belongs to; empty before it does.
+    """
+
+    def __init__(self, address: str, incarnation: int, silence_s: float) -> None:
+        self.address = address
+        self.silence_s = silence_s
+        self.global_silence_s = math.inf
+        self.run = ""
+        self._incarnation = incarnation
+        self._heartbeat = b""
+        self._where = b""
+        self._link = Link(address, str(incarnation).encode())
+        self._wakeup = Wakeup()
+        self._outbox: deque[bytes] = deque(maxlen=MAX_OUTBOX)
+        self._changed = threading.Condition()
+        self._expected: list[Expected] = []
+        self._heard_at = 0.0
+        self._global_heard_at = 0.0
+        self._waits_for = ""
+        self._refused: JoinError | None = None
+        self._recalled = False
+        self._over: dict[int, str] = {}
+        self._when_over: Callable[[int], None] | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="lsgd-channel", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Upward | Where | StatusQuery) -> None:
+        """Send without waiting for anything."""
+        self._put(encode(message))
+
+    def _put(self, frame: bytes) -> None:
+        self._outbox.append(frame)
+        self._wakeup.set()
+
+    def expect(self, answer: Callable[[Any], bool]) -> Expected:
+        """Keep the first message to come for which ``answer`` holds, until :meth:`ask` or :meth:`forget` takes it."""
+        expected = Expected(answer)
+        with self._changed:
+            self._expected.append(expected)
+        return expected
+
+    def forget(self, expected: Expected) -> None:
+        """Expect a message no more."""
+        with self._changed:
+            self._expected.remove(expected)
+
+    def recalled(self) -> bool:
+        """Whether the servers have asked, since the last call, for what was granted ahead."""
+        recalled, self._recalled = self._recalled, False
+        return recalled
+
+    def ask(
+        self,
+        message: Upward | Where | StatusQuery,
+        answer: Callable[[Any], bool] | Expected,
+        *,
+        what: str,
+        timeout_s: float | None = None,
+        silence_s: float | None = None,
+        generation: int | None = None,
+    ) -> Any:
+        """Send ``message``, again every second, until a message for which ``answer`` holds comes, and return that.
+
+        Args:
+            message: what to send.
+            answer: whether a message that came is the answer; or what was expected, and may be there already.
+            what: what is waited for, for people.
+            timeout_s: how long at most; None: as long as the servers say that there is something to wait for.
+            silence_s: how long at most while they say nothing, or only that the global one is away; None: the
+                channel's two limits.
+            generation: the wait makes sense only while this generation lasts.
+
+        Raises:
+            JoinError: the servers refuse this worker; LeftOutError: it is in the run no more; RunOverError: it
+                joins too late.
+            ServerLostError: they were silent for ``silence_s``.
+            ExchangeError: the generation is over, or the time is.
+        """
+        frame = encode(message)
+        expected = answer if isinstance(answer, Expected) else self.expect(answer)
+        started_at = sent_at = said_at = time.monotonic()
+        with self._changed:
+            self._heard_at = max(self._heard_at, started_at)
+            self._global_heard_at = max(self._global_heard_at, started_at)
+        try:
+            self._put(frame)
+            while True:
+                with self._changed:
+                    if expected.answered is None:
+                        self._changed.wait(RESEND_S / 4)
+                    if expected.answered is not None:
+                        return expected.answered
+                now = time.monotonic()
+                self._check(now, started_at, what, timeout_s, generation)
+                self._check_silence(now, started_at, what, silence_s)
+                if now - sent_at >= RESEND_S:
+                    self._put(frame)
+                    sent_at = now
+                if now - said_at >= SAY_EVERY_S:
+                    logger.warning("%s for %.0f s: %s", what, now - started_at, self._awaited(now))
+                    said_at = now
+        finally:
+            self.forget(expected)
+
+    def _check(
+        self,
+        now: float,
+        started_at: float,
+        what: str,
+        timeout_s: float | None,
+        generation: int | None,
+    ) -> None:
+        if self._refused is not None:
+            raise self._refused
+        if generation in self._over:
+            raise ExchangeError(f"generation {generation} is over: {self._over[generation]}")
+        if timeout_s is not None and now - started_at > timeout_s:
+            raise ExchangeError(f"{what} for {timeout_s:g} s: {self._waits_for or 'no answer'}")
+
+    def _awaited(self, now: float) -> str:
+        """Return in words what is waited for; what the local server said last counts only while it says something."""
+        if now - self._heard_at > 3 * RESEND_S:
+            return f"the local server at {self.address} has been silent for {now - self._heard_at:.0f} s"
+        return self._waits_for or "no word yet"
+
+    def _check_silence(self, now: float, started_at: float, what: str, silence_s: float | None) -> None:
+        waited = f"{what} for {now - started_at:.0f} s"
+        if self.given_up():
+            raise ServerLostError(f"{waited}, and lsgd launch has given its servers up")
+        if now - self._heard_at > NOTICED_AFTER_S and is_given(self.address, Notice.OVER):
+            raise ServerLostError(f"{waited}, and the local server at {self.address} has ended for good")
+        if now - self._heard_at > (silence_s or self.silence_s):
+            raise ServerLostError(
+                f"{waited}, and the local server at {self.address} has been silent for "
+                f"{now - self._heard_at:.0f} s; start it again: lsgd-server --local --listen {self.address}"
+            )
+        if now - self._global_heard_at > (silence_s or self.global_silence_s):
+            raise ServerLostError(f"{waited}, and {self._waits_for}")
+
+    def given_up(self) -> bool:
+        """Whether the launcher says that no answer will come any more: save what is there, and leave."""
+        return is_given(self.address, Notice.GIVEN_UP)
+
+    def silent_s(self) -> float:
+        """Return for how long the global server has not been heard, in seconds."""
+        return time.monotonic() - self._global_heard_at
+
+    def when_over(self, call: Callable[[int], None] | None) -> None:
+        """From now on call this, in the channel's thread, with the number of each generation that is over."""
+        self._when_over = call
+
+    def generation_over(self, generation: int) -> str:
+        """Return why a generation is over, or an empty text while it lasts as far as is known."""
+        return self._over.get(generation, "")
+
+    def introduce(self, where: Where) -> None:
+        """From now on say every two seconds who this process is: a local server that was started again has to know."""
+        self._where = encode(where)
+
+    def start_heartbeat(self, worker: str) -> None:
+        """From now on tell the servers every second that the process of ``worker`` runs."""
+        self._heartbeat = encode(Heartbeat(worker, self._incarnation))
+
+    def close(self) -> None:
+        """Send what is left and end the thread."""
+        self._closing = True
+        self._wakeup.set()
+        self._thread.join(5.0)
+
+    # -- the thread --------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = Poller(self._link, self._wakeup)
+        beat_at = where_at = 0.0
+        closed_at: float | None = None
+        try:
+            while True:
+                now = time.monotonic()
+                if self._closing and closed_at is None:
+                    closed_at = now
+                if self._heartbeat and now - beat_at >= _HEARTBEAT_S:
+                    self._outbox.append(self._heartbeat)
+                    beat_at = now
+                if self._where and now - where_at >= _WHERE_S:
+                    self._outbox.append(self._where)
+                    where_at = now
+                sent = self._flush()
+                if closed_at is not None and (sent or now - closed_at > 1.0):
+                    return
+                poller.wait(_HEARTBEAT_S / 2 if sent else _RECONNECTING_S)
+                self._wakeup.clear()
+                for frames in self._link.receive():
+                    for frame in frames:
+                        self._take(frame)
+        finally:
+            self._link.close()
+            self._wakeup.close()
+
+    def _flush(self) -> bool:
+        """Send what waits, as one message; return False if the local server is away, and keep it."""
+        batch = list(self._outbox)
+        if batch and not self._link.send(batch):
+            return False
+        for _ in batch:
+            self._outbox.popleft()
+        return True
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            message = decode(frame)
+        except ProtocolError as error:
+            logger.warning("the local server's message is wrong: %s", error)
+            return
+        with self._changed:
+            self._heard_at = time.monotonic()
+            if isinstance(message, LeftOut) and self.run and message.run != self.run:
+                self._waits_for = _other_run(message.run, self.run)
+                return
+            if not isinstance(message, Here) and not (isinstance(message, Waiting) and message.away):
+                self._global_heard_at = self._heard_at
+            if isinstance(message, Waiting):
+                self._waits_for = message.reason
+            elif isinstance(message, Refused):
+                self._refused = self._refused or JoinError(message.reason)  # the first one says why
+            elif isinstance(message, Over):
+                self._refused = self._refused or RunOverError(f"the run is over: {message.reason}")
+            elif isinstance(message, LeftOut):
+                self._refused = self._refused or LeftOutError(message.reason)
+            elif isinstance(message, GenerationOver):
+                if self._over.get(message.generation) != message.reason:
+                    logger.warning("generation %d is over: %s", message.generation, message.reason)
+                self._over[message.generation] = message.reason
+                if self._when_over is not None:
+                    self._when_over(message.generation)
+            elif isinstance(message, Recall):
+                self._recalled = True
+            elif one := next((e for e in self._expected if e.answered is None and e.answer(message)), None):
+                one.answered = message
+            self._changed.notify_all()
+
+
+def _other_run(theirs: str, ours: str) -> str:
+    return (
+        f"the global server has begun another run ({theirs}) and does not know this one ({ours}): it was started "
+        f"without its journal. End it, and start it again with the --journal of run {ours}"
+    )

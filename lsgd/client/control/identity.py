@@ -1,0 +1,114 @@
+"""Who and where this worker is: from our own variables, else torchrun's, else Slurm's."""
+
+import importlib.metadata
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lsgd.algorithms import ALGORITHMS
+from lsgd.codecs import CODECS
+from lsgd.errors import ConfigError
+from lsgd.plan.plan import check_variables
+from lsgd.protocol.sockets import default_local_address
+
+INDEX_VARIABLES = ("LSGD_LOCAL_RANK", "LOCAL_RANK", "SLURM_LOCALID")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A worker's place in the run.
+
+    Args:
+        index: its number on the machine.
+        incarnation: a random number of this process.
+        local_address: of its machine's local server.
+        run_dir: where the launcher wants results, if it started this process.
+        resume: the folder of checkpoints to go on from, if there is one.
+        restarted: it takes the place of a process that died in the same run.
+    """
+
+    index: int
+    incarnation: int
+    local_address: str
+    run_dir: Path | None
+    resume: Path | None = None
+    restarted: bool = False
+
+
+def identify(environ: Mapping[str, str] = os.environ) -> Identity:
+    """Return this process's identity.
+
+    Raises:
+        ConfigError: a variable is not a whole number, is no device, or is an unknown ``LSGD_`` one.
+    """
+    check_variables(environ)
+    run_dir, resume = environ.get("LSGD_RUN_DIR"), environ.get("LSGD_RESUME")
+    return Identity(
+        index=_number(environ, INDEX_VARIABLES),
+        incarnation=secrets.randbits(63),
+        local_address=environ.get("LSGD_LOCAL") or default_local_address(),
+        run_dir=Path(run_dir) if run_dir else None,
+        resume=Path(resume) if resume else None,
+        restarted=bool(environ.get("LSGD_RESTARTED")),
+    )
+
+
+def device(environ: Mapping[str, str] = os.environ) -> torch.device:
+    """Return the device that this worker's model belongs on: ``LSGD_DEVICE``, else the GPU of its number, or the CPU.
+
+    Raises:
+        ConfigError: the variable is no device, or one that torch cannot use here.
+    """
+    return _device(environ.get("LSGD_DEVICE", ""), _number(environ, INDEX_VARIABLES))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that members compare when they join; empty texts for what is not there."""
+    nccl = ""
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {
+        "lsgd": importlib.metadata.version("lsgd"),
+        "torch": torch.__version__.partition("+")[0],
+        "cuda": torch.version.cuda or "",
+        "nccl": nccl,
+        **ALGORITHMS.versions(),
+        **CODECS.versions(),
+    }
+
+
+def gpu_name(device: torch.device) -> str:
+    """Return the unique name of a GPU, or an empty text for another device."""
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+
+
+def _number(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
+    for name in names:
+        if name in environ:
+            if not environ[name].isdecimal():
+                raise ConfigError(f"the variable {name} = {environ[name]!r} is not a whole number from 0")
+            return int(environ[name])
+    return 0
+
+
+def _device(text: str, index: int) -> torch.device:
+    if not text:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return torch.device("cuda", index % count) if count else torch.device("cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise ConfigError(
+            f"the variable LSGD_DEVICE = {text!r} is no device; write cpu, cuda or cuda:0"
+        ) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"LSGD_DEVICE = {text!r}, but torch (built for CUDA {torch.version.cuda}) can use no GPU here"
+        )
+    return device

@@ -1,0 +1,191 @@
+"""How a worker joins a run: it finds its local server, says who it is, and waits to be welcomed."""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+
+from lsgd.client.control.channel import Channel
+from lsgd.client.control.identity import Identity, gpu_name, versions
+from lsgd.client.control.network import Interface, interface_towards
+from lsgd.client.control.notices import Notice, is_given
+from lsgd.errors import ConfigError, ExchangeError, JoinError, RunOverError, ServerLostError
+from lsgd.flat import describe
+from lsgd.plan.plan import Plan
+from lsgd.protocol.messages import PROTOCOL, Here, Join, Leave, Left, Origin, Welcome, Where, worker_name
+from lsgd.protocol.processes import pid_namespace
+from lsgd.protocol.sockets import DEFAULT_PORT
+
+logger = logging.getLogger("lsgd")
+
+FIND_WITHIN_S = 3.5
+"""How long a join looks for the local server, in seconds; to give up takes another one."""
+
+SILENCE_S = 20.0
+"""How long a join waits for a sign of the servers after that, in seconds."""
+
+LEAVE_WITHIN_S = 3.0
+"""How long a worker that leaves waits until the servers know, in seconds."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A worker's place in a run, and its connection to it.
+
+    Args:
+        identity: of this process.
+        device: of its model.
+        channel: to the servers.
+        join: what it told them.
+        welcome: what they answered.
+        plan: the run's settings.
+    """
+
+    identity: Identity
+    device: torch.device
+    channel: Channel
+    join: Join
+    welcome: Welcome
+    plan: Plan
+
+
+def join_run(
+    model: nn.Module, identity: Identity, timeout_s: float, load: Callable[[str, str, str], Origin]
+) -> Membership:
+    """Join the run of this machine's local server; see ``Worker.join`` for what it raises.
+
+    Args:
+        model: the worker's.
+        identity: of this process.
+        timeout_s: longest to wait for the other workers.
+        load: takes over a checkpoint of the worker of this name with a model of this digest and summary, and returns
+            where it is from.
+    """
+    digest, summary = describe(model)
+    device = next(model.parameters()).device
+    channel = Channel(identity.local_address, identity.incarnation, FIND_WITHIN_S)
+    try:
+        here = _find_server(channel, identity)
+        channel.silence_s = SILENCE_S
+        interface = _interface(here.address)
+        worker = worker_name(here.node, identity.index)
+        origin = load(worker, digest, summary)
+        join = Join(
+            protocol=PROTOCOL,
+            worker=worker,
+            incarnation=identity.incarnation,
+            node=here.node,
+            index=identity.index,
+            versions=versions(),
+            model=digest,
+            model_summary=summary,
+            gpu=gpu_name(device),
+            address=interface.address,
+            resumed=origin.iterations,
+            resumed_run=origin.run,
+        )
+        channel.start_heartbeat(join.worker)
+        welcome = _be_welcomed(channel, join, timeout_s)
+        plan = _understood(welcome, join, channel)
+    except RunOverError as error:
+        channel.close()
+        logger.warning("worker %d joins too late, and has nothing to do: %s", identity.index, error)
+        raise
+    except BaseException:
+        channel.close()
+        raise
+    channel.silence_s = channel.global_silence_s = plan.run.server_timeout_s
+    channel.run = welcome.run
+    for warning in welcome.warnings:
+        logger.warning("%s joins with other versions: %s", join.worker, warning)
+    logger.info(
+        "%s joins run %s as rank %d of %d on %s; tensors travel on %s (%s), because %s",
+        *(join.worker, welcome.run, welcome.rank, welcome.world_size, device),
+        *(interface.address, interface.name, interface.reason),
+    )
+    return Membership(identity, device, channel, join, welcome, plan)
+
+
+def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ConfigError if an optimizer has a parameter that is not the model's."""
+    known = {id(p) for p in model.parameters()}
+    for optimizer in optimizers:
+        groups: list[dict[str, Any]] = optimizer.param_groups
+        if any(p.requires_grad and id(p) not in known for group in groups for p in group["params"]):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has a parameter that is not the model's, so that it would not be "
+                f"exchanged; pass the whole model, and make the optimizer after model.to(...)"
+            )
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is at the time: a progress bar puts itself in its place while it is shown."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        pass
+
+
+def log_to_stderr() -> None:
+    """Show what lsgd says even where the program has set up no logging."""
+    if logger.handlers or logging.getLogger().handlers:
+        return
+    handler = _Stderr()
+    handler.setFormatter(logging.Formatter("lsgd: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def _find_server(channel: Channel, identity: Identity) -> Here:
+    where = Where(PROTOCOL, identity.incarnation, os.getpid(), pid_namespace())
+    try:
+        here: Here = channel.ask(where, lambda m: isinstance(m, Here), what="looking for the local server")
+    except ServerLostError:
+        if is_given(channel.address, Notice.OVER):
+            raise RunOverError("the run is over: its servers on this machine have ended") from None
+        raise JoinError(
+            f"no local server answers at {channel.address}; start one on this machine: lsgd-server --local --node N "
+            f"--connect tcp://GLOBAL-SERVER:{DEFAULT_PORT} (and, once, the global one: lsgd-server --global); "
+            f"LSGD_LOCAL names another address"
+        ) from None
+    channel.introduce(where)
+    return here
+
+
+def _be_welcomed(channel: Channel, join: Join, timeout_s: float) -> Welcome:
+    what = f"{join.worker} waits to join"
+    try:
+        welcome: Welcome = channel.ask(join, lambda m: isinstance(m, Welcome), what=what, timeout_s=timeout_s)
+    except (ServerLostError, ExchangeError) as error:
+        if is_given(channel.address, Notice.OVER):
+            raise RunOverError(f"the run is over: {error}") from None
+        raise JoinError(str(error)) from None
+    return welcome
+
+
+def _understood(welcome: Welcome, join: Join, channel: Channel) -> Plan:
+    """Return the plan; a worker that lacks its algorithm or codec leaves at once, so that nobody waits for it."""
+    try:
+        return Plan.from_json(welcome.plan)
+    except ConfigError as error:
+        leave = Leave(join.worker, join.incarnation, 0, True, str(error))
+        with contextlib.suppress(ExchangeError, JoinError, ServerLostError):
+            channel.ask(leave, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S)
+        raise JoinError(f"{join.worker} cannot take part: {error}") from None
+
+
+def _interface(global_address: str) -> Interface:
+    """Return the interface towards the global server; the loopback one if that is on this machine for sure."""
+    if not global_address.startswith("tcp://"):
+        return Interface("127.0.0.1", "lo", "the global server is on this machine")
+    return interface_towards(global_address.removeprefix("tcp://").rpartition(":")[0].strip("[]"))

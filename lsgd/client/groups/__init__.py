@@ -1,0 +1,1 @@
+"""Process groups on torch.distributed, built anew for each generation."""

@@ -1,0 +1,154 @@
+"""Process groups over Gloo whose members have proved to each other who they are.
+
+Gloo takes whoever connects first, and says a small number, for a member. So with its address each member publishes a
+nonce in the store, which strangers cannot read; and when all are connected, each sends to each other one, over the
+connection that they have, what only those can compute who have read both nonces. Nothing else is sent before that.
+"""
+
+import datetime
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
+
+from lsgd.client.groups.connections import Endpoint, Forming, Wires, endpoint
+from lsgd.collectives.pipeline import UNDER_WAY
+
+Meeting = TCPStore
+"""A key-value store of one process that others connect to, where there is no global server: for ``lsgd doctor``."""
+
+NONCE_NBYTES = 16
+PROOF_NBYTES = 32
+
+
+def gloo_group(
+    store: Store, name: str, rank: int, names: Sequence[str], address: str, timeout_s: float, wires: Wires
+) -> dist.ProcessGroup:
+    """Return a process group over Gloo on the interface of ``address``; its members meet in ``store`` by its name.
+
+    Args:
+        store: where they meet; who can read it can take a member's place.
+        name: of the group, unique in the store.
+        rank: of this member.
+        names: of all members, in order, for errors.
+        address: of this machine, that the group's connections are made to.
+        timeout_s: deadline of what the group does.
+        wires: takes note of the connections.
+
+    Raises:
+        ConnectionAbortedError: the wires were cut.
+        RuntimeError: a member did not come, or another process has taken its place.
+    """
+    introductions = Introductions(store, name, rank)
+    group = dist.ProcessGroup(introductions, rank, len(names))
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    options._threads = UNDER_WAY  # each carries one collective
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    gloo = wires.form(
+        introductions.forming, lambda: ProcessGroupGloo(introductions, rank, len(names), options)
+    )
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    _prove(group, introductions.nonces, rank, names)
+    return group
+
+
+class Introductions(Store):
+    """What the members of a Gloo group publish of themselves, through another store: an address, and with it a nonce.
+
+    Args:
+        store: the other store.
+        name: of the group: its keys begin so.
+        rank: of this member.
+
+    Attributes:
+        nonces: of the members, by rank.
+        forming: their addresses.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int) -> None:
+        super().__init__()
+        self._store = store
+        self._name = name
+        self._rank = rank
+        self.nonces = {rank: secrets.token_bytes(NONCE_NBYTES)}
+        self.forming = Forming()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Publish this member's address."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.forming.own, self.forming.numbers = listens_on(data)
+        self._store.set(f"{self._name}/{key}", self.nonces[self._rank] + data)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """Return a member's address, waiting for it."""
+        data = self._store.get(f"{self._name}/{key}")
+        nonce, address = data[:NONCE_NBYTES], data[NONCE_NBYTES:]
+        rank = int(key.rpartition("/")[2])
+        if rank != self._rank:
+            self.nonces[rank] = nonce
+            self.forming.peers.add(listens_on(address)[0])
+        return address
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Wait until all ``keys`` are there."""
+        for key in keys:
+            self._store.get(f"{self._name}/{key}")
+
+
+def listens_on(published: bytes) -> tuple[Endpoint, Sequence[int]]:
+    """Return where a member's Gloo listens, and the number that each other member says there first, by its rank.
+
+    Gloo publishes: length and text of the host's name, length and bytes of a C structure that begins with a
+    ``sockaddr_storage``, and the numbers, all in the machine's own order of bytes.
+
+    Raises:
+        RuntimeError: this release of Gloo publishes something else.
+    """
+    try:
+        (length,) = struct.unpack_from("=Q", published)
+        (size,) = struct.unpack_from("=Q", published, 8 + length)
+        address = published[16 + length :]
+        if len(address) < size:
+            raise ValueError("it ends too early")
+        return endpoint(address[:size]), [number for (number,) in struct.iter_unpack("=q", address[size:])]
+    except (struct.error, ValueError, OverflowError) as error:
+        raise RuntimeError(
+            f"Gloo of torch {torch.__version__} publishes an address in a form that is not known here: {error}"
+        ) from None
+
+
+def proof(nonces: Mapping[int, bytes], sender: int, receiver: int) -> bytes:
+    """Return what shows ``receiver`` that ``sender`` has read both nonces: new for each group, and for each way."""
+    return hashlib.blake2b(
+        nonces[sender] + nonces[receiver] + struct.pack("=qq", sender, receiver), digest_size=PROOF_NBYTES
+    ).digest()
+
+
+def _prove(group: dist.ProcessGroup, nonces: Mapping[int, bytes], rank: int, names: Sequence[str]) -> None:
+    """Prove to each other member who this one is, and have it do the same."""
+    others = [r for r in range(len(names)) if r != rank]
+    received = {r: torch.empty(PROOF_NBYTES, dtype=torch.uint8) for r in others}
+    receiving = {r: group.recv([received[r]], r, 0) for r in others}
+    own = {r: torch.frombuffer(bytearray(proof(nonces, rank, r)), dtype=torch.uint8) for r in others}
+    sending = [group.send([own[r]], r, 0) for r in others]
+    for r in others:
+        try:
+            receiving[r].wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{names[r]} has not proved that it is at the other end: {str(error).splitlines()[0]}"
+            ) from None
+        if not hmac.compare_digest(bytes(received[r].tolist()), proof(nonces, r, rank)):
+            raise RuntimeError(
+                f"another process has taken the place of {names[r]}: its proof is wrong; let only the run's machines "
+                f"reach each other's ports (docs/security.md)"
+            )
+    for work in sending:
+        work.wait()

@@ -1,0 +1,90 @@
+"""The key-value store through which the members of a generation find each other, in the global server."""
+
+import datetime
+import time
+
+from torch._C._distributed_c10d import Store
+
+from lsgd.client.control.channel import Channel, Expected
+from lsgd.errors import ExchangeError
+from lsgd.protocol.messages import Get, Put, Value
+
+REPUBLISH_S = 3.0
+"""How often a member publishes its own values again while it waits for others', in seconds."""
+
+_ENDED = object()
+
+
+class ServerStore(Store):
+    """A key-value store that lives in the global server, for one generation.
+
+    torch's process groups find their members' addresses through it. It needs no port of its own, and a wait in it
+    ends as soon as the generation does. A key has one value: what was read once is not asked for again.
+    """
+
+    def __init__(
+        self, channel: Channel, worker: str, incarnation: int, generation: int, timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._channel = channel
+        self._identity = (worker, incarnation, generation)
+        self._generation = generation
+        self._timeout_s = timeout_s
+        self._own: dict[str, bytes] = {}
+        self._read: dict[str, bytes] = {}
+        self._awaited: set[Expected] = set()
+        self._ended = False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Publish ``value``; waits until the server has it."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._own[key] = data
+        self._channel.send(Put(*self._identity, key, data))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of ``key``, waiting for it."""
+        if (known := self._own.get(key, self._read.get(key))) is not None:
+            return known
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            for own, data in self._own.items():  # a server that was started again has forgotten them
+                self._channel.send(Put(*self._identity, own, data))
+            left_s = deadline - time.monotonic()
+            try:
+                return self._read.setdefault(key, self._ask(key, min(REPUBLISH_S, left_s)))
+            except ExchangeError:
+                if left_s > REPUBLISH_S and not self._channel.generation_over(self._generation):
+                    continue
+                raise
+
+    def _ask(self, key: str, timeout_s: float) -> bytes:
+        expected = self._channel.expect(
+            lambda m: isinstance(m, Value) and m.generation == self._generation and m.key == key
+        )
+        self._awaited.add(expected)
+        try:
+            if self._ended:
+                expected.answered = _ENDED
+            answer = self._channel.ask(
+                Get(*self._identity, key),
+                expected,
+                what="waiting for a member's address",
+                timeout_s=timeout_s,
+                generation=self._generation,
+            )
+        finally:
+            self._awaited.discard(expected)
+        if answer is _ENDED:
+            raise ConnectionAbortedError("its generation was over before a member's address was there")
+        return bytes(answer.value)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Wait until all ``keys`` are there."""
+        for key in keys:
+            self.get(key)
+
+    def end(self) -> None:
+        """Make every wait for a value fail, within a quarter of a second; may be called by another thread."""
+        self._ended = True
+        for expected in tuple(self._awaited):
+            expected.answered = _ENDED

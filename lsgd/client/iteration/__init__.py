@@ -1,0 +1,1 @@
+"""An iteration of a worker: its turn, its round, its gradients."""

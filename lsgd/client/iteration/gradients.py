@@ -1,0 +1,253 @@
+"""Exchanges gradients while the backward pass computes them."""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lsgd.algorithms.base import all_finite
+from lsgd.algorithms.gradient import GradientAlgorithm
+from lsgd.collectives.group import Group
+from lsgd.errors import DetachedError, LsgdError
+from lsgd.flat import FlatParameters, Slot
+from lsgd.protocol.messages import Round
+
+
+@dataclass
+class _Pass:
+    """One backward pass whose gradients are exchanged."""
+
+    group: Group
+    round: Round
+    missing: list[int]  # by bucket: parameters whose gradient is not there yet
+    ready: set[int] = field(default_factory=set)  # slots whose gradient is there
+    launched: int = 0  # buckets that were handed to the thread; always in order
+
+
+class _Lane:
+    """A thread that exchanges buckets in order, on a CUDA stream of its own where there is one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], torch.cuda.Event | None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._done = threading.Semaphore(0)
+        self._error: BaseException | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        threading.Thread(target=self._serve, name="lsgd-gradients", daemon=True).start()
+
+    def start(self, call: Callable[[], None]) -> None:
+        """Run ``call`` after those started before it, and after what the current stream has been given so far."""
+        ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
+        self._calls.put((call, ready))
+
+    def finish(self) -> None:
+        """Wait for all calls; raise what the first that failed has raised (those after it were not made)."""
+        self._calls.put(None)
+        self._done.acquire()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _serve(self) -> None:
+        while True:
+            item = self._calls.get()
+            if item is None:
+                self._done.release()
+                continue
+            call, ready = item
+            if self._error is not None:
+                continue
+            try:
+                with torch.no_grad(), torch.cuda.stream(self._stream):  # does nothing with None
+                    if self._stream is not None and ready is not None:
+                        self._stream.wait_event(ready)
+                    call()
+            except BaseException as error:
+                self._error = error
+
+
+class GradientExchange:
+    """Replaces the gradients of one backward pass an iteration by what the members agree on, bucket by bucket.
+
+    A bucket leaves as soon as the gradients in it are there, and while the backward pass goes on; the pass ends when
+    all have come back, so that unscaling, clipping and the optimizer see the exchanged gradients. A parameter that
+    took no part in the pass counts as zero. Passes inside :attr:`muted` only add to the gradients.
+
+    Args:
+        flat: the model's parameters; the gradients live in buffers of the same layout from the first pass on.
+        algorithm: what to do with a bucket.
+        complete: called at the end of the pass, to wait for the exchange and to mend a failed one.
+    """
+
+    def __init__(
+        self, flat: FlatParameters, algorithm: GradientAlgorithm, complete: Callable[[], None]
+    ) -> None:
+        self.muted = False
+        self.spoilt = False  # what was exchanged last is not finite
+        self._algorithm = algorithm
+        self._complete = complete
+        self._slots = flat.slots
+        self._gradients = [torch.zeros_like(x) for x in flat.buffers]
+        self._windows = flat.windows(self._gradients)
+        self._padding = [_padding(flat, index) for index in range(len(flat.buffers))]
+        self._buckets = algorithm.buckets(self._gradients)
+        self._in_buckets = [self._overlap(slot) for slot in flat.slots]
+        self._lanes = _Lane(flat.buffers[0].device)
+        self._armed: tuple[Group, Round] | None = None
+        self._pass: _Pass | None = None
+        self._used = False  # the iteration's exchange has begun
+        self._hooks = [
+            slot.parameter.register_post_accumulate_grad_hook(self._hook(index, slot))  # type: ignore[no-untyped-call]
+            for index, slot in enumerate(flat.slots)
+        ]
+
+    def arm(self, group: Group, round: Round) -> None:
+        """Let the next backward pass exchange its gradients, as ``round`` of ``group``."""
+        self._armed, self._used = (group, round), False
+
+    def disarm(self) -> None:
+        """Exchange nothing until the next :meth:`arm`."""
+        self._armed = None
+
+    def wait(self) -> None:
+        """Wait for the exchange that is under way and put its results in the place of the gradients.
+
+        Raises:
+            ExchangeError: it failed; the gradients are those that this worker computed.
+        """
+        self._lanes.finish()
+        self._finish()
+
+    def again(self, group: Group, round: Round) -> None:
+        """Exchange the gradients of the pass that failed in another group, and wait.
+
+        Raises:
+            ExchangeError: it failed too.
+        """
+        self._settle_all()  # another phase's algorithm may have to make up for a pass of the last one's
+        for index, bucket in enumerate(self._buckets):
+            self._algorithm.exchange_bucket(bucket, index, group, round)
+        self._algorithm.complete()
+        self._finish()
+
+    def _finish(self) -> None:
+        self._algorithm.finish()
+        self.spoilt = not all_finite(self._gradients)  # all members have the same bits, and find the same
+        # In 8 bits, padding gets what its block decodes to: NaN if one number is NaN, which would stay for ever.
+        for gradient, padding in zip(self._gradients, self._padding, strict=True):
+            gradient.index_fill_(0, padding, 0.0)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients, so that the optimizer's step changes nothing."""
+        self.spoilt = False
+        for slot in self._slots:
+            slot.parameter.grad = None
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _overlap(self, slot: Slot) -> list[int]:
+        """Return the indices of the buckets that hold a part of a parameter's gradient."""
+        start = self._gradients[slot.buffer].data_ptr() + slot.offset * slot.parameter.element_size()
+        end = start + slot.numel * slot.parameter.element_size()
+        return [
+            index
+            for index, bucket in enumerate(self._buckets)
+            if bucket.data_ptr() < end and start < bucket.data_ptr() + bucket.nbytes
+        ]
+
+    def _hook(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
+        def on_gradient(parameter: Tensor) -> None:
+            self._settle(index, slot.parameter, slot.name)
+            if self.muted or self._armed is None:
+                return
+            if self._pass is None:
+                self._begin()
+            self._mark(index)
+
+        return on_gradient
+
+    def _settle(self, index: int, parameter: nn.Parameter, name: str) -> None:
+        """Move a parameter's gradient to its window."""
+        gradient, window = parameter.grad, self._windows[index]
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise DetachedError(
+                f"the gradient of {name} is sparse; {type(self._algorithm).__name__} exchanges dense ones "
+                f"(nn.Embedding: sparse=False), or choose an algorithm that exchanges models, such as leader"
+            )
+        if gradient.data_ptr() != window.data_ptr():
+            window.copy_(gradient)
+            parameter.grad = window
+
+    def _begin(self) -> None:
+        if self._used:
+            raise LsgdError(
+                "a second backward pass in an iteration whose gradients were exchanged already; wrap all but the "
+                "last one in `with worker.no_sync():`"
+            )
+        assert self._armed is not None
+        self._used = True
+        missing = [0] * len(self._buckets)
+        for overlapped in self._in_buckets:
+            for bucket in overlapped:
+                missing[bucket] += 1
+        self._pass = _Pass(*self._armed, missing)
+        # Called by autograd when this backward pass has computed everything, as DistributedDataParallel does.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _mark(self, index: int) -> None:
+        """Note that a gradient is there, and launch the buckets that are complete; always in the same order."""
+        current = self._pass
+        assert current is not None
+        if index in current.ready:
+            return
+        current.ready.add(index)
+        for bucket in self._in_buckets[index]:
+            current.missing[bucket] -= 1
+        while current.launched < len(self._buckets) and not current.missing[current.launched]:
+            self._launch(current, current.launched)
+            current.launched += 1
+
+    def _launch(self, current: _Pass, index: int) -> None:
+        bucket, group, round = self._buckets[index], current.group, current.round
+        self._lanes.start(lambda: self._algorithm.exchange_bucket(bucket, index, group, round))
+        if index == len(self._buckets) - 1:
+            self._lanes.start(self._algorithm.complete)
+
+    def _end(self) -> None:
+        """Launch what is left at the end of the pass, and see the exchange through."""
+        current = self._pass
+        assert current is not None
+        self._settle_all()
+        for index in range(len(self._slots)):
+            self._mark(index)
+        self._pass = None
+        self._complete()
+
+    def _settle_all(self) -> None:
+        """Have the gradient of every parameter in its window, zero where there is none."""
+        for index, slot in enumerate(self._slots):
+            if slot.parameter.grad is None:
+                self._windows[index].zero_()
+                slot.parameter.grad = self._windows[index]
+            else:
+                self._settle(index, slot.parameter, slot.name)
+
+
+def _padding(flat: FlatParameters, buffer: int) -> Tensor:
+    """Return the indices of the elements of a flat buffer that belong to no parameter."""
+    free = torch.ones(flat.buffers[buffer].numel(), dtype=torch.bool, device=flat.buffers[buffer].device)
+    for slot in flat.slots:
+        if slot.buffer == buffer:
+            free[slot.offset : slot.offset + slot.numel] = False
+    return free.nonzero().view(-1)

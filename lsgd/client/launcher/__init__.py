@@ -1,0 +1,1 @@
+"""`lsgd launch`: a node's processes, started, shown and ended as one."""

@@ -1,0 +1,110 @@
+"""The guard: a small process that outlives the launcher, and ends what a launcher that was killed leaves behind."""
+
+import os
+import shutil
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+
+class Guard:
+    """Knows the process groups that are alive; when the launcher is gone, it kills them and deletes ``folder``.
+
+    A signal on the death of the parent (``PR_SET_PDEATHSIG``) would reach the children only, not what a worker
+    started itself. To be made while the launcher has one thread; one that takes its place uses no lock of another's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._groups: set[int] = set()
+        self._pid: int | None = None
+        self._writing = -1
+        self._begin()
+
+    def _begin(self) -> None:
+        reading, writing = os.pipe()
+        try:
+            self._pid = os.fork()
+        except OSError:
+            os.close(reading)
+            os.close(writing)
+            raise
+        if self._pid == 0:
+            os.close(writing)
+            _watch(reading, self._folder, self._groups)
+        os.close(reading)
+        self._writing = writing
+
+    def renew(self) -> str:
+        """Begin another one if it is gone; return what there is to say, if anything."""
+        if self._pid is not None:
+            if os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+                return ""
+            self._pid = None
+            os.close(self._writing)
+            self._writing = -1
+            was_said = False
+        else:
+            was_said = True
+        try:
+            self._begin()
+        except OSError as error:
+            trouble = (
+                f"the process that guards the others was killed, and no other can be made: {error.strerror}"
+            )
+            return "" if was_said else trouble
+        return "the process that guards the others was killed; another one has taken its place"
+
+    def add_self(self) -> None:
+        """Add the group that the calling process leads. Called by each child before it runs its command."""
+        with suppress(
+            OSError
+        ):  # it has just been killed: the one that takes its place is told by the launcher
+            os.write(self._writing, b"%d\n" % os.getpid())
+
+    def add(self, group: int) -> None:
+        """Note a group that has added itself, for the guard that may take this one's place."""
+        self._groups.add(group)
+
+    def remove(self, group: int) -> None:
+        """Forget a group that has ended, whose number may be used again."""
+        self._groups.discard(group)
+        if self._pid is not None:
+            with suppress(OSError):
+                os.write(self._writing, b"%d\n" % -group)
+
+    def close(self) -> None:
+        """Have it clean up, and wait for that."""
+        if self._pid is not None:
+            os.close(self._writing)
+            os.waitpid(self._pid, 0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _watch(reading: int, folder: Path, alive: Iterable[int]) -> NoReturn:
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.set_wakeup_fd(-1)
+        for name in os.listdir(
+            "/proc/self/fd"
+        ):  # what the launcher holds is not to be held by this process too
+            if int(name) > 2 and int(name) != reading:
+                with suppress(OSError):
+                    os.close(int(name))
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):  # whoever reads the launcher's output is not to wait for the guard
+            os.dup2(nowhere, standard)
+        groups = set(alive)
+        with os.fdopen(reading) as lines:
+            for line in lines:
+                (groups.add if int(line) > 0 else groups.discard)(abs(int(line)))
+        for group in groups:
+            with suppress(OSError):
+                os.killpg(group, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os._exit(0)

@@ -1,0 +1,282 @@
+"""``lsgd launch``: everything that one node runs, started, shown and ended as one.
+
+Node 0 runs the global server. Every node runs a local server and its workers, which are told who they are by
+variables: ``LSGD_LOCAL`` (the local server's address), ``LSGD_NODE``, ``LSGD_LOCAL_RANK``, ``LSGD_DEVICE``,
+``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a run that goes on.
+"""
+
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lsgd.client.checkpoint.run_folder import CHECKPOINTS, claimed, runs
+from lsgd.client.launcher.place import Place, claim_port, resolve
+from lsgd.client.launcher.process import Command
+from lsgd.client.launcher.screen import LAUNCHER
+from lsgd.client.launcher.supervise import Supervisor
+from lsgd.errors import ConfigError
+from lsgd.plan import plan
+from lsgd.protocol.descriptors import raise_descriptor_limit
+from lsgd.protocol.keys import (
+    OPERATOR,
+    TOKEN_VARIABLE,
+    KeyRing,
+    default_folder,
+    is_local,
+    link_keys,
+    node_name,
+    token_path,
+)
+from lsgd.protocol.messages import worker_name
+
+TOKEN_WITHIN_S = 60.0
+"""How long a node waits for node 0 to make its token, in a folder that they share."""
+
+_SERVER = (sys.executable, "-P", "-m", "lsgd.server")
+RESTARTS = 5
+"""How many times a process that a signal killed is started again, within ten minutes."""
+
+JOURNAL = "journal.sqlite"
+"""The global server's, in the run folder."""
+
+_SOCKET_NAME = "local"
+_MAX_SOCKET_PATH_NBYTES = 107
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one node runs.
+
+    Args:
+        place: which node this is.
+        port: TCP port of the global server; 0 for any that is free, if there is one node.
+        devices: device of each worker.
+        plan_path: the plan, a TOML file, or None; node 0's counts.
+        run_dir: folder for the logs, the plan as used, and what the workers save.
+        command: what each worker runs.
+        insecure: go without keys on a network where everybody is trusted.
+        join_line: how another node is started, for people; NODE stands for its index.
+        resume: go on from the checkpoints in ``run_dir``, with the plan there unless another is given.
+    """
+
+    place: Place
+    port: int
+    devices: tuple[str, ...]
+    plan_path: Path | None
+    run_dir: Path
+    command: tuple[str, ...]
+    insecure: bool = False
+    join_line: str = ""
+    resume: bool = False
+
+
+def launch(settings: Launch) -> int:
+    """Run the servers and workers of this node until they have ended; return the exit status.
+
+    Raises:
+        ConfigError: an address, the port, the plan, the run folder or the command cannot be used.
+    """
+    raise_descriptor_limit()
+    place = settings.place
+    environ = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not shutil.which(settings.command[0], path=environ["PATH"]):
+        raise ConfigError(f"the command {settings.command[0]!r} is not found, or is not a program")
+    network = _network_address(place, settings.port)
+    if place.node == 0 and not settings.resume and runs(settings.run_dir / CHECKPOINTS):
+        raise ConfigError(
+            f"{settings.run_dir} has the checkpoints of an earlier run: go on from them with --resume (RESUME=1), or "
+            f"name another folder with --run-dir (RUN_NAME)"
+        )
+    keys, token, lines = _access(settings, network)
+    servers = {"global": [*_global_arguments(settings, network), *keys]} if place.node == 0 else {}
+    with claimed(settings.run_dir, place.node):
+        if place.node == 0:
+            for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
+                old.unlink()
+        _show_tokens(lines, settings.run_dir)
+        return _supervise(settings, network, servers, environ, token)
+
+
+def _supervise(
+    settings: Launch, network: str, servers: dict[str, list[str]], environ: dict[str, str], token: str
+) -> int:
+    """Run these servers, the local one, and the workers until they have ended; return the exit status."""
+    place = settings.place
+    folder = _socket_folder()
+    local = f"ipc://{folder / _SOCKET_NAME}"
+    servers[f"node{place.node}"] = [
+        *("--local", "--node", str(place.node)),
+        *("--listen", local, "--connect", network, *["--insecure"] * settings.insecure),
+    ]
+    variables = environ | ({TOKEN_VARIABLE: token} if token else {})
+    commands = [
+        Command(
+            name,
+            [*_SERVER, *arguments],
+            variables,
+            _log(settings, name),
+            is_server=True,
+            restarts=RESTARTS,
+            appends=settings.resume,
+            holds_signals=True,
+            more_again=["--continue"] if name == "global" else [],
+        )
+        for name, arguments in servers.items()
+    ]
+    environ.pop(TOKEN_VARIABLE, None)  # no business of the training script's
+    commands += _workers(settings, local, environ)
+    linger = place.node == 0 and place.nodes > 1
+    return Supervisor(commands, stops_run=commands[0].name, linger=linger, folder=folder, local=local).run()
+
+
+def _network_address(place: Place, port: int) -> str:
+    """Return where the global server listens; on node 0 after a look that it can."""
+    if port == 0 and place.nodes > 1:
+        raise ConfigError("port 0 (any that is free) is for one node; with more, all have to know the port")
+    ip = resolve(place.address, place.nodes)
+    if place.node == 0:
+        port = claim_port(ip, port)
+    return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
+
+
+def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
+    """Return the global server's arguments about keys, and this node's token; empty where no keys are needed.
+
+    Node 0 makes keys for all nodes, and returns the lines that start the others with theirs. Another node waits
+    for its token to be there, if node 0 has not made it yet and they share their settings' folder.
+    """
+    place = settings.place
+    if settings.insecure:
+        return ["--insecure"], "", []
+    if is_local(network):
+        return [], "", []
+    folder, name = default_folder(), node_name(place.node)
+    if place.node == 0:
+        ring = KeyRing.make(folder, [*map(node_name, range(place.nodes)), OPERATOR])
+        lines = [
+            f"node {node} joins with: {TOKEN_VARIABLE}={ring.token(node_name(node))} "
+            f"{settings.join_line.replace('NODE', str(node))}"
+            for node in range(1, place.nodes)
+        ]
+        return ["--keys", str(folder)], ring.token(name), lines
+    if token := os.environ.get(TOKEN_VARIABLE):
+        link_keys(network, None, name, insecure=False)
+        return [], token, []
+    path = token_path(name)
+    deadline_s = time.monotonic() + TOKEN_WITHIN_S
+    if not path.exists():
+        print(
+            f"[launch] this node needs a token; node 0 prints the line to start it with. Waits {TOKEN_WITHIN_S:g} s "
+            f"for {path}, in case that the nodes share this folder",
+            flush=True,
+        )
+    while not path.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    link_keys(network, None, name, insecure=False)
+    return [], path.read_text(encoding="ascii").strip(), []
+
+
+def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
+    """Say how the other nodes are started; in a file of this user's alone, if standard output is one that is not."""
+    if not lines:
+        return
+    output = os.fstat(sys.stdout.fileno())
+    if not (stat.S_ISREG(output.st_mode) and output.st_mode & 0o077):
+        print(*(f"{LAUNCHER}{line}" for line in lines), sep="\n", flush=True)
+        return
+    path = run_dir / "join.txt"
+    with suppress(FileNotFoundError):
+        path.unlink()
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+    except OSError as error:
+        where = f"of {default_folder()}, since {path} cannot be written: {error.strerror}"
+    else:
+        where = f"in {path}"
+    print(
+        f"{LAUNCHER}others can read this output: the tokens that the other nodes join with are not here, but {where}",
+        flush=True,
+    )
+
+
+def _global_arguments(settings: Launch, network: str) -> list[str]:
+    """Return the arguments of the global server; the number of workers is ours, unless the plan has one."""
+    variable = os.environ.get("LSGD_PLAN")
+    path = settings.plan_path or (Path(variable) if variable else None)
+    used = settings.run_dir / "plan.toml"
+    goes_on = path is None and settings.resume and used.exists()
+    if goes_on:
+        path = used
+    arguments = ["--global", "--listen", network, "--save-plan", str(used)]
+    arguments += ["--journal", str(settings.run_dir / JOURNAL)]
+    if path:
+        arguments += ["--plan", str(path)]
+    wanted = plan.read(path, os.environ, {}).origins.get("workers", "")
+    if not wanted or (
+        goes_on and wanted == f"the plan {path}"
+    ):  # that of the run before had as many as it had
+        arguments += ["--workers", str(settings.place.nodes * len(settings.devices))]
+    return arguments
+
+
+def _socket_folder() -> Path:
+    """Return a new folder that only this user can enter, with a name short enough for a socket in it."""
+    base = tempfile.gettempdir()
+    if len(os.fsencode(f"{base}/lsgd-12345678/{_SOCKET_NAME}")) > _MAX_SOCKET_PATH_NBYTES:
+        base = "/tmp"
+    try:
+        return Path(tempfile.mkdtemp(prefix="lsgd-", dir=base))
+    except OSError as error:
+        raise ConfigError(
+            f"no folder for the sockets of this node can be made in {base}: {error.strerror}; free space there, or "
+            f"name another folder with TMPDIR"
+        ) from None
+
+
+def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[Command]:
+    node = settings.place.node
+    threads = max(1, len(os.sched_getaffinity(0)) // len(settings.devices))
+    commands = []
+    for index, device in enumerate(settings.devices):
+        own = {
+            "LSGD_LOCAL": local,
+            "LSGD_NODE": str(node),
+            "LSGD_LOCAL_RANK": str(index),
+            "LSGD_DEVICE": device,
+            "LSGD_RUN_DIR": str(settings.run_dir),
+        }
+        if settings.resume:
+            own["LSGD_RESUME"] = str(settings.run_dir / CHECKPOINTS)
+        name = worker_name(node, index)
+        variables = {**environ, **own}
+        variables["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(threads)
+        first = node == index == 0
+        commands.append(
+            Command(
+                name,
+                settings.command,
+                variables,
+                _log(settings, name),
+                on_terminal=first,
+                restarts=RESTARTS,
+                appends=settings.resume,
+                checkpoints=settings.run_dir / CHECKPOINTS,
+            )
+        )
+    return commands
+
+
+def _log(settings: Launch, name: str) -> Path:
+    return settings.run_dir / f"{name.replace('/', '-')}.log"

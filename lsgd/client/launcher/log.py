@@ -1,0 +1,80 @@
+"""The log of a process: a file that may fail at any time, which costs lines and nothing else."""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+SAY_EVERY_S = 60.0
+"""How often the trouble of one log is told at most."""
+
+
+class Log:
+    """Lines in a file. Those that cannot be written are counted; each new line is another try.
+
+    Args:
+        path: of the file.
+        again: append to what is there.
+        say: shows a line to people.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None], *, again: bool) -> None:
+        self._path = path
+        self._say = say
+        self._flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if again else os.O_TRUNC)
+        self._descriptor: int | None = None
+        self._lost = 0
+        self._why = ""
+        self._said_at: float | None = None
+        self._is_said = False
+        with suppress(OSError):  # the first line says so
+            self._open()
+
+    def line(self, text: str) -> None:
+        """Append a line, after one that tells how many are missing, if any are."""
+        missing = f"... {self._lost} lines are missing here: {self._why}\n" if self._lost else ""
+        try:
+            self._append(f"{missing}{text}\n".encode(errors="replace"))
+        except OSError as error:
+            self._lose(error)
+            return
+        if self._is_said:
+            self._say(f"the log {self._path} is written again; {self._lost} lines are missing in it")
+        self._lost, self._is_said = 0, False
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._is_said:
+            self._say(f"the last {self._lost} lines are missing in the log {self._path}: {self._why}")
+        if self._descriptor is not None:
+            with suppress(OSError):  # NFS and quotas may tell only now
+                os.close(self._descriptor)
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, self._flags, 0o666)
+        return self._descriptor
+
+    def _append(self, data: bytes) -> None:
+        """Append all of this or nothing."""
+        descriptor = self._open()
+        length = os.fstat(descriptor).st_size
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, length)  # half a line
+            raise
+
+    def _lose(self, error: OSError) -> None:
+        self._lost += 1
+        self._why = os.strerror(error.errno) if error.errno else str(error)
+        now = time.monotonic()
+        if not self._is_said and (self._said_at is None or now - self._said_at > SAY_EVERY_S):
+            self._is_said, self._said_at = True, now
+            self._say(
+                f"the log {self._path} cannot be written: {self._why}; training goes on, and each new line is another "
+                f"try: free space there"
+            )

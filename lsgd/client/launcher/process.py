@@ -1,0 +1,204 @@
+"""A process that the launcher starts: in a session of its own, its output read by us, its end seen by us."""
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import termios
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lsgd.client.checkpoint.run_folder import runs
+from lsgd.client.launcher.guard import Guard
+from lsgd.client.launcher.screen import Screen, Transcript
+from lsgd.errors import LeftOutError, ServerLostError
+
+_TERMINAL_ROWS = 24
+_READ_NBYTES = 1 << 16
+_READS = 16  # at a time: the others have their turn, whatever one of them prints
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process to start.
+
+    Args:
+        name: for people; the prefix of its output.
+        arguments: the program and its arguments.
+        environment: all of its variables.
+        log: file that its output goes to.
+        is_server: it serves the workers, and is of no use without them.
+        on_terminal: its output is a terminal if ours is one, so that it can draw a progress bar.
+        restarts: how many times it is started again when a signal has killed it.
+        appends: its log goes on from what is in the file.
+        holds_signals: it takes up SIGTERM when it can, and one that comes before that waits for it.
+        checkpoints: folder of the checkpoints that it goes on from when it is started again, if it has one there.
+        more_again: further arguments for when it is started again.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    is_server: bool = False
+    on_terminal: bool = False
+    restarts: int = 0
+    appends: bool = False
+    holds_signals: bool = False
+    checkpoints: Path | None = None
+    more_again: Sequence[str] = ()
+
+
+class Child:
+    """The running process of a :class:`Command`. It leads a process group, which signals and its end are for.
+
+    Attributes:
+        command: what it runs.
+        output: what to wait on for :meth:`read`.
+        status: its exit code, or minus the number of the signal that ended it; None while it runs.
+        number: of its place in the launch, which gives it its colour.
+        was_told: it was told to end, so that no status of it is a failure.
+
+    Args:
+        command: what to run.
+        number: of its place.
+        screen: that shows its output.
+        guard: that ends it if the launcher is killed.
+        again: it takes the place of one that has ended.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self, command: Command, number: int, screen: Screen, guard: Guard, *, again: bool = False
+    ) -> None:
+        self.command = command
+        self.number = number
+        self.status: int | None = None
+        self.was_told = False
+        self._sent: set[signal.Signals] = set()
+        self._guard = guard
+        on_terminal = command.on_terminal and screen.is_terminal
+        width = len(f"[{command.name}] ")
+        self.output, writing = _open_terminal(screen.columns() - width) if on_terminal else os.pipe()
+        os.set_blocking(self.output, False)
+        try:
+            self._process = subprocess.Popen(
+                [*command.arguments, *(command.more_again if again else ())],
+                env=_environment(command) if again else command.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                start_new_session=True,  # Ctrl-C at the terminal reaches the launcher alone
+                preexec_fn=self._prepare,
+            )
+        except BaseException:
+            os.close(self.output)
+            raise
+        finally:
+            os.close(writing)
+        guard.add(self.pid)
+        self._transcript = Transcript(
+            screen, command.name, command.log, number, on_terminal, again=again or command.appends
+        )
+
+    def _prepare(self) -> None:
+        """What the new process does before it runs the command."""
+        self._guard.add_self()
+        if self.command.holds_signals:
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
+    @property
+    def name(self) -> str:
+        """Name of the command."""
+        return self.command.name
+
+    @property
+    def pid(self) -> int:
+        """Number of the process, and of the group that it leads."""
+        return self._process.pid
+
+    @property
+    def may_return(self) -> bool:
+        """Whether it ended through no fault of its own: a signal killed it, or the run went on without it."""
+        return self.status is not None and (self.status < 0 or self.status == LeftOutError.exit_code)
+
+    @property
+    def was_struck(self) -> bool:
+        """Whether a signal has killed it that was not ours."""
+        return self.status is not None and self.status < 0 and -self.status not in self._sent
+
+    @property
+    def fate(self) -> str:
+        """How it ended, for people."""
+        assert self.status is not None
+        if self.status == LeftOutError.exit_code:
+            return "was left out of the run"
+        if self.status == ServerLostError.exit_code:
+            return f"gave up waiting for its servers (exit code {self.status})"
+        if self.status >= 0:
+            return f"failed with exit code {self.status}"
+        name = signal.Signals(-self.status).name
+        return f"was killed by {name}" + (" (was memory short?)" if name == "SIGKILL" else "")
+
+    def read(self) -> bool:
+        """Take the output that is there, or a good part of it; return False at its end."""
+        for _ in range(_READS):
+            try:
+                data = os.read(self.output, _READ_NBYTES)
+            except BlockingIOError:
+                return True
+            except OSError:  # how the end of a terminal shows
+                return False
+            if not data:
+                return False
+            self._transcript.feed(data)
+        return True
+
+    def send(self, number: signal.Signals) -> None:
+        """Send its group a signal."""
+        self.was_told = True
+        self._sent.add(number)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def has_ended(self) -> bool:
+        """Whether it has ended; then ``status`` is set, and what it left in its group is killed."""
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        with suppress(ProcessLookupError):  # while the number is still ours
+            os.killpg(self.pid, signal.SIGKILL)
+        self.status = self._process.wait()
+        self._guard.remove(self.pid)
+        return True
+
+    def close(self) -> None:
+        """Take the rest of its output."""
+        self.read()
+        self._transcript.close()
+        os.close(self.output)
+
+    def report(self) -> str:
+        """Return how it ended and what it said last, as lines for people."""
+        lines = [f"    {line}" for line in self._transcript.tail] or ["    (nothing)"]
+        header = f"\nlsgd launch: {self.name} {self.fate}. Its last lines (all are in {self.command.log}):"
+        return "\n".join([header, *lines, ""])
+
+
+def _environment(command: Command) -> Mapping[str, str]:
+    """Return the variables of a process that takes the place of one that died."""
+    if command.checkpoints is None or not runs(command.checkpoints, command.name):
+        return command.environment
+    return {**command.environment, "LSGD_RESUME": str(command.checkpoints), "LSGD_RESTARTED": "1"}
+
+
+def _open_terminal(columns: int) -> tuple[int, int]:
+    """Return both ends of a new terminal of this width: the one that is read, and the one that is written."""
+    reading, writing = pty.openpty()
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", _TERMINAL_ROWS, max(20, columns), 0, 0))
+    return reading, writing

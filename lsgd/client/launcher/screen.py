@@ -1,0 +1,128 @@
+"""What several processes say, as one readable output: whole lines with a prefix, and one line that may move."""
+
+import codecs
+import os
+import re
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from lsgd.client.launcher.log import Log
+from lsgd.client.launcher.outlet import Outlet
+
+OVERWRITTEN_EVERY_S = 10.0
+"""A line that its process keeps overwriting (a progress bar) is shown so often where it cannot move."""
+
+TAIL_LINES = 20
+"""Last lines of each process that are kept for the report of a failure."""
+
+LAUNCHER = "[launch] "
+"""Prefix of the launcher's own lines."""
+
+_COLOURS = (36, 33, 35, 32, 34)
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_CONTROL_BUT_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
+_CLEAR_LINE = "\r\x1b[2K"
+
+
+class Screen:
+    """Standard output. On a terminal prefixes are coloured, and the last line can be one process's to overwrite.
+
+    Nobody who writes here waits until it is read.
+    """
+
+    def __init__(self) -> None:
+        self.is_terminal = sys.stdout.isatty()
+        self._live = ""
+        self._outlet = Outlet(sys.stdout.fileno(), self._missing)
+
+    def columns(self) -> int:
+        """Return the width of the terminal."""
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+
+    def line(self, prefix: str, text: str, colour: int = 0) -> None:
+        """Write a line, above the one that moves."""
+        if self.is_terminal:
+            prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
+        self._outlet.put(f"{_CLEAR_LINE if self._live else ''}{prefix}{text}\n{self._live}")
+
+    def say(self, text: str) -> None:
+        """Write a line of the launcher's own."""
+        self.line(LAUNCHER, text, colour=1)
+
+    def live(self, text: str) -> None:
+        """Replace the line that moves."""
+        if text != self._live:
+            self._outlet.put((_CLEAR_LINE if self._live else "") + text)
+            self._live = text
+
+    def close(self) -> None:
+        """Leave the cursor on a line of its own, when all is written that somebody reads."""
+        if self._live:
+            self._outlet.put("\n")
+        self._outlet.close()
+
+    def _missing(self, lines: int) -> str:
+        clear = _CLEAR_LINE if self.is_terminal else ""
+        return (
+            f"{clear}{LAUNCHER}{lines} lines are missing here, which nobody took in; the logs have them all\n"
+        )
+
+
+class Transcript:
+    """The output of one process: bytes in, lines out to the screen and to its log.
+
+    Args:
+        screen: where to show it.
+        name: of the process; its prefix.
+        log: file to write.
+        number: of the process, which picks its colour.
+        live: its unfinished line is shown as the one that moves.
+        again: the process was started again: its log goes on.
+    """
+
+    def __init__(
+        self, screen: Screen, name: str, log: Path, number: int, live: bool, *, again: bool = False
+    ) -> None:
+        self._screen = screen
+        self._prefix = f"[{name}] "
+        self._log = Log(log, screen.say, again=again)
+        self._colour = _COLOURS[number % len(_COLOURS)]
+        self._live = live
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unfinished = ""
+        self._shown_s = time.monotonic()
+        self.tail = deque[str](maxlen=TAIL_LINES)
+
+    def feed(self, data: bytes) -> None:
+        """Take what the process has written."""
+        *lines, unfinished = (self._unfinished + self._decoder.decode(data)).split("\n")
+        for line in lines:
+            self._finish(line)
+        shown = unfinished.rstrip("\r").rpartition("\r")[2]
+        self._unfinished = shown + ("\r" if unfinished.endswith("\r") else "")
+        if self._live:
+            self._screen.live(_CONTROL_BUT_COLOUR.sub("", shown))
+        elif "\r" in unfinished and time.monotonic() - self._shown_s > OVERWRITTEN_EVERY_S:
+            self._finish(shown)
+
+    def close(self) -> None:
+        """Take the end of the output."""
+        if self._unfinished:
+            self._finish(self._unfinished)
+        if self._live:
+            self._screen.live("")
+        self._log.close()
+
+    def _finish(self, line: str) -> None:
+        line = line.rstrip("\r").rpartition("\r")[2]
+        plain = _CONTROL.sub("", line)
+        if plain or not _CONTROL.search(line):  # lines of control sequences alone say nothing
+            self._log.line(plain)
+            self.tail.append(plain)
+            if self._live:
+                self._screen.live("")
+            coloured = _CONTROL_BUT_COLOUR.sub("", line) if self._screen.is_terminal else plain
+            self._screen.line(self._prefix, coloured, self._colour)
+        self._shown_s = time.monotonic()

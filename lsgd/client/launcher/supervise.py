@@ -1,0 +1,364 @@
+"""Supervision: several processes started, watched and ended as one."""
+
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lsgd.client.control.notices import Notice, give
+from lsgd.client.launcher.guard import Guard
+from lsgd.client.launcher.outlet import Outlet
+from lsgd.client.launcher.process import Child, Command
+from lsgd.client.launcher.screen import Screen
+from lsgd.errors import LeftOutError, ServerLostError
+
+STOP_PATIENCE_S = 120.0
+"""How long a run that was told to stop may take for its last round, and its workers to save what they save."""
+
+SAVE_PATIENCE_S = 30.0
+"""How long workers may take that were told that no answer will come any more, to save what they have."""
+
+TERM_PATIENCE_S = 5.0
+"""How long a process may take to end after SIGTERM."""
+
+KILL_PATIENCE_S = 10.0
+"""How long the system may take to end a process after SIGKILL."""
+
+LINGER_S = 5.0
+"""How long servers that nobody else needs may go on when the workers have ended."""
+
+RESTART_WINDOW_S = 600.0
+"""Deaths longer ago than this do not count: a process that has lived for so long may die as often as at first."""
+
+EVICTED_WAIT_S = 1.0
+"""How long a worker that the run went on without waits before it is started again, as often as that happens."""
+
+SERVER_BACKOFF_S = 4.0
+"""Longest wait until a server is started again: the workers' leases go on meanwhile."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step toward the end.
+
+    Args:
+        names: of the processes that it is for.
+        patience_s: how long they have to end.
+        number: the signal that they are sent.
+        notice: what the workers are told where no server can tell them.
+        is_clean: the run ends as it should: the workers make their last round and save.
+        in_vain: what is said when they have not ended in time.
+    """
+
+    names: Sequence[str]
+    patience_s: float
+    number: signal.Signals | None = None
+    notice: Notice | None = None
+    is_clean: bool = False
+    in_vain: str = ""
+
+
+class Supervisor:
+    """Runs processes until all have ended, or ends them.
+
+    The first SIGINT, SIGTERM or SIGHUP is passed on as SIGTERM to ``stops_run``, which is to make the others end by
+    themselves. A second one kills all of them at once. If a process fails, the run is stopped in the same way; but one
+    that a signal killed, or that the run went on without, is started again first, after a second, then two, four, ...,
+    as often as its command says within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server is left to
+    tell, are told to save what they have and to leave; then they are ended.
+
+    Args:
+        commands: what to start, in this order.
+        stops_run: name of the server to tell first.
+        linger: servers may go on when the workers have ended, because other nodes need them.
+        folder: a temporary folder of the processes, which is deleted at the end.
+        local: address of the local server, where the workers find what they are told.
+    """
+
+    def __init__(
+        self, commands: Sequence[Command], *, stops_run: str, linger: bool, folder: Path, local: str = ""
+    ) -> None:
+        self._commands = commands
+        self._stops_run = stops_run
+        self._linger = linger
+        self._folder = folder
+        self._local = local
+        self._screen = Screen()
+        self._children: list[Child] = []
+        self._failed: Child | None = None
+        self._signalled: signal.Signals | None = None
+        self._step: _Step | None = None
+        self._steps: deque[_Step] = deque()
+        self._deadline_s = 0.0
+        self._deaths: dict[str, list[float]] = {}  # by name: when
+        self._due: dict[str, float] = {}  # by name: when to start it again
+
+    def run(self) -> int:
+        """Run it all; return the exit status.
+
+        It is 0 if no process failed and all of them ended by themselves; else that of the first one that failed
+        (128 + the number of the signal, if one killed it), or 128 + the number of the signal that we got.
+        """
+        self._guard = Guard(self._folder)
+        try:
+            with _signals() as signals, selectors.DefaultSelector() as self._selector:
+                self._selector.register(signals, selectors.EVENT_READ)
+                for number, command in enumerate(self._commands):
+                    self._start(command, number)
+                while (self._alive or self._due) and self._advance():
+                    self._wait(signals)
+                    self._reap()
+                    if said := self._guard.renew():
+                        self._screen.say(said)
+                    self._start_again()
+        finally:
+            _send(signal.SIGKILL, self._alive)
+            self._guard.close()
+            self._screen.close()
+        return self._status()
+
+    @property
+    def _alive(self) -> list[Child]:
+        return [child for child in self._children if child.status is None]
+
+    def _named(self, *names: str) -> list[Child]:
+        return [child for child in self._children if child.name in names]
+
+    # -- starting ----------------------------------------------------------------------------------------------
+
+    def _start(self, command: Command, number: int) -> None:
+        child = Child(command, number, self._screen, self._guard, again=command.name in self._deaths)
+        self._children.append(child)
+        self._selector.register(child.output, selectors.EVENT_READ, child)
+
+    def _start_again(self) -> None:
+        """Start those again whose time has come."""
+        now = time.monotonic()
+        for name in [name for name, due_s in self._due.items() if due_s <= now]:
+            del self._due[name]
+            (dead,) = self._named(name)
+            try:
+                self._start(dead.command, dead.number)
+            except OSError as error:
+                self._screen.say(f"{name} cannot be started again: {error.strerror}")
+                if not self._bury(dead):
+                    self._fail(dead)
+                continue
+            self._children.remove(dead)
+            if name == self._stops_run and self._step and self._step.is_clean:
+                self._tell([self._children[-1]], signal.SIGTERM)  # the one that was told is gone
+
+    def _bury(self, child: Child) -> bool:
+        """Plan to start a process again that a signal has killed, or the run left out; return whether that may be."""
+        if not child.may_return or not self._is_wanted(child):
+            return False
+        now = time.monotonic()
+        if child.status == LeftOutError.exit_code:  # the network's fault, and each time it took a lease
+            self._deaths.setdefault(child.name, [])
+            self._due[child.name] = now + EVICTED_WAIT_S
+            self._screen.say(f"{child.name} {child.fate}; it is started again in {EVICTED_WAIT_S:g} s")
+            return True
+        deaths = [at_s for at_s in self._deaths.get(child.name, []) if now - at_s < RESTART_WINDOW_S] + [now]
+        self._deaths[child.name] = deaths
+        left = child.command.restarts - len(deaths)
+        if left < 0:
+            return False
+        wait_s = min(
+            2.0 ** (len(deaths) - 1), SERVER_BACKOFF_S if child.command.is_server else RESTART_WINDOW_S
+        )
+        self._due[child.name] = now + wait_s
+        self._screen.say(
+            f"{child.name} {child.fate}; it is started again in {wait_s:g} s "
+            f"({left} more times within {RESTART_WINDOW_S / 60:g} minutes)"
+        )
+        return True
+
+    def _is_wanted(self, child: Child) -> bool:
+        """Whether there is anything left to do for a process that would be started again."""
+        if self._step is not None:
+            return self._step.is_clean and child.command.is_server
+        left_out = child.status == LeftOutError.exit_code  # it is told then that the run is over
+        return left_out or child.command.is_server or not self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the run has ended, as a server shows that has ended as it should."""
+        return any(child.command.is_server and child.status == 0 for child in self._children)
+
+    # -- watching ----------------------------------------------------------------------------------------------
+
+    def _wait(self, signals: socket.socket) -> None:
+        """Wait for output, a signal, the end of a process, or the time of the step; take output and signals."""
+        times_s = [*self._due.values(), *([self._deadline_s] if self._step else [])]
+        timeout_s = max(0.0, min(times_s) - time.monotonic()) if times_s else None
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                for number in signals.recv(64):
+                    if number != signal.SIGCHLD:
+                        self._stop(signal.Signals(number))
+            elif not key.data.read():
+                self._selector.unregister(key.fileobj)
+
+    def _reap(self) -> None:
+        for child in self._alive:
+            if not child.has_ended():
+                continue
+            if child.output in self._selector.get_map():
+                self._selector.unregister(child.output)
+            child.close()
+            if child.status == 0 and child.command.is_server:
+                give(self._local, Notice.OVER)
+            is_news = not child.was_told or (child.was_struck and self._is_wanted(child))
+            if child.status and is_news and not self._bury(child):
+                self._fail(child)
+
+    def _fail(self, child: Child) -> None:
+        self._screen.say(f"{child.name} {child.fate}")
+        self._failed = self._failed or child
+        if child.command.is_server or child.status == ServerLostError.exit_code:
+            give(self._local, Notice.GIVEN_UP)  # the others wait for an answer that will not come either
+        if self._step is None:
+            self._end_cleanly()
+
+    def _stop(self, number: signal.Signals) -> None:
+        if self._signalled:
+            self._end([_Step(self._names(), KILL_PATIENCE_S, signal.SIGKILL)])
+            return
+        self._signalled = number
+        if self._step:
+            self._screen.say(f"{number.name}: the run is being ended already; once more kills it at once")
+            return
+        self._screen.say(
+            f"{number.name}: the run is stopped, for which it has {STOP_PATIENCE_S:g} s; once more kills it at once"
+        )
+        self._end_cleanly()
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    def _end_cleanly(self) -> None:
+        """Let the workers make their last round and save; then end all processes."""
+        workers, servers = self._names(is_server=False), self._names(is_server=True)
+        if any(child.status == 0 for child in self._named(self._stops_run)):
+            clean = _Step(workers, STOP_PATIENCE_S, is_clean=True)  # it is over: who is there still saves
+        else:
+            clean = _Step([self._stops_run], STOP_PATIENCE_S, signal.SIGTERM, is_clean=True)
+        for name in [name for name in self._due if name in servers]:
+            self._screen.say(f"{name} is started again now, to be told that the run ends")
+        self._due = {name: 0.0 for name in self._due if name in servers}
+        self._end([clean, *self._ends()])
+
+    def _ends(self) -> list[_Step]:
+        """Return the steps that end all processes, workers first."""
+        workers, servers = self._names(is_server=False), self._names(is_server=True)
+        return [
+            _Step(workers, SAVE_PATIENCE_S, notice=Notice.GIVEN_UP),
+            _Step(workers, TERM_PATIENCE_S, signal.SIGTERM),
+            _Step(servers, TERM_PATIENCE_S, signal.SIGTERM),
+            _Step(workers + servers, KILL_PATIENCE_S, signal.SIGKILL),
+        ]
+
+    def _names(self, *, is_server: bool | None = None) -> list[str]:
+        return [c.name for c in self._commands if is_server is None or c.is_server is is_server]
+
+    def _end(self, steps: Sequence[_Step]) -> None:
+        self._steps = deque(steps)
+        self._take_step()
+
+    def _take_step(self) -> bool:
+        """Take the next step that is for anybody; return False if there is none."""
+        while self._steps:
+            self._step = self._steps.popleft()
+            if not self._step.is_clean:
+                self._due.clear()
+            targets = [child for child in self._named(*self._step.names) if child.status is None]
+            if not targets and not any(name in self._due for name in self._step.names):
+                continue
+            self._deadline_s = time.monotonic() + self._step.patience_s
+            if self._step.notice:
+                self._give(self._step.notice, targets)
+            if self._step.number and targets:
+                self._tell(targets, self._step.number)
+            return True
+        return False
+
+    def _give(self, notice: Notice, targets: Sequence[Child]) -> None:
+        self._screen.say(
+            f"{', '.join(child.name for child in targets)}: told to save a checkpoint and to leave, within "
+            f"{SAVE_PATIENCE_S:g} s"
+        )
+        give(self._local, notice)
+        for child in targets:
+            child.was_told = True
+
+    def _tell(self, targets: Sequence[Child], number: signal.Signals) -> None:
+        self._screen.say(f"{number.name} to {', '.join(child.name for child in targets)}")
+        _send(number, targets)
+
+    def _advance(self) -> bool:
+        """Go on to the next step if it is time to; return whether there is anything left to wait for."""
+        servers = self._names(is_server=True)
+        only_servers = all(name in servers for name in (*self._due, *(child.name for child in self._alive)))
+        if only_servers and not self._linger and (self._step is None or self._step.is_clean):
+            in_vain = "the workers have ended without the end of the run"
+            self._end([_Step(servers, LINGER_S, in_vain=in_vain), *self._ends()])
+        if self._step is None or not self._is_done(self._step):
+            return True
+        if self._step.in_vain:
+            self._screen.say(self._step.in_vain)
+        if self._take_step():
+            return True
+        left = ", ".join(f"{child.name} (process {child.pid})" for child in self._alive)
+        self._screen.say(f"these do not end: {left}")
+        return False
+
+    def _is_done(self, step: _Step) -> bool:
+        """Whether its time is over, or it has nothing left to wait for."""
+        if time.monotonic() >= self._deadline_s:
+            return True
+        targets = self._named(*step.names)
+        if any(child.status is None or child.name in self._due for child in targets):
+            return False
+        return not step.is_clean or any(child.status for child in targets)
+
+    def _status(self) -> int:
+        if self._failed:
+            outlet = Outlet(sys.stderr.fileno(), lambda lines: "")
+            outlet.put(self._failed.report())
+            outlet.close()
+            status = self._failed.status
+            assert status is not None
+            return status if status > 0 else 128 - status
+        if self._signalled and any(child.status != 0 for child in self._children):
+            return 128 + self._signalled
+        return int(bool(self._alive))
+
+
+def _send(number: signal.Signals, children: Sequence[Child]) -> None:
+    for child in children:
+        child.send(number)
+
+
+@contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """Collect signals, those of children that end too, as bytes on a socket; one ignored from the start stays so."""
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    numbers = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reading
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        reading.close()
+        writing.close()

@@ -1,0 +1,54 @@
+"""Numbers as they are, and in half precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from lsgd.codecs.base import Codec
+from lsgd.lazy import torch
+from lsgd.payload import HEADER_NBYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Float32(Codec):
+    """float32, as it is."""
+
+    name: ClassVar[str] = "none"
+    lossless: ClassVar[bool] = True
+
+    def nbytes(self, numel: int) -> int:
+        """Four a number."""
+        return HEADER_NBYTES + 4 * numel
+
+    def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
+        """Copy the numbers."""
+        self.begin(payload, x).view(torch.float32).copy_(x)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Copy the numbers."""
+        out.copy_(self.body(payload, out.numel()).view(torch.float32))
+
+
+@dataclass(frozen=True)
+class Float16(Codec):
+    """float16: numbers above 65,504 count as infinite, those below 6e-8 become zero."""
+
+    name: ClassVar[str] = "float16"
+
+    def nbytes(self, numel: int) -> int:
+        """Two a number."""
+        return HEADER_NBYTES + 2 * numel
+
+    def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
+        """Round each number to the nearest half."""
+        half = x.to(torch.float16)
+        self.begin(payload, half).view(torch.float16).copy_(half)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Widen each number; what was infinite becomes NaN."""
+        half = self.body(payload, out.numel()).view(torch.float16)
+        out.copy_(torch.where(half.isfinite(), half, torch.nan))

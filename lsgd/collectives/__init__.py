@@ -1,0 +1,1 @@
+"""Groups of workers and what they do together, on tensors."""

@@ -1,0 +1,100 @@
+"""The Group: the few verbs with which members of a generation exchange tensors.
+
+Algorithms know this protocol and nothing else of the outside. :mod:`lsgd.client.groups.torch_group` has the real one,
+on torch.distributed; :mod:`lsgd.collectives.simulation` has one of threads in a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Transfer:
+    """Tensors under way. Until :meth:`wait` has returned they belong to the group.
+
+    Each is waited for once, in the order in which they were begun, and before a verb of the same group that blocks.
+
+    Args:
+        wait: waits until all are sent and received, and raises the group's error when that fails.
+    """
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Wait until all are sent and received.
+
+        Raises:
+            ExchangeError: it failed; what was to be received is undefined, and the group is of no more use.
+        """
+        self._wait()
+
+
+class Group(Protocol):
+    """Members that exchange tensors. Every verb is collective and has a deadline.
+
+    ``all_reduce``, ``all_gather`` and ``all_to_all`` only begin, and return a :class:`Transfer` to wait for; several
+    may be under way. The others block until done.
+
+    All members call the same verbs in the same order with tensors of the same sizes and dtypes, contiguous and on
+    the group's device. When a verb raises :class:`lsgd.errors.ExchangeError`, what it was to write is undefined
+    and the group is of no more use.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Rank of this member in the group, 0 to ``size - 1``."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        ...
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Members of each node, in rank order; ranks of a node are consecutive."""
+        ...
+
+    @property
+    def node(self) -> Group:
+        """The members on this member's node."""
+        ...
+
+    @property
+    def across(self) -> Group | None:
+        """The first member of each node, in order of nodes; None for a member that is not the first of its node."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Transfer:
+        """Begin to replace ``tensor`` by the sum over all members, with the same bits on all."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace ``tensor`` by that of the member ``source``, whose own is not changed."""
+        ...
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
+        """Begin to write each member's ``tensor`` to ``outputs[rank]``; sizes may differ between members.
+
+        ``outputs[own rank]`` may be ``tensor``.
+        """
+        ...
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
+        """Begin to send ``inputs[r]`` to each ``r``, and to write what it sends to ``outputs[r]``; sizes may differ.
+
+        ``outputs[own rank]`` may be ``inputs[own rank]``.
+        """
+        ...
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """Send ``sends[r]`` to each ``r`` and write what each ``r`` sends to ``receives[r]``.
+
+        Unlike the other verbs it binds only those named: members without partners need not call it.
+        """
+        ...

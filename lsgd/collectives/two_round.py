@@ -1,0 +1,214 @@
+"""The two-round all-reduce in a codec (ByteGrad's of Bagua, arXiv 2107.01499), as one collective on a Group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+from lsgd.codecs.base import Codec, flags_of
+from lsgd.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsgd.collectives.group import Transfer
+
+MAX_SEGMENTS = 4
+SEGMENT_CHUNK_NUMEL = 1 << 18
+"""A tensor is reduced in up to four segments, whose chunks, one for each member, have about so many numbers or more."""
+
+STAGES = 3
+"""Into which an all-reduce is divided."""
+
+
+def seed_of(*parts: object) -> int:
+    """Return a seed of stochastic rounding for what ``parts`` name (run, round, rank, stage, tensor): 64 bits.
+
+    Errors of members, rounds and tensors average out only if each has a seed of its own.
+    """
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def chunk_bounds(numel: int, size: int, block: int | None) -> list[int]:
+    """Return where each of ``size`` chunks of a vector begins, and where the last one ends.
+
+    Chunks differ by at most one block, and consist of whole blocks but for the end of the vector.
+    """
+    unit = block or 1
+    blocks = -(-numel // unit)
+    return [min(blocks * rank // size * unit, numel) for rank in range(size + 1)]
+
+
+class Members(Protocol):
+    """What the all-reduce needs of a :class:`lsgd.collectives.group.Group`."""
+
+    @property
+    def rank(self) -> int:
+        """As in Group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """As in Group."""
+        ...
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
+        """As in Group; ``tensor`` is ``outputs[rank]``."""
+        ...
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
+        """As in Group; ``inputs[rank]`` is ``outputs[rank]``."""
+        ...
+
+
+class QuantizedAllReduce:
+    """Sum or average of a flat tensor over all members of a group; every member decodes the same bytes.
+
+    1. The tensor is cut into one chunk per member, and each chunk encoded.
+    2. Member i gets everyone's chunk i, decodes and adds them up in float32, and encodes the result.
+    3. All get all results and decode them.
+
+    A large tensor is cut into segments first, and so is done one part after the other: while one travels, the next is
+    encoded or the last decoded.
+
+    A member sends ``2 (n - 1) / n`` of the tensor's numbers in the codec, and a header of 32 bytes per chunk of a
+    segment. NaN and Inf travel as the flag of a payload: where they stood, and in the rest of their blocks, becomes
+    NaN on all members alike. A single member keeps its numbers as they are.
+
+    With a residual (error feedback on both rounds, DoubleSqueeze, arXiv 1905.05957, algorithm 1) it is added before,
+    and then holds what this member's rounding lost: of its own numbers in the first round, and of the result for
+    the chunks that it owns, one of each segment, in the second.
+
+    Args:
+        group: the members.
+        codec: of the payloads; where the whole vector is one block, that is a segment's chunk.
+        rounding: ``nearest`` or ``stochastic``.
+        average: whether to divide by the number of members.
+    """
+
+    def __init__(
+        self, group: Members, codec: Codec, *, rounding: str = "nearest", average: bool = True
+    ) -> None:
+        self.group = group
+        self.codec = codec
+        self.rounding = rounding
+        self.average = average
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[Sequence[_Segment]]] = defaultdict(list)
+
+    def __call__(
+        self, x: Tensor, out: Tensor, seed: tuple[object, ...], residual: Tensor | None = None
+    ) -> Tensor:
+        """Write the sum or mean of all members' ``x`` to ``out``.
+
+        Args:
+            x: contiguous, one dimension, float32, float16, bfloat16 or float64 (which is rounded to float32); the
+                same size and dtype on all members. Not changed, unless it is ``out``.
+            out: like ``x``, of any of these dtypes; may be ``x``.
+            seed: what the rounding's seed is made from, besides segment, rank, stage and chunk.
+            residual: float32, like ``x``; changed.
+
+        Returns:
+            int32, shape (1,): not zero if some member's ``x`` held NaN or Inf; equal on all members of two or more.
+
+        Raises:
+            ExchangeError: it failed on the wire; ``out`` and ``residual`` are undefined.
+        """
+        stages = self.stages(x, out, seed, residual)
+        while True:
+            try:
+                next(stages)
+            except StopIteration as end:
+                flags: Tensor = end.value
+                return flags
+
+    def stages(
+        self, x: Tensor, out: Tensor, seed: tuple[object, ...], residual: Tensor | None = None
+    ) -> Generator[None, None, Tensor]:
+        """Do the same in three stages, and yield between them, while payloads travel; return the same in the end.
+
+        Several tensors may be under way, so that one travels while another waits for the latency of its messages: on
+        all members the same ones, with their stages in the same order, and so that what was begun first is waited for
+        first (:class:`lsgd.collectives.group.Transfer`). ``x``, ``out`` and ``residual`` belong to it until it ends.
+        """
+        if residual is not None:
+            x = residual.add_(x)
+        elif x.dtype == torch.float64:
+            x = x.to(torch.float32)
+        if self.group.size == 1:
+            out.copy_(x)
+            if residual is not None:
+                residual.zero_()
+            return torch.zeros(1, dtype=torch.int32, device=x.device)
+        free = self._free[x.numel(), x.dtype, x.device]
+        segments = free.pop() if free else self._new_segments(x)
+        first, second = [], []
+        for segment in segments:
+            self._encode(x, segment, seed, residual)
+            first.append(self.group.all_to_all(segment.received, segment.sent))
+        yield
+        for segment, transfer in zip(segments, first, strict=True):
+            transfer.wait()
+            self._reduce(segment, seed, residual)
+            second.append(self.group.all_gather(segment.gathered, segment.gathered[self.group.rank]))
+        yield
+        flags = []
+        for segment, transfer in zip(segments, second, strict=True):
+            transfer.wait()
+            for payload, place in zip(segment.gathered, segment.chunks, strict=True):
+                self.codec.decode(payload, out[place])
+                flags.append(flags_of(payload))
+        found = torch.stack(flags).amax(0)
+        free.append(segments)
+        return found
+
+    def _encode(
+        self, x: Tensor, segment: _Segment, seed: tuple[object, ...], residual: Tensor | None
+    ) -> None:
+        """Write the payloads of one segment, and note what their rounding lost."""
+        me, start = self.group.rank, segment.chunks[0].start
+        for rank, (payload, place) in enumerate(zip(segment.sent, segment.chunks, strict=True)):
+            chunk = x[place]
+            self.codec.encode(chunk, payload, self._key(*seed, start, me, 0, rank))
+            if residual is not None:
+                self.codec.decode_add(payload, chunk, alpha=-1.0)
+
+    def _reduce(self, segment: _Segment, seed: tuple[object, ...], residual: Tensor | None) -> None:
+        """Write the payload of this member's chunk of the result, and note what its rounding lost."""
+        me, mean = self.group.rank, self.average
+        place, payload = segment.chunks[me], segment.gathered[me]
+        key = self._key(*seed, segment.chunks[0].start, me, 1)
+        numel = place.stop - place.start
+        if residual is None:
+            self.codec.reduce_encode(segment.received, payload, numel=numel, mean=mean, seed=key)
+            return
+        result = torch.empty(numel, dtype=torch.float32, device=payload.device)
+        self.codec.reduce(segment.received, result, mean=mean)
+        self.codec.encode(result, payload, key)
+        # It comes back as one member's contribution: in a mean, it then counts one n-th.
+        self.codec.decode_add(payload, result, alpha=-1.0)
+        residual[place].add_(result, alpha=self.group.size if mean else 1)
+
+    def _key(self, *parts: object) -> int | None:
+        return seed_of(*parts) if self.rounding == "stochastic" else None
+
+    def _new_segments(self, x: Tensor) -> Sequence[_Segment]:
+        chunk = max(SEGMENT_CHUNK_NUMEL, self.codec.unit)
+        count = max(1, min(MAX_SEGMENTS, x.numel() // (self.group.size * chunk)))
+        bounds = chunk_bounds(x.numel(), count, self.codec.unit)
+        return [_Segment(start, end, x.device, self.group, self.codec) for start, end in pairwise(bounds)]
+
+
+class _Segment:
+    """A part of a tensor, from ``start`` to ``end``: its chunks and their payloads."""
+
+    def __init__(self, start: int, end: int, device: torch.device, group: Members, codec: Codec) -> None:
+        bounds = chunk_bounds(end - start, group.size, codec.unit)
+        self.chunks = [slice(start + first, start + last) for first, last in pairwise(bounds)]
+        sizes = [chunk.stop - chunk.start for chunk in self.chunks]
+        self.sent = [codec.empty(size, device) for size in sizes]
+        self.received = [codec.empty(sizes[group.rank], device) for _ in sizes]
+        self.received[group.rank] = self.sent[group.rank]
+        self.gathered = [codec.empty(size, device) for size in sizes]

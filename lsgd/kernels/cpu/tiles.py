@@ -1,0 +1,233 @@
+"""The innermost loops of the CPU path: each works on one tile, a run of elements that stays in the first-level cache.
+
+They are built as LLVM code when first used: no compiler to install, no build to ship. The arithmetic is that of
+:mod:`lsgd.kernels.reference`, operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from llvmlite import ir
+
+from lsgd.kernels.cpu.ir import F16, F32, I8, I16, I32, I64, POINTER, Kernel, Value, Variable
+from lsgd.kernels.philox import KEY_STEPS, LANES, MULTIPLIERS, ROUNDS
+from lsgd.kernels.reference import BIG, BIG_UNIT, HALF_OF_MAX, LEVELS
+
+WIDTH: Final = 64
+NEAR_ELEMENTS: Final = 1024  # how far ahead the memory is asked for what comes next: in a pass that reads it,
+FAR_ELEMENTS: Final = 4096  # and in the pass that writes codes, while the memory would be idle
+FLOAT32, FLOAT16, BFLOAT16 = range(3)
+COMBINE: Final = (Value.minimum, Value.maximum, Value.__add__)  # how lo, hi and bad of two states become one
+
+_ROUND: Final = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits of a float32
+_ROUND_BITS: Final = 0x4B400000
+
+
+def _spans(kernel: Kernel, n: Value, width: int, body: Callable[[Value, int], None]) -> None:
+    """Emit body(index, width) for the whole vectors of 0..n, then body(index, 1) for the rest."""
+    whole = n & -width
+    with kernel.loop(0, whole, width) as index:
+        body(index, width)
+    with kernel.loop(whole, n) as index:
+        body(index, 1)
+
+
+class Tiles:
+    """The tile kernels of one LLVM module."""
+
+    def __init__(self, module: ir.Module) -> None:
+        self.module = module
+        self.minmax = self._minmax()
+        self.zero = self._zero()
+        self.dither = self._dither()
+        self.encode_nearest = self._encode(stochastic=False)
+        self.encode_stochastic = self._encode(stochastic=True)
+        self.decode_set = self._decode(add=False)
+        self.decode_add = self._decode(add=True)
+        self.scale = self._scale()
+        self.widen = {kind: self._widen(kind) for kind in (FLOAT16, BFLOAT16)}
+        self.narrow = {kind: self._narrow(kind) for kind in (FLOAT16, BFLOAT16)}
+
+    def _minmax(self) -> Kernel:
+        """(values, n, state): take n float32 into state's lo and hi; any NaN or Inf makes state[2] NaN."""
+        k = Kernel(self.module, "minmax", [POINTER, I64, POINTER])
+        values, n, state = k.arguments
+        carried = [Variable(k.load(state, F32, i)) for i in range(3)]
+
+        def take(seen: list[Variable], x: Value) -> None:
+            lo, hi, bad = seen
+            lo.set(x.minimum(lo.get()))
+            hi.set(x.maximum(hi.get()))
+            bad.set(bad.get() + (x - x))
+
+        width = 32
+        with k.branch(n.compare(">=", width)):
+            wide = [Variable(v.get().splat(width)) for v in carried]
+            with k.loop(0, n & -width, width) as index:
+                self._prefetch(k, values, index, width)
+                take(wide, k.load(values, F32, index, width))
+            for total, lanes, combine in zip(carried, wide, COMBINE, strict=True):
+                total.set(lanes.get().reduce(combine))
+        with k.loop(n & -width, n) as index:
+            take(carried, k.load(values, F32, index))
+        for i, variable in enumerate(carried):
+            k.store(variable.get(), state, i)
+        k.finish()
+        return k
+
+    def _prefetch(self, k: Kernel, values: Value, index: Value, width: int) -> None:
+        """Fetch the float32 some way behind the vector that is worked on; past the end does no harm."""
+        for line in range(0, width - 1, 16):
+            k.prefetch(k.offset(values, F32, index + (NEAR_ELEMENTS + line)))
+
+    def _zero(self) -> Kernel:
+        """(codes, n): write n zeros."""
+        k = Kernel(self.module, "zero", [POINTER, I64])
+        codes, n = k.arguments
+        _spans(k, n, WIDTH, lambda i, w: k.store(k.constant(0, I8, w), codes, i))
+        k.finish()
+        return k
+
+    def _dither(self) -> Kernel:
+        """(out, call, count, seed): write count * 64 random uint16, the lanes of Philox calls from call on."""
+        k = Kernel(self.module, "dither", [POINTER, I64, I64, I64])
+        out, call, count, seed = k.arguments
+        mask, calls = 0xFFFFFFFF, WIDTH // LANES
+        keys = [(seed & mask), (seed >> 32)]
+        schedule = [[(keys[j] + r * KEY_STEPS[j]) & mask for j in (0, 1)] for r in range(ROUNDS)]
+        with k.loop(0, count) as index:
+            counter = (call + index * calls).splat(calls) + k.lanes(range(calls), I64)
+            zero = k.constant(0, I64, calls)
+            # Each 64-bit lane carries a 32-bit word below bits that do not matter.
+            words = [counter, counter >> 32, zero, zero]
+            for key in schedule:
+                product0 = (words[0] & mask) * MULTIPLIERS[0]
+                product1 = (words[2] & mask) * MULTIPLIERS[1]
+                words = [
+                    (product1 >> 32) ^ words[1] ^ key[0],
+                    product1,
+                    (product0 >> 32) ^ words[3] ^ key[1],
+                    product0,
+                ]
+            # Not by shifts: LLVM would fold them into the multiplications, to whole 64-bit ones, which are slow.
+            halves = [word.convert("bitcast", I32, 2 * calls) for word in words]
+            pairs = [lane for even in range(0, 2 * calls, 2) for lane in (even, even + 2 * calls)]
+            low, high = (
+                halves[j].shuffle(pairs, halves[j + 1]).convert("bitcast", I64, calls) for j in (0, 2)
+            )
+            order = [lane + calls * part for lane in range(calls) for part in (0, 1)]
+            k.store(low.shuffle(order, high), out, index * (WIDTH // 4))
+        k.finish()
+        return k
+
+    def _encode(self, *, stochastic: bool) -> Kernel:
+        """(values, n, constants, codes, dither, origin, stride): write n codes.
+
+        The constants are lo * factor, 1 / unit and factor. As the passes over a tile leave the memory idle, this one
+        fetches what comes later: elements of ``stride`` bytes, the first of the tile at ``origin``.
+        """
+        name = "encode_stochastic" if stochastic else "encode_nearest"
+        k = Kernel(self.module, name, [POINTER, I64, POINTER, POINTER, POINTER, POINTER, I64])
+        values, n, constants, codes, dither, origin, stride = k.arguments
+        lo, inverse, factor = (k.load(constants, F32, i) for i in range(3))
+
+        def body(index: Value, width: int) -> None:
+            for line in range(0, width - 1, 16):
+                k.prefetch(k.offset(origin, I8, (index + (FAR_ELEMENTS + line)) * stride))
+            x = k.load(values, F32, index, width)
+            difference = x * factor - lo
+            if stochastic:
+                random = k.load(dither, I16, index, width).convert("zext", I32)
+                code = ((difference * inverse * 65536.0).rounded().clamp(0, LEVELS << 16) + random) >> 16
+            else:
+                code = (
+                    difference.fused_multiply_add(inverse, _ROUND).convert("bitcast", I32) - _ROUND_BITS
+                ).clamp(0, LEVELS)
+            k.store(code.convert("trunc", I8), codes, index)
+
+        _spans(k, n, WIDTH, body)
+        k.finish()
+        return k
+
+    def _decode(self, *, add: bool) -> Kernel:
+        """(codes, n, lo, unit, out, alpha, stream): set n float32 to the decoded values, or add alpha times them."""
+        name = "decode_add" if add else "decode_set"
+        k = Kernel(self.module, name, [POINTER, I64, F32, F32, POINTER, F32, I64])
+        codes, n, lo, unit, out, alpha, stream = k.arguments
+
+        def emit(index: Value, width: int, factor: float, past_caches: bool) -> None:
+            code = k.load(codes, I8, index, width).convert("zext", I32).convert("sitofp", F32)
+            value = (lo * factor).splat(width) + code * (unit * factor)
+            if factor < 1.0:
+                value = value.clamp(-HALF_OF_MAX, HALF_OF_MAX) * (1.0 / factor)
+            if add:
+                self._prefetch(k, out, index, width)
+                value = k.load(out, F32, index, width) + value * alpha
+            k.store(value, out, index, stream=past_caches and width > 1)
+
+        def spans(factor: float, past_caches: bool = False) -> None:
+            _spans(k, n, WIDTH, lambda i, w: emit(i, w, factor, past_caches))
+
+        big = lo.magnitude().compare(">=", BIG).convert("zext", I32)
+        big = big | unit.compare(">=", BIG_UNIT).convert("zext", I32)
+        with k.either(big.compare("!=", 0)) as (then, otherwise):
+            with then:
+                spans(0.5)
+            with otherwise:
+                if add:
+                    spans(1.0)
+                else:
+                    with k.either(stream.compare("!=", 0)) as (then, otherwise):
+                        with then:
+                            spans(1.0, True)
+                        with otherwise:
+                            spans(1.0)
+        k.finish()
+        return k
+
+    def _scale(self) -> Kernel:
+        """(values, n, weight): multiply n float32 in place."""
+        k = Kernel(self.module, "scale", [POINTER, I64, F32])
+        values, n, weight = k.arguments
+        _spans(k, n, WIDTH, lambda i, w: k.store(k.load(values, F32, i, w) * weight, values, i))
+        k.finish()
+        return k
+
+    def _widen(self, kind: int) -> Kernel:
+        """(halves, n, out): convert n float16 or bfloat16 to float32."""
+        k = Kernel(self.module, f"widen{kind}", [POINTER, I64, POINTER])
+        halves, n, out = k.arguments
+
+        def body(index: Value, width: int) -> None:
+            if kind == FLOAT16:
+                k.store(k.load(halves, F16, index, width).convert("fpext", F32), out, index)
+            else:
+                bits = k.load(halves, I16, index, width).convert("zext", I32) << 16
+                k.store(bits.convert("bitcast", F32), out, index)
+
+        _spans(k, n, WIDTH, body)
+        k.finish()
+        return k
+
+    def _narrow(self, kind: int) -> Kernel:
+        """(values, n, out): round n float32 to float16 or bfloat16, half to even."""
+        k = Kernel(self.module, f"narrow{kind}", [POINTER, I64, POINTER])
+        values, n, out = k.arguments
+
+        def body(index: Value, width: int) -> None:
+            x = k.load(values, F32, index, width)
+            if kind == FLOAT16:
+                k.store(x.convert("fptrunc", F16), out, index)
+            else:
+                bits = x.convert("bitcast", I32)
+                rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+                number = x.compare("==", x)
+                k.store(
+                    number.where(rounded, k.constant(0x7FC0, I32, width)).convert("trunc", I16), out, index
+                )
+
+        _spans(k, n, WIDTH, body)
+        k.finish()
+        return k

@@ -1,0 +1,221 @@
+"""The payload of minmax8: one contiguous uint8 tensor that holds a quantized vector.
+
+========================  =====================================================================================
+bytes                     content
+========================  =====================================================================================
+0 - 31                    the header (:mod:`lsgd.payload`), with the elements per block as first parameter
+32 -                      for each block ``lo`` and ``unit``, two float32; then zeros up to a multiple of 16
+codes_offset -            one uint8 code for each element; then zeros up to a multiple of 16
+========================  =====================================================================================
+
+A block that held NaN or Inf has ``lo`` NaN, ``unit`` 0 and codes 0, so that it decodes to NaN everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lsgd.errors import ConfigError, LsgdError, ProtocolError
+from lsgd.payload import FLAG_NONFINITE, FLAGS_OFFSET, HEADER_NBYTES, Header
+
+CODEC: Final = "minmax8"
+ALIGNMENT: Final = 16
+DEFAULT_BLOCK: Final = 2048
+MAX_BLOCK: Final = 2**31 - 1
+DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class NonFiniteError(LsgdError, ArithmeticError):
+    """A vector that was quantized held NaN or Inf; its payload says so and carries no codes for those blocks."""
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in the payload of one vector; equal layouts have interchangeable payloads.
+
+    Attributes:
+        numel: Elements of the vector.
+        block: Elements per block, or None when the whole vector is one block.
+        dtype: float32, float16 or bfloat16: what the vector was, and what it decodes to unless told otherwise.
+
+    Raises:
+        ConfigError: One of the three is out of range.
+    """
+
+    numel: int
+    block: int | None = DEFAULT_BLOCK
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.numel < 0:
+            raise ConfigError(f"numel must not be negative, but is {self.numel}")
+        if self.block is not None and not 1 <= self.block <= MAX_BLOCK:
+            raise ConfigError(f"block must be None or in 1..{MAX_BLOCK}, but is {self.block}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be float32, float16 or bfloat16, but is {self.dtype}")
+
+    @cached_property
+    def block_numel(self) -> int:
+        """Elements of every block but the last, which may be shorter; at least 1."""
+        return self.block or max(self.numel, 1)
+
+    @cached_property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return -(-self.numel // self.block_numel)
+
+    @cached_property
+    def codes_offset(self) -> int:
+        """Byte at which the codes begin; a multiple of 16."""
+        return HEADER_NBYTES + _align(8 * self.blocks)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the payload; a multiple of 16, so that the rows of a matrix of payloads stay aligned."""
+        return self.codes_offset + _align(self.numel)
+
+    @cached_property
+    def header(self) -> bytes:
+        """The 32 bytes at the front of a payload whose flags are all clear."""
+        return Header(CODEC, self.numel, self.block or 0, dtype=DTYPES.index(self.dtype)).pack()
+
+    def empty(self, *, device: torch.device | str | None = None) -> Tensor:
+        """Return a new uint8 tensor of the payload's size, content undefined, for ``quantize(out=...)``."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+
+    def scales(self, payload: Tensor) -> Tensor:
+        """Return the payload's float32 view of shape (blocks, 2): lo and unit of each block."""
+        stop = HEADER_NBYTES + 8 * self.blocks
+        return payload[HEADER_NBYTES:stop].view(torch.float32).view(self.blocks, 2)
+
+    def codes(self, payload: Tensor) -> Tensor:
+        """Return the payload's uint8 view of shape (numel,): the codes."""
+        return payload[self.codes_offset : self.codes_offset + self.numel]
+
+
+def payload_nbytes(
+    numel: int, *, dtype: torch.dtype = torch.float32, block: int | None = DEFAULT_BLOCK
+) -> int:
+    """Return the bytes of the payload of ``numel`` elements, to allocate or to budget before quantizing."""
+    return Layout(numel, block, dtype).nbytes
+
+
+def read_header(payload: Tensor) -> bytes:
+    """Copy the header to the host; on a GPU this waits for the stream. The payload must hold 32 bytes."""
+    return bytes(payload[:HEADER_NBYTES].tolist())
+
+
+def parse_header(header: bytes) -> tuple[Layout, int]:
+    """Return the layout and the flags that 32 bytes from a peer announce.
+
+    Raises:
+        ProtocolError: They are no header of this version.
+    """
+    found = Header.parse(header)
+    if found.codec != CODEC:
+        raise ProtocolError(f"this payload is of the codec {found.codec}, but {CODEC} is expected")
+    if found.first > MAX_BLOCK or found.second:
+        raise ProtocolError(f"the header of this payload holds parameters that {CODEC} does not have")
+    return Layout(found.numel, found.first or None, DTYPES[found.dtype]), found.flags
+
+
+def check_payload_tensor(payload: Tensor, what: str) -> None:
+    """Refuse a tensor that cannot hold a payload, whatever its bytes are.
+
+    Raises:
+        ConfigError: It is not a one-dimensional contiguous uint8 tensor that starts at a multiple of 16 bytes.
+    """
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
+        raise ConfigError(
+            f"{what} must be a contiguous uint8 tensor of one dimension, but is {payload.dtype} of shape "
+            f"{tuple(payload.shape)}, {'' if payload.is_contiguous() else 'not '}contiguous"
+        )
+    if payload.data_ptr() % ALIGNMENT or payload.storage_offset() % 4:
+        raise ConfigError(
+            f"{what} must start at a multiple of {ALIGNMENT} bytes; clone() it, or pad its buffer"
+        )
+
+
+class Quantized:
+    """A quantized vector: its payload, which is all that travels, and the layout that says how to read it.
+
+    Attributes:
+        payload: uint8, shape (layout.nbytes,).
+        layout: Elements, block and dtype.
+    """
+
+    __slots__ = ("layout", "payload")
+
+    def __init__(self, payload: Tensor, layout: Layout) -> None:
+        self.payload = payload
+        self.layout = layout
+
+    @classmethod
+    def from_payload(cls, payload: Tensor, *, layout: Layout | None = None) -> Quantized:
+        """Read a payload that came from a peer.
+
+        On a GPU, reading the header waits for the stream. With ``layout``, what both sides agreed on, nothing
+        is read there: the length is compared, every access stays inside it, and :meth:`check` compares the header.
+
+        Args:
+            payload: uint8, one dimension, contiguous, starting at a multiple of 16 bytes; kept, not copied.
+            layout: The layout that the payload must have.
+
+        Raises:
+            ProtocolError: The payload is truncated, too long, of another version, or not of ``layout``.
+            ConfigError: The tensor cannot hold a payload, whatever its bytes are.
+        """
+        check_payload_tensor(payload, "payload")
+        if payload.numel() < HEADER_NBYTES:
+            raise ProtocolError(
+                f"this payload has {payload.numel()} bytes; its header alone has {HEADER_NBYTES}"
+            )
+        if layout is None or payload.device.type == "cpu":
+            announced, _ = parse_header(read_header(payload))
+            if layout is not None and announced != layout:
+                raise ProtocolError(f"this payload is of {announced}, but {layout} is expected")
+            layout = announced
+        if payload.numel() != layout.nbytes:
+            raise ProtocolError(
+                f"a payload of {layout.numel} elements in blocks of {layout.block} has {layout.nbytes} bytes, "
+                f"but {payload.numel()} bytes came"
+            )
+        return cls(payload, layout)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the vector."""
+        return self.layout.numel
+
+    @property
+    def flags(self) -> Tensor:
+        """int32, shape (1,), a view into the payload: non-zero when the vector held NaN or Inf; no waiting."""
+        return self.payload[FLAGS_OFFSET : FLAGS_OFFSET + 4].view(torch.int32)
+
+    def check(self, name: str) -> None:
+        """Make sure that the payload is whole and was made of finite numbers; on a GPU, waits for the stream.
+
+        Args:
+            name: What the vector is called, for the message.
+
+        Raises:
+            NonFiniteError: The vector held NaN or Inf.
+            ProtocolError: The header is not the one that the layout has.
+        """
+        announced, flags = parse_header(read_header(self.payload))
+        if announced != self.layout:
+            raise ProtocolError(f"the payload of {name} is of {announced}, but {self.layout} is expected")
+        if flags & FLAG_NONFINITE:
+            raise NonFiniteError(f"{name} holds NaN or Inf")
+
+    def __repr__(self) -> str:
+        return f"Quantized({self.layout}, device={str(self.payload.device)!r})"

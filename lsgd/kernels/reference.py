@@ -1,0 +1,147 @@
+"""The 8-bit min-max quantizer in plain torch, on any device: the definition that the fast paths repeat bit by bit.
+
+A vector is cut into blocks. With lo and hi the least and the greatest element of a block, all in float32::
+
+    unit = (hi - lo) / 255                    zero when that is below the least normal float32, 2**-126
+    t    = (x - lo) * (1 / unit)              1 / unit is zero when unit is zero
+    code = round(t)                           nearest, half to even; t is the exact product
+    code = (round(t * 65536) + r) >> 16       stochastic: floor(t + r / 65536), r 16 random bits of the element
+    decoded = lo + code * unit
+
+Each operation is rounded once, to the nearest float32, but for the exact product, which is what a fused
+multiply-add computes: with it ``|decoded - x|`` stays within ``unit / 2 * (1 + 2**-15)`` plus two ulps of ``max |x|``,
+and without it not always. There are 256 codes and 255 units between them. A block with ``max(|lo|, |hi|) >= 2**126``,
+whose differences could overflow, is halved before and doubled after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lsgd.kernels import philox
+from lsgd.kernels.layout import Layout, Quantized
+from lsgd.payload import FLAG_NONFINITE, FLAGS_OFFSET, HEADER_NBYTES
+
+LEVELS: Final = 255
+SMALLEST_UNIT: Final = 2.0**-126
+BIG: Final = 2.0**126
+BIG_UNIT: Final = 2.0**118
+HALF_OF_MAX: Final = torch.finfo(torch.float32).max / 2
+
+
+def _block_scales(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return unit, 1 / unit of the halved block or 0, and the factor 1 or 0.5; all float32 of lo's shape."""
+    factor = torch.where(torch.maximum(lo.abs(), hi.abs()) >= BIG, 0.5, 1.0)
+    # A division by a Python number is a multiplication by its inverse on some devices, so divide by a tensor.
+    unit = (hi * factor - lo * factor) / torch.full_like(lo, LEVELS)
+    usable = unit >= SMALLEST_UNIT
+    inverse = torch.where(usable, 1.0 / unit, 0.0)
+    return torch.where(usable, unit / factor, 0.0), inverse, factor
+
+
+def _encode(x: Tensor, first: int, seed: int | None) -> tuple[Tensor, Tensor]:
+    """Quantize rows, each a block, element ``first`` of the vector at their start; no seed: nearest.
+
+    Args:
+        x: float32, shape (rows, block).
+        first: Index in the vector of the first element of the first row.
+        seed: The key of stochastic rounding.
+
+    Returns:
+        Scales, float32 of shape (rows, 2), and codes, uint8 of x's shape.
+    """
+    lo, hi = torch.aminmax(x, dim=1)  # NaN if there is one in the row
+    lo, hi = lo + 0.0, hi + 0.0  # turns -0 into +0, so that the bits do not depend on which was found first
+    finite = lo.isfinite() & hi.isfinite()
+    unit, inverse, factor = _block_scales(lo, hi)
+    difference = x * factor[:, None] - (lo * factor)[:, None]
+    difference = torch.where(finite[:, None], difference, 0.0)
+    if seed is None:
+        codes = (difference.to(torch.float64) * inverse[:, None].to(torch.float64)).round().to(torch.int32)
+    else:
+        random = philox.dither(first, first + x.numel(), seed, x.device).view(x.shape)
+        t = difference * inverse[:, None]
+        codes = ((t * 65536.0).round().to(torch.int32).clamp(0, LEVELS << 16) + random) >> 16
+    scales = torch.stack([torch.where(finite, lo, torch.nan), torch.where(finite, unit, 0.0)], dim=1)
+    return scales, codes.clamp(0, LEVELS).to(torch.uint8)
+
+
+def _decode(codes: Tensor, lo: Tensor, unit: Tensor) -> Tensor:
+    """Return lo + codes * unit in float32; lo and unit of shape (rows, 1) or scalars, codes (rows, block)."""
+    factor = torch.where((lo.abs() >= BIG) | (unit >= BIG_UNIT), 0.5, 1.0)
+    value = lo * factor + codes.to(torch.float32) * (unit * factor)
+    return torch.where(factor < 1.0, value.clamp(-HALF_OF_MAX, HALF_OF_MAX), value) / factor
+
+
+def _whole_rows(layout: Layout) -> tuple[int, int]:
+    """Return the number of whole blocks and of the elements in them; what is left is the shorter last block."""
+    rows = layout.numel // layout.block_numel
+    return rows, rows * layout.block_numel
+
+
+def decode(q: Quantized) -> Tensor:
+    """Return the decoded vector, float32 of shape (numel,)."""
+    layout = q.layout
+    rows, whole = _whole_rows(layout)
+    scales, codes = layout.scales(q.payload), layout.codes(q.payload)
+    head = _decode(codes[:whole].view(rows, layout.block_numel), scales[:rows, :1], scales[:rows, 1:])
+    tail = (
+        _decode(codes[whole:].view(1, -1), scales[-1:, :1], scales[-1:, 1:])
+        if rows < layout.blocks
+        else head[:0]
+    )
+    return torch.cat([head.view(-1), tail.view(-1)])
+
+
+class ReferencePath:
+    """Every operation in plain torch; the paths derive from it and replace what they make faster.
+
+    Arguments have been checked; :mod:`lsgd.kernels.dispatch` says what they are.
+    """
+
+    name = "reference"
+
+    def quantize(self, x: Tensor, layout: Layout, payload: Tensor, seed: int | None) -> None:
+        """Write the payload of x (contiguous, layout.numel elements); seed None: nearest, else stochastic."""
+        values = x.reshape(-1).to(torch.float32)
+        payload.zero_()
+        header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+        payload[:HEADER_NBYTES].copy_(header)
+        scales, codes = layout.scales(payload), layout.codes(payload)
+        rows, whole = _whole_rows(layout)
+        if rows:
+            parts = _encode(values[:whole].view(rows, layout.block_numel), 0, seed)
+            scales[:rows], codes[:whole] = parts[0], parts[1].view(-1)
+        if rows < layout.blocks:
+            parts = _encode(values[whole:].view(1, -1), whole, seed)
+            scales[rows:], codes[whole:] = parts[0], parts[1].view(-1)
+        payload[FLAGS_OFFSET] = scales[:, 0].isnan().any() * FLAG_NONFINITE
+
+    def dequantize(self, q: Quantized, out: Tensor) -> None:
+        """Write the decoded vector to out (contiguous, q.numel elements)."""
+        out.view(-1).copy_(decode(q))
+
+    def dequantize_add(self, q: Quantized, out: Tensor, alpha: float) -> None:
+        """Add alpha times the decoded vector to out, computed in float32."""
+        flat = out.view(-1)
+        # The product is a tensor of its own: add_(..., alpha=alpha) fuses the two roundings into one.
+        flat.copy_(flat.to(torch.float32) + decode(q) * alpha)
+
+    def dequantize_reduce(self, qs: Sequence[Quantized], out: Tensor, weight: float) -> None:
+        """Write weight times the sum of the decoded vectors, added in the order given, to float32 out."""
+        total = decode(qs[0])
+        for q in qs[1:]:
+            total += decode(q)
+        out.view(-1).copy_(total * weight)
+
+    def dequantize_reduce_quantize(
+        self, qs: Sequence[Quantized], weight: float, layout: Layout, payload: Tensor, seed: int | None
+    ) -> None:
+        """Write the payload of weight times the sum of the decoded vectors."""
+        total = torch.empty(layout.numel, dtype=torch.float32, device=payload.device)
+        self.dequantize_reduce(qs, total, weight)
+        self.quantize(total, layout, payload, seed)

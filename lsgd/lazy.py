@@ -1,0 +1,41 @@
+"""torch, loaded when it is first used: servers read the settings of algorithms and codecs, and never load it.
+
+A file of an algorithm or a codec says ``from lsgd.lazy import torch`` in the place of ``import torch``, and takes types
+from torch under ``TYPE_CHECKING``. Nothing at its top level, no decorator and no default value, may use ``torch``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+
+    class _Lazy:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, attribute: str) -> Any:
+            value = getattr(importlib.import_module(self._name), attribute)
+            setattr(self, attribute, value)
+            return value
+
+    torch = _Lazy("torch")
+
+
+def no_grad(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate as ``torch.no_grad()`` does, without loading torch before the first call."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call

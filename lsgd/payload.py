@@ -1,0 +1,98 @@
+"""The header of a payload, version 2: what codec wrote it, with which parameters, for how many numbers.
+
+All numbers are little-endian. docs/kernels.md has the same table in words.
+
+========================  =====================================================================================
+bytes                     content
+========================  =====================================================================================
+0 - 3                     ``b"LSGD"``
+4                         version, 2
+5                         dtype of the vector: 0 float32, 1 float16, 2 bfloat16
+6 - 7                     second parameter of the codec, uint16; zero where it has none
+8 - 15                    number of elements, uint64
+16 - 19                   first parameter of the codec, uint32; of minmax8: elements per block, 0: one block
+20 - 23                   flags, uint32; bit 0: the vector held NaN or Inf
+24 - 31                   name of the codec, ASCII, filled up with zeros
+32 -                      what the codec writes
+========================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from lsgd.errors import ProtocolError
+
+MAGIC: Final = b"LSGD"
+VERSION: Final = 2
+HEADER_NBYTES: Final = 32
+FLAGS_OFFSET: Final = 20
+FLAG_NONFINITE: Final = 1
+DTYPE_NAMES: Final = ("float32", "float16", "bfloat16")
+MAX_NAME_NBYTES: Final = 8
+
+_FORM: Final = struct.Struct("<4sBBHQII8s")
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first 32 bytes of a payload.
+
+    Attributes:
+        codec: name of the codec, up to 8 ASCII characters.
+        numel: numbers in the vector.
+        first: a parameter of the codec, 32 bits.
+        second: another one, 16 bits.
+        dtype: index in ``DTYPE_NAMES`` of what the vector was.
+        flags: see the table above.
+    """
+
+    codec: str
+    numel: int
+    first: int = 0
+    second: int = 0
+    dtype: int = 0
+    flags: int = 0
+
+    def pack(self) -> bytes:
+        """Return the 32 bytes."""
+        name = self.codec.encode("ascii")
+        return _FORM.pack(MAGIC, VERSION, self.dtype, self.second, self.numel, self.first, self.flags, name)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Header:
+        """Return the header in 32 bytes from a peer.
+
+        Raises:
+            ProtocolError: they are no header of this version.
+        """
+        magic, version, dtype, second, numel, first, flags, name = _FORM.unpack(data)
+        if magic != MAGIC:
+            raise ProtocolError(f"a payload begins with {MAGIC!r}, but these bytes with {magic!r}")
+        if version != VERSION:
+            raise ProtocolError(f"this payload is of version {version}; version {VERSION} is understood here")
+        codec = name.rstrip(b"\0")
+        if dtype >= len(DTYPE_NAMES) or flags & ~FLAG_NONFINITE or not (codec.isascii() and codec.isalnum()):
+            raise ProtocolError(
+                f"the header of this payload holds values that version {VERSION} does not have"
+            )
+        return cls(codec.decode("ascii"), numel, first, second, dtype, flags)
+
+    @cached_property
+    def _fixed(self) -> tuple[bytes, ...]:
+        return _without_dtype_and_flags(self.pack())
+
+    def refuse_other(self, data: bytes) -> None:
+        """Raise ProtocolError if 32 bytes from a peer are not this header; dtype and flags may be others."""
+        if _without_dtype_and_flags(data) != self._fixed:
+            raise ProtocolError(f"this payload is of {Header.parse(data)}, but {self} is expected")
+
+    def __str__(self) -> str:
+        return f"{self.numel} numbers in {self.codec} with the parameters {self.first}, {self.second}"
+
+
+def _without_dtype_and_flags(data: bytes) -> tuple[bytes, ...]:
+    return data[:5], data[6:FLAGS_OFFSET], data[FLAGS_OFFSET + 4 :]

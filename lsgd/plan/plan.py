@@ -1,0 +1,298 @@
+"""The plan: one set of settings for the whole run, held by the global server and handed to every worker.
+
+It is put together from flags, ``LSGD_*`` variables, a TOML file and defaults, in this order of precedence::
+
+    workers = 4
+    iterations = 4000
+
+    [algorithm]
+    name = "leader"
+    period = 64
+
+In the place of ``[algorithm]``, several ``[[phase]]`` follow one another, each with its ``iterations``.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lsgd.algorithms import ALGORITHMS
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.codecs import CODECS
+from lsgd.errors import ConfigError
+from lsgd.plan.run import RunSettings
+from lsgd.settings import AlgorithmSettings, checked, fields, nearest
+
+VARIABLE_PREFIX = "LSGD_"
+OTHER_VARIABLES = frozenset(
+    {"LSGD_LOCAL", "LSGD_NODE", "LSGD_LOCAL_RANK", "LSGD_DEVICE", "LSGD_RUN_DIR", "LSGD_PLAN"}
+    | {"LSGD_TOKEN", "LSGD_KEYS", "LSGD_RESUME", "LSGD_RESTARTED"}
+)
+"""Variables that are no settings of the plan: who and where a process is, its keys, and its checkpoints."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the run: its algorithm, and after how many iterations of all workers the next one follows (0: none)."""
+
+    algorithm: AlgorithmSettings = field(default_factory=LeaderSettings)
+    iterations: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of the run, and of its algorithm or of several that follow one another."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    phases: tuple[Phase, ...] = (Phase(),)
+
+    def __post_init__(self) -> None:
+        names = [p.algorithm.name for p in self.phases if p.algorithm.schedule().lockstep]
+        if self.run.unsupervised_iterations and names:
+            raise ConfigError(
+                f"unsupervised_iterations = {self.run.unsupervised_iterations}, but every iteration of {names[0]} is a "
+                f"round of all workers, so that nobody can make one on its own; set unsupervised_iterations to 0"
+            )
+
+    @property
+    def algorithm(self) -> AlgorithmSettings:
+        """The algorithm that the run begins with."""
+        return self.phases[0].algorithm
+
+    @property
+    def loss_window(self) -> int:
+        """Batches that the reported loss is a mean of."""
+        return self.run.loss_window or self.algorithm.schedule().local_period
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text, for :meth:`from_json`, with the packages that it needs beside lsgd."""
+        packages = self.packages()
+        needed = {"packages": packages} if packages else {}
+        return json.dumps({**asdict(self.run), **self._sections(), **needed})
+
+    def packages(self) -> list[str]:
+        """Return what pip installs to have the algorithms and codecs that are not lsgd's own."""
+        algorithms = [phase.algorithm for phase in self.phases]
+        needed = {ALGORITHMS.requirement(algorithm.name) for algorithm in algorithms}
+        for algorithm in algorithms:
+            for name, spec in fields(type(algorithm)).items():
+                if spec.metadata["choices"] is CODECS:
+                    needed.add(CODECS.requirement(getattr(algorithm, name).partition(":")[0]))
+        return sorted(needed - {""})
+
+    def _sections(self) -> dict[str, Any]:
+        """Return the algorithm, or the phases, as the plan file has them."""
+        tables = [table_of(phase.algorithm) | {"iterations": phase.iterations} for phase in self.phases]
+        if len(tables) > 1:
+            return {"phase": tables}
+        del tables[0]["iterations"]
+        return {"algorithm": tables[0]}
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """Return the plan in ``text``, checked like any other.
+
+        Raises:
+            ConfigError: it is not a plan, or not one for what is installed here.
+        """
+        try:
+            table = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"the plan is not JSON: {error}") from None
+        if not isinstance(table, dict):
+            raise ConfigError(f"the plan is not a JSON object but a {type(table).__name__}")
+        packages = table.pop("packages", None)
+        try:
+            return assemble(table, origin="the server's plan").plan
+        except ConfigError as error:
+            if not isinstance(packages, list) or not all(map(_is_requirement, packages)) or not packages:
+                raise
+            raise ConfigError(
+                f"{error}; install here what the servers have: pip install {' '.join(packages)}"
+            ) from None
+
+    def to_toml(self) -> str:
+        """Return the plan as a TOML file with every setting."""
+        lines = [f"{name} = {json.dumps(value)}" for name, value in asdict(self.run).items()]
+        for key, section in self._sections().items():
+            for table in section if isinstance(section, list) else [section]:
+                lines += ["", f"[[{key}]]" if isinstance(section, list) else f"[{key}]"]
+                lines += [f"{name} = {json.dumps(value)}" for name, value in table.items()]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """A plan, and for each setting (``workers``, ``algorithm.period``, ``phase2.period``) its value's origin."""
+
+    plan: Plan
+    origins: Mapping[str, str]
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return (setting, value as in TOML, origin) for each setting, in the plan's order."""
+        values = asdict(self.plan.run)
+        several = len(self.plan.phases) > 1
+        for number, phase in enumerate(self.plan.phases, start=1):
+            section = f"phase{number}" if several else "algorithm"
+            table = table_of(phase.algorithm) | ({"iterations": phase.iterations} if several else {})
+            values |= {f"{section}.{name}": value for name, value in table.items()}
+        return [
+            (name, json.dumps(value), self.origins.get(name, "default")) for name, value in values.items()
+        ]
+
+
+def table_of(settings: AlgorithmSettings) -> dict[str, Any]:
+    """Return an algorithm's name and settings as its table in a plan."""
+    return {"name": settings.name, **asdict(settings)}
+
+
+def algorithm_of(table: Mapping[str, Any], origin: str) -> AlgorithmSettings:
+    """Return the settings in such a table.
+
+    Raises:
+        ConfigError: an unknown algorithm or setting, or a wrong value; the message names ``origin``.
+    """
+    return _algorithm({name: (value, origin) for name, value in table.items()})
+
+
+def _is_requirement(text: Any) -> bool:
+    """Return whether this can be a part of a command line that a user may copy: ``name==version``."""
+    return isinstance(text, str) and re.fullmatch(r"\w[\w.-]*==[\w.+!]+", text, re.ASCII) is not None
+
+
+def flag(name: str) -> str:
+    """Return the flag of a setting: ``--pull-global``."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """Return the environment variable of a setting: ``LSGD_PULL_GLOBAL``."""
+    return VARIABLE_PREFIX + name.upper()
+
+
+def read(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Sourced:
+    """Return the plan from a file (or none), the variables in ``environ``, and ``flags`` by setting name.
+
+    Raises:
+        ConfigError: the file cannot be read, a name is unknown, or a value is wrong; it says where and what is right.
+    """
+    table: Mapping[str, Any] = {}
+    if path is not None:
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"the plan {path} cannot be read: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the plan {path} is not TOML: {error}") from None
+    return assemble(table, origin=f"the plan {path}", environ=environ, flags=flags)
+
+
+def assemble(
+    table: Mapping[str, Any],
+    *,
+    origin: str,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Sourced:
+    """Return the plan from a table as in the file, variables and flags; ``origin`` names the table in errors."""
+    run = {name: (value, origin) for name, value in table.items() if name not in ("algorithm", "phase")}
+    overrides = {**_from_variables(environ or {}), **_from_flags(flags or {})}
+    run |= {name: sourced for name, sourced in overrides.items() if name in fields(RunSettings)}
+    chosen = {
+        "name" if n == "algorithm" else n: s for n, s in overrides.items() if n not in fields(RunSettings)
+    }
+    sections = _phase_tables(table, origin)
+    if chosen and len(sections) > 1:
+        name, (_, where) = next(iter(chosen.items()))
+        raise ConfigError(f"{where}: {origin} has phases; set {name} in the [[phase]] that it is meant for")
+    phases, origins = [], {key: where for key, (_, where) in run.items()}
+    for number, section in enumerate(sections, start=1):
+        sourced = {name: (value, origin) for name, value in section.items()} | chosen
+        prefix = f"phase{number}" if len(sections) > 1 else "algorithm"
+        origins |= {f"{prefix}.{name}": where for name, (_, where) in sourced.items()}
+        iterations, _ = sourced.pop("iterations", (0, ""))
+        last = number == len(sections)
+        if isinstance(iterations, bool) or not isinstance(iterations, int) or (iterations > 0) == last:
+            wanted = "the last phase has no iterations of its own" if last else "a whole number from 1"
+            raise ConfigError(f"{origin}: {prefix}.iterations = {iterations!r}; {wanted}")
+        phases.append(Phase(_algorithm(sourced), iterations))
+    return Sourced(Plan(_settings(RunSettings, run), tuple(phases)), origins)
+
+
+def _phase_tables(table: Mapping[str, Any], origin: str) -> list[Mapping[str, Any]]:
+    """Return the tables of the plan's phases; one, if it has only an algorithm."""
+    if "phase" not in table:
+        section = table.get("algorithm", {})
+        if not isinstance(section, Mapping):
+            raise ConfigError(
+                f"{origin}: algorithm is a table; write [algorithm] and below it name = {section!r}"
+            )
+        return [section]
+    if "algorithm" in table:
+        raise ConfigError(
+            f"{origin}: it has both [algorithm] and [[phase]]; write the algorithm into the phases"
+        )
+    sections = table["phase"]
+    if not isinstance(sections, list) or not sections or not all(isinstance(s, Mapping) for s in sections):
+        raise ConfigError(f"{origin}: phase is a list of tables; write [[phase]] above each")
+    return sections
+
+
+def _algorithm(sourced: Mapping[str, tuple[Any, str]]) -> AlgorithmSettings:
+    """Return the settings of the algorithm that ``sourced`` names, Leader SGD if it names none."""
+    settings = dict(sourced)
+    name, named_by = settings.pop("name", (LeaderSettings.name, "default"))
+    if not isinstance(name, str) or name not in ALGORITHMS:
+        raise ConfigError(f"{named_by}: {ALGORITHMS.unknown(name)}")
+    algorithm: AlgorithmSettings = _settings(ALGORITHMS[name], settings)
+    return algorithm
+
+
+def _settings(cls: Any, sourced: Mapping[str, tuple[Any, str]]) -> Any:
+    known = fields(cls)
+    values = {}
+    for name, (value, origin) in sourced.items():
+        if name not in known:
+            whose = f"the algorithm {cls.name}" if hasattr(cls, "name") else "the run"
+            raise ConfigError(f"{origin}: {whose} has no setting {name!r}; {_hint(cls, name)}")
+        values[name] = checked(cls, name, value, origin)
+    return cls(**values)
+
+
+def _hint(cls: Any, name: str) -> str:
+    """Return where a setting that ``cls`` does not have belongs, or the most similar one that it has."""
+    if cls is RunSettings and any(name in fields(other) for other in ALGORITHMS.values()):
+        return f"write {name} = ... below [algorithm]"
+    if cls is not RunSettings and name in fields(RunSettings):
+        return f"write {name} = ... above [algorithm]"
+    return nearest(name, fields(cls))
+
+
+def setting_names() -> list[str]:
+    """Return every name that a flag or variable can set, ``algorithm`` included."""
+    names = dict.fromkeys(["algorithm", *fields(RunSettings)])
+    for cls in ALGORITHMS.values():
+        names |= dict.fromkeys(fields(cls))
+    return list(names)
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if a variable begins like ours and is not one, which is likely a slip of the pen."""
+    names = {*map(variable, setting_names()), *OTHER_VARIABLES}
+    for key in environ:
+        if key.startswith(VARIABLE_PREFIX) and key not in names:
+            raise ConfigError(f"the variable {key} is unknown; {nearest(key, names)}")
+
+
+def _from_variables(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    check_variables(environ)
+    names = {variable(name): name for name in setting_names()}
+    return {names[key]: (value, f"variable {key}") for key, value in environ.items() if key in names}
+
+
+def _from_flags(flags: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    return {name: (value, f"flag {flag(name)}") for name, value in flags.items() if value is not None}

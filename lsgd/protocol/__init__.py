@@ -1,0 +1,1 @@
+"""What servers and workers say to each other: messages, sockets, keys. No torch."""

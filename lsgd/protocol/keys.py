@@ -1,0 +1,287 @@
+"""Keys and tokens: who may connect to the global server, and where keys are needed at all.
+
+The global server has a *key ring*, a folder that only its user can read, and nobody else can write::
+
+    server.key     the server's secret key
+    allowed        a line for each key that may connect: its name (``node1``, ``operator``) and the public key
+    node1.token    what node 1 needs: the server's public key, and a secret key of its own
+
+A token is one word, ``lsgd1:node1:...``, given as a file or in the variable ``LSGD_TOKEN``. Addresses that only this
+machine can reach (ipc, loopback) need no keys, all others do.
+"""
+
+import base64
+import binascii
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from lsgd.errors import ConfigError
+from lsgd.protocol.sockets import KEY_NBYTES, LinkKeys, new_key_pair, public_key
+
+TOKEN_VARIABLE = "LSGD_TOKEN"
+KEYS_VARIABLE = "LSGD_KEYS"
+OPERATOR = "operator"
+"""Name of the key for ``lsgd status``, ``set`` and ``stop``; any node's does as well."""
+
+_PREFIX = "lsgd1"
+_NAME = re.compile(r"[a-z][a-z0-9]*")
+
+
+def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where the key ring is if nothing else is said: ``LSGD_KEYS``, else lsgd/keys among the user's settings."""
+    if given := environ.get(KEYS_VARIABLE):
+        return Path(given)
+    base = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or Path.home(), ".config")
+    return Path(base, "lsgd", "keys")
+
+
+def node_name(node: int) -> str:
+    """Return the name of a node's key."""
+    return f"node{node}"
+
+
+def token_path(name: str, folder: Path | None = None) -> Path:
+    """Return the file of a token in a key ring, or in the default one."""
+    return (folder or default_folder()) / f"{name}.token"
+
+
+class KeyRing:
+    """The keys of a global server, in a folder.
+
+    Args:
+        folder: made by :meth:`make`.
+
+    Raises:
+        ConfigError: there is no key ring, it is damaged, or others can read or write it.
+
+    Attributes:
+        trouble: why an older list of keys is used than the file ``allowed`` holds now; empty if it is this one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._allowed_path = folder / "allowed"
+        self._names: dict[bytes, str] = {}
+        self._read_at = (-1, -1, -1)
+        self.trouble = ""
+        key = folder / "server.key"
+        self.secret = _key(_read_private(key), key)
+        self.public = public_key(self.secret)
+        self._read()
+
+    @classmethod
+    def make(cls, folder: Path, names: Iterable[str]) -> "KeyRing":
+        """Return the ring in ``folder``, made if need be, with a token for each of ``names``; those there are kept.
+
+        Raises:
+            ConfigError: the folder cannot be written, or what is in it is damaged.
+        """
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_writable(folder, "700")
+            if not (folder / "server.key").exists():
+                _, secret = new_key_pair()
+                _write(folder / "server.key", _text(secret), replace=False)
+                _write(folder / "allowed", "", replace=False)
+            ring = cls(folder)
+            for name in names:
+                ring._add(name)
+        except OSError as error:
+            raise ConfigError(f"the keys in {folder} cannot be written: {error.strerror}") from None
+        return ring
+
+    def _add(self, name: str) -> None:
+        path = token_path(name, self.folder)
+        if path.exists() and name in self._names.values():
+            return
+        public, secret = new_key_pair()
+        lines = [f"{n} {_text(p)}\n" for p, n in self._names.items() if n != name]
+        _write(path, f"{_PREFIX}:{name}:{_text(self.public + secret)}")
+        _write(self._allowed_path, "".join([*lines, f"{name} {_text(public)}\n"]))
+        self._read()
+
+    def token(self, name: str) -> str:
+        """Return a token as text.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        return _read_private(token_path(name, self.folder))
+
+    def allowed(self, public: bytes) -> str:
+        """Return the name of a key that may connect, as the file ``allowed`` is now; an empty text for another.
+
+        A file that cannot be used, with a half-written line, say, changes nothing; :attr:`trouble` says why.
+        """
+        try:
+            self._read()
+            self.trouble = ""
+        except ConfigError as error:
+            self.trouble = f"{error}; until then the keys from before may connect, and no others"
+        return self._names.get(public, "")
+
+    def _read(self) -> None:
+        try:
+            _refuse_writable(self.folder, "700")
+            _refuse_writable(self._allowed_path, "600")
+            status = self._allowed_path.stat()
+            if (stamp := (status.st_mtime_ns, status.st_ino, status.st_size)) == self._read_at:
+                return
+            lines = self._allowed_path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the list of keys {self._allowed_path} cannot be read: {error}") from None
+        names = {}
+        for number, line in enumerate(lines, start=1):
+            name, _, key = line.partition("#")[0].strip().partition(" ")
+            if not name:
+                continue
+            if not _NAME.fullmatch(name):
+                raise ConfigError(f"{self._allowed_path}:{number}: {name!r} is no name such as node1")
+            names[_key(key, self._allowed_path)] = name
+        self._names, self._read_at = names, stamp
+
+
+def parse_token(text: str, origin: str) -> LinkKeys:
+    """Return the keys in a token.
+
+    Raises:
+        ConfigError: it is none; the message names ``origin`` and keeps the text to itself.
+    """
+    prefix, _, rest = text.strip().partition(":")
+    name, _, body = rest.partition(":")
+    try:
+        keys = base64.urlsafe_b64decode(body + "==")
+    except (ValueError, binascii.Error):
+        keys = b""
+    if prefix != _PREFIX or not _NAME.fullmatch(name) or len(keys) != 2 * KEY_NBYTES:
+        raise ConfigError(
+            f"{origin} holds no token; one is a line as `lsgd keygen` makes it: {_PREFIX}:node1:..."
+        )
+    secret = keys[KEY_NBYTES:]
+    return LinkKeys(name, keys[:KEY_NBYTES], public_key(secret), secret)
+
+
+def listener_keys(address: str, folder: Path | None, *, insecure: bool) -> KeyRing | None:
+    """Return the keys that a listener on ``address`` needs; None if it needs none, or ``insecure`` was asked for.
+
+    Args:
+        address: to listen on.
+        folder: of a key ring to use, whatever the address; None: the default one, where keys are needed.
+        insecure: let everybody who reaches the address connect.
+
+    Raises:
+        ConfigError: others can reach the address and there are no keys; the message has the line to type.
+    """
+    if folder is not None:
+        return KeyRing(folder)
+    if is_local(address) or insecure:
+        return None
+    if not (default_folder() / "server.key").exists():
+        raise ConfigError(
+            f"other machines can reach {address}, and without keys whoever does can join the run or end it; make keys "
+            f"with `lsgd keygen --nodes N`, or give --insecure where you trust everybody on the network"
+        )
+    return KeyRing(default_folder())
+
+
+def link_keys(address: str, path: Path | None, name: str, *, insecure: bool) -> LinkKeys | None:
+    """Return the keys that a link to ``address`` needs; None if it needs none, or ``insecure`` was asked for.
+
+    Args:
+        address: to connect to.
+        path: of a token to use, whatever the address; None: ``LSGD_TOKEN``, else the file in the default key ring,
+            where keys are needed.
+        name: of the node or operator that connects.
+        insecure: trust the network.
+
+    Raises:
+        ConfigError: the address is another machine's and there is no token, or it is another node's.
+    """
+    if path is not None:
+        return _of(parse_token(_read_private(path), f"the token {path}"), name)
+    if is_local(address) or insecure:
+        return None
+    if text := os.environ.get(TOKEN_VARIABLE):
+        return _of(parse_token(text, f"the variable {TOKEN_VARIABLE}"), name)
+    path = token_path(name)
+    if not path.exists():
+        raise ConfigError(
+            f"{address} is on the network, so a token is needed; on node 0, `lsgd keygen` makes it: copy its file "
+            f"{name}.token here and give --token FILE, or put its text into {TOKEN_VARIABLE} (--insecure goes without, "
+            f"where the server does too)"
+        )
+    return _of(parse_token(_read_private(path), f"the token {path}"), name)
+
+
+def _of(keys: LinkKeys, name: str) -> LinkKeys:
+    if keys.name != name and name != OPERATOR:
+        raise ConfigError(f"this is {name}, and the token is that of {keys.name}; take {name}'s")
+    return keys
+
+
+def is_local(address: str) -> bool:
+    """Return whether only this machine can reach an address: ipc, or a loopback one."""
+    if not address.startswith("tcp://"):
+        return True
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if host in ("*", ""):
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # whoever binds or connects says more about it
+    return all(ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in found)
+
+
+def _text(key: bytes) -> str:
+    return base64.urlsafe_b64encode(key).rstrip(b"=").decode()
+
+
+def _key(text: str, path: Path) -> bytes:
+    with contextlib.suppress(ValueError):
+        if len(key := base64.urlsafe_b64decode(text.strip() + "=")) == KEY_NBYTES:
+            return key
+    raise ConfigError(f"{path} is damaged: {text.strip()[:8]!r}... is no key")
+
+
+def _read_private(path: Path) -> str:
+    """Return the text of a file that nobody else may read."""
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {path}; `lsgd keygen --keys {path.parent}` makes it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if mode & 0o077:
+        raise ConfigError(f"others can read {path}; make it yours alone: chmod 600 {path}")
+    return text
+
+
+def _refuse_writable(path: Path, mode: str) -> None:
+    """Refuse what others can write: whoever does lets in whom it likes."""
+    if path.stat().st_mode & 0o022:
+        raise ConfigError(
+            f"others can write {path}, and so let anybody into the run; make it yours alone: chmod {mode} {path}"
+        )
+
+
+def _write(path: Path, text: str, *, replace: bool = True) -> None:
+    """Write a file that nobody else can read, whole or not at all; leave one that is there unless ``replace``."""
+    number, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(number, "w") as stream:
+            stream.write(f"{text}\n" if text and not text.endswith("\n") else text)
+        if replace:
+            os.replace(name, path)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)

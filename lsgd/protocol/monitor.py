@@ -1,0 +1,126 @@
+"""What libzmq reports of a TCP socket: how handshakes end, and which connections are strangers' so far.
+
+Where its reports are not read libzmq waits for room, and serves nobody meanwhile. So they have room without limit, and
+the owner of the socket takes them at every turn.
+"""
+
+import os
+import resource
+import socket
+import struct
+from itertools import islice
+
+import zmq
+
+MAX_STRANGERS = 1024
+"""Most connections over which no known peer has spoken yet; the oldest of more are cut."""
+
+MAX_REPORTS = 16_384
+"""Most reports taken in one turn. libzmq makes some 10,000 connections a second, and a daemon has ten turns."""
+
+LOOK_EVERY_S = 0.02
+"""How often reports are taken while messages come: each look is a system call."""
+
+_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_ALL = int(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+_ACCEPTED, _DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
+_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
+
+
+class Monitor:
+    """Takes libzmq's reports of one socket, in the thread that uses the socket.
+
+    Args:
+        context: of the socket.
+        watched: the socket, before it binds or connects.
+
+    Attributes:
+        handshake: the event that the last handshake ended with; 0 if there was none.
+        refused: handshakes that failed.
+        cut: connections of strangers that were cut because there were too many.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", watched: "zmq.Socket[bytes]") -> None:
+        address = f"inproc://monitor-{id(self)}"
+        watched.monitor(address, _ALL)
+        self._watched = watched
+        self._reports = context.socket(zmq.PAIR)
+        self._reports.setsockopt(zmq.RCVHWM, 0)
+        self._reports.connect(address)
+        self._strangers: dict[int, int] = {}  # descriptor -> inode, the oldest first
+        self._looked_at = 0.0
+        self.handshake = 0
+        self.refused = 0
+        self.cut = 0
+
+    @property
+    def strangers(self) -> bool:
+        """Whether there are connections over which no known peer has spoken yet."""
+        return bool(self._strangers)
+
+    def recognize(self, descriptor: int | None) -> None:
+        """Count a connection as a known peer's: it has said something."""
+        if descriptor is not None:
+            self._strangers.pop(descriptor, None)
+
+    def look(self, now: float) -> None:
+        """Take the reports if that was not done a moment ago."""
+        if now - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = now
+            self.take()
+
+    def take(self) -> None:
+        """Take the reports since the last call, and cut the oldest connections of strangers if they are too many."""
+        for _ in range(MAX_REPORTS):
+            if not int(self._reports.get(_EVENTS)) & _READABLE:
+                break
+            kind, value = struct.unpack_from("=HI", self._reports.recv_multipart()[0])
+            if kind == _ACCEPTED:
+                self._strangers.pop(value, None)
+                self._strangers[value] = _inode(value)
+            elif kind == _DISCONNECTED:
+                self._strangers.pop(value, None)
+            else:
+                self.handshake = kind
+                self.refused += bool(kind & _FAILED)
+        excess = len(self._strangers) - max_strangers() if self._strangers else 0
+        for descriptor in list(islice(self._strangers, max(0, excess))):
+            self.cut += _shut_down(descriptor, self._strangers.pop(descriptor))
+
+    def close(self) -> None:
+        """End the reports."""
+        self._watched.disable_monitor()
+        self._reports.close()
+
+
+def max_strangers() -> int:
+    """Return how many connections strangers may hold: at most half of the descriptors that this process may have."""
+    return min(MAX_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+
+def _inode(descriptor: int) -> int:
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return 0  # it is closed already
+
+
+def _shut_down(descriptor: int, inode: int) -> bool:
+    """Shut down a connection of libzmq's, which closes it then; leave what has taken its number meanwhile."""
+    if _inode(descriptor) != inode:
+        return False
+    try:
+        connection = socket.socket(fileno=descriptor)  # no copy of it: there may be no descriptor left
+    except OSError:
+        return False
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False
+    finally:
+        connection.detach()
+    return True

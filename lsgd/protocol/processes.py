@@ -1,0 +1,54 @@
+"""The processes of a machine's workers: which of them have ended."""
+
+import os
+import select
+
+
+def pid_namespace() -> int:
+    """Return the number of the namespace in which this process counts processes; 0 where there is none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+class Processes:
+    """Watches processes, and sees at once when one ends, whoever started it."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._descriptors: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
+
+    def watch(self, name: bytes, pid: int, namespace: int) -> None:
+        """Watch a process from now on; one that cannot be watched, such as that of a container, is left alone.
+
+        Args:
+            name: that :meth:`ended` returns.
+            pid: number of the process, which is alive.
+            namespace: in which that number counts.
+        """
+        if name in self._descriptors or not pid or namespace != pid_namespace():
+            return
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            return
+        self._descriptors[name] = descriptor
+        self._names[descriptor] = name
+        self._poll.register(descriptor, select.POLLIN)
+
+    def forget(self, name: bytes) -> None:
+        """Watch a process no more."""
+        descriptor = self._descriptors.pop(name, None)
+        if descriptor is not None:
+            self._poll.unregister(descriptor)
+            del self._names[descriptor]
+            os.close(descriptor)
+
+    def ended(self) -> list[bytes]:
+        """Return the names of those that have ended since the last call, and watch them no more."""
+        names = [self._names[descriptor] for descriptor, _ in self._poll.poll(0)]
+        for name in names:
+            self.forget(name)
+        return names

@@ -1,0 +1,412 @@
+"""Every ZeroMQ socket of lsgd: a listener for many peers, a link to one, and the poll over them.
+
+All calls return at once except :meth:`Poller.wait`. Frames are whole messages (messages.py); several travel together,
+packed into one (packing.py). A socket belongs to the thread that uses it; :class:`Wakeup` is for the others.
+
+With keys a connection is encrypted and authenticated at both ends (CurveZMQ, https://rfc.zeromq.org/spec/26/), and
+the listener knows each peer by the name that its key has. :mod:`lsgd.protocol.keys` decides where keys are needed.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+from zmq.utils import z85
+
+from lsgd.errors import ConfigError
+from lsgd.protocol.gate import Gate, ListenerKeys, property_of
+from lsgd.protocol.inbox import Inbox
+from lsgd.protocol.messages import MAX_NBYTES
+from lsgd.protocol.monitor import Monitor, max_strangers
+from lsgd.protocol.packing import pack, unpack
+
+DEFAULT_PORT = 47400
+"""TCP port of the global server."""
+
+MAX_BATCH = 256
+"""Most messages taken from one socket before the others have their turn."""
+
+MAX_PARTS = 4096
+"""Most parts of messages that a listener takes from its socket in one turn."""
+
+TURN_S = 0.1
+"""How long a listener hands out what has come before signals and other sockets have their turn."""
+
+KEY_NBYTES = 32
+"""Length of a key of Curve25519."""
+
+_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # as enumerations they cost a microsecond
+_MORE, _SOURCE = int(zmq.RCVMORE), int(zmq.SRCFD)
+_LINGER_MS = 1000
+_HEARTBEAT_MS = 2000
+_DEAD_MS = 10_000
+_HANDSHAKE_MS = 5000  # a peer that connects and says nothing holds a descriptor for so long
+_BACKLOG = 512
+
+
+@dataclass(frozen=True)
+class LinkKeys:
+    """What a link needs: the listener's public key, and a pair of its own, as bytes.
+
+    Args:
+        name: that the listener knows the public key by.
+    """
+
+    name: str
+    server: bytes
+    public: bytes
+    secret: bytes
+
+
+def new_key_pair() -> tuple[bytes, bytes]:
+    """Return a new public and secret key."""
+    public, secret = zmq.curve_keypair()
+    return z85.decode(public), z85.decode(secret)
+
+
+def public_key(secret: bytes) -> bytes:
+    """Return the public key of a secret one."""
+    return z85.decode(zmq.curve_public(z85.encode(secret)))
+
+
+def default_local_address() -> str:
+    """Return the address of this machine's local server where none is given: a socket of this user."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or f"{tempfile.gettempdir()}/lsgd-{os.getuid()}"
+    return f"ipc://{base}/lsgd-local.sock"
+
+
+class _Socket:
+    def __init__(self, kind: int, address: str) -> None:
+        self._context = zmq.Context(1)
+        self._socket = self._context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_NBYTES)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
+        self._monitor = Monitor(self._context, self._socket) if address.startswith("tcp://") else None
+
+    def close(self) -> None:
+        """Send what is still under way, for a second at most, and close."""
+        if self._socket.closed:
+            return
+        if self._monitor is not None:
+            self._monitor.close()
+        self._socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _readable(self) -> bool:
+        return bool(int(self._socket.get(_EVENTS)) & _READABLE)  # a quarter of the time that an Again takes
+
+
+class Listener(_Socket):
+    """A socket that many peers connect to.
+
+    Args:
+        address: ``tcp://host:port`` (port 0: a free one) or ``ipc://path``, whose folder is made if need be, for
+            this user alone.
+        keys: who may connect; None: whoever can reach the address.
+
+    Raises:
+        ConfigError: the address is wrong, taken, or not of this machine.
+    """
+
+    def __init__(self, address: str, keys: ListenerKeys | None = None) -> None:
+        self._open(address, keys)
+
+    def _open(self, address: str, keys: ListenerKeys | None) -> None:
+        super().__init__(zmq.ROUTER, address)
+        self._keys = keys
+        self._inbox = Inbox()
+        self._sender = b""  # whose message is being read, and has more parts
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(
+            zmq.ROUTER_HANDOVER, 1
+        )  # names hold a random number: only the peer itself comes again
+        self._gate = Gate(self._context, self._socket, keys) if keys else None
+        try:
+            if address.startswith("ipc://"):
+                _claim_path(Path(address.removeprefix("ipc://")))
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(_bind_failure(address, error)) from None
+        except ConfigError:
+            self.close()
+            raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def secured(self) -> bool:
+        """Whether a peer's name, up to a ``#``, is that of its key."""
+        return self._gate is not None
+
+    def close(self) -> None:
+        """Send what is still under way, for a second at most, and close."""
+        if self._gate is not None:
+            self._gate.close()
+        super().close()
+
+    def reopen(self) -> None:
+        """Drop all connections, with what has come by halves, and listen again; peers connect again by themselves.
+
+        Nothing else frees what a multipart message without an end has piled up. Pollers have to be made anew.
+        """
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.close()
+        self._open(self.address, self._keys)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether more has come than :meth:`receive` could yield in its turn."""
+        return bool(self._inbox or self._sender)
+
+    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Yield (peer, frames) of what waits, for :data:`TURN_S`; what is left over comes with the next call.
+
+        The frames of a peer come in order, the peers in turns. Much of a peer comes in pieces.
+        """
+        now = time.monotonic()
+        if self._monitor is not None:
+            self._monitor.look(now)
+        self._take_in()
+        yield from self._inbox.take(now + TURN_S)
+
+    def _take_in(self) -> None:
+        """Move a bounded number of parts from the socket to the inbox; a message of too many is read on later."""
+        gate, monitor = self._gate, self._monitor
+        strangers = monitor is not None and monitor.strangers
+        copy = gate is None and not strangers
+        messages, parts = MAX_BATCH, MAX_PARTS
+        while self._sender or (messages and self._readable()):
+            if not self._sender:
+                messages -= 1
+                try:
+                    self._sender = self._socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+            while self._socket.get(_MORE):
+                if not parts:
+                    return
+                parts -= 1
+                part: Any = self._socket.recv(zmq.NOBLOCK, copy=copy)
+                if copy:
+                    self._inbox.put(self._sender, part)
+                    continue
+                if gate is not None and not gate.admits(self._sender, part):
+                    continue
+                if strangers and monitor is not None:
+                    monitor.recognize(property_of(part, _SOURCE))
+                self._inbox.put(self._sender, part.bytes)
+            self._sender = b""
+
+    def refusals(self) -> Iterator[str]:
+        """Yield a line for each kind of what was refused since the last call, or dropped, or cut."""
+        yield from self._inbox.losses()
+        refused = cut = 0
+        if self._monitor is not None:
+            self._monitor.take()
+            refused, self._monitor.refused = self._monitor.refused, 0
+            cut, self._monitor.cut = self._monitor.cut, 0
+        if cut:
+            yield (
+                f"{_connections(cut)} cut: more than {max_strangers()} were open over which no known peer had said "
+                f"anything"
+            )
+        if self._gate is None:
+            return
+        yield from self._gate.refusals()
+        if refused:
+            yield (
+                f"{_connections(refused)} refused: the peer has no key, an unknown one, or that of another server; it "
+                f"needs the token that `lsgd keygen` made for it here"
+            )
+
+    def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
+        """Send to ``peer``; return False if it is not connected or takes nothing now."""
+        try:
+            self._socket.send_multipart([peer, *pack(frames)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+
+class Link(_Socket):
+    """A socket that connects to one listener, and again whenever the connection is lost.
+
+    Args:
+        address: as the listener's.
+        name: what the listener knows this peer by; unique, and with keys, their name and a ``#`` first.
+        keys: for a listener that wants them.
+
+    Raises:
+        ConfigError: the address is not one.
+    """
+
+    def __init__(self, address: str, name: bytes, keys: LinkKeys | None = None) -> None:
+        super().__init__(zmq.DEALER, address)
+        self._socket.setsockopt(zmq.IDENTITY, name)
+        self._socket.setsockopt(
+            zmq.IMMEDIATE, 1
+        )  # nothing is queued for a listener that is away, to arrive stale
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if keys is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self._keys = keys
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"{address!r} is no address: {error.strerror}; write tcp://host:port or ipc://path"
+            ) from None
+        self.address = address
+
+    def receive(self) -> Iterator[list[bytes]]:
+        """Yield the frames of each message that waits, a bounded number of them."""
+        if self._monitor is not None:
+            self._monitor.look(time.monotonic())
+        for _ in range(MAX_BATCH):
+            if not self._readable():
+                return
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield unpack(parts)
+
+    def trouble(self) -> str:
+        """Return why the listener does not take us in, as far as the last handshake tells; empty if it does."""
+        if self._monitor is None:
+            return ""
+        self._monitor.take()
+        if self._monitor.handshake in (0, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+            return ""
+        return self._why(self._monitor.handshake)
+
+    def _why(self, event: int) -> str:
+        if self._keys is None:
+            return "it wants a token (LSGD_TOKEN, or --token FILE; `lsgd keygen` makes it there), or is no lsgd server"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return (
+                f"it does not know the key of our token, {self._keys.name}; take the one that `lsgd keygen` made "
+                f"for this run's keys"
+            )
+        return "it has another key than our token says, or none; take the token that `lsgd keygen` made for its keys"
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send; return False if the listener is not connected or takes nothing now."""
+        try:
+            self._socket.send_multipart(pack(frames), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+class Wakeup:
+    """Lets any thread, or a signal handler, end the wait of a :class:`Poller`."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._read
+
+    def set(self) -> None:
+        """End the wait."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._write, b"\0")
+
+    def clear(self) -> None:
+        """Wait again."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._read, 4096):
+                pass
+
+    def close(self) -> None:
+        """Free the descriptors."""
+        os.close(self._read)
+        os.close(self._write)
+
+
+class Poller:
+    """Waits until one of some sockets has something to receive."""
+
+    def __init__(self, *sources: Listener | Link | Wakeup) -> None:
+        self._poller = zmq.Poller()
+        self._listeners = [source for source in sources if isinstance(source, Listener)]
+        for source in sources:
+            self._poller.register(
+                source.fileno() if isinstance(source, Wakeup) else source._socket, zmq.POLLIN
+            )
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when there is something to receive, or after ``timeout_s``."""
+        left_over = any(listener.waiting for listener in self._listeners)
+        self._poller.poll(0 if left_over else round(timeout_s * 1000))
+
+
+def _connections(count: int) -> str:
+    return f"{count} connection{'s' * (count > 1)}"
+
+
+def _claim_path(path: Path) -> None:
+    """Make the folder of a socket, and remove a socket that nobody listens on; refuse one that is in use."""
+    if len(str(path)) > 100:
+        raise ConfigError(
+            f"the socket path {path} is longer than the system allows (100 bytes); choose a shorter one"
+        )
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder of the socket {path} cannot be made: {error.strerror}") from None
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise ConfigError(f"{path} is there and is no socket; give --listen ipc:// another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            return
+    raise ConfigError(f"another server listens on ipc://{path}; end it, or give this one another --listen")
+
+
+def _bind_failure(address: str, error: zmq.ZMQError) -> str:
+    if error.errno == zmq.EADDRINUSE:
+        port = address.rpartition(":")[2]
+        return (
+            f"{address} is taken by another program (`ss -ltnp 'sport = :{port}'` names it); end it, or choose "
+            f"another port with --listen"
+        )
+    if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
+        return f"{address} is not an address of this machine; `ip -br address` lists them"
+    return f"cannot listen on {address!r}: {error.strerror}; write tcp://host:port or ipc://path"

@@ -1,0 +1,96 @@
+"""What can be chosen by name: the classes of a package of ours, and those that other distributions register."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import logging
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Registry(Mapping[str, type[T]], Generic[T]):
+    """Classes by their ``name``, looked for when first asked for one.
+
+    Ours are found by looking through a package, which needs no installation. Others come from entry points: the
+    name there is the class's name. One that cannot be loaded is left out with a warning, and does not stop the others.
+
+    Args:
+        package: each of its modules may define some.
+        base: what they derive from.
+        what: one of them in words, for messages.
+
+    Attributes:
+        requirements: what pip installs to have those that are not ours, by name; complete with ``classes``.
+    """
+
+    def __init__(self, package: str, base: type[T], what: str) -> None:
+        self._package, self._base, self._what = package, base, what
+        self.requirements: dict[str, str] = {}
+        self._broken: dict[str, str] = {}
+
+    @cached_property
+    def classes(self) -> dict[str, type[T]]:
+        """All of them by name, ours first."""
+        found = {name: cls for name, cls in sorted(self._ours())}
+        for entry in sorted(importlib.metadata.entry_points(group=self._package)):
+            requirement = f"{entry.dist.name}=={entry.dist.version}" if entry.dist else ""
+            try:
+                cls = entry.load()
+                if not (isinstance(cls, type) and issubclass(cls, self._base)):
+                    raise TypeError(f"{entry.value} is no subclass of {self._base.__name__}")
+                if getattr(cls, "name", "") != entry.name or entry.name in found:
+                    raise ValueError(f"the name {entry.name!r} is taken, or not that of {entry.value}")
+            except Exception as error:  # whatever it is: it is not our code
+                self._broken[entry.name] = f"{requirement}: {type(error).__name__}: {error}"
+                log.warning("the %s %r is left out: %s", self._what, entry.name, self._broken[entry.name])
+                continue
+            found[entry.name] = cls
+            self.requirements[entry.name] = requirement
+        return found
+
+    def _ours(self) -> Iterator[tuple[str, type[T]]]:
+        package = importlib.import_module(self._package)
+        for info in pkgutil.iter_modules(package.__path__, f"{self._package}."):
+            for value in vars(importlib.import_module(info.name)).values():
+                is_one = isinstance(value, type) and issubclass(value, self._base)
+                if is_one and value.__module__ == info.name and "name" in vars(value):
+                    yield value.name, value
+
+    def requirement(self, name: str) -> str:
+        """Return what pip installs to have it, ``distribution==version``; empty for ours."""
+        return self.requirements.get(name, "") if name in self.classes else ""
+
+    def versions(self) -> dict[str, str]:
+        """Return the distributions that registered some, and their versions."""
+        pairs = (self.requirement(name).partition("==") for name in self)
+        return {distribution: version for distribution, _, version in pairs if distribution}
+
+    def unknown(self, name: object) -> str:
+        """Return what to say of a name that is none of them."""
+        if isinstance(name, str) and name in self._broken:
+            return f"{self._what} {name!r} cannot be loaded from {self._broken[name]}"
+        return f"{self._what} {name!r} is unknown; {listed(str(name), self)}"
+
+    def __getitem__(self, name: str) -> type[T]:
+        return self.classes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.classes)
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+
+def listed(name: str, names: Iterable[str]) -> str:
+    """Return a list of ``names``, and before it ``did you mean ...?`` if one of them is similar."""
+    close = difflib.get_close_matches(name, names := sorted(names), n=1, cutoff=0.5)
+    question = f"did you mean {close[0]!r}? " if close else ""
+    return f"{question}known are: {', '.join(names)}"

@@ -1,0 +1,177 @@
+"""``lsgd-server``: the command line of both servers."""
+
+import errno
+import os
+import secrets
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lsgd import __version__
+from lsgd.errors import ConfigError
+from lsgd.plan.options import plan_options
+from lsgd.plan.plan import Plan, read
+from lsgd.protocol.descriptors import raise_descriptor_limit
+from lsgd.protocol.keys import KeyRing, is_local, link_keys, listener_keys, node_name
+from lsgd.protocol.sockets import DEFAULT_PORT, Link, Listener, default_local_address
+from lsgd.server import global_daemon, local_daemon
+from lsgd.server.daemon import Signals, complain
+from lsgd.server.journal import Journal
+
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of a disk that may be gone a moment later."""
+
+
+@click.command(context_settings={"max_content_width": 110})
+@click.version_option(__version__)
+@click.option("--global", "role", flag_value="global", help="Be the global server, one for the run.")
+@click.option("--local", "role", flag_value="local", help="Be the local server of a machine.")
+@click.option("--listen", metavar="ADDRESS", help="Where to listen: tcp://host:port or ipc://path.")
+@click.option("--connect", metavar="ADDRESS", help="Local: the global server's address.")
+@click.option(
+    "--node", type=click.IntRange(0), default=0, show_default=True, help="Local: index of this machine."
+)
+@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Global: the plan, a TOML file.")
+@click.option(
+    "--save-plan", type=click.Path(path_type=Path), help="Global: write the plan as used to this file."
+)
+@click.option(
+    "--journal",
+    "journal_path",
+    type=click.Path(path_type=Path),
+    help="Global: keep the run in this file; started again with it, the server goes on with the same run.",
+)
+@click.option(
+    "--continue",
+    "continues",
+    is_flag=True,
+    help="Global: begin no new run; go on with the one in the --journal, or end.",
+)
+@click.option(
+    "--keys",
+    "keys_path",
+    type=click.Path(path_type=Path),
+    help="Global: the folder that `lsgd keygen` made; else LSGD_KEYS, or the user's, where keys are needed.",
+)
+@click.option(
+    "--token",
+    "token_path",
+    type=click.Path(path_type=Path),
+    help="Local: the file with this node's token; else LSGD_TOKEN, or the user's, where one is needed.",
+)
+@click.option("--insecure", is_flag=True, help="Go without keys on a network where everybody is trusted.")
+@plan_options
+def main(
+    role: str | None,
+    listen: str | None,
+    connect: str | None,
+    node: int,
+    plan_path: Path | None,
+    save_plan: Path | None,
+    journal_path: Path | None,
+    continues: bool,
+    keys_path: Path | None,
+    token_path: Path | None,
+    insecure: bool,
+    **flags: Any,
+) -> None:
+    """Serve a run: one global server for all, and one local server on each machine.
+
+    The plan (which algorithm, its settings, how long) is the global server's; workers get it when they join.
+    `lsgd config show` takes the same flags and prints each setting with where its value comes from.
+
+    Exit codes: 0 the run ended cleanly; 1 it could not; 2 wrong usage or settings; 3 ended at once by a second
+    signal.
+    """
+    raise_descriptor_limit()
+    try:
+        if role == "global":
+            if connect or node or token_path:
+                raise ConfigError(
+                    "--connect, --node and --token belong to a local server; leave them away with --global"
+                )
+            if continues and not journal_path:
+                raise ConfigError("--continue goes on with the run in a journal; say which: --journal FILE")
+            path = plan_path or (Path(os.environ["LSGD_PLAN"]) if os.environ.get("LSGD_PLAN") else None)
+            plan = read(path, os.environ, flags).plan
+            address = listen or f"tcp://127.0.0.1:{DEFAULT_PORT}"
+            keys = listener_keys(address, keys_path, insecure=insecure)
+            sys.exit(_serve_global(plan, address, keys, save_plan, journal_path, continues=continues))
+        if role == "local":
+            given = [name for name, value in {**flags, "plan": plan_path}.items() if value is not None]
+            if given:
+                raise ConfigError(
+                    f"--{given[0].replace('_', '-')} belongs to the plan, which the global server holds"
+                )
+            if continues or journal_path or save_plan:
+                raise ConfigError("--continue, --journal and --save-plan belong to the global server")
+            if keys_path:
+                raise ConfigError("--keys belongs to the global server; a local one takes --token")
+            address = listen or default_local_address()
+            if not (is_local(address) or insecure):
+                raise ConfigError(
+                    f"a local server is for the workers of its own machine, and others can reach {address}; listen on "
+                    f"ipc://PATH or tcp://127.0.0.1:PORT (or give --insecure)"
+                )
+            above = connect or f"tcp://127.0.0.1:{DEFAULT_PORT}"
+            sys.exit(_serve_local(node, address, above, token_path, insecure=insecure))
+        raise ConfigError(
+            "say which server to be: --global (one for the run) or --local (one on each machine)"
+        )
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _serve_global(
+    plan: Plan,
+    address: str,
+    keys: KeyRing | None,
+    save_plan: Path | None,
+    journal_path: Path | None,
+    *,
+    continues: bool,
+) -> int:
+    signals = Signals()
+    journal = Journal(journal_path) if journal_path else None
+    with Listener(address, keys) as listener:
+        coordinator = global_daemon.begin(plan, journal, continues=continues)
+        if save_plan:
+            _save_plan(coordinator.plan, save_plan, goes_on=journal is not None and journal.resumed)
+        global_daemon.announce(listener.address, coordinator.plan, keys.folder if keys else None)
+        return global_daemon.GlobalDaemon(coordinator, listener, journal).run(signals)
+
+
+def _save_plan(plan: Plan, path: Path, *, goes_on: bool) -> None:
+    """Write the plan beside its place and rename it: a disk that is full leaves the one before, and ends no run.
+
+    Raises:
+        ConfigError: it can never be written there; of a run that goes on, this too is only said.
+    """
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        beside.write_text(plan.to_toml(), encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        trouble = f"the plan cannot be written to {path}: {error.strerror}"
+        if not goes_on and error.errno not in _PASSING:
+            raise ConfigError(trouble) from None
+        complain(f"{trouble}; the run goes on without that file")
+
+
+def _serve_local(
+    node: int, address: str, global_address: str, token_path: Path | None, *, insecure: bool
+) -> int:
+    signals = Signals()
+    keys = link_keys(global_address, token_path, node_name(node), insecure=insecure)
+    incarnation = secrets.randbits(63)
+    with (
+        Listener(address) as listener,
+        Link(global_address, f"node{node}#{incarnation}".encode(), keys) as link,
+    ):
+        local_daemon.announce(node, listener.address, global_address)
+        return local_daemon.LocalDaemon(node, incarnation, listener, link).run(signals)

@@ -1,0 +1,70 @@
+"""Which algorithm the run is at: the plan's phases one after the other, and settings changed on the way."""
+
+import json
+import math
+from collections.abc import Sequence
+
+from lsgd.plan.plan import Phase, table_of
+from lsgd.settings import AlgorithmSettings, changed
+
+
+class Course:
+    """The algorithm of the current phase, with its settings as they are now.
+
+    Attributes:
+        phases: of the plan.
+        number: of the current phase, from 0.
+        algorithm: as of the last global round.
+        schedule: when that one wants rounds.
+        next_algorithm: from the next global round on.
+    """
+
+    def __init__(self, phases: Sequence[Phase]) -> None:
+        self.phases = phases
+        self.number = 0
+        self.algorithm = phases[0].algorithm
+        self.schedule = self.algorithm.schedule()
+        self.next_algorithm = self.algorithm
+
+    def resume(self, number: int, algorithm: AlgorithmSettings, next_algorithm: AlgorithmSettings) -> None:
+        """Go on where another left off."""
+        self.number, self.algorithm, self.next_algorithm = number, algorithm, next_algorithm
+        self.schedule = algorithm.schedule()
+
+    def change(self, name: str, text: str) -> None:
+        """Change a numeric setting of the algorithm from the next global round on.
+
+        Raises:
+            ConfigError: there is no such setting, it cannot be changed in a run, or the value is wrong.
+        """
+        self.next_algorithm = changed(self.next_algorithm, name, text)
+
+    def take_up(self, count: int, members: int) -> bool:
+        """Go on to the phase that a global round of ``members`` after ``count`` iterations is in.
+
+        A phase in which every iteration is a round ends when too few are left for one of each member. Returns
+        whether a phase begins.
+        """
+        before = self.number
+        while self.end - count < (members if self.next_algorithm.schedule().lockstep else 1):
+            self.number += 1
+            self.next_algorithm = self.phases[self.number].algorithm
+        self.algorithm, self.schedule = self.next_algorithm, self.next_algorithm.schedule()
+        return self.number != before
+
+    def rewind(self, count: int) -> None:
+        """Go back to the phase that the run was in after ``count`` iterations."""
+        while count < sum(phase.iterations for phase in self.phases[: self.number]):
+            self.number -= 1
+            self.next_algorithm = self.phases[self.number].algorithm
+
+    @property
+    def end(self) -> float:
+        """The run's iterations at which the phase ends; infinite for the last one."""
+        if self.number == len(self.phases) - 1:
+            return math.inf
+        return sum(phase.iterations for phase in self.phases[: self.number + 1])
+
+    def to_json(self) -> str:
+        """Return the algorithm's name and settings as JSON text."""
+        return json.dumps(table_of(self.algorithm))

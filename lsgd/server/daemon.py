@@ -1,0 +1,114 @@
+"""What both daemons share: one loop, two signals, lines for people, and an eye on memory and on who is refused."""
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import TextIO
+
+from lsgd.protocol.sockets import Listener, Wakeup
+from lsgd.server.output import Output, stamp
+
+TICK_S = 0.1
+"""Longest sleep of a daemon, in seconds."""
+
+LAST_WORDS_S = 0.3
+"""How long a daemon that is done stays for its last messages to arrive: a connection closed at once can lose them."""
+
+MAX_GROWTH_NBYTES = 512 << 20
+"""By how much a daemon may grow; no run needs as much, so more is a peer that sends without an end."""
+
+GUARD_EVERY_S = 1.0
+"""How often a daemon looks at its memory, and at what was refused."""
+
+REFUSALS_EVERY_S = 30.0
+"""How often a daemon says at most that connections were refused."""
+
+EXIT_AT_ONCE = 3
+"""Exit code of a daemon that a second signal ended before its run was."""
+
+
+class Memory:
+    """Watches how much memory this process has taken since it was made, or since the last time that was too much."""
+
+    def __init__(self) -> None:
+        self._status = os.open(
+            "/proc/self/statm", os.O_RDONLY
+        )  # open for good: later no descriptor may be left
+        self._at_first_nbytes = self._nbytes()
+
+    def overgrown(self) -> bool:
+        """Whether it has grown by more than :data:`MAX_GROWTH_NBYTES`."""
+        return self._nbytes() - self._at_first_nbytes > MAX_GROWTH_NBYTES
+
+    def begin_anew(self) -> None:
+        """Take what it is now as the measure."""
+        self._at_first_nbytes = self._nbytes()
+
+    def _nbytes(self) -> int:
+        return int(os.pread(self._status, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Refusals:
+    """Says now and then which connections and messages a listener has refused."""
+
+    def __init__(self) -> None:
+        self._next_at = 0.0
+
+    def say(self, listener: Listener, now: float) -> None:
+        """Say what was refused since the last time, if that was long enough ago."""
+        if now < self._next_at:
+            return
+        self._next_at = now + GUARD_EVERY_S
+        for refusal in listener.refusals():
+            complain(refusal)
+            self._next_at = now + REFUSALS_EVERY_S
+
+
+class Signals:
+    """Counts SIGTERM and SIGINT: the first asks for a clean end, the second for one at once."""
+
+    def __init__(self) -> None:
+        self.wakeup = Wakeup()
+        self.received: list[str] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+        # Whoever started this process may have held them back until somebody is here to take them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number).name)
+        self.wakeup.set()
+
+    @property
+    def first(self) -> str:
+        """Name of the first signal, or an empty text."""
+        return self.received[0] if self.received else ""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a second one came."""
+        return len(self.received) > 1
+
+
+_output = Output()
+
+
+def say(text: str) -> None:
+    """Print a line with the time of day, without ever waiting for who reads it."""
+    _print(text, sys.stdout)
+
+
+def complain(text: str) -> None:
+    """Print a line with the time of day to standard error, likewise."""
+    _print(text, sys.stderr)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    line = f"{stamp()} {text}"
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError, AttributeError):  # no file: a test's, say
+        print(line, file=stream, flush=True)
+        return
+    _output.put(descriptor, line)

@@ -1,0 +1,385 @@
+"""The global server: a poll loop around the coordinator."""
+
+import secrets
+import socket
+import sqlite3
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from lsgd import __version__
+from lsgd.errors import ConfigError, ProtocolError
+from lsgd.plan.plan import Plan
+from lsgd.protocol.messages import (
+    PROTOCOL,
+    ChangeSetting,
+    Downward,
+    Get,
+    Go,
+    Join,
+    Leave,
+    Left,
+    Message,
+    NodeHello,
+    NodeLeave,
+    NodeWelcome,
+    Put,
+    Refused,
+    RunOver,
+    Status,
+    StatusQuery,
+    Stop,
+    StopRun,
+    Upward,
+    VersionError,
+    decode,
+    encode,
+)
+from lsgd.protocol.sockets import Listener, Poller
+from lsgd.server.coordinator import Coordinator, Decision
+from lsgd.server.daemon import (
+    EXIT_AT_ONCE,
+    GUARD_EVERY_S,
+    LAST_WORDS_S,
+    MAX_GROWTH_NBYTES,
+    TICK_S,
+    Memory,
+    Refusals,
+    Signals,
+    complain,
+    say,
+)
+from lsgd.server.journal import Journal
+from lsgd.server.memento import capture, restore
+from lsgd.server.rendezvous import Rendezvous
+from lsgd.server.report import report
+from lsgd.server.rounds import abridged
+
+KEEP_EVERY_S = 1.0
+"""How often counts alone are written to the journal, in seconds."""
+
+RETRY_EVERY_S = 5.0
+"""How often a journal that cannot be written is tried again."""
+
+DISMISS_WITHIN_S = 2.0
+"""How long the local servers have to hear that the run is over."""
+
+RETURN_WITHIN_S = 3.0
+"""How long they have to find this server again, if it was started again and the run is over."""
+
+NODE_LEASE_S = 3.0
+"""A local server that has been silent for so long may be replaced by another of the same node."""
+
+
+@dataclass
+class _Node:
+    peer: bytes
+    hello: NodeHello
+    heard_at: float
+
+
+class GlobalDaemon:
+    """Carries messages between local servers and the coordinator.
+
+    A frame from a local server is a worker's message; what goes back is pairs of frames, the worker's name on the
+    local server's socket and the answer (for the local server itself the name is empty).
+
+    Args:
+        coordinator: of the run.
+        listener: where local servers and operators connect.
+        journal: where the run is kept, so that another process can go on with it; None: nowhere.
+    """
+
+    def __init__(self, coordinator: Coordinator, listener: Listener, journal: Journal | None = None) -> None:
+        self.coordinator = coordinator
+        self._listener = listener
+        self._journal = journal
+        self._kept = (-1, -1)  # changes and count as the journal has them
+        self._kept_at = 0.0
+        self._retry_at = 0.0  # when the journal, which could not be written, is tried again; 0: it could
+        self._rendezvous = Rendezvous()
+        self._nodes: dict[int, _Node] = {}
+        self._challengers: dict[int, tuple[int, float]] = {}  # other servers of nodes, since when they greet
+        self._routes: dict[tuple[str, int], bytes] = {}
+        self._outbox: dict[bytes, list[bytes]] = defaultdict(list)
+        self._bad_peers: set[bytes] = set()
+        self._memory = Memory()
+        self._refusals = Refusals()
+
+    def run(self, signals: Signals) -> int:
+        """Serve until the run is over and return the exit code."""
+        poller = Poller(self._listener, signals.wakeup)
+        ticked_at = guarded_at = 0.0
+        while not self.coordinator.over:
+            poller.wait(TICK_S)
+            now = time.monotonic()
+            for peer, frames in self._listener.receive():
+                for frame in frames:
+                    self._take(peer, frame, now)
+            signals.wakeup.clear()
+            if signals.at_once:
+                say("second signal: ending at once, without a consensus model")
+                return EXIT_AT_ONCE
+            if signals.first and not self.coordinator.stopping:
+                self._act(self.coordinator.handle(StopRun(f"the global server got {signals.first}"), now))
+            if now - ticked_at >= TICK_S:
+                self._act(self.coordinator.tick(now))
+                ticked_at = now
+            if now - guarded_at >= GUARD_EVERY_S:
+                if self._guard(now):
+                    poller = Poller(self._listener, signals.wakeup)
+                guarded_at = now
+            self._keep(now)
+            self._flush()
+        self._keep(time.monotonic())
+        reason = self.coordinator.stopping
+        self._dismiss_nodes(poller, reason)
+        self._finish_journal()
+        end = ", without a consensus" if self.coordinator.in_vain else ""
+        say(f"the run is over{end}: {reason}; {self.coordinator.count} iterations")
+        return 1 if self.coordinator.failed else 0
+
+    def _guard(self, now: float) -> bool:
+        """Forget who is gone, say who was refused; drop all connections if the memory fills, and return whether."""
+        self._routes = {who: peer for who, peer in self._routes.items() if self.coordinator.knows(*who)}
+        self._refusals.say(self._listener, now)
+        if not self._memory.overgrown():
+            return False
+        complain(
+            f"memory has grown by {MAX_GROWTH_NBYTES >> 20} MiB: a peer sends without an end. All connections are "
+            f"dropped, and those of the run come again by themselves"
+        )
+        self._listener.reopen()
+        self._memory.begin_anew()
+        return True
+
+    def _dismiss_nodes(self, poller: Poller, reason: str) -> None:
+        """Tell the local servers that the run is over, until they all know."""
+        started_at = time.monotonic()
+        after_restart_s = RETURN_WITHIN_S if self._journal and self._journal.resumed else LAST_WORDS_S
+        while time.monotonic() - started_at < (DISMISS_WITHIN_S if self._nodes else after_restart_s):
+            for node in self._nodes.values():
+                self._send(node.peer, b"", RunOver(reason))
+            self._flush()
+            poller.wait(TICK_S)
+            for peer, frames in self._listener.receive():
+                for frame in frames:
+                    self._take(peer, frame, time.monotonic())
+
+    def _take(self, peer: bytes, frame: bytes, now: float) -> None:
+        try:
+            message = decode(frame)
+        except VersionError as error:
+            node = peer.decode(errors="replace").partition("#")[0]
+            reason = (
+                f"{node} speaks version {error.version} of the protocol, and the global server on "
+                f"{socket.gethostname()} speaks {PROTOCOL} (lsgd {__version__}); install the same release of lsgd on "
+                f"both"
+            )
+            say(f"refused {reason}")
+            self._send(peer, b"", Refused(reason))
+            return
+        except ProtocolError as error:
+            self._complain_of(peer, str(error))
+            return
+        self._dispatch(peer, message, now)
+
+    def _dispatch(self, peer: bytes, message: Message, now: float) -> None:
+        if (
+            self._listener.secured
+            and (claimed := node_of(message))
+            and claimed != peer.partition(b"#")[0].decode()
+        ):
+            self._complain_of(peer, f"it speaks for {claimed}")
+            return
+        match message:
+            case NodeHello():
+                self._hello(peer, message, now)
+            case StatusQuery(incarnation):
+                worker = _worker_socket(incarnation) if incarnation else b""
+                self._send(peer, worker, Status(report(self.coordinator, now)))
+            case StopRun():
+                self._act(self.coordinator.handle(message, now))
+                self._send(peer, b"", Status(report(self.coordinator, now)))
+            case ChangeSetting(name, value):
+                self._change(peer, name, value, now)
+            case NodeLeave(node, incarnation):
+                known = self._nodes.get(node)
+                if (
+                    known is None or known.hello.incarnation == incarnation
+                ):  # none: this server was started again
+                    self._act(self.coordinator.handle(message, now))
+                    self._nodes.pop(node, None)
+                    self._send(peer, b"", Left())
+            case Put() | Get():
+                self._rendezvous_for(message, peer)
+            case _ if isinstance(message, Upward):
+                self._routes[message.worker, message.incarnation] = peer
+                if isinstance(message, Join) and self._nodes.get(message.node) is None:
+                    return  # its local server will say hello first; the worker asks again
+                self._act(self.coordinator.handle(message, now))
+                if isinstance(message, Leave):
+                    self._send_worker(message.worker, message.incarnation, Left())
+                    self._routes.pop((message.worker, message.incarnation), None)
+
+    def _complain_of(self, peer: bytes, why: str) -> None:
+        if peer not in self._bad_peers and len(self._bad_peers) < 1000:  # once a peer: it may go on for ever
+            self._bad_peers.add(peer)
+            complain(f"dropped a message from {peer!r}: {why}")
+
+    def _change(self, peer: bytes, name: str, value: str, now: float) -> None:
+        """Change a setting, and answer the operator who wants it."""
+        try:
+            self.coordinator.change(name, value)
+        except ConfigError as error:
+            self._send(peer, b"", Refused(str(error)))
+            return
+        self._act(self.coordinator.tick(now))
+        self._send(peer, b"", Status(report(self.coordinator, now)))
+
+    def _hello(self, peer: bytes, hello: NodeHello, now: float) -> None:
+        known = self._nodes.get(hello.node)
+        if (
+            known is None
+            or known.hello.incarnation == hello.incarnation
+            or now - known.heard_at > NODE_LEASE_S
+        ):
+            if known is None or known.hello.incarnation != hello.incarnation:
+                say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
+            self._nodes[hello.node] = _Node(peer, hello, now)
+            self._send(peer, b"", NodeWelcome(self.coordinator.run))
+            return
+        if self._challengers.get(hello.node, (0, now))[0] != hello.incarnation:
+            self._challengers[hello.node] = (hello.incarnation, now)
+        if known.heard_at <= self._challengers[hello.node][1]:
+            return  # the known one may have died: this one greets again until that is sure
+        reason = (
+            f"node {hello.node} is {known.hello.host} already; give {hello.host} another index (--node, or the "
+            f"argument of train.sh)"
+        )
+        say(f"refused a second node {hello.node}: {reason}")
+        self._send(peer, b"", Refused(reason))
+
+    def _rendezvous_for(self, message: Put | Get, peer: bytes) -> None:
+        self._routes[message.worker, message.incarnation] = peer
+        generation = self.coordinator.generation
+        if generation is None or not self.coordinator.knows(message.worker, message.incarnation):
+            return
+        self._rendezvous.begin(generation.number)
+        if isinstance(message, Put):
+            for worker, incarnation, awaited in self._rendezvous.put(message):
+                self._send_worker(worker, incarnation, awaited)
+        elif value := self._rendezvous.get(message):
+            self._send_worker(message.worker, message.incarnation, value)
+
+    def _act(self, decision: Decision) -> None:
+        for note in decision.notes:
+            say(note)
+        for worker, incarnation, message in decision.answers:
+            self._send_worker(worker, incarnation, message)
+
+    def _keep(self, now: float) -> None:
+        """Write what has been decided to the journal, before any of it is sent; counts now and then."""
+        coordinator = self.coordinator
+        state = (coordinator.changes, coordinator.count)
+        due = state[0] != self._kept[0] or (state != self._kept and now - self._kept_at > KEEP_EVERY_S)
+        if self._journal is None or not due or now < self._retry_at:
+            return
+        try:
+            self._journal.save(capture(coordinator, now), list(coordinator.elections))
+        except (sqlite3.Error, OSError) as error:
+            if not self._retry_at:
+                complain(
+                    f"the journal {self._journal.path} cannot be written: {error}; it is removed, and made anew "
+                    f"as soon as that is possible. If this server dies before, the run cannot go on: free space there"
+                )
+            self._journal.remove()
+            self._retry_at = now + RETRY_EVERY_S
+            return
+        if self._retry_at:
+            say(f"the journal {self._journal.path} is written again")
+        self._kept, self._kept_at, self._retry_at = state, now, 0.0
+
+    def _finish_journal(self) -> None:
+        """Leave nothing to go on with: the run is over, and all know."""
+        if self._journal is None:
+            return
+        try:
+            self._journal.forget()
+            self._journal.close()
+        except (sqlite3.Error, OSError):
+            self._journal.remove()
+
+    def _send_worker(self, worker: str, incarnation: int, message: Downward) -> None:
+        match message:
+            case Go() | Stop() if message.round is not None and self.coordinator.knows(worker, incarnation):
+                message = abridged(message, self.coordinator.members[worker])
+        if peer := self._routes.get((worker, incarnation)):
+            self._send(peer, _worker_socket(incarnation), message)
+
+    def _send(self, peer: bytes, worker: bytes, message: Message) -> None:
+        self._outbox[peer] += (worker, encode(message))
+
+    def _flush(self) -> None:
+        for peer, frames in self._outbox.items():
+            self._listener.send(peer, frames)
+        self._outbox.clear()
+
+
+def node_of(message: Message) -> str:
+    """Return the name of the node that a message speaks for, or whose worker; empty for an operator's."""
+    match message:
+        case NodeHello() | NodeLeave():
+            return f"node{message.node}"
+        case _ if isinstance(message, Upward):
+            return message.worker.partition("/")[0]
+    return ""
+
+
+def _worker_socket(incarnation: int) -> bytes:
+    """Return the name of a worker's socket at its local server."""
+    return str(incarnation).encode()
+
+
+def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Coordinator:
+    """Return the coordinator of a new run, or of the unfinished one that the journal holds.
+
+    Raises:
+        ConfigError: the journal cannot be gone on with, or holds no run, and ``continues`` forbids a new one.
+    """
+    kept = journal.load() if journal else None
+    if continues and journal and kept is None:
+        raise ConfigError(
+            f"the journal {journal.path} holds no unfinished run to go on with (--continue): it was lost, or the run "
+            f"is over. Its workers save what they are; go on from that with RESUME=1 (lsgd launch --resume)"
+        )
+    if journal is None or kept is None:
+        return Coordinator(plan, run=secrets.token_hex(6))
+    state, elections = kept
+    try:
+        coordinator = restore(state, time.monotonic())
+    except ConfigError as error:
+        raise ConfigError(
+            f"the journal {journal.path} cannot be gone on with: {error}; take the lsgd that wrote it, or delete "
+            f"{journal.path.name}* to begin a new run"
+        ) from None
+    coordinator.elections.extend(elections)
+    say(
+        f"goes on with run {coordinator.run} of the journal {journal.path}, with its plan: "
+        f"{coordinator.count} iterations, {len(coordinator.members)} workers"
+    )
+    return coordinator
+
+
+def announce(address: str, plan: Plan, keys: Path | None) -> None:
+    """Print what the server listens on, who may connect, and how to join it."""
+    listens_on = address
+    for wildcard in ("//0.0.0.0:", "//[::]:"):
+        address = address.replace(wildcard, "//ADDRESS-OF-THIS-MACHINE:")
+    waits = f"{plan.run.workers} worker{'s' * (plan.run.workers > 1)}"
+    token = f" --token nodeN.token, from {keys}" if keys else ""
+    say(
+        f"lsgd {__version__} global server on {listens_on}, {plan.algorithm.name}, waits for {waits}; "
+        f"join from each machine with: lsgd-server --local --node N --connect {address}{token}"
+    )

@@ -1,0 +1,55 @@
+"""What the coordinator remembers of its rounds, for status, result files and curves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lsgd.protocol.messages import Round
+from lsgd.server.members import Member
+
+MAX_ELECTIONS = 4096
+"""How many of the last rounds the history keeps."""
+
+MAX_LOSSES = 64
+"""Of how many workers, in rank order, a round of the history keeps the loss; the leader's is always there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Election:
+    """A round as the history keeps it.
+
+    Args:
+        round: its id.
+        scope: ``local`` or ``global``.
+        group: the node that a local round was of; -1 for a global round.
+        worker: who led it.
+        count: the run's iterations when it was ordered.
+        seconds: since the run's first round.
+        losses: by worker, as they were at the time; of at most :data:`MAX_LOSSES` workers and the leader.
+    """
+
+    round: int
+    scope: str
+    group: int
+    worker: str
+    count: int
+    seconds: float
+    losses: dict[str, float | None]
+
+
+def election(round: Round, leader: Member, members: Sequence[Member], count: int, seconds: float) -> Election:
+    """Return the history's entry for a round that is being ordered."""
+    losses = {m.worker: m.loss for m in members[:MAX_LOSSES]} | {leader.worker: leader.loss}
+    node = leader.join.node if round.scope == "local" else -1
+    return Election(round.id, round.scope, node, leader.worker, count, seconds, losses)
+
+
+def line(entry: Election, *, final: bool) -> str:
+    """Return the line that tells people of a round."""
+    where = f" of node{entry.group}" if entry.scope == "local" else ""
+    purpose = " makes the consensus" if final else ""
+    loss = entry.losses[entry.worker]
+    known = "no loss yet" if loss is None else f"loss {loss:.4g}"
+    return (
+        f"{entry.scope} round {entry.round}{where}{purpose}: leader {entry.worker} ({known}), "
+        f"{entry.count} iterations"
+    )

@@ -1,0 +1,168 @@
+"""Broken links: whom a run goes on without, for how long, and in which words.
+
+A collective needs every pair of its members. So where two cannot reach each other one of them has to step aside: it
+keeps its process and its place in the run, and is let into a round again later, which is probed first.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_EXACT = 16
+"""Up to so many different sets of broken links the largest part is found for sure."""
+
+MAX_NAMED = 4
+"""How many pairs a sentence names."""
+
+RETRY_AFTER_S = 60.0
+"""A member that was left out is let in again after so long, or ``exchange_timeout_s`` if that is less; then after twice
+as long, and so on."""
+
+MAX_RETRIES = 10
+"""The longest such wait is so many times the first. A link that has held for as long again counts as mended."""
+
+CHECK = "check the cable, the route and the firewall between them (lsgd doctor)"
+
+Pair = tuple[int, int]
+
+
+def pairs_of(broken: Sequence[int], size: int) -> list[Pair]:
+    """Return the pairs of ranks that a worker has reported, in order, without what cannot be in a group of ``size``."""
+    pairs = {(min(a, b), max(a, b)) for a, b in zip(broken[::2], broken[1::2], strict=False) if a != b}
+    return sorted(pair for pair in pairs if pair[0] >= 0 and pair[1] < size)
+
+
+def connected(size: int, broken: Iterable[Pair], holders: Collection[int]) -> frozenset[int]:
+    """Return the ranks to go on with: a part of the generation in which every pair works.
+
+    One of ``holders``, those that have the run's model, is in it if there is any. Of the parts with one it is the
+    largest; of equally large ones that with the most holders; of those the one with the lowest ranks, that is, on
+    the nodes with the lowest indices. Nobody is left out without need: each of the others cannot reach somebody in it.
+
+    Members with the same broken links, such as all those of a node that is cut off, count as one in the search. With
+    more than :data:`MAX_EXACT` of these, whoever has the fewest broken links comes first.
+    """
+    apart: dict[int, set[int]] = {rank: set() for rank in range(size)}
+    for a, b in broken:
+        apart[a].add(b)
+        apart[b].add(a)
+    alike: dict[frozenset[int], list[int]] = {}
+    for rank in range(size):
+        alike.setdefault(frozenset(apart[rank]), []).append(rank)
+    parts = {members[0]: members for members in alike.values()}
+    rivals = {first: {other for other in parts if other in apart[first]} for first in parts}
+
+    def worth(chosen: Iterable[int]) -> tuple[bool, int, int, tuple[int, ...]]:
+        ranks = sorted(rank for first in chosen for rank in parts[first])
+        having = sum(rank in holders for rank in ranks)
+        return having > 0, len(ranks), having, tuple(-rank for rank in ranks)
+
+    def largest(chosen: frozenset[int], left: frozenset[int]) -> frozenset[int]:
+        first = max(left, key=lambda one: (len(rivals[one] & left), -one), default=None)
+        if first is None or not rivals[first] & left:
+            return chosen | left
+        with_it = largest(chosen | {first}, left - {first} - rivals[first])
+        return max(with_it, largest(chosen, left - {first}), key=worth)
+
+    def first_found() -> frozenset[int]:
+        chosen: frozenset[int] = frozenset()
+        order = sorted(parts, key=lambda one: (len(apart[one]), -len(parts[one]), one))
+        for one in sorted(order, key=lambda one: not any(rank in holders for rank in parts[one]))[:1] + order:
+            if not rivals[one] & chosen:
+                chosen |= {one}
+        return chosen
+
+    found = largest(frozenset(), frozenset(parts)) if len(parts) <= MAX_EXACT else first_found()
+    return frozenset(rank for first in found for rank in parts[first])
+
+
+def told(names: Sequence[str], broken: Sequence[Pair]) -> str:
+    """Say which members cannot reach each other; nodes, where none of the one can reach any of the other.
+
+    Args:
+        names: of the generation's members, in rank order.
+        broken: the pairs, in order.
+    """
+    homes = [name.partition("/")[0] for name in names]
+    between: dict[tuple[str, str], list[Pair]] = {}
+    for a, b in broken:
+        between.setdefault((homes[a], homes[b]), []).append((a, b))
+    words: list[str] = []
+    for (one, other), pairs in between.items():
+        if one != other and len(pairs) == homes.count(one) * homes.count(other):
+            words.append(f"{one} and {other}")
+        else:
+            words += [f"{names[a]} and {names[b]}" for a, b in pairs]
+    more = f" (and {len(words) - MAX_NAMED} more pairs)" if len(words) > MAX_NAMED else ""
+    return f"{', '.join(words[:MAX_NAMED])} cannot reach each other{more}"
+
+
+def whole_nodes(names: Sequence[str], some: Collection[int]) -> str:
+    """Return the names of ``some`` ranks; of a node all of whose members are among them, the node's."""
+    homes = [name.partition("/")[0] for name in names]
+    inside = {home: all(rank in some for rank, at in enumerate(homes) if at == home) for home in homes}
+    found = dict.fromkeys(homes[rank] if inside[homes[rank]] else names[rank] for rank in sorted(some))
+    return ", ".join(found)
+
+
+@dataclass(slots=True)
+class _Cut:
+    """Why a worker was left out, until when, and for how long in all."""
+
+    words: str
+    until: float
+    wait_s: float
+
+
+class Links:
+    """Who was left out of the run because of a broken link. Times are seconds of the coordinator's clock.
+
+    Args:
+        retry_s: how long a worker is left out the first time.
+    """
+
+    def __init__(self, retry_s: float) -> None:
+        self._retry_s = min(RETRY_AFTER_S, retry_s)
+        self._cuts: dict[str, _Cut] = {}
+
+    def cut(self, workers: Iterable[str], words: str, now: float) -> float:
+        """Leave workers out because of what ``words`` says; return for how long."""
+        longest_s = MAX_RETRIES * self._retry_s
+        self._cuts = {worker: cut for worker, cut in self._cuts.items() if now < cut.until + longest_s}
+        waits_s = []
+        for worker in workers:
+            before = self._cuts.get(worker)
+            wait_s = min(longest_s, 2 * before.wait_s if before else self._retry_s)
+            self._cuts[worker] = _Cut(words, now + wait_s, wait_s)
+            waits_s.append(wait_s)
+        return max(waits_s)
+
+    def bars(self, worker: str, now: float) -> bool:
+        """Whether a worker is left out now."""
+        return worker in self._cuts and now < self._cuts[worker].until
+
+    def suspects(self, workers: Iterable[str], now: float) -> bool:
+        """Whether one of these workers was left out not long ago."""
+        since = now - MAX_RETRIES * self._retry_s
+        return bool(self._cuts) and any(w in self._cuts and self._cuts[w].until > since for w in workers)
+
+    def relent(self, now: float) -> None:
+        """Let all be tried again now."""
+        for cut in self._cuts.values():
+            cut.until = min(cut.until, now)
+
+    def words(self, worker: str, now: float) -> str:
+        """Say what a worker that was left out waits for."""
+        cut = self._cuts.get(worker)
+        left_s = cut.until - now if cut else 0.0
+        when = f"in {left_s:.0f} s" if left_s > 0 else "in the next global round"
+        why = f"{cut.words}, and the run goes on" if cut else "the run goes on"
+        return f"{why} without {worker}; {CHECK}; it is tried again {when}"
+
+    def capture(self, now: float) -> dict[str, list[Any]]:
+        """Return the state as JSON can have it."""
+        return {worker: [cut.words, cut.until - now, cut.wait_s] for worker, cut in self._cuts.items()}
+
+    def restore(self, state: dict[str, list[Any]], now: float) -> None:
+        """Take over what :meth:`capture` has returned."""
+        self._cuts = {worker: _Cut(words, now + left_s, s) for worker, (words, left_s, s) in state.items()}

@@ -1,0 +1,302 @@
+"""The local server of a node: carries its workers' messages to the global server, in batches, and the answers back."""
+
+import socket
+import time
+
+from lsgd import __version__
+from lsgd.errors import ProtocolError
+from lsgd.protocol.messages import (
+    PROTOCOL,
+    Here,
+    Join,
+    Leave,
+    Left,
+    NodeHello,
+    NodeLeave,
+    NodeWelcome,
+    Over,
+    Pause,
+    Refused,
+    Request,
+    RunOver,
+    StatusQuery,
+    VersionError,
+    Waiting,
+    Where,
+    decode,
+    encode,
+    kind_of,
+)
+from lsgd.protocol.processes import Processes
+from lsgd.protocol.sockets import Link, Listener, Poller
+from lsgd.server.daemon import EXIT_AT_ONCE, LAST_WORDS_S, TICK_S, Refusals, Signals, complain, say
+
+HELLO_EVERY_S = 1.0
+"""How often the local server says that it is there."""
+
+SILENT_AFTER_S = 4.0
+"""A global server that has answered no greeting for so long counts as away."""
+
+FROZEN_S = 1.0
+"""A wait that is longer than it was to be by so much was no wait: this process was frozen."""
+
+LEAVE_WITHIN_S = 15.0
+"""How long the workers have to leave after the run or the node has ended."""
+
+LAST_LEAVE_WITHIN_S = 3.0
+"""How long the global server has to hear that the node has left, when its workers have."""
+
+GATHER_S = 2.0
+"""How long a server that was told to end before it could serve lets its workers find it first."""
+
+_ASKING = (Join, Request, Pause, Leave, StatusQuery)
+"""Messages of workers that wait for an answer: where they can go no further, the local server says why."""
+
+
+class LocalDaemon:
+    """Forwards frames without parsing them; it looks only at who joins and who leaves.
+
+    A worker's message goes up as it is. What comes down is pairs of frames: the name of a worker's socket and the
+    message, or an empty name and a message for this server.
+
+    Args:
+        node: index of this machine.
+        incarnation: a random number that this process drew.
+        listener: where the workers connect.
+        link: to the global server, under the name ``node0#incarnation``.
+    """
+
+    def __init__(self, node: int, incarnation: int, listener: Listener, link: Link) -> None:
+        self._node = node
+        self._incarnation = incarnation
+        self._listener = listener
+        self._global = link
+        self._workers: dict[bytes, str] = {}
+        self._heard_at: float | None = None
+        self._run = ""
+        self._refused = ""
+        self._ending = ""  # why this server ends; empty while it serves
+        self._ends_at = 0.0
+        self._leave_said_at = 0.0
+        self._leave_heard = False
+        self._last_word = False  # the workers are gone: the next leave is the last
+        self._over = False  # the global server has ended too
+        self._processes = Processes()  # of the workers
+        self._dead: dict[
+            bytes, bytes
+        ] = {}  # by socket, what is to be said of workers whose processes have ended
+
+    def run(self, signals: Signals) -> int:
+        """Serve until the run is over or a signal comes, and return the exit code."""
+        poller = Poller(self._listener, self._global, signals.wakeup)
+        refusals = Refusals()
+        started_at = time.monotonic()
+        greeted_at = said_at = started_at - 60
+        may_end_at = started_at + GATHER_S if signals.first else started_at
+        while not self._ended(time.monotonic()):
+            now = time.monotonic()
+            if now - greeted_at >= HELLO_EVERY_S and not self._over and not self._last_word:
+                hello = NodeHello(PROTOCOL, self._node, self._incarnation, socket.gethostname(), __version__)
+                self._global.send([encode(hello)])
+                greeted_at = now
+            poller.wait(TICK_S)
+            frozen_s = time.monotonic() - now - TICK_S
+            if frozen_s > FROZEN_S and self._heard_at is not None:  # the global server had nobody to answer
+                self._heard_at += frozen_s
+            now = time.monotonic()
+            self._upward(now)
+            self._report_dead()
+            self._downward(now)
+            refusals.say(self._listener, now)
+            signals.wakeup.clear()
+            if self._refused:
+                complain(f"the global server refuses this node: {self._refused}")
+                return 1
+            if signals.at_once:
+                say("second signal: ending at once")
+                return EXIT_AT_ONCE
+            if signals.first and not self._ending and now >= may_end_at:
+                self._end(f"the local server of node{self._node} got {signals.first}", now)
+            if self._ending:
+                self._forget_gone()
+                self._leave(now)
+            if not self._ending and self._away(now) and now - max(said_at, started_at) > SILENT_AFTER_S:
+                say(self._away(now))
+                said_at = now + 5
+        if self._workers:
+            complain(f"ended although {', '.join(sorted(self._workers.values()))} did not leave")
+        say(f"ended: {self._ending}")
+        return 0
+
+    def _ended(self, now: float) -> bool:
+        """Whether all workers have left, and heard so, and the global server has, or have had the time to."""
+        return bool(self._ending) and now > self._ends_at
+
+    def _upward(self, now: float) -> None:
+        """Send what the workers say, in one batch."""
+        batch: list[bytes] = []
+        senders: dict[bytes, bytes] = {}
+        for peer, frames in self._listener.receive():
+            for frame in frames:
+                if kind_of(frame) is Where:
+                    self._greet(peer, frame)
+                    continue
+                if self._ending and kind_of(frame) is Join:
+                    self._listener.send(peer, [encode(Over(self._ending))])
+                    continue
+                self._note(peer, frame)
+                batch.append(frame)
+                if kind_of(frame) in _ASKING:
+                    senders[peer] = frame
+        away = self._away(now)
+        if batch and not away and self._global.send(batch):
+            return
+        for peer, frame in senders.items():
+            self._hold(peer, frame, away or self._silence(now))
+
+    def _greet(self, peer: bytes, frame: bytes) -> None:
+        """Tell a worker where it is."""
+        try:
+            where = decode(frame)
+        except ProtocolError as error:
+            theirs = (
+                f"version {error.version} of the protocol" if isinstance(error, VersionError) else str(error)
+            )
+            reason = (
+                f"a worker of node{self._node} speaks {theirs}, and the local server of node{self._node} on "
+                f"{socket.gethostname()} speaks {PROTOCOL} (lsgd {__version__}); install the same release of lsgd in "
+                f"both environments"
+            )
+            complain(f"refused a worker: {reason}")
+            self._listener.send(peer, [encode(Refused(reason))])
+            return
+        assert isinstance(where, Where)
+        if peer == str(where.incarnation).encode():  # as every worker's socket is called
+            self._processes.watch(peer, where.pid, where.pid_namespace)
+        self._listener.send(peer, [encode(Here(self._node, self._global.address))])
+
+    def _report_dead(self) -> None:
+        """Say of workers whose processes have ended that they leave, so that nobody waits for their leases to end."""
+        for peer in self._processes.ended():
+            if worker := self._workers.pop(peer, ""):
+                reason = "its process has ended"
+                self._dead[peer] = encode(Leave(worker, int(peer), 0, True, reason))
+                say(f"{worker} is gone: {reason}")
+        if self._dead and self._global.send(list(self._dead.values())):
+            self._dead.clear()
+
+    def _note(self, peer: bytes, frame: bytes) -> None:
+        """Keep account of who is here; answer who leaves if nobody else is there to."""
+        unknown = kind_of(frame) is Request and peer not in self._workers
+        if kind_of(frame) not in (Join, Leave) and not unknown:
+            return
+        try:
+            message = decode(frame)
+        except ProtocolError as error:
+            complain(f"a worker's message is wrong: {error}")
+            return
+        if isinstance(message, Join) and peer not in self._workers:
+            self._workers[peer] = message.worker
+            say(f"{message.worker} joins")
+        elif isinstance(message, Request):  # it joined through the server whose place this one has taken
+            self._workers[peer] = message.worker
+            say(f"{message.worker} is here already")
+        elif isinstance(message, Leave) and self._over:
+            self._workers.pop(peer, None)
+            self._processes.forget(peer)
+            self._listener.send(peer, [encode(Left())])
+
+    def _hold(self, peer: bytes, frame: bytes, reason: str) -> None:
+        """Tell a worker why it has to wait: its message could not go further, and it will send it again."""
+        try:
+            message = decode(frame)
+        except ProtocolError:
+            return
+        seq = message.seq if isinstance(message, Request) else 0
+        self._listener.send(peer, [encode(Waiting(seq, reason, away=True))])
+
+    def _downward(self, now: float) -> None:
+        for frames in self._global.receive():
+            for peer, frame in zip(frames[::2], frames[1::2], strict=False):
+                if peer:
+                    self._listener.send(peer, [frame])
+                    if kind_of(frame) in (Left, Over, Refused) and (worker := self._workers.pop(peer, "")):
+                        self._processes.forget(peer)
+                        say(f"{worker} leaves")
+                    continue
+                try:
+                    self._take(decode(frame), now)
+                except ProtocolError as error:
+                    complain(f"the global server's message is wrong: {error}")
+
+    def _take(self, message: object, now: float) -> None:
+        match message:
+            case NodeWelcome(run):
+                if run != self._run:
+                    say(f"connected to the global server at {self._global.address}, run {run}")
+                self._run, self._heard_at = run, now
+            case Refused(reason):
+                self._refused = reason
+            case RunOver(reason):
+                self._over = True
+                self._end(f"the run is over: {reason}", now)
+                self._say_leave(now)
+            case Left():
+                self._leave_heard = True
+                if self._last_word:
+                    self._ends_at = min(self._ends_at, now + LAST_WORDS_S)
+
+    def _end(self, reason: str, now: float) -> None:
+        if not self._ending:
+            self._ending, self._ends_at = reason, now + LEAVE_WITHIN_S
+
+    def _leave(self, now: float) -> None:
+        """Say that this node leaves, again and again until it is heard; and once more when its workers are gone."""
+        if (
+            not self._workers and not self._last_word
+        ):  # the greetings since the first word brought this node back
+            self._last_word, self._leave_heard, self._leave_said_at = True, False, 0.0
+            answers = self._heard_at is not None and not self._over
+            self._ends_at = min(self._ends_at, now + (LAST_LEAVE_WITHIN_S if answers else LAST_WORDS_S))
+        if not self._leave_heard and now - self._leave_said_at >= HELLO_EVERY_S:
+            self._say_leave(now)
+
+    def _say_leave(self, now: float) -> None:
+        self._leave_said_at = now
+        self._global.send([encode(NodeLeave(self._node, self._incarnation, self._ending))])
+
+    def _forget_gone(self) -> None:
+        """Wait no longer for workers whose processes have ended: a message to them finds nobody."""
+        for peer in list(self._workers):
+            if not self._listener.send(peer, [encode(Waiting(0, self._ending))]):
+                self._processes.forget(peer)
+                say(f"{self._workers.pop(peer)} is gone")
+
+    def _away(self, now: float) -> str:
+        """Return the line that says that the global server does not answer, or an empty text if it does."""
+        if self._heard_at is not None and now - self._heard_at < SILENT_AFTER_S:
+            return ""
+        return self._silence(now)
+
+    def _silence(self, now: float) -> str:
+        """Return the line that says for how long the global server has not answered, and what to do."""
+        address = self._global.address
+        if trouble := self._global.trouble():
+            return f"the global server at {address} does not take this node in: {trouble}"
+        if self._heard_at is None:
+            return (
+                f"no global server answers at {address}; start it there with: "
+                f"lsgd-server --global --listen {address}"
+            )
+        return (
+            f"the global server at {address} has been silent for {now - self._heard_at:.0f} s; start it again there, "
+            f"with its --journal: lsgd-server --global --listen {address}"
+        )
+
+
+def announce(node: int, address: str, global_address: str) -> None:
+    """Print what the server listens on and how a worker finds it."""
+    say(
+        f"lsgd {__version__} local server of node{node} on {address}, for the global server at {global_address}; "
+        f"workers find it with: LSGD_LOCAL={address}"
+    )

@@ -1,0 +1,201 @@
+"""The probe of a generation's links: real sockets, members as threads, and the server's own rendezvous."""
+
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.client.groups.reach import (
+    MAX_CALLS,
+    MESSAGE_NBYTES,
+    Calls,
+    Door,
+    broken_pairs,
+    calls_first,
+    open_door,
+    probe,
+)
+from lsgd.client.groups.torch_group import ServerStore
+from lsgd.errors import BrokenLinksError, ExchangeError
+from lsgd.plan.plan import Phase, Plan
+from lsgd.plan.run import RunSettings
+
+from ..integration.running import until
+from .bench import Switchboard, generation, together
+
+HOUR_S = 3600.0
+"""A deadline that a test which passes does not wait for."""
+
+NAMES = tuple(f"node{n}/worker0" for n in range(3))
+
+
+@pytest.fixture
+def switchboard(tmp_path: Path):
+    with Switchboard(tmp_path) as made:
+        yield made
+
+
+def plan(exchange_timeout_s: float) -> Plan:
+    return Plan(RunSettings(exchange_timeout_s=exchange_timeout_s), (Phase(LeaderSettings()),))
+
+
+@pytest.mark.parametrize(
+    ("rows", "pairs"),
+    [
+        ({0: [], 1: [], 2: []}, []),
+        ({0: [], 1: [], 2: [1]}, [(1, 2)]),
+        ({0: [1], 1: [0], 2: []}, [(0, 1)]),
+        ({0: [2], 1: [2]}, []),  # it said nothing: it may be frozen, which is no matter of links
+        ({0: [1, 2], 1: [], 2: [1, 2]}, [(0, 1), (0, 2), (1, 2)]),
+    ],
+)
+def test_a_pair_is_broken_if_one_did_not_reach_the_other_and_both_have_spoken(rows, pairs) -> None:
+    assert broken_pairs(rows) == pairs
+
+
+def test_the_higher_address_calls_as_in_gloo() -> None:
+    addresses = ["10.0.0.9", "10.0.0.10", "10.0.0.9", "9.255.0.1"]
+    doors = [Door(address, 1, b"") for address in addresses]
+    assert calls_first(doors, 1, 0) and not calls_first(doors, 0, 1)
+    assert calls_first(doors, 2, 0) and not calls_first(doors, 0, 2)
+    assert calls_first(doors, 0, 3)
+    assert calls_first([Door("fe80::2%eth0", 1, b""), Door("fe80::1%eth0", 1, b"")], 0, 1)
+
+
+def calls(count: int, spoil=lambda me, doors: doors, within_s: float = HOUR_S) -> list[list[int]]:
+    """Return for each of some members which of the lower ranks it did not reach; ``spoil`` changes what it knows."""
+    opened = [open_door("127.0.0.1") for _ in range(count)]
+    entered = [one.__enter__() for one in opened]
+    doors = [door for _, door in entered]
+
+    def make(me: int) -> list[int]:
+        known = spoil(me, list(doors))
+        return Calls(entered[me][0], me, known).make(range(me), range(me + 1, count), within_s, lambda: False)
+
+    try:
+        return together(make, range(count))
+    finally:
+        for one in opened:
+            one.__exit__(None, None, None)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_all_reach_each_other_and_nothing_stays_open() -> None:
+    calls(2)
+    before = descriptors()
+    assert calls(6) == [[]] * 6
+    assert descriptors() == before
+
+
+def test_a_door_that_is_closed_a_wrong_one_and_one_without_a_route_are_missed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+
+    def spoil(me: int, doors: list[Door]) -> list[Door]:
+        if me == 3:
+            doors[0] = replace(doors[0], port=port)
+            doors[1] = replace(doors[1], nonce=b"x" * 16)
+            doors[2] = replace(doors[2], address="255.255.255.255")
+        return doors
+
+    assert calls(4, spoil, within_s=1.0) == [[], [], [], [0, 1, 2]]
+
+
+def test_who_takes_the_connection_and_says_nothing_or_something_else_is_missed() -> None:
+    before = descriptors()
+    with socket.create_server(("127.0.0.1", 0)) as silent, open_door("127.0.0.1") as (listener, door):
+        mute = replace(door, port=silent.getsockname()[1])
+        assert Calls(listener, 1, [mute, door]).make([0], [], 0.5, lambda: False) == [0]
+        connection, _ = silent.accept()
+        with connection:
+            assert connection.recv(16) == door.nonce
+    assert descriptors() == before
+
+
+def test_strangers_at_the_door_keep_nobody_out() -> None:
+    with open_door("127.0.0.1") as (listener, door), open_door("127.0.0.1") as (other, second):
+        strangers = [socket.create_connection((door.address, door.port)) for _ in range(MAX_CALLS)]
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * MESSAGE_NBYTES)
+        listeners, doors = [listener, other], [door, second]
+
+        def make(me: int) -> list[int]:
+            return Calls(listeners[me], me, doors).make(range(me), range(me + 1, 2), HOUR_S, lambda: False)
+
+        assert together(make, (0, 1)) == [[], []]
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_it_ends_when_nobody_is_interested_any_more() -> None:
+    with open_door("127.0.0.1") as (listener, door):
+        assert Calls(listener, 0, [door, door]).make([], [1], HOUR_S, lambda: True) == []
+
+
+def test_an_address_that_is_not_of_this_machine_is_an_exchange_error() -> None:
+    with (
+        pytest.raises(ExchangeError, match=r"nothing can listen on 192\.0\.2\.1: "),
+        open_door("192.0.2.1"),
+    ):
+        pass
+
+
+def test_members_that_reach_each_other_find_nothing(switchboard) -> None:
+    members = [switchboard.member(name, plan(5.0)) for name in NAMES]
+    assert together(lambda rank: probe(generation(1, 1, 1), members[rank]), range(3)) == [None] * 3
+    probe(generation(1), members[0])  # alone there is nothing to do
+
+
+def test_all_members_find_the_same_broken_pairs(switchboard) -> None:
+    """The first one says that it listens where it does not, and that it has reached all that it was to reach."""
+    members = [switchboard.member(name, plan(2.0)) for name in NAMES]
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    join = members[0].join
+    store = ServerStore(members[0].channel, join.worker, join.incarnation, 1, 2.0)
+    store.set("door/0", json.dumps(["127.0.0.1", port, "00" * 16]))
+    store.set("missed/0", "[]")
+    errors = together(lambda rank: probe(generation(1, 1, 1), members[rank]), (1, 2))
+    assert [type(error) for error in errors] == [BrokenLinksError] * 2
+    assert [error.broken for error in errors] == [(0, 1, 0, 2)] * 2
+    assert str(errors[0]) == (
+        "node0/worker0 and node1/worker0, node0/worker0 and node2/worker0 cannot reach each other"
+    )
+
+
+def test_of_one_that_dies_in_the_probe_nothing_is_said(switchboard) -> None:
+    members = [switchboard.member(name, plan(0.5)) for name in NAMES]
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    join = members[0].join
+    store = ServerStore(members[0].channel, join.worker, join.incarnation, 1, 2.0)
+    store.set("door/0", json.dumps(["127.0.0.1", port, "00" * 16]))
+    assert together(lambda rank: probe(generation(1, 1, 1), members[rank]), (1, 2)) == [None] * 2
+
+
+def test_one_that_does_not_come_fails_the_round_and_no_link(switchboard) -> None:
+    members = [switchboard.member(name, plan(0.5)) for name in NAMES]
+    errors = together(lambda rank: probe(generation(1, 1, 1), members[rank]), (0, 2))
+    assert [type(error) for error in errors] == [ExchangeError] * 2
+    assert "waiting for a member's address" in str(errors[0])
+
+
+def test_the_end_of_the_generation_ends_it(switchboard) -> None:
+    members = [switchboard.member(name, plan(60.0)) for name in NAMES]
+    channel = members[0].channel
+
+    def attempt(rank: int) -> None:
+        if rank < 2:
+            probe(generation(1, 1, 1), members[rank])
+        until(lambda: len(switchboard._peers) == 2, "the others are there")
+        switchboard.end(1, "node2/worker0 left")
+
+    errors = together(attempt, range(3))
+    assert str(errors[0]) == "generation 1 is over: node2/worker0 left" == str(errors[1])
+    assert channel.generation_over(1)

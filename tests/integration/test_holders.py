@@ -1,0 +1,109 @@
+"""What a run has learned outlives servers that freeze, workers that all die, and a journal that is lost."""
+
+import contextlib
+import re
+import signal
+from pathlib import Path
+
+from .running import Process, until
+from .test_crashes import EVERY, JournaledRun, finish, kill, steps, trains
+
+
+def test_a_frozen_local_server_costs_nobody_the_model(cluster) -> None:
+    server, (local,) = cluster.start("--workers", "2", "--lease-s", "2", *EVERY)
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    trains(cluster)
+    local.send(signal.SIGSTOP)
+    server.says(
+        r"nothing was heard for \d s from node0/worker0, node0/worker1, and nobody else has the run's model"
+    )
+    workers[0].says(r"waits for its next iteration for \d+ s: the local server at \S+ has been silent")
+    local.send(signal.SIGCONT)
+    trains(cluster)
+    assert cluster.status()["generation"] == 1
+    assert finish(cluster, server, *workers, local) == steps(cluster)
+    for worker in workers:
+        assert "global server" not in "".join(re.findall("waits for its next.*", worker.output))
+
+
+def test_nobody_waits_for_the_lease_of_a_worker_whose_process_has_ended(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "2", "--lease-s", "600", *EVERY)
+    survivor, victim = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    trains(cluster)
+    kill(victim)
+    server.says("node0/worker1 leaves: failed: its process has ended")
+    server.says("generation 2: 1 worker on 1 node")
+    trains(cluster)
+    again = cluster.worker("crash", 0, 1, "--sleep", 0.003)
+    server.says("generation 3: 2 workers")
+    finish(cluster, server, survivor, again, *locals_)
+
+
+def test_a_local_server_that_was_started_again_sees_the_deaths_of_the_workers_it_finds(cluster) -> None:
+    server, (local,) = cluster.start("--workers", "2", "--lease-s", "600", *EVERY)
+    survivor, victim = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    trains(cluster)
+    kill(local)
+    again = cluster.start_local()
+    again.says("node0/worker1 is here already")
+    trains(cluster)
+    until(lambda: watches(again, victim), "the new local server watches the worker")
+    kill(victim)
+    server.says("node0/worker1 leaves: failed: its process has ended")
+    trains(cluster)
+    finish(cluster, server, survivor, again)
+
+
+def watches(server: Process, worker: Process) -> bool:
+    """Return whether a process has a descriptor of another."""
+    for info in Path(f"/proc/{server.pid}/fdinfo").iterdir():
+        with contextlib.suppress(OSError):  # it is closed already
+            if f"Pid:\t{worker.pid}\n" in info.read_text():
+                return True
+    return False
+
+
+def test_a_run_that_has_lost_its_model_fails_and_says_what_to_do(cluster) -> None:
+    server, (local,) = cluster.start("--workers", "2", *EVERY)
+    victims = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    trains(cluster)
+    kill(*victims)
+    again = [cluster.worker("crash", 0, index) for index in (0, 1)]
+    assert [worker.wait() for worker in again] == [1, 1]
+    assert "the run's model is lost after" in again[0].output and "RESUME=1" in again[0].output
+    assert server.wait() == 1
+    local.succeeds()
+
+
+def test_a_run_that_has_lost_its_model_goes_back_to_its_checkpoints(cluster) -> None:
+    server, locals_ = cluster.start("--workers", "2", "--checkpoint-every", "2", *EVERY)
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    until(
+        lambda: len(list(cluster.folder.glob("checkpoints/**/*.safetensors"))) >= 4, "checkpoints are there"
+    )
+    kill(*workers)
+    resume = {"LSGD_RESUME": str(cluster.folder / "checkpoints")}
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003, **resume) for index in (0, 1)]
+    server.says(r"are gone: it goes back to checkpoints of \d+ iterations; \d+ are made again")
+    until(lambda: server.output.count("worker1 joins from") == 2, "the other one is back, too")
+    trains(cluster)
+    limit = finish(cluster, server, *workers, *locals_)
+    assert limit < steps(cluster)
+    assert len({cluster.result(0, index)["model"] for index in (0, 1)}) == 1
+
+
+def test_a_server_without_the_journal_of_the_run_does_not_begin_another(cluster) -> None:
+    run = JournaledRun(cluster, "--workers", "2", "--server-timeout-s", "4", *EVERY)
+    local = cluster.start_local()
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    trains(cluster, 60)
+    kill(run.server)
+    other = cluster.start_global("--workers", "2", listen=cluster.address)
+    for worker in workers:
+        assert worker.wait() == 75
+        told = f"without its journal. End it, and start it again with the --journal of run {run.run}"
+        assert told in worker.output
+        assert "its state is saved in" in worker.output
+    other.send(signal.SIGTERM)
+    for server in (other, local):
+        server.succeeds()

@@ -1,0 +1,98 @@
+"""Links that break between two nodes only, and runs whose rounds fail for ever."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.lab import Host, Lab
+from lsgd.errors import NoConsensusError
+
+from .running import SCRIPTS, until
+from .test_partition import live_nodes, lsgd
+from .test_two_nodes import finish, start
+
+
+@pytest.mark.parametrize("algorithm", ["leader", "allreduce"])
+def test_a_run_whose_rounds_fail_for_ever_ends_with_a_checkpoint_and_says_so(cluster, algorithm) -> None:
+    """In the second case they fail in the backward pass."""
+    server, _ = cluster.start("--workers", "2", "--algorithm", algorithm)
+    failing = cluster.worker("crash", 0, 0, "--fail-from", 3)
+    other = cluster.worker("crash", 0, 1)
+    for worker, name in ((failing, "node0/worker0"), (other, "node0/worker1")):
+        assert worker.wait() == NoConsensusError.exit_code
+        worker.says(
+            f"{name} ends with exit code 74: {name} has no consensus at the end of the run: 10 rounds in a row failed, "
+            rf"the last because .*it fails on request.*; its state is saved in \S+{name.replace('/', '-')}"
+        )
+    server.succeeds()
+    server.says("the run is over, without a consensus: 10 rounds in a row failed, the last because ")
+    assert len(list(cluster.folder.glob("checkpoints/**/node0-worker*.safetensors"))) == 2
+
+
+ADDRESS_OF_NOBODY = "02:00:00:00:00:01"
+
+
+def cut_link(one: Host, other: Host) -> None:
+    """Lose every packet between two hosts, silently, and none between them and others."""
+    for host, peer in ((one, other), (other, one)):
+        host.run([*"ip neigh replace".split(), peer.address, *f"lladdr {ADDRESS_OF_NOBODY} dev eth0".split()])
+
+
+def mend_link(one: Host, other: Host) -> None:
+    """Undo :func:`cut_link`."""
+    for host, peer in ((one, other), (other, one)):
+        host.run(["ip", "neigh", "del", peer.address, "dev", "eth0"])
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(tmp_path: Path) -> None:
+    plan = {
+        "NUM_GROUPS": "3",
+        "NUM_WORKERS": "1",
+        "LSGD_PERIOD": "16",
+        "LSGD_LOCAL_PERIOD": "16",
+        "LSGD_EXCHANGE_TIMEOUT_S": "4",
+    }
+    with Lab(3) as lab:
+
+        def status() -> dict[str, Any]:
+            return dict(json.loads(lsgd(lab.hosts[0], tmp_path / "keys", "status", "--json")))
+
+        def trains(nodes: set[int]) -> dict[str, Any]:
+            """Return the status, when these nodes alone have completed two global rounds more."""
+            first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live", 60)
+            return until(
+                lambda: (s := status())["rounds_global"] >= first["rounds_global"] + 3 and s, "it trains"
+            )
+
+        command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.01")
+        processes = [start(host, tmp_path, *command, **plan) for host in lab.hosts]
+        until((tmp_path / "keys" / "operator.token").exists, "node 0 makes the keys")
+        trains({0, 1, 2})
+        cut_link(lab.hosts[1], lab.hosts[2])
+        trains({0, 1})
+        (cut,) = [m["worker"] for m in status()["members"] if m["state"] == "cut"]
+        assert cut == "node2/worker0"
+        mend_link(lab.hosts[1], lab.hosts[2])
+        trains({0, 1, 2})
+        lsgd(lab.hosts[0], tmp_path / "keys", "stop")
+        outputs = finish(processes)
+    said = outputs[0].splitlines()
+    failed = [line for line in said if "[global]" in line and " failed: " in line]
+    pair = "node1 and node2 cannot reach each other"
+    assert any(line.endswith(f" failed: {pair}") for line in said)
+    assert any(f"node2 left out for 4 s, the others go on: {pair}; check the cable" in line for line in said)
+    assert len(failed) <= 3, failed  # the one that timed out, the probe, and one that came back too early
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("node*/node*.json"))]
+    assert len(results) == 3  # none of them was started again
+    assert len({result["model"] for result in results}) == 1
+    steps = sum(len(path.read_text().split()) for path in tmp_path.glob("node*/*.steps"))
+    count = int(outputs[0].rpartition("the run is over: lsgd stop; ")[2].split()[0])
+    assert steps == count

@@ -1,0 +1,169 @@
+"""Strangers at the door of a listener: many of them, and what they can do to those who are in."""
+
+import contextlib
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lsgd.protocol import monitor
+from lsgd.protocol.descriptors import raise_descriptor_limit
+from lsgd.protocol.keys import KeyRing, parse_token
+from lsgd.protocol.messages import Heartbeat, encode
+from lsgd.protocol.monitor import max_strangers
+from lsgd.protocol.sockets import Link, LinkKeys, Listener, Poller, new_key_pair
+
+from ..integration.running import until
+
+FLOOD = 3000
+WITHOUT_KEY = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+FRAME = encode(Heartbeat("node0/worker0", 7))
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> KeyRing:
+    return KeyRing.make(tmp_path / "keys", ["node1"])
+
+
+@pytest.fixture
+def listener(ring: KeyRing) -> Iterator[Listener]:
+    with Listener("tcp://127.0.0.1:0", ring) as made:
+        yield made
+
+
+@pytest.fixture
+def link(listener: Listener, ring: KeyRing) -> Iterator[Link]:
+    with Link(listener.address, b"node1#1", parse_token(ring.token("node1"), "the token")) as made:
+        yield made
+
+
+def place(listener: Listener) -> tuple[str, int]:
+    return "127.0.0.1", int(listener.address.rpartition(":")[2])
+
+
+def exchange(listener: Listener, link: Link) -> Callable[[], bool]:
+    """Return what says a word each way, and whether both have arrived."""
+    pollers = Poller(listener), Poller(link)
+
+    def once() -> bool:
+        link.send([FRAME])
+        pollers[0].wait(0.05)
+        heard = [peer for peer, frames in listener.receive() if frames]
+        for peer in heard:
+            listener.send(peer, [FRAME])
+        pollers[1].wait(0.05 if heard else 0)
+        return bool(list(link.receive())) and bool(heard)
+
+    return once
+
+
+def flood(listener: Listener, count: int) -> threading.Thread:
+    """Connect and be refused so many times."""
+
+    def run() -> None:
+        for _ in range(count):
+            with contextlib.suppress(OSError), socket.create_connection(place(listener), timeout=5) as one:
+                one.sendall(WITHOUT_KEY)
+                while one.recv(4096):
+                    pass  # until the listener hangs up
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_thousands_of_refused_connections_do_not_disturb_who_is_in(listener, link) -> None:
+    once = exchange(listener, link)
+    until(once, "the peer is in")
+    strangers = flood(listener, FLOOD)
+    exchanges = 0
+
+    def over() -> bool:
+        nonlocal exchanges
+        exchanges += once()
+        return not strangers.is_alive()
+
+    until(over, "all are refused")
+    said = exchanges
+    until(lambda: over() and exchanges > said, "the peer is served after them")
+    assert f"{FLOOD} connections refused: " in "".join(listener.refusals())
+
+
+def test_reports_that_nobody_takes_do_not_block_the_socket(listener, link) -> None:
+    once = exchange(listener, link)
+    until(once, "the peer is in")
+    strangers = flood(listener, FLOOD)
+    strangers.join(60)
+    assert not strangers.is_alive()
+    until(once, "the peer is served")
+
+
+def test_a_link_that_is_refused_for_ever_takes_its_reports_when_it_receives(listener) -> None:
+    keys = LinkKeys("node1", new_key_pair()[0], *new_key_pair())  # another server's
+    with Link(listener.address, b"node1#2", keys) as link:
+
+        def refused() -> bool:
+            list(listener.receive())
+            list(link.receive())
+            return link._monitor is not None and link._monitor.refused >= 3
+
+        until(refused, "it tries again and again, and hears of each refusal")
+        assert "it has another key than our token says" in link.trouble()
+
+
+class TestTooManyStrangers:
+    @pytest.fixture(autouse=True)
+    def _few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(monitor, "MAX_STRANGERS", 10)
+
+    @pytest.mark.parametrize("secured", [True, False])
+    def test_the_oldest_are_cut_and_who_has_spoken_is_not(self, secured, ring) -> None:
+        keys = parse_token(ring.token("node1"), "the token") if secured else None
+        with (
+            Listener("tcp://127.0.0.1:0", ring if secured else None) as listener,
+            Link(listener.address, b"node1#1", keys) as link,
+            contextlib.ExitStack() as stack,
+        ):
+            once = exchange(listener, link)
+            until(lambda: once() and listener._monitor and not listener._monitor.strangers, "it is known")
+            idle = [stack.enter_context(socket.create_connection(place(listener))) for _ in range(25)]
+            for stranger in idle:
+                stranger.settimeout(0)
+
+            def closed(stranger: socket.socket) -> bool:
+                try:
+                    while stranger.recv(4096):
+                        pass
+                except BlockingIOError:
+                    return False
+                except ConnectionError:
+                    pass
+                return True
+
+            served = 0
+
+            def cut() -> bool:
+                nonlocal served
+                served += once()
+                return all(map(closed, idle[:15]))
+
+            until(cut, "the oldest are cut", 4.0)  # before their handshake is over time
+            assert not any(map(closed, idle[15:]))
+            assert "15 connections cut: more than 10 were open over which" in "".join(listener.refusals())
+            link_monitor = link._monitor
+            assert link_monitor is not None and link_monitor.refused == 0
+
+
+def test_strangers_hold_half_of_the_descriptors_at_most() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+        assert max_strangers() == 300
+        assert raise_descriptor_limit() == min(hard, 1 << 20)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1 << 20), hard)
+        assert max_strangers() == 1024
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

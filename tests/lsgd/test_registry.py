@@ -1,0 +1,77 @@
+"""What other distributions register: read from their metadata, and what is wrong with it is said and left out."""
+
+import sys
+
+import pytest
+
+from lsgd.registry import Registry
+from lsgd.settings import AlgorithmSettings
+
+MODULE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from lsgd.settings import AlgorithmSettings
+
+@dataclass(frozen=True)
+class Good(AlgorithmSettings):
+    name: ClassVar[str] = "good"
+
+class Leader(Good):
+    name = "leader"
+"""
+ENTRIES = """[lsgd.algorithms]
+good = thirdparty:Good
+other = thirdparty:Good
+leader = thirdparty:Leader
+missing = thirdparty:Missing
+nothing = no_such_module_anywhere:Good
+number = math:pi
+"""
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    """With a distribution on the path whose entry points are mostly wrong."""
+    (tmp_path / "thirdparty.py").write_text(MODULE)
+    info = tmp_path / "third_party-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(ENTRIES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield Registry("lsgd.algorithms", AlgorithmSettings, "algorithm")
+    sys.modules.pop("thirdparty", None)
+
+
+def test_a_good_one_is_there_with_what_pip_installs(registry):
+    assert registry["good"].__name__ == "Good" and len(registry) == 10
+    assert registry.requirement("good") == "third-party==1.2"
+    assert registry.requirement("leader") == registry.requirement("nobody") == ""
+    assert registry.versions() == {"third-party": "1.2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("other", "ValueError: the name 'other' is taken, or not that of thirdparty:Good"),
+        ("missing", "AttributeError: "),
+        ("nothing", "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
+        ("number", "TypeError: math:pi is no subclass of AlgorithmSettings"),
+    ],
+)
+def test_a_bad_one_is_left_out_and_says_why(registry, caplog, name, problem):
+    assert name not in registry
+    assert f"the algorithm {name!r} is left out: third-party==1.2: {problem}" in caplog.text
+    assert registry.unknown(name).startswith(
+        f"algorithm {name!r} cannot be loaded from third-party==1.2: {problem}"
+    )
+
+
+def test_nobody_takes_the_name_of_one_of_ours(registry):
+    assert registry["leader"].__module__ == "lsgd.algorithms.leader"
+
+
+def test_an_unknown_name_gets_the_nearest_and_all(registry):
+    assert registry.unknown("godo") == (
+        "algorithm 'godo' is unknown; did you mean 'good'? known are: allreduce, bytegrad, decentralized, diloco, "
+        "elastic, good, leader, local, low_precision_decentralized, qsgd"
+    )

@@ -1,0 +1,47 @@
+"""The Python examples of the documentation run as they stand, each in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLE = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.M | re.S)
+
+
+def examples():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for found in EXAMPLE.finditer(text):
+            line = text.count("\n", 0, found.start("code")) + 1
+            yield pytest.param(found["code"], found["why"], id=f"{page.name}:{line}")
+
+
+def test_there_are_examples_and_few_are_not_run():
+    reasons = [example.values[1] for example in examples()]
+    assert len(reasons) >= 4 and reasons.count(None) >= 2
+
+
+def test_no_python_stands_outside_the_fences():
+    """Where no test would run it."""
+    found = [
+        p.name for p in PAGES if re.search(r"^    (import|from) \w+", EXAMPLE.sub("", p.read_text()), re.M)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(("code", "why"), list(examples()))
+def test_an_example(code, why, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    compile(code, str(script), "exec")
+    if why is None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
