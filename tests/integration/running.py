@@ -205,7 +205,8 @@ class Cluster:
                 poller.wait(0.1)
                 for frames in link.receive():
                     return decode(frames[1])
-        raise AssertionError("the global server does not answer")
+        outputs = "".join(f"\n\n{p.name}, {p.poll()}:\n{p.output}" for p in self.processes)
+        raise AssertionError(f"the global server does not answer; exit codes and outputs:{outputs}")
 
     def status(self) -> dict[str, Any]:
         answer = self.ask(StatusQuery(0))
