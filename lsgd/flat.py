@@ -1,8 +1,7 @@
-"""A model's parameters in one contiguous buffer for each dtype and device, without the model noticing.
+"""A model's parameters in one contiguous buffer for each dtype and device; the model works as before.
 
-Each parameter's data becomes a window onto a slice of the buffer. The window has a storage of its own (it is made
-through DLPack), so that ``torch.save`` of a submodule writes that submodule and not the whole buffer, and
-safetensors sees tensors that share nothing.
+Each parameter's data becomes a view of a slice of the buffer. The view has a storage of its own (it is made through
+DLPack). So ``torch.save`` of a submodule writes that submodule only, and safetensors sees tensors that share nothing.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ ALIGNMENT_NBYTES = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter lives: ``numel`` elements from ``offset`` of the flat buffer number ``buffer``."""
+    """Where a parameter is: ``numel`` elements from ``offset`` on, in the flat buffer with the index ``buffer``."""
 
     name: str
     parameter: nn.Parameter
@@ -38,14 +37,14 @@ class Slot:
 class FlatParameters:
     """The trainable parameters of a model, moved into flat buffers.
 
-    Frozen parameters (``requires_grad`` false) never change and are left where they are. Tied ones are there once.
-    The padding between parameters begins as zero, and is no part of the model.
+    Frozen parameters (``requires_grad`` false) never change and stay where they are. Tied parameters occur once. The
+    padding between parameters starts as zero, and is not part of the model.
 
     Args:
-        model: its parameters are moved; the Parameter objects, and with them optimizers and hooks, stay the same.
+        model: its parameters are moved. The Parameter objects stay the same, and so do optimizers and hooks.
 
     Raises:
-        ConfigError: the model has no trainable parameter, or one that cannot be moved; nothing is changed then.
+        ConfigError: the model has no trainable parameter, or one that cannot be moved. Then nothing is changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -78,31 +77,31 @@ class FlatParameters:
         return Slot(name, parameter, buffer, offset, window.data_ptr())
 
     def check(self) -> None:
-        """Make sure that every parameter still is a window onto its buffer, and that none was thawed since.
+        """Check that every parameter still is a view of its buffer, and that no frozen one became trainable.
 
         Raises:
-            DetachedError: one is not; its training would not be exchanged.
+            DetachedError: one did; its training would not be exchanged.
         """
         for slot in self.slots:
             if slot.parameter.data_ptr() != slot.address:
                 raise DetachedError(
-                    f"the parameter {slot.name} was replaced after Worker.join (by model.to(...) or an assignment to "
-                    f".data, say), so that its training would not be exchanged; do that before the join"
+                    f"the parameter {slot.name} was replaced after Worker.join (by model.to(...), for example), "
+                    f"so its training would not be exchanged; replace it before the join"
                 )
         for parameter in self.frozen:
             if parameter.requires_grad:
                 raise DetachedError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen at Worker.join and is trained now; only "
-                    f"those that require gradients at the join are exchanged"
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen at Worker.join and is trainable now; "
+                    f"only those that require gradients at the join are exchanged"
                 )
 
     def windows(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Return windows onto other buffers of the same layout, shaped as the parameters, in the order of ``slots``."""
+        """Return views of other buffers of the same layout, shaped like the parameters, in the order of ``slots``."""
         return [_window(buffers[s.buffer], s.offset, s.parameter.data) for s in self.slots]
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the model's buffers that hold numbers to average: floating-point, not empty; shared ones once."""
+    """Return the model's buffers that can be averaged: floating-point and not empty; shared ones once."""
     return [b for _, b in named_floating_buffers(model)]
 
 
@@ -112,7 +111,7 @@ def named_floating_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def describe(model: nn.Module) -> tuple[str, str]:
-    """Return a digest of the names, shapes and dtypes of all parameters and buffers, and a summary for people."""
+    """Return a digest of the names, shapes and dtypes of all parameters and buffers, and a summary in words."""
     lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in model.named_parameters()]
     lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.named_buffers()]
     count = sum(p.numel() for p in model.parameters())
@@ -127,10 +126,12 @@ def describe(model: nn.Module) -> tuple[str, str]:
 def _check(name: str, parameter: nn.Parameter) -> None:
     if parameter.layout != torch.strided or parameter.is_meta:
         what = "on the meta device" if parameter.is_meta else f"of layout {parameter.layout}"
-        raise ConfigError(f"the parameter {name} is {what}; only dense ones in real memory can be exchanged")
+        raise ConfigError(
+            f"the parameter {name} is {what}; only dense parameters in real memory can be exchanged"
+        )
     if not parameter.is_floating_point():
         raise ConfigError(
-            f"the parameter {name} is {parameter.dtype}; only floating-point ones can be exchanged"
+            f"the parameter {name} is {parameter.dtype}; only floating-point parameters can be exchanged"
         )
 
 
@@ -140,9 +141,7 @@ def _padded(numel: int, element_size: int) -> int:
 
 
 def _window(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Return memory of ``buffer`` as a tensor with the shape and strides of ``like`` and a storage of its own."""
+    """Return a slice of ``buffer`` as a tensor with the shape and strides of ``like`` and a storage of its own."""
     flat = from_dlpack(buffer[offset : offset + like.numel()])
-    dense = torch.empty_like(
-        like, device="meta"
-    )  # the strides of like where it is dense, contiguous ones elsewhere
+    dense = torch.empty_like(like, device="meta")  # has like's strides if it is dense, else contiguous ones
     return flat.as_strided(like.shape, dense.stride())

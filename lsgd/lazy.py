@@ -1,7 +1,7 @@
-"""torch, loaded when it is first used: servers read the settings of algorithms and codecs, and never load it.
+"""torch, loaded at first use: servers read the settings of algorithms and codecs, and never load torch.
 
-A file of an algorithm or a codec says ``from lsgd.lazy import torch`` in the place of ``import torch``, and takes types
-from torch under ``TYPE_CHECKING``. Nothing at its top level, no decorator and no default value, may use ``torch``.
+A file of an algorithm or a codec says ``from lsgd.lazy import torch`` instead of ``import torch``, and imports types
+from torch under ``TYPE_CHECKING``. Nothing at its top level may use ``torch``: no decorator, no default value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ else:
 
 
 def no_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate as ``torch.no_grad()`` does, without loading torch before the first call."""
+    """Like the decorator ``torch.no_grad()``, but loads torch at the first call."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,6 +1,6 @@
-"""The header of a payload, version 2: what codec wrote it, with which parameters, for how many numbers.
+"""The header of a payload, version 2: which codec wrote it, with which parameters, for how many elements.
 
-All numbers are little-endian. docs/kernels.md has the same table in words.
+Little-endian. docs/kernels.md has the same table.
 
 ========================  =====================================================================================
 bytes                     content
@@ -8,11 +8,11 @@ bytes                     content
 0 - 3                     ``b"LSGD"``
 4                         version, 2
 5                         dtype of the vector: 0 float32, 1 float16, 2 bfloat16
-6 - 7                     second parameter of the codec, uint16; zero where it has none
+6 - 7                     second parameter of the codec, uint16; zero if it has none
 8 - 15                    number of elements, uint64
 16 - 19                   first parameter of the codec, uint32; of minmax8: elements per block, 0: one block
-20 - 23                   flags, uint32; bit 0: the vector held NaN or Inf
-24 - 31                   name of the codec, ASCII, filled up with zeros
+20 - 23                   flags, uint32; bit 0: the vector contains NaN or Inf
+24 - 31                   name of the codec, ASCII, padded with zeros
 32 -                      what the codec writes
 ========================  =====================================================================================
 """
@@ -43,10 +43,10 @@ class Header:
 
     Attributes:
         codec: name of the codec, up to 8 ASCII characters.
-        numel: numbers in the vector.
-        first: a parameter of the codec, 32 bits.
-        second: another one, 16 bits.
-        dtype: index in ``DTYPE_NAMES`` of what the vector was.
+        numel: elements of the vector.
+        first: first parameter of the codec, 32 bits.
+        second: second parameter, 16 bits.
+        dtype: index in ``DTYPE_NAMES`` of the vector's dtype.
         flags: see the table above.
     """
 
@@ -67,17 +67,17 @@ class Header:
         """Return the header in 32 bytes from a peer.
 
         Raises:
-            ProtocolError: they are no header of this version.
+            ProtocolError: they are not a header of this version.
         """
         magic, version, dtype, second, numel, first, flags, name = _FORM.unpack(data)
         if magic != MAGIC:
-            raise ProtocolError(f"a payload begins with {MAGIC!r}, but these bytes with {magic!r}")
+            raise ProtocolError(f"a payload begins with {MAGIC!r}, but these bytes begin with {magic!r}")
         if version != VERSION:
-            raise ProtocolError(f"this payload is of version {version}; version {VERSION} is understood here")
+            raise ProtocolError(f"this payload has version {version}; this lsgd reads version {VERSION}")
         codec = name.rstrip(b"\0")
         if dtype >= len(DTYPE_NAMES) or flags & ~FLAG_NONFINITE or not (codec.isascii() and codec.isalnum()):
             raise ProtocolError(
-                f"the header of this payload holds values that version {VERSION} does not have"
+                f"the header of this payload has values that version {VERSION} does not define"
             )
         return cls(codec.decode("ascii"), numel, first, second, dtype, flags)
 
@@ -86,12 +86,12 @@ class Header:
         return _without_dtype_and_flags(self.pack())
 
     def refuse_other(self, data: bytes) -> None:
-        """Raise ProtocolError if 32 bytes from a peer are not this header; dtype and flags may be others."""
+        """Raise ProtocolError if 32 bytes from a peer are not this header; dtype and flags may differ."""
         if _without_dtype_and_flags(data) != self._fixed:
             raise ProtocolError(f"this payload is of {Header.parse(data)}, but {self} is expected")
 
     def __str__(self) -> str:
-        return f"{self.numel} numbers in {self.codec} with the parameters {self.first}, {self.second}"
+        return f"{self.numel} elements in {self.codec} with the parameters {self.first}, {self.second}"
 
 
 def _without_dtype_and_flags(data: bytes) -> tuple[bytes, ...]:

@@ -1,4 +1,4 @@
-"""What can be chosen by name: the classes of a package of ours, and those that other distributions register."""
+"""Classes that a setting chooses by name: those of lsgd's own package, and those of other distributions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ log = logging.getLogger(__name__)
 
 
 class Registry(Mapping[str, type[T]], Generic[T]):
-    """Classes by their ``name``, looked for when first asked for one.
+    """Classes by their ``name``, found at first use.
 
-    Ours are found by looking through a package, which needs no installation. Others come from entry points: the
-    name there is the class's name. One that cannot be loaded is left out with a warning, and does not stop the others.
+    lsgd's own are found by looking through a package, which needs no installation. Others come from entry points,
+    whose name is the class's name. One that cannot be loaded is skipped with a warning; the others still load.
 
     Args:
-        package: each of its modules may define some.
-        base: what they derive from.
-        what: one of them in words, for messages.
+        package: its modules define the classes.
+        base: the base class.
+        what: the word for one of them in messages.
 
     Attributes:
-        requirements: what pip installs to have those that are not ours, by name; complete with ``classes``.
+        requirements: what pip installs for those that are not lsgd's own, by name; complete after ``classes``.
     """
 
     def __init__(self, package: str, base: type[T], what: str) -> None:
@@ -38,19 +38,19 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
     @cached_property
     def classes(self) -> dict[str, type[T]]:
-        """All of them by name, ours first."""
+        """All of them by name, lsgd's own first."""
         found = {name: cls for name, cls in sorted(self._ours())}
         for entry in sorted(importlib.metadata.entry_points(group=self._package)):
             requirement = f"{entry.dist.name}=={entry.dist.version}" if entry.dist else ""
             try:
                 cls = entry.load()
                 if not (isinstance(cls, type) and issubclass(cls, self._base)):
-                    raise TypeError(f"{entry.value} is no subclass of {self._base.__name__}")
+                    raise TypeError(f"{entry.value} is not a subclass of {self._base.__name__}")
                 if getattr(cls, "name", "") != entry.name or entry.name in found:
-                    raise ValueError(f"the name {entry.name!r} is taken, or not that of {entry.value}")
-            except Exception as error:  # whatever it is: it is not our code
+                    raise ValueError(f"the name {entry.name!r} is taken, or is not the name of {entry.value}")
+            except Exception as error:  # third-party code may raise anything
                 self._broken[entry.name] = f"{requirement}: {type(error).__name__}: {error}"
-                log.warning("the %s %r is left out: %s", self._what, entry.name, self._broken[entry.name])
+                log.warning("the %s %r is skipped: %s", self._what, entry.name, self._broken[entry.name])
                 continue
             found[entry.name] = cls
             self.requirements[entry.name] = requirement
@@ -65,16 +65,16 @@ class Registry(Mapping[str, type[T]], Generic[T]):
                     yield value.name, value
 
     def requirement(self, name: str) -> str:
-        """Return what pip installs to have it, ``distribution==version``; empty for ours."""
+        """Return what pip installs to have it, ``distribution==version``; empty for lsgd's own."""
         return self.requirements.get(name, "") if name in self.classes else ""
 
     def versions(self) -> dict[str, str]:
-        """Return the distributions that registered some, and their versions."""
+        """Return the distributions that registered a class, with their versions."""
         pairs = (self.requirement(name).partition("==") for name in self)
         return {distribution: version for distribution, _, version in pairs if distribution}
 
     def unknown(self, name: object) -> str:
-        """Return what to say of a name that is none of them."""
+        """Return the error message for an unknown name."""
         if isinstance(name, str) and name in self._broken:
             return f"{self._what} {name!r} cannot be loaded from {self._broken[name]}"
         return f"{self._what} {name!r} is unknown; {listed(str(name), self)}"
@@ -90,7 +90,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
 
 def listed(name: str, names: Iterable[str]) -> str:
-    """Return a list of ``names``, and before it ``did you mean ...?`` if one of them is similar."""
+    """Return a list of ``names``, with ``did you mean ...?`` before it if one of them is similar."""
     close = difflib.get_close_matches(name, names := sorted(names), n=1, cutoff=0.5)
     question = f"did you mean {close[0]!r}? " if close else ""
-    return f"{question}known are: {', '.join(names)}"
+    return f"{question}known: {', '.join(names)}"

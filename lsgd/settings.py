@@ -1,8 +1,8 @@
-"""What can be set, each declared once: name, type, default, range and meaning.
+"""Settings, each declared once: name, type, default, range and meaning.
 
-The settings of a run and of each algorithm (``lsgd/algorithms/``) are frozen dataclasses. Their fields are at once the
-keys of the plan file, the flags of ``lsgd-server``, the ``LSGD_*`` variables and the documentation. Nothing here
-imports torch: the servers read it too.
+The settings of a run and of each algorithm (``lsgd/algorithms/``) are frozen dataclasses. Their fields define the keys
+of the plan file, the flags of ``lsgd-server``, the ``LSGD_*`` variables and the help texts. Nothing here imports torch,
+because the servers use it too.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ def setting(
     valid: Callable[[Any], object] | None = None,
     fixed: bool = False,
 ) -> Any:
-    """Declare a field that can be set: its default, what it means, its range (inclusive) or its choices.
+    """Declare a setting: its default, its meaning, its range (inclusive) or its choices.
 
-    A ``fixed`` one, on which the form of what is sent depends, cannot be changed while the run goes on. ``valid``
-    raises ConfigError for a wrong value, where ``choices`` do not say all.
+    A ``fixed`` setting cannot be changed during a run, because the format of what is sent depends on it. ``valid``
+    raises ConfigError for a wrong value, for rules that ``choices`` cannot express.
     """
     metadata = {"meaning": meaning, "low": low, "high": high, "choices": choices, "fixed": fixed}
     metadata["valid"] = valid
@@ -40,13 +40,13 @@ def setting(
 
 
 class Schedule(NamedTuple):
-    """When an algorithm wants rounds, as the coordinator counts.
+    """When an algorithm needs rounds.
 
     Args:
-        period: iterations that a worker makes on average between two global rounds.
-        local_period: the same for the rounds inside a node; equal to ``period`` where there are none.
-        lockstep: every iteration of every worker is a part of a round, so that all make the same number.
-        identical: all have the same model at all times: a generation begins with one member's model for all.
+        period: iterations of a worker, on average, between two global rounds.
+        local_period: the same for rounds inside a node; equal to ``period`` if there are none.
+        lockstep: every iteration is a round, so all workers make the same number of them.
+        identical: all workers have the same model at all times; a generation begins with one member's model for all.
     """
 
     period: int
@@ -57,13 +57,13 @@ class Schedule(NamedTuple):
 
 @dataclass(frozen=True)
 class AlgorithmSettings:
-    """Base of every algorithm's settings, which are all that the servers know of it."""
+    """Base of every algorithm's settings; servers know nothing else of an algorithm."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
 
     def schedule(self) -> Schedule:
-        """Return when the algorithm wants rounds."""
+        """Return when the algorithm needs rounds."""
         raise NotImplementedError
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
@@ -71,16 +71,16 @@ class AlgorithmSettings:
 
         Args:
             numel: parameters of the model, float32.
-            workers: how many there are.
+            workers: number of workers.
         """
         raise NotImplementedError
 
     def create(self, parameters: "Flat", run: str = "") -> "Algorithm":
-        """Return the algorithm with these settings, at its start for a model; only workers call it, not servers.
+        """Return the algorithm with these settings, in its initial state; only workers call it, not servers.
 
         Args:
-            parameters: of the model, in flat tensors; copied where the algorithm keeps a model of its own.
-            run: identity of the run, from which the seeds of stochastic rounding are made.
+            parameters: the model's, in flat tensors; an algorithm that keeps a model of its own copies them.
+            run: identity of the run, part of the seeds of stochastic rounding.
         """
         raise NotImplementedError
 
@@ -91,21 +91,21 @@ def fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` with the most similar of ``names``, or a list of them all if none is."""
+    """Return ``did you mean ...?`` with the most similar of ``names``, or a list of all if none is similar."""
     names = sorted(names)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(names)}"
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
 def checked(cls: type, name: str, value: Any, origin: str) -> Any:
-    """Return ``value`` as the type of the setting ``name`` of ``cls``; texts (from flags, variables) are converted.
+    """Return ``value`` in the type of the setting ``name`` of ``cls``; strings (from flags, variables) are converted.
 
     Raises:
-        ConfigError: it is of another type or out of range; the message names ``origin``.
+        ConfigError: it has the wrong type or is out of range; the message names ``origin``.
     """
     spec = fields(cls)[name]
     kind = typing.get_type_hints(cls)[name]
-    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
     converted = _converted(kind, value)
     if converted is None:
         raise ConfigError(f"{origin}: {name} = {value!r} is not {wanted}")
@@ -123,7 +123,7 @@ def checked(cls: type, name: str, value: Any, origin: str) -> Any:
 
 
 def same_form(one: Any, other: Any) -> bool:
-    """Return whether two algorithms' settings differ in nothing but what may change while a run goes on."""
+    """Return whether two algorithms' settings differ only in values that may change during a run."""
     if type(one) is not type(other):
         return False
     free = _changeable(type(one))
@@ -136,21 +136,21 @@ def _changeable(cls: type) -> list[str]:
 
 
 def changed(settings: Any, name: str, text: str) -> Any:
-    """Return ``settings`` with one numeric setting changed, as while a run goes on.
+    """Return ``settings`` with one numeric setting changed, as ``lsgd set`` does during a run.
 
     Raises:
-        ConfigError: there is no such setting, it cannot be changed in a run, or the value is wrong.
+        ConfigError: there is no such setting, it cannot be changed during a run, or the value is wrong.
     """
     known = fields(type(settings))
     free = _changeable(type(settings))
     if name not in free:
-        known_but = "cannot be changed while the run goes on" if name in known else "is unknown"
+        known_but = "cannot be changed during a run" if name in known else "is unknown"
         raise ConfigError(f"{name} {known_but}; {nearest(name, free)}")
     return dataclasses.replace(settings, **{name: checked(type(settings), name, text, "lsgd set")})
 
 
 def span(spec: dataclasses.Field[Any]) -> str:
-    """Return the range or choices of a setting for people."""
+    """Return the range or choices of a setting, for help texts and messages."""
     meta = spec.metadata
     if meta["choices"]:
         return " | ".join(meta["choices"])

@@ -1,7 +1,7 @@
 """The algorithms, one file each: settings, description, bytes sent, schedule and class.
 
-Another distribution registers its own by an entry point ``lsgd.algorithms``, the class of its settings. Servers read
-these files too, and load no torch: see :mod:`lsgd.lazy`.
+Other distributions register theirs by an entry point in the group ``lsgd.algorithms``: the class of the settings.
+Servers read these files too, without torch: see :mod:`lsgd.lazy`.
 """
 
 from lsgd.algorithms.base import Algorithm, Flat
@@ -11,4 +11,4 @@ from lsgd.settings import AlgorithmSettings
 __all__ = ["ALGORITHMS", "Algorithm", "Flat"]
 
 ALGORITHMS: Registry[AlgorithmSettings] = Registry("lsgd.algorithms", AlgorithmSettings, "algorithm")
-"""Settings of each algorithm by its name."""
+"""The settings class of each algorithm, by its name."""

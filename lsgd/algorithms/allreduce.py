@@ -1,4 +1,4 @@
-"""Synchronous SGD: gradients averaged at full precision, as torch's DistributedDataParallel does it."""
+"""Synchronous SGD: gradients averaged at full precision, as in torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AllReduceSettings(GradientSettings):
     summary: ClassVar[str] = "synchronous SGD, gradients averaged at full precision"
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """Each gradient twice, but for one's own share."""
+        """Each gradient twice, except the worker's own share."""
         return 2 * (workers - 1) / workers * 4 * numel
 
     def create(self, parameters: Flat, run: str = "") -> AllReduce:
@@ -48,7 +48,7 @@ class AllReduce(GradientAlgorithm):
     ) -> Iterator[None]:
         """Average one bucket; divided first, so that float16 sums do not overflow.
 
-        It is waited for when the second one after it has begun.
+        The pipeline waits for it after it has begun the second bucket after it.
         """
         result.copy_(gradient).div_(group.size)
         transfer = group.all_reduce(result)

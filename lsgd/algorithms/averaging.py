@@ -1,4 +1,4 @@
-"""Sums of models that leave out those which are not finite."""
+"""Sums of models that exclude non-finite ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 
 def empty_sums(parameters: Flat) -> list[Tensor]:
-    """Return a scratch tensor for each of ``parameters``, one element longer: the last counts models left out."""
+    """Return a scratch tensor for each of ``parameters``, one element longer: the last one counts excluded models."""
     return [x.new_empty(x.numel() + 1) for x in parameters]
 
 
 def contribute(parameters: Flat, sums: Flat, round_id: int) -> None:
-    """Write this worker's model to ``sums``; zeros, and a one in the last element, if it is not finite."""
+    """Write this worker's model to ``sums``; if it is non-finite, zeros, and a one in the last element."""
     finite = all_finite(parameters)
     if not finite:
         log.warning("round %d: this worker's model is not finite; it takes the others'", round_id)
@@ -29,7 +29,7 @@ def contribute(parameters: Flat, sums: Flat, round_id: int) -> None:
 
 
 def divide(sums: Flat, models: int) -> bool:
-    """Turn sums over ``models`` models, those left out included, into means.
+    """Turn sums over ``models`` models, including excluded ones, into means.
 
     Returns:
         Whether any model was finite; if not, nothing is changed.

@@ -1,4 +1,4 @@
-"""What every algorithm is: at most three moments of an iteration, on flat tensors and a Group."""
+"""The base of all algorithms: at most three hooks in an iteration, on flat tensors and a Group."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ if TYPE_CHECKING:
     from lsgd.collectives.group import Group
 
 Flat: TypeAlias = "Sequence[Tensor]"
-"""All parameters (or gradients) of a model: one contiguous one-dimensional tensor for each dtype and device."""
+"""All parameters (or gradients) of a model: one contiguous tensor of one dimension for each dtype and device."""
 
 
 class Algorithm:
-    """Base of the algorithms; each overrides the moments that it needs.
+    """Base of the algorithms; each overrides the hooks that it needs.
 
-    A generation begins with :meth:`reset`; then the moments of every iteration are called in order, each with the
-    round if the iteration has one. An algorithm never sees a model, an optimizer or a socket; it keeps mathematical
-    state only, and all members have the same kind of state for the same model and settings.
+    A generation begins with :meth:`reset`. Then every iteration calls the hooks in order, with its round if it has
+    one. An algorithm never sees a model, an optimizer or a socket. It keeps mathematical state only, of the same form
+    on all members with the same model and settings.
 
-    Every exchange works on scratch tensors, and commits after its last collective: when a moment raises, parameters,
-    gradients and state are as they were before it. A generation that failed may still write into its scratch
-    tensors later, so :meth:`reset` drops them.
+    Every exchange works on scratch tensors and commits after its last collective. If a hook raises, parameters,
+    gradients and state are as they were before it. A failed generation may still write into its scratch tensors
+    later, so :meth:`reset` drops them.
     """
 
     settings: AlgorithmSettings
-    """Numeric ones may be replaced by others between rounds."""
+    """Numeric values may change between rounds."""
 
     spans_backward: ClassVar[bool] = False
-    """Whether a round is completed by :meth:`after_backward` only; else :meth:`before_forward` completes it."""
+    """Whether :meth:`after_backward` completes a round; else :meth:`before_forward` does."""
 
     def reset(self, parameters: Flat, group: Group, round: Round) -> None:
-        """Begin a generation, in its first round: rebuild what depends on who the members are.
+        """Begin a generation, in its first round: rebuild what depends on the members.
 
-        Newcomers have the model of ``round.source`` already, and all have its :meth:`shared_state`.
+        Newcomers already have the model of ``round.source``, and all members have its :meth:`shared_state`.
         """
 
     def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
-        """Exchange models, or begin to: the moment before an iteration's forward pass."""
+        """Exchange models, or begin to; called before an iteration's forward pass."""
 
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, round: Round | None) -> None:
-        """Exchange gradients, or write exchanged models back: after the backward pass, before the optimizer."""
+        """Exchange gradients, or write exchanged models back; called between backward pass and optimizer."""
 
     def after_step(self, parameters: Flat) -> None:
-        """Act on every local step, after the optimizer's."""
+        """Called after every step of the optimizer."""
 
     def settle(self, parameters: Flat) -> None:
-        """Complete an exchange that is still under way, before the group is used for anything else.
+        """Complete a pending exchange before the group is used for anything else.
 
         The worker calls it at the start of every round, the final one included.
         """
 
     def shared_state(self) -> Sequence[Tensor]:
-        """Return the tensors that all members hold alike, to be overwritten by those of another member.
+        """Return the tensors that are equal on all members, to be overwritten by those of another member.
 
         The worker sends them from ``round.source`` to all members when a generation begins, before :meth:`reset`.
         """
         return ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as tensors (not copies), lists of them, and numbers, by name."""
+        """Return the state by name: tensors (not copies), lists of them, and numbers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,6 +90,6 @@ def copy_all(targets: Flat, sources: Flat) -> None:
 
 
 def all_finite(tensors: Flat) -> bool:
-    """Return whether no element is NaN or infinite (one pass, no temporary; NaN wins every minimum)."""
+    """Return whether no element is NaN or infinite (one pass, no temporary; minima propagate NaN)."""
     bounds = [torch.stack(x.aminmax()) for x in tensors if x.numel()]
     return all(math.isfinite(bound) for pair in bounds for bound in pair.tolist())

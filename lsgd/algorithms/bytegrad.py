@@ -36,20 +36,20 @@ class ByteGradSettings(QuantizedGradientSettings):
 class ByteGrad(QuantizedGradient):
     """Gradients are averaged at full precision inside a node, and in the codec between the nodes' first workers.
 
-    The mean is that over workers, however many each node has. With ``hierarchical`` off, or with one worker on
-    every node, all exchange in the codec.
+    The mean is over workers, however many each node has. With ``hierarchical`` off, or with one worker on every
+    node, all workers exchange in the codec.
     """
 
     settings: ByteGradSettings
 
     def quantizing_group(self, group: Group) -> Group | None:
-        """Return the nodes' first workers, or all."""
+        """Return the first worker of each node, or all workers."""
         return group.across if self.settings.hierarchical else group
 
     def reduce(
         self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round
     ) -> Iterator[None]:
-        """Average one bucket inside the node, between nodes, and hand it down."""
+        """Average one bucket inside the node, then between nodes, and broadcast it inside."""
         if not self.settings.hierarchical:
             yield from self.quantized_mean(gradient, result, index, round)
             return

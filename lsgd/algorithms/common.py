@@ -10,31 +10,31 @@ from lsgd.settings import setting
 
 
 def period() -> Any:
-    """Declare how often an algorithm exchanges that does so now and then."""
+    """Declare the period of an algorithm that exchanges rarely."""
     return setting(64, "iterations of a worker, on average, between exchanges", low=1, high=1 << 30)
 
 
 def interval() -> Any:
-    """Declare the same for one that exchanges in every step unless told otherwise."""
+    """Declare the period of an algorithm that by default exchanges in every step."""
     return setting(1, "optimizer steps of a worker, on average, between exchanges", low=1, high=1 << 30)
 
 
 def hierarchical() -> Any:
-    """Declare whether nodes come first."""
+    """Declare whether workers of a node average first."""
     return setting(True, "average at full precision inside a node, then exchange between nodes only")
 
 
 def codec(default: str, what: str) -> Any:
-    """Declare which codec ``what`` travels in."""
-    meaning = f"codec that {what} travel in, with its parameters: minmax8:block=512"
+    """Declare the codec of ``what``."""
+    meaning = f"codec for {what}, with its parameters: minmax8:block=512"
     return setting(default, meaning, choices=CODECS, valid=codec_of)
 
 
 def block() -> Any:
-    """Declare the parameter that codecs in blocks have in common."""
+    """Declare the parameter that block codecs share."""
     return setting(
         2048,
-        "numbers that share one range of codes; 0: all that travel in one piece",
+        "elements that share one range of codes; 0: all elements of a message",
         low=0,
         high=1 << 30,
         fixed=True,
@@ -45,21 +45,21 @@ def rounding(default: str) -> Any:
     """Declare how a codec rounds."""
     return setting(
         default,
-        "to the nearest code, or to one of the two beside at random, without bias",
+        "to the nearest code, or at random to one of the two neighbors, without bias",
         choices=("nearest", "stochastic"),
     )
 
 
 def rounding_codec(text: str, block: int, rounding: str) -> Codec:
-    """Return the codec of settings that have a rounding, too.
+    """Return the codec of settings that also have a rounding.
 
     Raises:
-        ConfigError: the codec cannot round so.
+        ConfigError: the codec does not support this rounding.
     """
     codec = codec_of(text, block)
     if rounding == "stochastic" and not codec.stochastic:
         raise ConfigError(
-            f"rounding = 'stochastic', but the codec {codec.name} rounds to the nearest only; "
+            f"rounding = 'stochastic', but the codec {codec.name} only rounds to nearest; "
             f"set rounding to nearest"
         )
     return codec

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecentralizedSettings(AlgorithmSettings):
-    """Decentralized SGD (Bagua, arXiv 2107.01499): models averaged with a peer that changes every time."""
+    """Decentralized SGD (Bagua, arXiv 2107.01499): models are averaged with a peer that changes in every round."""
 
     name: ClassVar[str] = "decentralized"
     summary: ClassVar[str] = "decentralized SGD, models averaged with one peer (Bagua, arXiv 2107.01499)"
 
-    peers: str = setting("shift_one", "whose models a model is averaged with", choices=("shift_one", "all"))
+    peers: str = setting(
+        "shift_one", "the workers whose models are averaged: one peer, or all", choices=("shift_one", "all")
+    )
     hierarchical: bool = hierarchical()
     interval: int = interval()
 
@@ -37,7 +39,7 @@ class DecentralizedSettings(AlgorithmSettings):
         return Schedule(self.interval, self.interval, lockstep=self.interval == 1)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """The model once, unless it has a bye; to average all, twice but for one's own share."""
+        """The model once, unless the worker sits out; with all peers twice, except the worker's own share."""
         share = (workers - 1) / workers
         models = 2 * share if self.peers == "all" else share if workers % 2 else 1.0
         return models * 4 * numel / self.interval
@@ -50,11 +52,11 @@ class DecentralizedSettings(AlgorithmSettings):
 class DecentralizedSGD(Algorithm):
     """``x ← mean(x, x of the peer) - lr g(x)``: the gradient is that of the model before the exchange.
 
-    The exchange of x begins before the forward pass, runs beside it and the backward pass, and is written back just
-    before the optimizer's step. The peer is another one every time (``shift_one``), or all are averaged.
+    The exchange of x begins before the forward pass and runs beside it and the backward pass. Its result is written
+    back just before the optimizer's step. The peer changes in every round (``shift_one``), or all are averaged.
 
-    With ``hierarchical``, it is nodes that exchange, and their sums: the mean is always that over workers. A model
-    that is not finite is left out of it, and replaced by it.
+    With ``hierarchical``, nodes exchange the sums of their workers' models, so the mean is always over workers. A
+    non-finite model is excluded from the mean, and replaced by it.
     """
 
     spans_backward: ClassVar[bool] = True
@@ -70,11 +72,11 @@ class DecentralizedSGD(Algorithm):
 
     @property
     def exchanging(self) -> bool:
-        """Whether an exchange is under way."""
+        """Whether an exchange is pending."""
         return self._background.busy
 
     def reset(self, parameters: Flat, group: Group, round: Round) -> None:
-        """Forget an exchange of the last generation that is still under way."""
+        """Forget a pending exchange of the last generation."""
         self._background = Background()
         self._sums = empty_sums(parameters)
         self._received = empties(self._sums)
@@ -105,7 +107,7 @@ class DecentralizedSGD(Algorithm):
         self._changed = models > 1 and divide(self._sums, models)
 
     def _add_up(self, group: Group, round: Round) -> int:
-        """Replace the sums by those over all whose models are to be averaged; return how many that are."""
+        """Replace the sums by those over all models to average; return their number."""
         if not self.settings.hierarchical:
             return self._between(group, group.rank, [1] * group.size, round)
         sizes = group.node_sizes
@@ -118,13 +120,13 @@ class DecentralizedSGD(Algorithm):
         return models
 
     def _between(self, units: Group | None, unit: int, sizes: Sequence[int], round: Round) -> int:
-        """Add up the sums of ``unit`` and of its peer, or of all; units are nodes, or workers.
+        """Add the sums of ``unit`` and its peer, or of all units; a unit is a node or a worker.
 
         Args:
-            units: the members that exchange; None for one that only waits for the result.
-            unit: this member's place among them.
+            units: the members that exchange; None on a member that only waits for the result.
+            unit: index of this member's unit.
             sizes: models in the sum of each.
-            round: which exchange it is.
+            round: the round of the exchange.
 
         Returns:
             The number of models in the result.
@@ -136,9 +138,7 @@ class DecentralizedSGD(Algorithm):
             return sum(sizes)
         peer = shift_one_peer(unit, len(sizes), round.exchanges)
         if peer is None:
-            if (
-                units is not None
-            ):  # a group is built by all its members together, whether they have a peer or not
+            if units is not None:  # all members build the group together, also those without a peer
                 units.exchange({}, {})
             return sizes[unit]
         if units is not None:

@@ -22,14 +22,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ElasticSettings(AlgorithmSettings):
-    """EASGD (arXiv 1412.6651): workers and a master that all hold a copy of attract each other."""
+    """EASGD (arXiv 1412.6651): workers and a master model, of which all have a copy, attract each other."""
 
     name: ClassVar[str] = "elastic"
     summary: ClassVar[str] = "elastic averaging SGD (arXiv 1412.6651)"
 
     period: int = period()
     strength: float = setting(
-        0.43, "beta: how far the master moves to the mean; a worker moves by beta / workers", low=0, high=1
+        0.43,
+        "beta: how far the master moves toward the mean; a worker moves by beta / workers",
+        low=0,
+        high=1,
     )
 
     def schedule(self) -> Schedule:
@@ -37,7 +40,7 @@ class ElasticSettings(AlgorithmSettings):
         return Schedule(self.period, self.period)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """The model twice, but for one's own share."""
+        """The model twice, except the worker's own share."""
         return 2 * (workers - 1) / workers * 4 * numel / self.period
 
     def create(self, parameters: Flat, run: str = "") -> ElasticSGD:
@@ -48,8 +51,8 @@ class ElasticSettings(AlgorithmSettings):
 class ElasticSGD(Algorithm):
     """Workers and a master m attract each other (the paper's equations 3 and 5; beta is its n alpha).
 
-    A round sets ``x ← x + beta/n (m - x)`` and ``m ← m + beta (mean of x - m)``, both from the values before. There
-    is no master process: all hold m, and change it alike.
+    A round sets ``x ← x + beta/n (m - x)`` and ``m ← m + beta (mean of x - m)``, both from the old values. There
+    is no master process: every worker has m, and applies the same change.
     """
 
     settings: ElasticSettings
@@ -65,7 +68,7 @@ class ElasticSGD(Algorithm):
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
-        """Average the models, then move each to the master and the master to the mean."""
+        """Average the models, then move each toward the master and the master toward the mean."""
         if round is None:
             return
         finite = all_finite(parameters)

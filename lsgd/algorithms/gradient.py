@@ -23,7 +23,11 @@ class GradientSettings(AlgorithmSettings):
     """Base of the methods that exchange every gradient."""
 
     bucket_mib: float = setting(
-        5.0, "MiB of gradients that are exchanged at a time", low=0.001, high=65_536, fixed=True
+        5.0,
+        "MiB of gradients per bucket, which is exchanged as one message",
+        low=0.001,
+        high=65_536,
+        fixed=True,
     )
 
     def schedule(self) -> Schedule:
@@ -45,14 +49,15 @@ def buckets(gradients: Flat, nbytes: int) -> Iterator[Tensor]:
 class GradientAlgorithm(Algorithm):
     """Base of the methods that exchange gradients in every iteration.
 
-    :meth:`exchange_bucket` is called once for each bucket, in the same order on all members, and then :meth:`complete`,
-    from one thread at a time, be it another than that of the backward pass; then :meth:`finish`. Until then the
-    gradients stay as they were, so that those of a failed iteration can be exchanged again by the next generation.
+    The order of calls is :meth:`exchange_bucket` once for each bucket, in the same order on all members; then
+    :meth:`complete`; then :meth:`finish`. The first two may run on another thread than the backward pass, one thread
+    at a time. Until :meth:`finish` the gradients stay unchanged, so the next generation can exchange the gradients of
+    a failed iteration again.
 
-    Several buckets are under way at a time (:class:`lsgd.collectives.pipeline.Pipeline`).
+    Several buckets are in flight at a time (:class:`lsgd.collectives.pipeline.Pipeline`).
 
-    NaN or Inf in one member's gradient reaches all members alike, at least as NaN where it stood: so GradScaler
-    skips the step on all of them together.
+    NaN or Inf in one member's gradient reaches all members, at least as NaN in its place, so GradScaler skips the
+    step on all of them.
     """
 
     spans_backward: ClassVar[bool] = True
@@ -74,7 +79,7 @@ class GradientAlgorithm(Algorithm):
         return list(buckets(gradients, self._bucket_nbytes))
 
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, round: Round | None) -> None:
-        """Exchange all buckets, here and now."""
+        """Exchange all buckets now."""
         if round is None:
             return
         for index, bucket in enumerate(self.buckets(gradients)):
@@ -84,10 +89,10 @@ class GradientAlgorithm(Algorithm):
 
     @no_grad
     def exchange_bucket(self, gradient: Tensor, index: int, group: Group, round: Round) -> None:
-        """Begin to exchange one bucket, and go on with those before it; the result is kept until :meth:`finish`.
+        """Begin to exchange one bucket, and advance those before it; the result is kept until :meth:`finish`.
 
         Raises:
-            ExchangeError: it failed on the wire; the gradients are unchanged.
+            ExchangeError: the exchange failed; the gradients are unchanged.
         """
         result = self._results.get(index)
         if result is None or result.shape != gradient.shape:
@@ -97,16 +102,16 @@ class GradientAlgorithm(Algorithm):
 
     @no_grad
     def complete(self) -> None:
-        """See all buckets through that are under way.
+        """Complete all buckets in flight.
 
         Raises:
-            ExchangeError: it failed on the wire; the gradients are unchanged.
+            ExchangeError: the exchange failed; the gradients are unchanged.
         """
         self._under_way.complete()
 
     @no_grad
     def finish(self) -> None:
-        """Replace the gradients of all buckets that were exchanged by the results."""
+        """Replace the gradients of all exchanged buckets by the results."""
         for gradient, result in self._exchanged:
             gradient.copy_(result)
         self._exchanged = []
@@ -114,8 +119,8 @@ class GradientAlgorithm(Algorithm):
     def reduce(
         self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round
     ) -> Iterator[None]:
-        """Write to ``result`` what takes the place of ``gradient``, with the same bits on all members.
+        """Write to ``result`` what replaces ``gradient``, with the same bits on all members.
 
-        Yields where nothing is left to do but to wait for what travels; as often for every bucket, on all members.
+        Yields when only waiting for a transfer is left to do; equally often for every bucket, on all members.
         """
         raise NotImplementedError

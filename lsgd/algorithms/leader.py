@@ -35,20 +35,20 @@ class LeaderSettings(AlgorithmSettings):
         64, "iterations of a worker, on average, between global rounds", low=1, high=1 << 30
     )
     local_period: int = setting(16, "the same for rounds inside a node; divides period", low=1, high=1 << 30)
-    pull_global: float = setting(0.1, "c2: how far a global round pulls to the leader of all", low=0, high=1)
-    pull_local: float = setting(0.1, "c1: how far a local round pulls to the node's leader", low=0, high=1)
+    pull_global: float = setting(0.1, "c2: pull of a global round toward the global leader", low=0, high=1)
+    pull_local: float = setting(0.1, "c1: pull of a local round toward the node's leader", low=0, high=1)
     proximal_global: float = setting(
-        0.1, "p2: pull to the leader of all, spread over the steps of a period", low=0, high=1
+        0.1, "p2: pull toward the global leader, spread over the steps of a period", low=0, high=1
     )
     proximal_local: float = setting(
-        0.1, "p1: pull to the node's leader, spread over the steps of a local period", low=0, high=1
+        0.1, "p1: pull toward the node's leader, spread over the steps of a local period", low=0, high=1
     )
 
     compression: str = codec("none", "changes of the leaders' models")
     block: int = block()
     delay: int = setting(
         0,
-        "take a leader's model over so many iterations after its round, to hide the transfer",
+        "take over a leader's model this many iterations after its round, to hide the transfer",
         low=0,
         fixed=True,
     )
@@ -70,7 +70,7 @@ class LeaderSettings(AlgorithmSettings):
         return Schedule(self.period, self.local_period)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """One worker sends its model to all others, however that is relayed."""
+        """One worker sends its model to all others, directly or relayed."""
         codec = codec_of(self.compression, self.block)
         return (workers - 1) / workers * numel * codec.number_nbytes / self.period
 
@@ -83,13 +83,13 @@ class LeaderSGD(Algorithm):
     """Workers are pulled toward the worker with the lowest training loss (the paper's equation 3 and algorithm 1).
 
     Every local step ends with ``x ← x + p2/period (z_g - x)``, then ``x ← x + p1/local_period (z_l - x)``. A local
-    round sets z_l to the model of the node's leader and pulls ``x ← x + c1 (z_l - x)``; a global round does that in
-    every node, then sets z_g to the model of the leader of all and pulls ``x ← x + c2 (z_g - x)``. The models sent are
-    those before the round's pulls. With one node, or with ``local_period = period``, there is only z_g.
+    round sets z_l to the model of the node's leader and pulls ``x ← x + c1 (z_l - x)``. A global round does that in
+    every node, then sets z_g to the model of the global leader and pulls ``x ← x + c2 (z_g - x)``. The models are sent
+    as they were before the round's pulls. With one node, or with ``local_period = period``, there is only z_g.
 
-    With a codec as ``compression`` a leader sends Q(x - z), and all add it to the z that they hold, so that it stays
-    the same on all, and the next round makes up for what rounding lost. With ``delay``, z is replaced (and the pull
-    made) so many steps after the round, or at the next one; a transfer that fails leaves z as it was.
+    With a codec as ``compression`` a leader sends Q(x - z), and all add it to their z. So z stays the same on all, and
+    the next round corrects what rounding lost. With ``delay``, z is replaced and the pull is made that many steps after
+    the round, or at the next round; a transfer that fails leaves z as it was.
     """
 
     settings: LeaderSettings
@@ -105,16 +105,16 @@ class LeaderSGD(Algorithm):
 
     @property
     def global_leader(self) -> list[Tensor]:
-        """The model of the leader of all, as of the last global round."""
+        """The global leader's model, as of the last global round."""
         return self._global.model
 
     @property
     def local_leader(self) -> list[Tensor]:
-        """The model of the node's leader, as of the last round; empty with one level only."""
+        """The model of the node's leader, as of the last round; empty if there is only one level."""
         return self._local.model if self._local is not None else []
 
     def reset(self, parameters: Flat, group: Group, round: Round) -> None:
-        """The node's leader starts as the leader of all; the first round of a generation is global."""
+        """The node's leader starts as the global leader; the first round of a generation is global."""
         two_levels = len(group.node_sizes) > 1 and self.settings.local_period < self.settings.period
         self._global = _LeaderCopy(self._global.model, self.settings)
         self._local = _LeaderCopy(clones(self._global.model), self.settings) if two_levels else None
@@ -122,12 +122,12 @@ class LeaderSGD(Algorithm):
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
-        """Take over the leaders' models and be pulled toward them, or begin to."""
+        """Take over the leaders' models and pull toward them, or begin to."""
         if round is None:
             return
         self.settle(parameters)
-        # The leader of all also leads its node, where its own local pull moves it by nothing: so both models can
-        # be sent before either pull, and nothing is changed until both have arrived.
+        # The global leader also leads its node, so its local pull does not move it. So both models can be sent
+        # before either pull, and nothing changes until both have arrived.
         transfers = []
         if self._local is not None:
             leader = round.leaders[node_index(group.rank, group.node_sizes)]
@@ -152,7 +152,7 @@ class LeaderSGD(Algorithm):
 
     @no_grad
     def after_step(self, parameters: Flat) -> None:
-        """Apply the proximal terms, and take over models that were sent ``delay`` steps ago."""
+        """Apply the proximal terms, and take over models sent ``delay`` steps ago."""
         settings = self.settings
         _pull(parameters, self.global_leader, settings.proximal_global / settings.period)
         if self._local is not None:
@@ -163,30 +163,30 @@ class LeaderSGD(Algorithm):
 
     @no_grad
     def settle(self, parameters: Flat) -> None:
-        """Take over models that are still on their way."""
+        """Take over models that are still in transit."""
         if self._background.busy:
             self._background.finish()
             self._land(parameters)
 
     def _land(self, parameters: Flat) -> None:
-        """Replace the copies by what has arrived, and pull."""
+        """Replace the copies by the models that arrived, and pull."""
         if self._local is not None and self._local.land(f"round {self._round_id}: the node's leader"):
             _pull(parameters, self.local_leader, self.settings.pull_local)
         if self._scope != "global":
             return
-        arrived = self._global.land(f"round {self._round_id}: the leader of all")
-        if not all_finite(parameters):  # no pull mends a NaN
+        arrived = self._global.land(f"round {self._round_id}: the global leader")
+        if not all_finite(parameters):  # no pull repairs a NaN
             log.warning("round %d: this worker's model is not finite; it takes the leader's", self._round_id)
             copy_all(parameters, self.global_leader)
         elif arrived:
             _pull(parameters, self.global_leader, self.settings.pull_global)
 
     def shared_state(self) -> list[Tensor]:
-        """Return the model of the leader of all."""
+        """Return the global leader's model."""
         return self.global_leader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both leaders; that of the node is an empty list where there is none."""
+        """Return both leaders; the node's is an empty list if there is none."""
         return {"global_leader": self.global_leader, "local_leader": self.local_leader}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ class LeaderSGD(Algorithm):
 
 
 class _LeaderCopy:
-    """A leader's model as all who are pulled to it hold it, and what is arriving to replace it."""
+    """A leader's model, as held by all that are pulled toward it, and the model that is arriving to replace it."""
 
     def __init__(self, model: list[Tensor], settings: LeaderSettings) -> None:
         self.model = model
@@ -208,7 +208,7 @@ class _LeaderCopy:
             self._payloads = [self._codec.empty(z.numel(), z.device) for z in model]
 
     def prepare(self, parameters: Flat, group: Group) -> None:
-        """Take what the leader sends from its model, which may change from then on."""
+        """Copy or encode what the leader sends; afterwards its model may change."""
         if not self._payloads or group.size == 1:
             copy_all(self._arriving, parameters)
             return
@@ -217,7 +217,7 @@ class _LeaderCopy:
             self._codec.encode(change.to(torch.float32), payload)
 
     def transfer(self, group: Group, source: int) -> None:
-        """Send what was prepared from the member ``source`` to all."""
+        """Broadcast what the member ``source`` has prepared."""
         if not self._payloads or group.size == 1:
             for arriving in self._arriving:
                 group.broadcast(arriving, source)
@@ -228,9 +228,11 @@ class _LeaderCopy:
             self._codec.decode_add(payload, arriving)
 
     def land(self, whose: str) -> bool:
-        """Replace the model by what has arrived, unless it is not finite, which all find alike."""
+        """Replace the model by the one that arrived, unless that is non-finite, which all members see equally."""
         if not all_finite(self._arriving):
-            log.warning("%s has a model that is not finite; nobody takes it over, the last one stays", whose)
+            log.warning(
+                "%s has a model that is not finite; nobody takes it over, and the previous one stays", whose
+            )
             return False
         self.model, self._arriving = self._arriving, self.model
         return True

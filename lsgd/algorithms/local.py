@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LocalSettings(AlgorithmSettings):
-    """Local SGD (arXiv 1805.09767): models are averaged now and then, with an outer optimizer if wanted."""
+    """Local SGD (arXiv 1805.09767): models are averaged every period, with an optional outer optimizer."""
 
     name: ClassVar[str] = "local"
-    summary: ClassVar[str] = "local SGD, models averaged now and then (arXiv 1805.09767)"
+    summary: ClassVar[str] = "local SGD, models averaged every period (arXiv 1805.09767)"
 
     period: int = period()
     outer_lr: float = setting(1.0, "learning rate of the outer step; 1 without momentum: the mean", low=0)
@@ -40,7 +40,7 @@ class LocalSettings(AlgorithmSettings):
         return Schedule(self.period, self.period)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """The model's change twice, but for one's own share."""
+        """The model's change twice, except the worker's own share."""
         codec = codec_of(self.compression, self.block)
         return 2 * (workers - 1) / workers * numel * codec.number_nbytes / self.period
 
@@ -51,7 +51,7 @@ class LocalSettings(AlgorithmSettings):
 
 @dataclass(frozen=True)
 class DiLoCoSettings(LocalSettings):
-    """DiLoCo (arXiv 2311.08105): local SGD with an outer Nesterov step; ``local`` with other defaults."""
+    """DiLoCo (arXiv 2311.08105): local SGD with an outer Nesterov step, which is ``local`` with other defaults."""
 
     name: ClassVar[str] = "diloco"
     summary: ClassVar[str] = "DiLoCo, local SGD with an outer Nesterov step (arXiv 2311.08105)"
@@ -61,13 +61,13 @@ class DiLoCoSettings(LocalSettings):
 
 
 class LocalSGD(Algorithm):
-    """Workers train alone; a round takes the mean change of their models as the gradient of an outer step.
+    """Workers train alone; a round uses the mean change of their models as pseudo-gradient of an outer step.
 
     With c the common model of the last round and d the mean over workers of ``x - c`` (algorithm 1 of DiLoCo, with
-    the sign turned), a round sets ``v ← momentum v + d``, ``c ← c + lr (d + momentum v)`` and ``x ← c``: Nesterov's
-    step as torch.optim.SGD has it. With ``outer_lr = 1`` and no momentum, c is the mean of the models.
+    the opposite sign), a round sets ``v ← momentum v + d``, ``c ← c + lr (d + momentum v)`` and ``x ← c``: Nesterov's
+    step as in torch.optim.SGD. With ``outer_lr = 1`` and no momentum, c is the mean of the models.
 
-    c and v are float32 (float64 for such parameters) and alike on all members; d travels in the model's dtype, or
+    c and v are float32 (float64 for float64 parameters) and equal on all members. d is sent in the model's dtype, or
     in the codec of ``compression``.
     """
 

@@ -60,18 +60,19 @@ class LowPrecisionDecentralizedSettings(AlgorithmSettings):
 
 
 class LowPrecisionDecentralizedSGD(Algorithm):
-    """Neighbors in a fixed graph mix their models, and tell each other the changes in few bits.
+    """Neighbors in a fixed graph mix their models, and send each other the changes in few bits.
 
-    With x the model as of the last exchange, x_now the model after the steps since, x_j the neighbors' models as of
-    their last exchange and W the mixing matrix, an exchange computes ``z = W_rr x + sum_j W_rj x_j - x + (x_now - x)``
-    and sends Q(z); then ``x ← x + Q(z)``, ``x_j ← x_j + Q(z_j)`` for each neighbor, and the model is x.
+    With x the model as of the last exchange, x_now the model after the steps since then, x_j the neighbors' models as
+    of their last exchange and W the mixing matrix, an exchange computes
+    ``z = W_rr x + sum_j W_rj x_j - x + (x_now - x)`` and sends Q(z). Then ``x ← x + Q(z)``, which becomes the model,
+    and ``x_j ← x_j + Q(z_j)`` for each neighbor.
 
-    Everyone changes its x and the copies that others hold of it by the same operation on the same bytes, so that they
-    stay equal bit for bit. A generation begins by sending x to the neighbors at full precision.
+    A worker's x and its neighbors' copies of x change by the same operation on the same bytes, so they stay equal bit
+    for bit. A generation begins by sending x to the neighbors at full precision.
 
-    With ``hierarchical``, nodes are the members: x_now is the mean over the node's workers, its first worker talks to
-    the neighbors, and Q(z) is handed down. The weights of nodes with different numbers of workers keep the mean over
-    workers. A model that is not finite is left out of the node's mean; with no other, x stands for it.
+    With ``hierarchical``, nodes are the members: x_now is the mean over the node's workers, its first worker exchanges
+    with the neighbors, and Q(z) is broadcast inside. The weights preserve the mean over workers, also if nodes have
+    different numbers of them. A non-finite model is excluded from the node's mean; if all are, x replaces the mean.
     """
 
     settings: LowPrecisionDecentralizedSettings
@@ -115,7 +116,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
-        """Mix the models, send the changes, and take them over."""
+        """Mix the models, exchange the changes, and apply them."""
         if round is None:
             return
         current = [total[:-1] for total in self._sums]
@@ -137,7 +138,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         return divide(self._sums, group.node.size)
 
     def _exchange(self, current: Flat, group: Group, round: Round) -> None:
-        """Exchange the changes; then, when all have arrived, apply them to the model and the copies."""
+        """Exchange the changes; once all have arrived, apply them to the model and the copies."""
         units = group.across if self.settings.hierarchical else group
         if units is not None:
             for index, now in enumerate(current):
@@ -171,10 +172,10 @@ class LowPrecisionDecentralizedSGD(Algorithm):
             self._codec.decode_add(payload, x)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model as of the last exchange, and the neighbors'."""
+        """Return the model as of the last exchange, and the neighbors' copies."""
         return {"model": self.model, "copies": dict(self.copies)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the model as of the last exchange, and the neighbors'; a new generation exchanges them anew."""
+        """Restore the model and the neighbors' copies; a new generation exchanges them again."""
         self.model = clones(state["model"])
         self.copies = {j: clones(copy) for j, copy in state["copies"].items()}

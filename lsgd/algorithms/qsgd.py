@@ -32,7 +32,7 @@ class QSGDSettings(QuantizedGradientSettings):
 
 
 class QSGD(QuantizedGradient):
-    """``g ← Q2(mean of all members' Q1(g))``, with stochastic rounding in both rounds, so that it has no bias."""
+    """``g ← Q2(mean of all members' Q1(g))``, with stochastic rounding in both rounds, so it has no bias."""
 
     settings: QSGDSettings
 

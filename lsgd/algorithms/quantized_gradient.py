@@ -1,4 +1,4 @@
-"""What ByteGrad and QSGD share: the two-round all-reduce, and residuals that change only with the step."""
+"""What ByteGrad and QSGD share: the two-round all-reduce, and residuals that change only when the step is taken."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class QuantizedGradientSettings(GradientSettings):
         return rounding_codec(self.codec, self.block, self.rounding)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """Each gradient twice, but for one's own share."""
+        """Each gradient twice, except the worker's own share."""
         return 2 * (workers - 1) / workers * numel * self.make_codec().number_nbytes
 
 
 class QuantizedGradient(GradientAlgorithm):
-    """Base of the gradient methods in few bits, with error feedback if wanted.
+    """Base of the gradient methods in few bits, with optional error feedback.
 
-    A step that some member's NaN or Inf spoils leaves the residuals as they were. They are dropped when the members
+    A step that is non-finite on any member leaves the residuals as they were. They are dropped when the members
     change.
     """
 
@@ -63,7 +63,7 @@ class QuantizedGradient(GradientAlgorithm):
         self._all_reduce: QuantizedAllReduce | None = None
 
     def reset(self, parameters: Flat, group: Group, round: Round) -> None:
-        """Drop the residuals if the members are others than before."""
+        """Drop the residuals if the members have changed."""
         super().reset(parameters, group, round)
         if round.generation.members != self._members:
             self._members, self._residuals = round.generation.members, {}
@@ -80,11 +80,11 @@ class QuantizedGradient(GradientAlgorithm):
             )
 
     def quantizing_group(self, group: Group) -> Group | None:
-        """Return the members that exchange payloads, None for a member that does not."""
+        """Return the members that exchange payloads; None on a member that does not."""
         return group
 
     def quantized_mean(self, x: Tensor, result: Tensor, index: int, round: Round) -> Iterator[None]:
-        """Write the quantized mean (or sum, if the settings say so) of bucket ``index`` to ``result``, in stages."""
+        """Write the quantized mean (or sum, by the settings) of bucket ``index`` to ``result``, in stages."""
         assert self._all_reduce is not None
         residual = None
         if self.settings.error_feedback:
@@ -97,13 +97,13 @@ class QuantizedGradient(GradientAlgorithm):
         self._flags.append(flags)
 
     def finish(self) -> None:
-        """Replace the gradients by the results, and the residuals by the new ones unless the step is spoilt."""
+        """Replace the gradients by the results, and the residuals by the new ones unless the step is non-finite."""
         super().finish()
         if self._new_residuals:
-            spoilt = torch.stack(self._flags).any()
+            nonfinite = torch.stack(self._flags).any()
             for index, new in self._new_residuals.items():
                 old = self._residuals[index]
-                old.copy_(torch.where(spoilt, old, new))
+                old.copy_(torch.where(nonfinite, old, new))
         self._flags = []
 
     def state_dict(self) -> dict[str, Any]:

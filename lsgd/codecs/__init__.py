@@ -1,6 +1,6 @@
-"""The codecs, one file each: how vectors become the bytes that travel. Another distribution may register more.
+"""The codecs, one file each: they turn vectors into payloads. Other distributions may register more.
 
-A setting names one, with parameters if need be: ``minmax8``, ``minmax8:block=512``.
+A setting names one, with parameters if needed: ``minmax8``, ``minmax8:block=512``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from lsgd.registry import Registry
 __all__ = ["CODECS", "Codec", "codec_of"]
 
 CODECS: Registry[Codec] = Registry("lsgd.codecs", Codec, "codec")
-"""Each by its name."""
+"""The codec classes, by name."""
 
 
 def codec_of(text: str, block: int | None = None) -> Codec:
     """Return the codec that a setting names: ``minmax8``, ``topk:k=64``.
 
     Args:
-        text: its name, and after a colon its parameters, between commas.
-        block: for codecs that have a parameter of this name, where the text gives none; None: their own default.
+        text: the name; then, after a colon, parameters separated by commas.
+        block: for codecs that have a parameter of this name, if the text does not give it; None: their own default.
 
     Raises:
         ConfigError: there is no such codec, or it has no such parameter or value.
@@ -37,7 +37,7 @@ def codec_of(text: str, block: int | None = None) -> Codec:
         parameter, _, value = pair.partition("=")
         if parameter not in known or not value.isdecimal():
             raise ConfigError(
-                f"{pair!r} is no parameter of the codec {name}; "
+                f"{pair!r} is not a parameter of the codec {name}; "
                 + (f"it takes {', '.join(f'{p}=NUMBER' for p in known)}" if known else "it takes none")
             )
         given[parameter] = int(value)

@@ -1,4 +1,4 @@
-"""What every codec is: a few verbs on payloads, which begin with a header that says whose they are."""
+"""The base of all codecs: a few operations on payloads, whose header names the codec."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ LARGE = 1 << 24
 class Codec:
     """Base of the codecs: ways to write a vector as a payload, one contiguous uint8 tensor.
 
-    A codec is a frozen dataclass; its fields, at most two whole numbers, are its parameters. Name and parameters
-    stand in each payload's header, and a payload of another codec, of other parameters or of another number of numbers
-    is refused. To write one: :meth:`nbytes`, :meth:`encode` and :meth:`decode`; the other verbs are made of these
-    and may be replaced by faster ones.
+    A codec is a frozen dataclass; its fields, at most two integers, are its parameters. Each payload's header has the
+    name and the parameters. A payload of another codec, other parameters or another number of elements is refused. A
+    new codec needs :meth:`nbytes`, :meth:`encode` and :meth:`decode`. The other operations have defaults made of these,
+    which a codec may replace by faster ones.
 
-    Vectors are contiguous, of one dimension; those to encode are float32, float16 or bfloat16, those to decode
-    into also float64. Equal input gives equal bytes, and equal bytes decode to equal bits, on every device. Where
-    NaN or Inf stood, NaN comes out; the rest of a block with one may become NaN, too.
+    Vectors are contiguous, of one dimension. Those to encode are float32, float16 or bfloat16; those to decode into may
+    also be float64. Equal input gives equal bytes, and equal bytes decode to equal bits, on every device. NaN and Inf
+    decode to NaN; so may the other elements of their block.
     """
 
     name: ClassVar[str]
     """Up to 8 ASCII letters and digits."""
 
     lossless: ClassVar[bool] = False
-    """Whether float32 comes out as it went in, so that a tensor can as well travel as it is."""
+    """Whether float32 is unchanged by it, so that a tensor can be sent without a payload."""
 
     stochastic: ClassVar[bool] = False
-    """Whether it can round at random, without bias."""
+    """Whether it supports stochastic rounding, without bias."""
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
         name = vars(cls).get("name", "x")
         if not (name.isascii() and name.isalnum() and len(name) <= MAX_NAME_NBYTES):
-            raise ConfigError(f"the name of a codec has up to 8 ASCII letters and digits, not {name!r}")
+            raise ConfigError(
+                f"the name of a codec has up to 8 ASCII letters and digits; {name!r} does not fit"
+            )
 
     @property
     def unit(self) -> int:
-        """So many numbers are written together; a vector is cut into chunks at multiples of it only."""
+        """Elements that are encoded together; a vector is cut into chunks only at multiples of it."""
         return 1
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of the payload of ``numel`` numbers, header included; known without torch."""
+        """Return the size in bytes of a payload of ``numel`` elements, header included; needs no torch."""
         raise NotImplementedError
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
@@ -61,7 +63,7 @@ class Codec:
         Args:
             x: the vector.
             payload: uint8, of ``nbytes(x.numel())`` bytes, at a multiple of 16 bytes; overwritten.
-            seed: key of random rounding, 64 bits; None: to the nearest. Codecs that are not ``stochastic`` ignore it.
+            seed: key of stochastic rounding, 64 bits; None: nearest. Codecs that are not ``stochastic`` ignore it.
         """
         raise NotImplementedError
 
@@ -69,18 +71,18 @@ class Codec:
         """Write the vector to ``out``; see :meth:`body`.
 
         Raises:
-            ProtocolError: the payload is not of this codec, these parameters, or ``out.numel()`` numbers.
+            ProtocolError: the payload is not of this codec, these parameters, or ``out.numel()`` elements.
         """
         raise NotImplementedError
 
     def decode_add(self, payload: Tensor, out: Tensor, alpha: float = 1.0) -> None:
-        """Add ``alpha`` times the vector to ``out``, in float32 or what is wider; raises as :meth:`decode` does."""
+        """Add ``alpha`` times the vector to ``out``, in float32 or wider; raises as :meth:`decode` does."""
         part = self._decoded(payload, out.numel())
         wide = out.to(torch.promote_types(out.dtype, torch.float32))
         out.copy_(wide + part * alpha)
 
     def reduce(self, payloads: Sequence[Tensor], out: Tensor, *, mean: bool) -> None:
-        """Write the sum or mean of vectors to float32 ``out``, added in the order given."""
+        """Write the sum or mean of vectors to float32 ``out``, added in the given order."""
         self.decode(payloads[0], out)
         for payload in payloads[1:]:
             self.decode_add(payload, out)
@@ -90,15 +92,15 @@ class Codec:
     def reduce_encode(
         self, payloads: Sequence[Tensor], payload: Tensor, *, numel: int, mean: bool, seed: int | None = None
     ) -> None:
-        """Write the payload of the sum or mean of vectors of ``numel`` numbers."""
+        """Write the payload of the sum or mean of vectors of ``numel`` elements."""
         total = torch.empty(numel, dtype=torch.float32, device=payload.device)
         self.reduce(payloads, total, mean=mean)
         self.encode(total, payload, seed)
 
-    # ---- what codecs are written with ------------------------------------------------------------------------
+    # ---- for writing codecs ----------------------------------------------------------------------------------
 
     def begin(self, payload: Tensor, x: Tensor) -> Tensor:
-        """Write the header of ``x``'s payload, with its flag for NaN and Inf, and return the rest to be written."""
+        """Write the header of ``x``'s payload, with its flag for NaN and Inf, and return the rest, to be filled."""
         dtype = DTYPE_NAMES.index(str(x.dtype).removeprefix("torch."))
         header = torch.frombuffer(bytearray(self.header(x.numel(), dtype).pack()), dtype=torch.uint8)
         payload[:HEADER_NBYTES].copy_(header)
@@ -106,14 +108,14 @@ class Codec:
         return payload[HEADER_NBYTES:]
 
     def body(self, payload: Tensor, numel: int) -> Tensor:
-        """Return what stands behind the header of a payload of ``numel`` numbers, after :meth:`check`."""
+        """Return the bytes after the header of a payload of ``numel`` elements, after :meth:`check`."""
         self.check(payload, numel)
         return payload[HEADER_NBYTES:]
 
-    # ---- what they are used with -----------------------------------------------------------------------------
+    # ---- for using codecs ------------------------------------------------------------------------------------
 
     def header(self, numel: int, dtype: int = 0) -> Header:
-        """Return the header of a payload of ``numel`` numbers whose flags are clear."""
+        """Return the header of a payload of ``numel`` elements, with clear flags."""
         first, second, *more = (*astuple(self), 0, 0)
         if any(more) or not (0 <= first < 1 << 32 and 0 <= second < 1 << 16):
             raise ConfigError(f"{self}: a codec has at most two parameters, of 32 and of 16 bits")
@@ -122,27 +124,27 @@ class Codec:
     def check(self, payload: Tensor, numel: int) -> None:
         """Refuse a payload that is not what both sides agreed on.
 
-        On a GPU, where reading the header would wait for the stream, only the length is compared: whatever it
-        holds, nothing outside it is read.
+        On a GPU only the length is compared, because reading the header would wait for the stream. Whatever the
+        payload contains, nothing outside it is read.
 
         Raises:
-            ProtocolError: it is of another length, version, codec, or of other parameters.
+            ProtocolError: it has another length, version, codec, or other parameters.
         """
         header, nbytes = _expected(self, numel)
         if payload.numel() >= HEADER_NBYTES and payload.device.type == "cpu":
             header.refuse_other(bytes(payload[:HEADER_NBYTES].tolist()))
         if payload.numel() != nbytes:
             raise ProtocolError(
-                f"a payload of {numel} numbers in {self} has {nbytes} bytes, but {payload.numel()} bytes came"
+                f"a payload of {numel} elements in {self} has {nbytes} bytes, but {payload.numel()} bytes came"
             )
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
-        """Return room for the payload of ``numel`` numbers."""
+        """Return uninitialized memory for a payload of ``numel`` elements."""
         return torch.empty(self.nbytes(numel), dtype=torch.uint8, device=device)
 
     @property
     def number_nbytes(self) -> float:
-        """Bytes of a number in a large vector."""
+        """Bytes of an element in a large vector."""
         return (self.nbytes(2 * LARGE) - self.nbytes(LARGE)) / LARGE
 
     def _decoded(self, payload: Tensor, numel: int) -> Tensor:
@@ -161,5 +163,5 @@ def _expected(codec: Codec, numel: int) -> tuple[Header, int]:
 
 
 def flags_of(payload: Tensor) -> Tensor:
-    """Return int32, shape (1,), a view into a payload: not zero when its vector held NaN or Inf; no waiting."""
+    """Return int32, shape (1,), a view into a payload: non-zero if its vector contains NaN or Inf; does not wait."""
     return payload[FLAGS_OFFSET : FLAGS_OFFSET + 4].view(torch.int32)

@@ -1,4 +1,4 @@
-"""8 bits a number, between the least and the greatest of a block: the kernels of :mod:`lsgd.kernels`."""
+"""8 bits an element, between the least and the greatest of a block, with the kernels of :mod:`lsgd.kernels`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MinMax8(Codec):
-    """One byte a number and eight a block; docs/kernels.md has the arithmetic.
+    """One byte an element and eight a block; docs/kernels.md has the arithmetic.
 
     Args:
-        block: numbers that share one range of codes; 0: the whole vector.
+        block: elements that share one range of codes; 0: the whole vector.
     """
 
     name: ClassVar[str] = "minmax8"
@@ -37,11 +37,11 @@ class MinMax8(Codec):
 
     @property
     def unit(self) -> int:
-        """A block."""
+        """The elements of a block."""
         return self.block or 1
 
     def nbytes(self, numel: int) -> int:
-        """Return what ``lsgd.kernels.payload_nbytes`` does, without torch."""
+        """Return the same as ``lsgd.kernels.payload_nbytes``, without torch."""
         blocks = -(-numel // (self.block or max(numel, 1)))
         return HEADER_NBYTES + _aligned(8 * blocks) + _aligned(numel)
 

@@ -1,4 +1,4 @@
-"""Numbers as they are, and in half precision."""
+"""float32 unchanged, and float16."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Float32(Codec):
-    """float32, as it is."""
+    """float32, unchanged."""
 
     name: ClassVar[str] = "none"
     lossless: ClassVar[bool] = True
 
     def nbytes(self, numel: int) -> int:
-        """Four a number."""
+        """Four bytes an element."""
         return HEADER_NBYTES + 4 * numel
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
-        """Copy the numbers."""
+        """Copy the elements."""
         self.begin(payload, x).view(torch.float32).copy_(x)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Copy the numbers."""
+        """Copy the elements."""
         out.copy_(self.body(payload, out.numel()).view(torch.float32))
 
 
 @dataclass(frozen=True)
 class Float16(Codec):
-    """float16: numbers above 65,504 count as infinite, those below 6e-8 become zero."""
+    """float16: values above 65,504 count as infinite, those below 6e-8 become zero."""
 
     name: ClassVar[str] = "float16"
 
     def nbytes(self, numel: int) -> int:
-        """Two a number."""
+        """Two bytes an element."""
         return HEADER_NBYTES + 2 * numel
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
-        """Round each number to the nearest half."""
+        """Round each element to the nearest float16."""
         half = x.to(torch.float16)
         self.begin(payload, half).view(torch.float16).copy_(half)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Widen each number; what was infinite becomes NaN."""
+        """Widen each element; infinite ones become NaN."""
         half = self.body(payload, out.numel()).view(torch.float16)
         out.copy_(torch.where(half.isfinite(), half, torch.nan))

@@ -1,6 +1,6 @@
-"""8-bit min-max quantization: one specification, and two fast paths, CPU and CUDA, that repeat it bit by bit.
+"""8-bit min-max quantization: one specification, and two fast paths (CPU, CUDA) with the same bits.
 
-:mod:`~lsgd.kernels.reference` is the definition; docs/kernels.md describes the payload. Importing this compiles
+:mod:`~lsgd.kernels.reference` is the definition; docs/kernels.md describes the payload. Importing it compiles
 nothing.
 """
 

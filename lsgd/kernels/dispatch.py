@@ -1,4 +1,4 @@
-"""The public operations: they check the arguments, provide the outputs and choose the path by the tensor's device."""
+"""The public operations: they check arguments, allocate outputs, and choose the path by the tensor's device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Reduction = Literal["sum", "mean"]
 
 @functools.cache
 def path_for(device_type: str) -> ReferencePath:
-    """Return the fastest path that works here for that type of device, found out on the first call.
+    """Return the fastest path that works here for this type of device, determined at the first call.
 
-    Where the fast one cannot be had, the reason and the remedy are logged, once, and the reference is returned.
+    If the fast path is not available, the reason and the remedy are logged once, and the reference is returned.
     """
     if device_type == "cpu":
         try:
@@ -34,14 +34,16 @@ def path_for(device_type: str) -> ReferencePath:
             return CpuPath()
         except (ImportError, OSError, RuntimeError) as error:
             remedy = "; pip install llvmlite" if isinstance(error, ImportError) else ""
-            _log.warning("8-bit kernels on the CPU run in plain torch, ten times slower: %s%s", error, remedy)
+            _log.warning(
+                "the 8-bit kernels on the CPU run in plain torch, ten times slower: %s%s", error, remedy
+            )
     elif device_type == "cuda":
         try:
             from lsgd.kernels.cuda.path import CudaPath
 
             return CudaPath()
         except (ImportError, OSError, RuntimeError) as error:
-            _log.warning("8-bit kernels on CUDA run in plain torch, several times slower: %s", error)
+            _log.warning("the 8-bit kernels on CUDA run in plain torch, several times slower: %s", error)
     return ReferencePath()
 
 
@@ -55,17 +57,17 @@ def quantize(
 ) -> Quantized:
     """Quantize a tensor to 8 bits per element, with one range for each block of elements.
 
-    NaN or Inf in x does not raise here, which would wait for a GPU: it sets the payload's flag, and the blocks that
-    held it decode to NaN. :meth:`Quantized.check` raises.
+    NaN or Inf in x does not raise here, because that would wait for a GPU. It sets the payload's flag, and its block
+    decodes to NaN. :meth:`Quantized.check` raises.
 
     Args:
         x: float32, float16 or bfloat16, any shape; read as one flat vector, copied first if it is not contiguous.
         block: Elements per block; None: the whole vector is one block.
         rounding: ``nearest``, half to even, or ``stochastic``, which is unbiased.
-        seed: Key of the stochastic rounding, 0 to 2**64 - 1; element i rounds alike wherever the seed is the same,
-            so give every member, round and tensor its own.
-        out: Where to write, a payload of the right size on x's device or what an earlier call returned for a
-            vector of the same layout; nothing is allocated then.
+        seed: Key of the stochastic rounding, 0 to 2**64 - 1; with the same seed, element i always rounds alike,
+            so give every member, round and tensor a seed of its own.
+        out: Where to write: a payload of the right size on x's device, or the result of an earlier call for a vector
+            of the same layout. Then nothing is allocated.
 
     Returns:
         The quantized vector. Equal x, block, rounding and seed give equal bytes on every device.
@@ -84,7 +86,7 @@ def dequantize(q: Quantized, *, out: Tensor | None = None) -> Tensor:
     """Decode a quantized vector.
 
     Args:
-        q: The vector; blocks that held NaN or Inf decode to NaN.
+        q: The vector; blocks with NaN or Inf decode to NaN.
         out: Where to write: contiguous, q.numel elements of any shape, float32, float16 or bfloat16, on q's device.
 
     Returns:
@@ -181,7 +183,7 @@ def dequantize_reduce_quantize(
 
 
 def _key(rounding: str, seed: int) -> int | None:
-    """Return the seed of stochastic rounding, None for nearest."""
+    """Return the seed of stochastic rounding; None for nearest."""
     if rounding not in ("nearest", "stochastic"):
         raise ConfigError(f"rounding must be 'nearest' or 'stochastic', but is {rounding!r}")
     if not 0 <= seed < 2**64:
@@ -190,7 +192,7 @@ def _key(rounding: str, seed: int) -> int | None:
 
 
 def _weight(qs: Sequence[Quantized], op: str) -> float:
-    """Return the factor of the sum, after checking that the chunks go together."""
+    """Return the factor of the sum, after checking that the chunks match."""
     if op not in ("sum", "mean"):
         raise ConfigError(f"op must be 'sum' or 'mean', but is {op!r}")
     if not qs:

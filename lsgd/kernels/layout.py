@@ -1,4 +1,4 @@
-"""The payload of minmax8: one contiguous uint8 tensor that holds a quantized vector.
+"""The payload of minmax8: one contiguous uint8 tensor that contains a quantized vector.
 
 ========================  =====================================================================================
 bytes                     content
@@ -8,7 +8,7 @@ bytes                     content
 codes_offset -            one uint8 code for each element; then zeros up to a multiple of 16
 ========================  =====================================================================================
 
-A block that held NaN or Inf has ``lo`` NaN, ``unit`` 0 and codes 0, so that it decodes to NaN everywhere.
+A block with NaN or Inf has ``lo`` NaN, ``unit`` 0 and codes 0, so all of it decodes to NaN.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class NonFiniteError(LsgdError, ArithmeticError):
-    """A vector that was quantized held NaN or Inf; its payload says so and carries no codes for those blocks."""
+    """A quantized vector contained NaN or Inf; its payload is flagged, and those blocks have no codes."""
 
 
 def _align(nbytes: int) -> int:
@@ -40,12 +40,12 @@ def _align(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies in the payload of one vector; equal layouts have interchangeable payloads.
+    """The layout of the payload of one vector; equal layouts have interchangeable payloads.
 
     Attributes:
         numel: Elements of the vector.
         block: Elements per block, or None when the whole vector is one block.
-        dtype: float32, float16 or bfloat16: what the vector was, and what it decodes to unless told otherwise.
+        dtype: float32, float16 or bfloat16: the vector's dtype, and the default dtype of decoding.
 
     Raises:
         ConfigError: One of the three is out of range.
@@ -85,11 +85,11 @@ class Layout:
 
     @cached_property
     def header(self) -> bytes:
-        """The 32 bytes at the front of a payload whose flags are all clear."""
+        """The first 32 bytes of a payload with clear flags."""
         return Header(CODEC, self.numel, self.block or 0, dtype=DTYPES.index(self.dtype)).pack()
 
     def empty(self, *, device: torch.device | str | None = None) -> Tensor:
-        """Return a new uint8 tensor of the payload's size, content undefined, for ``quantize(out=...)``."""
+        """Return an uninitialized uint8 tensor of the payload's size, for ``quantize(out=...)``."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def scales(self, payload: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Layout:
 def payload_nbytes(
     numel: int, *, dtype: torch.dtype = torch.float32, block: int | None = DEFAULT_BLOCK
 ) -> int:
-    """Return the bytes of the payload of ``numel`` elements, to allocate or to budget before quantizing."""
+    """Return the size in bytes of the payload of ``numel`` elements."""
     return Layout(numel, block, dtype).nbytes
 
 
@@ -115,21 +115,21 @@ def read_header(payload: Tensor) -> bytes:
 
 
 def parse_header(header: bytes) -> tuple[Layout, int]:
-    """Return the layout and the flags that 32 bytes from a peer announce.
+    """Return the layout and the flags in a header, 32 bytes from a peer.
 
     Raises:
-        ProtocolError: They are no header of this version.
+        ProtocolError: They are not a header of this version.
     """
     found = Header.parse(header)
     if found.codec != CODEC:
         raise ProtocolError(f"this payload is of the codec {found.codec}, but {CODEC} is expected")
     if found.first > MAX_BLOCK or found.second:
-        raise ProtocolError(f"the header of this payload holds parameters that {CODEC} does not have")
+        raise ProtocolError(f"the header of this payload has parameters that {CODEC} does not define")
     return Layout(found.numel, found.first or None, DTYPES[found.dtype]), found.flags
 
 
 def check_payload_tensor(payload: Tensor, what: str) -> None:
-    """Refuse a tensor that cannot hold a payload, whatever its bytes are.
+    """Refuse a tensor that cannot contain a payload.
 
     Raises:
         ConfigError: It is not a one-dimensional contiguous uint8 tensor that starts at a multiple of 16 bytes.
@@ -146,7 +146,7 @@ def check_payload_tensor(payload: Tensor, what: str) -> None:
 
 
 class Quantized:
-    """A quantized vector: its payload, which is all that travels, and the layout that says how to read it.
+    """A quantized vector: its payload, which is all that is sent, and its layout.
 
     Attributes:
         payload: uint8, shape (layout.nbytes,).
@@ -163,8 +163,8 @@ class Quantized:
     def from_payload(cls, payload: Tensor, *, layout: Layout | None = None) -> Quantized:
         """Read a payload that came from a peer.
 
-        On a GPU, reading the header waits for the stream. With ``layout``, what both sides agreed on, nothing
-        is read there: the length is compared, every access stays inside it, and :meth:`check` compares the header.
+        On a GPU, reading the header waits for the stream. With ``layout``, which both sides know already, nothing is
+        read: the length is compared, so every access stays inside, and :meth:`check` compares the header later.
 
         Args:
             payload: uint8, one dimension, contiguous, starting at a multiple of 16 bytes; kept, not copied.
@@ -172,7 +172,7 @@ class Quantized:
 
         Raises:
             ProtocolError: The payload is truncated, too long, of another version, or not of ``layout``.
-            ConfigError: The tensor cannot hold a payload, whatever its bytes are.
+            ConfigError: The tensor cannot contain a payload.
         """
         check_payload_tensor(payload, "payload")
         if payload.numel() < HEADER_NBYTES:
@@ -198,18 +198,18 @@ class Quantized:
 
     @property
     def flags(self) -> Tensor:
-        """int32, shape (1,), a view into the payload: non-zero when the vector held NaN or Inf; no waiting."""
+        """int32, shape (1,), a view into the payload: non-zero if the vector contains NaN or Inf; does not wait."""
         return self.payload[FLAGS_OFFSET : FLAGS_OFFSET + 4].view(torch.int32)
 
     def check(self, name: str) -> None:
-        """Make sure that the payload is whole and was made of finite numbers; on a GPU, waits for the stream.
+        """Check that the payload has the right header, and finite values; on a GPU this waits for the stream.
 
         Args:
-            name: What the vector is called, for the message.
+            name: The name of the vector, for the message.
 
         Raises:
-            NonFiniteError: The vector held NaN or Inf.
-            ProtocolError: The header is not the one that the layout has.
+            NonFiniteError: The vector contained NaN or Inf.
+            ProtocolError: The header does not match the layout.
         """
         announced, flags = parse_header(read_header(self.payload))
         if announced != self.layout:

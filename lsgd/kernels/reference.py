@@ -1,4 +1,4 @@
-"""The 8-bit min-max quantizer in plain torch, on any device: the definition that the fast paths repeat bit by bit.
+"""The 8-bit min-max quantizer in plain torch, on any device: the definition that the fast paths match bit by bit.
 
 A vector is cut into blocks. With lo and hi the least and the greatest element of a block, all in float32::
 
@@ -8,10 +8,10 @@ A vector is cut into blocks. With lo and hi the least and the greatest element o
     code = (round(t * 65536) + r) >> 16       stochastic: floor(t + r / 65536), r 16 random bits of the element
     decoded = lo + code * unit
 
-Each operation is rounded once, to the nearest float32, but for the exact product, which is what a fused
-multiply-add computes: with it ``|decoded - x|`` stays within ``unit / 2 * (1 + 2**-15)`` plus two ulps of ``max |x|``,
-and without it not always. There are 256 codes and 255 units between them. A block with ``max(|lo|, |hi|) >= 2**126``,
-whose differences could overflow, is halved before and doubled after.
+Each operation is rounded once, to the nearest float32, except the exact product, which a fused multiply-add computes.
+With it ``|decoded - x|`` stays within ``unit / 2 * (1 + 2**-15)`` plus two ulps of ``max |x|``; without it, not always.
+The bound needs a range of at least 255 * 2**-126; smaller ranges decode to lo. There are 256 codes and 255 units. A
+block with ``max(|lo|, |hi|) >= 2**126``, whose differences could overflow, is halved before and doubled after.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HALF_OF_MAX: Final = torch.finfo(torch.float32).max / 2
 
 
 def _block_scales(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return unit, 1 / unit of the halved block or 0, and the factor 1 or 0.5; all float32 of lo's shape."""
+    """Return unit, 1 / unit of the halved block (or 0), and the factor 1 or 0.5; all float32 of lo's shape."""
     factor = torch.where(torch.maximum(lo.abs(), hi.abs()) >= BIG, 0.5, 1.0)
     # A division by a Python number is a multiplication by its inverse on some devices, so divide by a tensor.
     unit = (hi * factor - lo * factor) / torch.full_like(lo, LEVELS)
@@ -44,7 +44,7 @@ def _block_scales(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _encode(x: Tensor, first: int, seed: int | None) -> tuple[Tensor, Tensor]:
-    """Quantize rows, each a block, element ``first`` of the vector at their start; no seed: nearest.
+    """Quantize rows, each a block, the first element being ``first`` of the vector; seed None: nearest.
 
     Args:
         x: float32, shape (rows, block).
@@ -78,7 +78,7 @@ def _decode(codes: Tensor, lo: Tensor, unit: Tensor) -> Tensor:
 
 
 def _whole_rows(layout: Layout) -> tuple[int, int]:
-    """Return the number of whole blocks and of the elements in them; what is left is the shorter last block."""
+    """Return the number of whole blocks and of the elements in them; the rest is the shorter last block."""
     rows = layout.numel // layout.block_numel
     return rows, rows * layout.block_numel
 
@@ -98,7 +98,7 @@ def decode(q: Quantized) -> Tensor:
 
 
 class ReferencePath:
-    """Every operation in plain torch; the paths derive from it and replace what they make faster.
+    """Every operation in plain torch; the other paths derive from it and replace what they make faster.
 
     Arguments have been checked; :mod:`lsgd.kernels.dispatch` says what they are.
     """
@@ -132,7 +132,7 @@ class ReferencePath:
         flat.copy_(flat.to(torch.float32) + decode(q) * alpha)
 
     def dequantize_reduce(self, qs: Sequence[Quantized], out: Tensor, weight: float) -> None:
-        """Write weight times the sum of the decoded vectors, added in the order given, to float32 out."""
+        """Write weight times the sum of the decoded vectors, added in the given order, to float32 out."""
         total = decode(qs[0])
         for q in qs[1:]:
             total += decode(q)

@@ -12,14 +12,14 @@ from lsgd.settings import fields, span
 
 
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a click command one flag for each setting of the plan; it gets their texts by name, None if not given."""
+    """Give a click command one flag for each setting of the plan; it receives strings by name, or None."""
     for name, help_text in reversed(_flags().items()):
         command = click.option(flag(name), name, metavar="VALUE", help=help_text)(command)
     return command
 
 
 def _flags() -> dict[str, str]:
-    """Return the help of each flag; a setting that several algorithms have is one flag."""
+    """Return the help text of each flag; a setting that several algorithms share is one flag."""
     flags = {"algorithm": f"The algorithm: {', '.join(ALGORITHMS)}."}
     sections: list[tuple[str, type]] = [("", RunSettings), *ALGORITHMS.items()]
     for section, cls in sections:

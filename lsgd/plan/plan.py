@@ -1,6 +1,6 @@
-"""The plan: one set of settings for the whole run, held by the global server and handed to every worker.
+"""The plan: the settings of the whole run. The global server holds it and gives it to every worker.
 
-It is put together from flags, ``LSGD_*`` variables, a TOML file and defaults, in this order of precedence::
+Precedence: flag, ``LSGD_*`` variable, TOML file, default. The file::
 
     workers = 4
     iterations = 4000
@@ -9,7 +9,7 @@ It is put together from flags, ``LSGD_*`` variables, a TOML file and defaults, i
     name = "leader"
     period = 64
 
-In the place of ``[algorithm]``, several ``[[phase]]`` follow one another, each with its ``iterations``.
+Instead of ``[algorithm]``, a plan may have several ``[[phase]]`` tables in order, each with its ``iterations``.
 """
 
 import json
@@ -32,12 +32,12 @@ OTHER_VARIABLES = frozenset(
     {"LSGD_LOCAL", "LSGD_NODE", "LSGD_LOCAL_RANK", "LSGD_DEVICE", "LSGD_RUN_DIR", "LSGD_PLAN"}
     | {"LSGD_TOKEN", "LSGD_KEYS", "LSGD_RESUME", "LSGD_RESTARTED"}
 )
-"""Variables that are no settings of the plan: who and where a process is, its keys, and its checkpoints."""
+"""Variables that are not settings of the plan: the place of a process, its keys, and its checkpoints."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run: its algorithm, and after how many iterations of all workers the next one follows (0: none)."""
+    """A part of the run: its algorithm, and its length in iterations of all workers (0: to the end of the run)."""
 
     algorithm: AlgorithmSettings = field(default_factory=LeaderSettings)
     iterations: int = 0
@@ -45,7 +45,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of the run, and of its algorithm or of several that follow one another."""
+    """Settings of the run, and of its algorithm, or of several in order."""
 
     run: RunSettings = field(default_factory=RunSettings)
     phases: tuple[Phase, ...] = (Phase(),)
@@ -55,27 +55,27 @@ class Plan:
         if self.run.unsupervised_iterations and names:
             raise ConfigError(
                 f"unsupervised_iterations = {self.run.unsupervised_iterations}, but every iteration of {names[0]} is a "
-                f"round of all workers, so that nobody can make one on its own; set unsupervised_iterations to 0"
+                f"round of all workers, so no worker can make one on its own; set unsupervised_iterations to 0"
             )
 
     @property
     def algorithm(self) -> AlgorithmSettings:
-        """The algorithm that the run begins with."""
+        """The algorithm of the first phase."""
         return self.phases[0].algorithm
 
     @property
     def loss_window(self) -> int:
-        """Batches that the reported loss is a mean of."""
+        """Number of batches over which the reported loss is averaged."""
         return self.run.loss_window or self.algorithm.schedule().local_period
 
     def to_json(self) -> str:
-        """Return the plan as JSON text, for :meth:`from_json`, with the packages that it needs beside lsgd."""
+        """Return the plan as JSON text, for :meth:`from_json`, with the packages that it needs besides lsgd."""
         packages = self.packages()
         needed = {"packages": packages} if packages else {}
         return json.dumps({**asdict(self.run), **self._sections(), **needed})
 
     def packages(self) -> list[str]:
-        """Return what pip installs to have the algorithms and codecs that are not lsgd's own."""
+        """Return what pip installs for algorithms and codecs that are not lsgd's own."""
         algorithms = [phase.algorithm for phase in self.phases]
         needed = {ALGORITHMS.requirement(algorithm.name) for algorithm in algorithms}
         for algorithm in algorithms:
@@ -94,10 +94,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """Return the plan in ``text``, checked like any other.
+        """Return the plan in ``text``, with all its values checked.
 
         Raises:
-            ConfigError: it is not a plan, or not one for what is installed here.
+            ConfigError: it is not a plan, or needs packages that are not installed here.
         """
         try:
             table = json.loads(text)
@@ -127,13 +127,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sourced:
-    """A plan, and for each setting (``workers``, ``algorithm.period``, ``phase2.period``) its value's origin."""
+    """A plan, with the origin of each setting's value (``workers``, ``algorithm.period``, ``phase2.period``)."""
 
     plan: Plan
     origins: Mapping[str, str]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return (setting, value as in TOML, origin) for each setting, in the plan's order."""
+        """Return (setting, value in TOML, origin) for each setting, in the plan's order."""
         values = asdict(self.plan.run)
         several = len(self.plan.phases) > 1
         for number, phase in enumerate(self.plan.phases, start=1):
@@ -160,7 +160,7 @@ def algorithm_of(table: Mapping[str, Any], origin: str) -> AlgorithmSettings:
 
 
 def _is_requirement(text: Any) -> bool:
-    """Return whether this can be a part of a command line that a user may copy: ``name==version``."""
+    """Return whether this is safe in a command line that a user copies: ``name==version``."""
     return isinstance(text, str) and re.fullmatch(r"\w[\w.-]*==[\w.+!]+", text, re.ASCII) is not None
 
 
@@ -178,7 +178,7 @@ def read(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]
     """Return the plan from a file (or none), the variables in ``environ``, and ``flags`` by setting name.
 
     Raises:
-        ConfigError: the file cannot be read, a name is unknown, or a value is wrong; it says where and what is right.
+        ConfigError: the file cannot be read, a name is unknown, or a value is wrong; it says where, and what is right.
     """
     table: Mapping[str, Any] = {}
     if path is not None:
@@ -198,7 +198,7 @@ def assemble(
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Sourced:
-    """Return the plan from a table as in the file, variables and flags; ``origin`` names the table in errors."""
+    """Return the plan from a table (as in the file), variables and flags; ``origin`` names the table in errors."""
     run = {name: (value, origin) for name, value in table.items() if name not in ("algorithm", "phase")}
     overrides = {**_from_variables(environ or {}), **_from_flags(flags or {})}
     run |= {name: sourced for name, sourced in overrides.items() if name in fields(RunSettings)}
@@ -208,7 +208,7 @@ def assemble(
     sections = _phase_tables(table, origin)
     if chosen and len(sections) > 1:
         name, (_, where) = next(iter(chosen.items()))
-        raise ConfigError(f"{where}: {origin} has phases; set {name} in the [[phase]] that it is meant for")
+        raise ConfigError(f"{where}: {origin} has phases; set {name} in the [[phase]] where it belongs")
     phases, origins = [], {key: where for key, (_, where) in run.items()}
     for number, section in enumerate(sections, start=1):
         sourced = {name: (value, origin) for name, value in section.items()} | chosen
@@ -224,21 +224,21 @@ def assemble(
 
 
 def _phase_tables(table: Mapping[str, Any], origin: str) -> list[Mapping[str, Any]]:
-    """Return the tables of the plan's phases; one, if it has only an algorithm."""
+    """Return the tables of the plan's phases; just one if it has only an algorithm."""
     if "phase" not in table:
         section = table.get("algorithm", {})
         if not isinstance(section, Mapping):
             raise ConfigError(
-                f"{origin}: algorithm is a table; write [algorithm] and below it name = {section!r}"
+                f"{origin}: algorithm must be a table; write [algorithm] and below it name = {section!r}"
             )
         return [section]
     if "algorithm" in table:
         raise ConfigError(
-            f"{origin}: it has both [algorithm] and [[phase]]; write the algorithm into the phases"
+            f"{origin}: it has both [algorithm] and [[phase]]; move the algorithm into the phases"
         )
     sections = table["phase"]
     if not isinstance(sections, list) or not sections or not all(isinstance(s, Mapping) for s in sections):
-        raise ConfigError(f"{origin}: phase is a list of tables; write [[phase]] above each")
+        raise ConfigError(f"{origin}: phase must be a list of tables; write [[phase]] above each")
     return sections
 
 
@@ -264,7 +264,7 @@ def _settings(cls: Any, sourced: Mapping[str, tuple[Any, str]]) -> Any:
 
 
 def _hint(cls: Any, name: str) -> str:
-    """Return where a setting that ``cls`` does not have belongs, or the most similar one that it has."""
+    """Return where an unknown setting of ``cls`` belongs, or the most similar known one."""
     if cls is RunSettings and any(name in fields(other) for other in ALGORITHMS.values()):
         return f"write {name} = ... below [algorithm]"
     if cls is not RunSettings and name in fields(RunSettings):
@@ -281,7 +281,7 @@ def setting_names() -> list[str]:
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if a variable begins like ours and is not one, which is likely a slip of the pen."""
+    """Raise ConfigError for an unknown variable that begins with ``LSGD_``, which is likely a typo."""
     names = {*map(variable, setting_names()), *OTHER_VARIABLES}
     for key in environ:
         if key.startswith(VARIABLE_PREFIX) and key not in names:

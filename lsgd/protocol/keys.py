@@ -1,13 +1,13 @@
-"""Keys and tokens: who may connect to the global server, and where keys are needed at all.
+"""Keys and tokens: who may connect to the global server, and where keys are needed.
 
 The global server has a *key ring*, a folder that only its user can read, and nobody else can write::
 
     server.key     the server's secret key
-    allowed        a line for each key that may connect: its name (``node1``, ``operator``) and the public key
+    allowed        one line for each key that may connect: its name (``node1``, ``operator``) and the public key
     node1.token    what node 1 needs: the server's public key, and a secret key of its own
 
 A token is one word, ``lsgd1:node1:...``, given as a file or in the variable ``LSGD_TOKEN``. Addresses that only this
-machine can reach (ipc, loopback) need no keys, all others do.
+machine can reach (ipc, loopback) need no keys; all others do.
 """
 
 import base64
@@ -27,14 +27,14 @@ from lsgd.protocol.sockets import KEY_NBYTES, LinkKeys, new_key_pair, public_key
 TOKEN_VARIABLE = "LSGD_TOKEN"
 KEYS_VARIABLE = "LSGD_KEYS"
 OPERATOR = "operator"
-"""Name of the key for ``lsgd status``, ``set`` and ``stop``; any node's does as well."""
+"""Name of the key for ``lsgd status``, ``set`` and ``stop``; a node's key works as well."""
 
 _PREFIX = "lsgd1"
 _NAME = re.compile(r"[a-z][a-z0-9]*")
 
 
 def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where the key ring is if nothing else is said: ``LSGD_KEYS``, else lsgd/keys among the user's settings."""
+    """Return the default place of the key ring: ``LSGD_KEYS``, else lsgd/keys in the user's configuration."""
     if given := environ.get(KEYS_VARIABLE):
         return Path(given)
     base = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or Path.home(), ".config")
@@ -61,7 +61,7 @@ class KeyRing:
         ConfigError: there is no key ring, it is damaged, or others can read or write it.
 
     Attributes:
-        trouble: why an older list of keys is used than the file ``allowed`` holds now; empty if it is this one.
+        trouble: why the file ``allowed`` cannot be used, so that an older list is in use; empty if it can.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,10 +77,10 @@ class KeyRing:
 
     @classmethod
     def make(cls, folder: Path, names: Iterable[str]) -> "KeyRing":
-        """Return the ring in ``folder``, made if need be, with a token for each of ``names``; those there are kept.
+        """Return the ring in ``folder``, created if needed, with a token for each of ``names``; existing ones stay.
 
         Raises:
-            ConfigError: the folder cannot be written, or what is in it is damaged.
+            ConfigError: the folder cannot be written, or its contents are damaged.
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,20 +110,20 @@ class KeyRing:
         """Return a token as text.
 
         Raises:
-            ConfigError: there is none of this name.
+            ConfigError: there is no token of this name.
         """
         return _read_private(token_path(name, self.folder))
 
     def allowed(self, public: bytes) -> str:
-        """Return the name of a key that may connect, as the file ``allowed`` is now; an empty text for another.
+        """Return the name of a key that may connect according to the file ``allowed``; empty for any other key.
 
-        A file that cannot be used, with a half-written line, say, changes nothing; :attr:`trouble` says why.
+        A file that cannot be used (with a half-written line, for example) changes nothing; :attr:`trouble` says why.
         """
         try:
             self._read()
             self.trouble = ""
         except ConfigError as error:
-            self.trouble = f"{error}; until then the keys from before may connect, and no others"
+            self.trouble = f"{error}; until then only the keys from before may connect"
         return self._names.get(public, "")
 
     def _read(self) -> None:
@@ -142,7 +142,7 @@ class KeyRing:
             if not name:
                 continue
             if not _NAME.fullmatch(name):
-                raise ConfigError(f"{self._allowed_path}:{number}: {name!r} is no name such as node1")
+                raise ConfigError(f"{self._allowed_path}:{number}: {name!r} is not a name such as node1")
             names[_key(key, self._allowed_path)] = name
         self._names, self._read_at = names, stamp
 
@@ -151,7 +151,7 @@ def parse_token(text: str, origin: str) -> LinkKeys:
     """Return the keys in a token.
 
     Raises:
-        ConfigError: it is none; the message names ``origin`` and keeps the text to itself.
+        ConfigError: it is not a token; the message names ``origin``, and does not show the text.
     """
     prefix, _, rest = text.strip().partition(":")
     name, _, body = rest.partition(":")
@@ -161,19 +161,19 @@ def parse_token(text: str, origin: str) -> LinkKeys:
         keys = b""
     if prefix != _PREFIX or not _NAME.fullmatch(name) or len(keys) != 2 * KEY_NBYTES:
         raise ConfigError(
-            f"{origin} holds no token; one is a line as `lsgd keygen` makes it: {_PREFIX}:node1:..."
+            f"{origin} does not contain a token; `lsgd keygen` makes one, a line that begins {_PREFIX}:node1:..."
         )
     secret = keys[KEY_NBYTES:]
     return LinkKeys(name, keys[:KEY_NBYTES], public_key(secret), secret)
 
 
 def listener_keys(address: str, folder: Path | None, *, insecure: bool) -> KeyRing | None:
-    """Return the keys that a listener on ``address`` needs; None if it needs none, or ``insecure`` was asked for.
+    """Return the keys that a listener on ``address`` needs; None if it needs none, or with ``insecure``.
 
     Args:
         address: to listen on.
-        folder: of a key ring to use, whatever the address; None: the default one, where keys are needed.
-        insecure: let everybody who reaches the address connect.
+        folder: of a key ring to use for any address; None: the default one, if keys are needed.
+        insecure: anybody who reaches the address may connect.
 
     Raises:
         ConfigError: others can reach the address and there are no keys; the message has the line to type.
@@ -184,24 +184,24 @@ def listener_keys(address: str, folder: Path | None, *, insecure: bool) -> KeyRi
         return None
     if not (default_folder() / "server.key").exists():
         raise ConfigError(
-            f"other machines can reach {address}, and without keys whoever does can join the run or end it; make keys "
-            f"with `lsgd keygen --nodes N`, or give --insecure where you trust everybody on the network"
+            f"other machines can reach {address}, and without keys any of them can join the run or end it; make keys "
+            f"with `lsgd keygen --nodes N`, or give --insecure if you trust everybody on the network"
         )
     return KeyRing(default_folder())
 
 
 def link_keys(address: str, path: Path | None, name: str, *, insecure: bool) -> LinkKeys | None:
-    """Return the keys that a link to ``address`` needs; None if it needs none, or ``insecure`` was asked for.
+    """Return the keys that a connection to ``address`` needs; None if it needs none, or with ``insecure``.
 
     Args:
         address: to connect to.
-        path: of a token to use, whatever the address; None: ``LSGD_TOKEN``, else the file in the default key ring,
-            where keys are needed.
+        path: of a token to use for any address; None: ``LSGD_TOKEN``, else the file in the default key ring, if keys
+            are needed.
         name: of the node or operator that connects.
         insecure: trust the network.
 
     Raises:
-        ConfigError: the address is another machine's and there is no token, or it is another node's.
+        ConfigError: the address is another machine's and there is no token, or the token is another node's.
     """
     if path is not None:
         return _of(parse_token(_read_private(path), f"the token {path}"), name)
@@ -212,16 +212,16 @@ def link_keys(address: str, path: Path | None, name: str, *, insecure: bool) -> 
     path = token_path(name)
     if not path.exists():
         raise ConfigError(
-            f"{address} is on the network, so a token is needed; on node 0, `lsgd keygen` makes it: copy its file "
-            f"{name}.token here and give --token FILE, or put its text into {TOKEN_VARIABLE} (--insecure goes without, "
-            f"where the server does too)"
+            f"{address} is on the network, so a token is needed; make it on node 0 with `lsgd keygen`, copy the file "
+            f"{name}.token here and give --token FILE, or put its text into {TOKEN_VARIABLE} (or give --insecure, here "
+            f"and to the server)"
         )
     return _of(parse_token(_read_private(path), f"the token {path}"), name)
 
 
 def _of(keys: LinkKeys, name: str) -> LinkKeys:
     if keys.name != name and name != OPERATOR:
-        raise ConfigError(f"this is {name}, and the token is that of {keys.name}; take {name}'s")
+        raise ConfigError(f"this is {name}, but the token is that of {keys.name}; use {name}'s")
     return keys
 
 
@@ -235,7 +235,7 @@ def is_local(address: str) -> bool:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
-        return False  # whoever binds or connects says more about it
+        return False  # binding or connecting reports it with more detail
     return all(ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in found)
 
 
@@ -247,7 +247,7 @@ def _key(text: str, path: Path) -> bytes:
     with contextlib.suppress(ValueError):
         if len(key := base64.urlsafe_b64decode(text.strip() + "=")) == KEY_NBYTES:
             return key
-    raise ConfigError(f"{path} is damaged: {text.strip()[:8]!r}... is no key")
+    raise ConfigError(f"{path} is damaged: {text.strip()[:8]!r}... is not a key")
 
 
 def _read_private(path: Path) -> str:
@@ -256,24 +256,24 @@ def _read_private(path: Path) -> str:
         mode = path.stat().st_mode
         text = path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        raise ConfigError(f"there is no {path}; `lsgd keygen --keys {path.parent}` makes it") from None
+        raise ConfigError(f"{path} does not exist; `lsgd keygen --keys {path.parent}` makes it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if mode & 0o077:
-        raise ConfigError(f"others can read {path}; make it yours alone: chmod 600 {path}")
+        raise ConfigError(f"others can read {path}; make it private: chmod 600 {path}")
     return text
 
 
 def _refuse_writable(path: Path, mode: str) -> None:
-    """Refuse what others can write: whoever does lets in whom it likes."""
+    """Refuse a path that others can write, because they could let anybody in."""
     if path.stat().st_mode & 0o022:
         raise ConfigError(
-            f"others can write {path}, and so let anybody into the run; make it yours alone: chmod {mode} {path}"
+            f"others can write {path}, and so let anybody into the run; make it private: chmod {mode} {path}"
         )
 
 
 def _write(path: Path, text: str, *, replace: bool = True) -> None:
-    """Write a file that nobody else can read, whole or not at all; leave one that is there unless ``replace``."""
+    """Write a private file, whole or not at all; an existing one stays unless ``replace``."""
     number, name = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(number, "w") as stream:

@@ -1,9 +1,9 @@
 """The messages between workers, local servers and the global server, and their MessagePack form.
 
 A message is one frame: the array ``[kind, field, field, ...]`` in the order of its dataclass. Everything that
-arrives is checked here, once, for size, counts and the type of every field; behind this edge messages are trusted
-to be well formed. The first field of the greetings (:class:`Where`, :class:`Join`, :class:`NodeHello`) is the
-protocol's version, and the form of :class:`Refused` never changes, so that two versions can tell that they differ.
+arrives is checked here, once, for size, counts and the type of every field; all other code relies on that. The first
+field of the greetings (:class:`Where`, :class:`Join`, :class:`NodeHello`) is the protocol's version, and the form of
+:class:`Refused` never changes, so two different versions can recognize each other.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ PROTOCOL = 2
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
-"""Largest frame that is parsed, in bytes."""
+"""Size of the largest frame that is parsed, in bytes."""
 
 MAX_ITEMS = 1 << 16
-"""Most elements of one array or map in a frame."""
+"""Maximum number of elements of an array or map in a frame."""
 
 
 class VersionError(ProtocolError):
@@ -40,13 +40,13 @@ class VersionError(ProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A worker's first word to its node's local server, which answers :class:`Here`, or :class:`Refused`.
+    """A worker's first message to its local server; answered by :class:`Here` or :class:`Refused`.
 
     Args:
         protocol: :data:`PROTOCOL` of the sender.
-        incarnation: a random number that this process drew.
-        pid: number of the process, so that the local server sees at once when it ends; 0: unknown.
-        pid_namespace: in which that number counts (the inode of ``/proc/self/ns/pid``).
+        incarnation: a random number that identifies this process.
+        pid: process id, so that the local server sees at once when the process ends; 0: unknown.
+        pid_namespace: where the process id is valid (the inode of ``/proc/self/ns/pid``).
     """
 
     protocol: int
@@ -57,18 +57,18 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The local server is there: the index of its node, and the address of the global server."""
+    """The local server answers: the index of its node, and the address of the global server."""
 
     node: int
     address: str
 
 
 class Origin(NamedTuple):
-    """The checkpoint that a worker, or a run, goes on from.
+    """The checkpoint that a worker or a run resumes from.
 
     Args:
-        iterations: of the run then; 0: there is no checkpoint.
-        run: that wrote it.
+        iterations: those of the run at the checkpoint; 0: there is no checkpoint.
+        run: the run that wrote it.
     """
 
     iterations: int = 0
@@ -77,23 +77,23 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker asks to belong to the run.
+    """A worker asks to join the run.
 
     Answered by :class:`Welcome` once the run can start, :class:`Refused` or :class:`Over`.
 
     Args:
         protocol: :data:`PROTOCOL` of the sender.
-        worker: its name, unique in the run, that of its place: ``node0/worker1``.
-        incarnation: a random number that this process drew; tells it from an earlier one of the same name.
+        worker: its name, unique in the run: ``node0/worker1``.
+        incarnation: a random number that tells this process from an earlier one of the same name.
         node: index of its machine.
         index: its number on the machine.
-        versions: of lsgd, torch, cuda and nccl (an empty text where there is none).
-        model: digest of the names, shapes and dtypes of the model; equal on all workers.
-        model_summary: the same for people.
-        gpu: the unique name of its GPU, or an empty text.
-        address: the address that its tensors are exchanged on.
-        resumed: iterations of the run at the checkpoint that it goes on from; 0: it begins anew.
-        resumed_run: the run that wrote this checkpoint; an empty text where there is none.
+        versions: those of lsgd, torch, cuda and nccl (empty if there is none).
+        model: digest of names, shapes and dtypes in the model; must be equal on all workers.
+        model_summary: the model in words.
+        gpu: the unique name of its GPU, or empty.
+        address: the address on which it exchanges tensors.
+        resumed: iterations of the run at the checkpoint that it resumes from; 0: it has none.
+        resumed_run: the run that wrote this checkpoint; empty if it has none.
     """
 
     protocol: int
@@ -111,13 +111,13 @@ class Join:
 
     @property
     def origin(self) -> Origin:
-        """The checkpoint that it goes on from."""
+        """The checkpoint that it resumes from."""
         return Origin(self.resumed, self.resumed_run)
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Digest of the first batch that a worker drew, from which two workers with the same data are found."""
+    """Digest of the first batch that a worker drew; it reveals two workers with the same data."""
 
     worker: str
     incarnation: int
@@ -130,14 +130,14 @@ class Request:
 
     Args:
         worker: its name.
-        incarnation: its process.
-        seq: number of the request, from 1; the same number asks the same thing again.
+        incarnation: that of its process.
+        seq: number of the request, from 1; the same number repeats the request.
         done: iterations that this incarnation has made.
-        committed: id of the last round that it completed, 0 for none.
-        dropped: id of the last round that it was given and could not complete, 0 for none.
-        loss: mean of its last batch losses, None before the first.
+        committed: id of the last round that it completed; 0: none.
+        dropped: id of the last round that it was given and could not complete; 0: none.
+        loss: mean of its last batch losses; None before the first.
         ahead: it still has iterations to make. Such a request is granted at once or forgotten, never held: a worker
-            that has none left asks again, under the same number.
+            that has none left asks again, with the same number.
     """
 
     worker: str
@@ -152,7 +152,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A worker's process runs, whatever it is busy with; answered by nothing."""
+    """A worker's process is alive, whatever it is doing; not answered."""
 
     worker: str
     incarnation: int
@@ -160,7 +160,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A worker has completed a round, or failed to; ``error`` says why.
+    """A worker has completed a round, or failed to do so; ``error`` says why.
 
     ``broken``: ranks of the round's generation that cannot reach each other, one pair after the other.
     """
@@ -175,10 +175,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A worker steps aside (to evaluate, say) after its request ``seq``, until the next; an unused grant goes back.
+    """A worker pauses (to evaluate, for example) after its request ``seq``, until the next; an unused grant goes back.
 
-    Answered by :class:`Paused`. ``committed`` is as in :class:`Request`, in case that its :class:`Done` comes later
-    or never.
+    Answered by :class:`Paused`. ``committed`` is as in :class:`Request`, in case its :class:`Done` comes later or
+    never.
     """
 
     worker: str
@@ -190,16 +190,16 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """The servers know that the worker has stepped aside after its request ``seq``."""
+    """The servers know that the worker pauses after its request ``seq``."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A worker goes for good; unused grants go back. ``failed``: because of an error, which ``reason`` names.
+    """A worker leaves the run; unused grants go back. ``failed``: because of an error, which ``reason`` names.
 
-    ``committed`` is as in :class:`Request`, in case that its :class:`Done` comes later or never.
+    ``committed`` is as in :class:`Request`, in case its :class:`Done` comes later or never.
     """
 
     worker: str
@@ -217,7 +217,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Publish a value (a Gloo address, say) to the members of a generation, to build process groups from."""
+    """Publish a value (a Gloo address, for example) to the members of a generation, for building process groups."""
 
     worker: str
     incarnation: int
@@ -228,7 +228,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Ask for the value that a member of the generation publishes under ``key``; answered when it is there."""
+    """Ask for the value that a member of the generation publishes under ``key``; answered once it exists."""
 
     worker: str
     incarnation: int
@@ -249,14 +249,14 @@ class NodeHello:
 
 @dataclass(frozen=True, slots=True)
 class NodeWelcome:
-    """The global server knows this node."""
+    """The global server accepts this node."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLeave:
-    """A local server is being ended: its workers are to leave at their next request. Answered by :class:`Left`."""
+    """A local server is ending: its workers must leave at their next request. Answered by :class:`Left`."""
 
     node: int
     incarnation: int
@@ -265,14 +265,14 @@ class NodeLeave:
 
 @dataclass(frozen=True, slots=True)
 class RunOver:
-    """The global server tells local servers that the run has ended, for good; they answer :class:`NodeLeave`."""
+    """The global server tells local servers that the run is over; they answer :class:`NodeLeave`."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopRun:
-    """End the run: granted iterations finish, then the round that makes the consensus model."""
+    """End the run: workers finish granted iterations, then the final round makes the consensus model."""
 
     reason: str
 
@@ -294,14 +294,14 @@ class StatusQuery:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A set of members in rank order, with the process groups built for them.
+    """A fixed set of members in rank order, with process groups of its own.
 
     Args:
         number: counts generations of the run, from 1.
-        nodes: indices of the machines that have members, in rank order. Empty, as ``node_sizes`` and ``indices`` are,
-            in an answer to a worker that has completed a round of this generation, and so has them.
-        node_sizes: members of each; they add up to the number of members.
-        indices: of the members on their machines, in rank order.
+        nodes: indices of the machines that have members, in rank order. Empty, like ``node_sizes`` and ``indices``, in
+            an answer to a worker that has completed a round of this generation, and so knows them.
+        node_sizes: number of members on each.
+        indices: each member's index on its machine, in rank order.
         backend: ``nccl`` or ``gloo``.
     """
 
@@ -319,7 +319,7 @@ class Generation:
 
     @classmethod
     def of(cls, number: int, places: Sequence[tuple[int, int]], backend: str) -> Self:
-        """Return the generation of the workers at these (node, index): in rank order, those of a node together."""
+        """Return the generation of workers at ``places``: (node, index) in rank order, those of a node together."""
         sizes = {node: 0 for node, _ in places}
         for node, _ in places:
             sizes[node] += 1
@@ -332,7 +332,7 @@ class Generation:
 
 
 def worker_name(node: int, index: int) -> str:
-    """Return the name of the worker that has this number on a machine."""
+    """Return the name of the worker with this index on a machine."""
     return f"node{node}/worker{index}"
 
 
@@ -346,22 +346,22 @@ def _member_names(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """An exchange that the global server orders; the same for all who take part.
+    """An exchange that the global server orders; the same for all members that take part.
 
     Args:
         id: counts rounds of the run, from 1.
-        generation: who takes part in global rounds; in local ones, those of the same node.
+        generation: its members take part in global rounds; those of one node in a local round.
         scope: ``local`` (one node) or ``global`` (all; begins with a local round in every node).
-        leader: rank with the lowest loss of all who take part.
-        leaders: for each node of the generation the rank with its lowest loss; -1 where it takes no part.
-        exchanges: global rounds before this one; the same on all, whatever failed on the way.
-        new: ranks that take the state of ``source`` before the exchange; empty when nobody is new.
-        source: the rank that gives its state.
+        leader: rank with the lowest loss of all that take part.
+        leaders: for each node of the generation, the rank with its lowest loss; -1 if the node takes no part.
+        exchanges: number of global rounds before this one; the same on all members, also after failures.
+        new: ranks of newcomers, which take over the state of ``source`` before the exchange.
+        source: rank of the member that sends its state to newcomers.
         final: the round that makes the consensus model.
-        algorithm: JSON text of the algorithm's name and settings from this round on; empty: as before.
-        count: iterations of the run when the round was ordered; exact in global ones.
-        checkpoint: each member saves the state that it enters this round with, or, if it is final, leaves it with.
-        probe: the members first see whether all of them can reach each other, if they have no process groups yet.
+        algorithm: the algorithm's name and settings from this round on, as JSON; empty: unchanged.
+        count: iterations of the run when the round was ordered; exact in global rounds.
+        checkpoint: each member saves the state in which it enters this round or, if it is final, leaves it.
+        probe: members without process groups first check whether all of them can reach each other.
     """
 
     id: int
@@ -381,14 +381,14 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The worker is known.
+    """The worker may take part.
 
     Args:
         run: identity of the run.
         plan: the plan as JSON text.
-        rank: the rank it can expect in its first generation.
-        world_size: how many workers it can expect there.
-        warnings: differences of versions that are not fatal.
+        rank: its expected rank in its first generation.
+        world_size: the expected number of workers there.
+        warnings: differences between versions that are not fatal.
     """
 
     run: str
@@ -407,16 +407,16 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The answer to a :class:`Join` that comes too late: the run has ended or is about to, for the ``reason``."""
+    """Answers a :class:`Join` that comes too late: the run has ended or is about to, for ``reason``."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """This process of the worker is in the run ``run`` no more, or never was; another one may join.
+    """This process is no longer in the run ``run``, or never was: it was evicted, for ``reason``. A new one may join.
 
-    ``reason`` says why. A worker of another run is not meant: its server was started again without its journal.
+    A worker of another run must ignore it: its server was started again without its journal.
     """
 
     reason: str
@@ -425,9 +425,9 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Nothing is lost: the request ``seq`` (0: the join) is held, and this is what it waits for.
+    """The request ``seq`` (0: the join) is held, not lost; ``reason`` says what it waits for.
 
-    ``away``: for the global server, which does not answer the local one.
+    ``away``: it waits for the global server, which does not answer the local one.
     """
 
     seq: int
@@ -437,7 +437,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """So many iterations, after the round if there is one. ``progress``: share of the run that is made, 0 to 1."""
+    """Make ``iterations`` iterations, after the round if there is one. ``progress``: share of the run made, 0 to 1."""
 
     seq: int
     round: Round | None
@@ -448,14 +448,14 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Others wait for what the worker has been granted ahead: it is to ask again before its next iteration."""
+    """Others need what the worker was granted in advance: it must ask again before its next iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The end: the round that makes the consensus model, if the worker takes part in it, and no iteration.
+    """The end of the run: the final round, if the worker takes part in it, and no iteration.
 
-    ``failed``: the worker has no consensus, since rounds kept failing: it saves what it has, and fails too.
+    ``failed``: the worker gets no consensus, because rounds kept failing: it saves its state, and fails too.
     """
 
     seq: int
@@ -489,7 +489,7 @@ class Status:
 
 
 Upward = Join | Data | Request | Heartbeat | Done | Pause | Leave | Put | Get
-"""What a worker says."""
+"""What a worker sends."""
 
 Downward = (
     Welcome
@@ -509,12 +509,12 @@ Downward = (
 """What the servers answer to a worker."""
 
 Operator = StopRun | ChangeSetting | StatusQuery
-"""What an operator asks of the global server."""
+"""What an operator sends to the global server."""
 
 Message = Upward | Downward | Where | Here | NodeHello | NodeWelcome | NodeLeave | RunOver | Operator
 
 _CLASSES: tuple[type, ...] = (
-    Refused,  # kind 0, for ever
+    Refused,  # kind 0 in every version
     Where,
     Here,
     Join,
@@ -547,13 +547,13 @@ _CLASSES: tuple[type, ...] = (
     Over,
 )
 _KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
-_SHORT_ARRAY = 0x90  # and its length, up to 15, is how MessagePack begins an array
+_SHORT_ARRAY = 0x90  # plus its length, up to 15: the first byte of an array in MessagePack
 _WITH_A_ROUND = (Go, Stop)
 _GREETINGS = (Where, Join, NodeHello)
 
 
 def kind_of(frame: bytes) -> type | None:
-    """Return the class of the message in ``frame`` without parsing it; None if it starts like none."""
+    """Return the class of the message in ``frame`` without parsing it; None if it is unknown."""
     return _CLASSES[frame[1]] if len(frame) > 1 and frame[1] < len(_CLASSES) else None
 
 
@@ -561,7 +561,7 @@ def encode(message: Message) -> bytes:
     """Return ``message`` as one MessagePack frame."""
     cls: type = type(message)
     if isinstance(message, _WITH_A_ROUND) and message.round is not None:
-        # All members get the same round, which is packed once: it may have thousands of members.
+        # All members get the same round, so it is packed once: it may have thousands of members.
         values = (_KINDS[cls], *_values(cls)(message))
         parts = [_packed_round(v) if v is message.round else _pack(v) for v in values]
         return bytes([_SHORT_ARRAY + len(parts)]) + b"".join(parts)
@@ -577,7 +577,7 @@ _last_round: _PackedRound | None = None
 
 
 def _packed_round(round: Round) -> bytes:
-    """Return a round as its part of a frame."""
+    """Return the part of a frame that holds a round."""
     global _last_round
     last = _last_round
     if last is None or last.round is not round:
@@ -596,7 +596,7 @@ def decode(frame: bytes) -> Message:
 
     Raises:
         VersionError: it is a greeting of another protocol version.
-        ProtocolError: it is anything else than one well-formed message.
+        ProtocolError: it is not one well-formed message.
     """
     if len(frame) > MAX_NBYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes, more than the {MAX_NBYTES} allowed")
@@ -635,7 +635,7 @@ def _refuse_extension(code: int, data: bytes) -> NoReturn:
 def _values(cls: type) -> Callable[[Any], tuple[Any, ...]]:
     """Return a function that returns the values of a message's fields."""
     names = _names(cls)
-    if len(names) < 2:  # of one name, attrgetter returns no tuple
+    if len(names) < 2:  # with one name, attrgetter returns no tuple
         return lambda message: tuple(getattr(message, name) for name in names)
     return operator.attrgetter(*names)
 
@@ -677,7 +677,7 @@ def _accepts(check: Callable[[Any], Any], value: Any) -> bool:
 
 
 def _check(hint: Any) -> Callable[[Any], Any]:
-    """Return a function that passes a value of the type ``hint`` on, or raises."""
+    """Return a function that returns a value of the type ``hint``, and raises for others."""
     origin = typing.get_origin(hint)
     if origin in (Union, types.UnionType):
         (inner,) = (_check(arg) for arg in typing.get_args(hint) if arg is not types.NoneType)

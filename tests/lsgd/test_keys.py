@@ -76,7 +76,7 @@ def test_a_list_that_others_can_write_lets_nobody_else_in_while_the_ring_is_used
     allowed.write_text(line)
     assert (ring.allowed(stranger), ring.allowed(known)) == ("", "node1")
     assert "chmod 600" in ring.trouble and ring.trouble.endswith(
-        "the keys from before may connect, and no others"
+        "only the keys from before may connect"
     )
     allowed.chmod(0o600)
     assert (ring.allowed(stranger), ring.allowed(known), ring.trouble) == ("node1", "", "")
@@ -108,10 +108,10 @@ def test_a_list_that_is_damaged_is_an_error_at_the_start_and_changes_nothing_lat
     public = parse_token(ring.token("node1"), "").public
     (ring.folder / "allowed").write_text("node1 abc\n")
     assert ring.allowed(public) == "node1"
-    with pytest.raises(ConfigError, match=r"allowed is damaged: 'abc'\.\.\. is no key"):
+    with pytest.raises(ConfigError, match=r"allowed is damaged: 'abc'\.\.\. is not a key"):
         KeyRing(ring.folder)
     (ring.folder / "allowed").write_text("Node 1\n")
-    with pytest.raises(ConfigError, match=r"allowed:1: 'Node' is no name such as node1"):
+    with pytest.raises(ConfigError, match=r"allowed:1: 'Node' is not a name such as node1"):
         KeyRing(ring.folder)
     (ring.folder / "server.key").write_text("short\n")
     with pytest.raises(ConfigError, match=r"server\.key is damaged"):
@@ -119,13 +119,13 @@ def test_a_list_that_is_damaged_is_an_error_at_the_start_and_changes_nothing_lat
 
 
 def test_no_keys_are_an_error_that_says_how_to_make_them(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no .*server\.key; `lsgd keygen --keys .*` makes it"):
+    with pytest.raises(ConfigError, match=r"server\.key does not exist; `lsgd keygen --keys .*` makes it"):
         KeyRing(tmp_path)
 
 
 @given(st.text(max_size=200))
 def test_no_text_is_a_token_by_chance_nor_shown_in_the_error(text) -> None:
-    with pytest.raises(ConfigError, match="the variable X holds no token") as error:
+    with pytest.raises(ConfigError, match="the variable X does not contain a token") as error:
         parse_token(text, "the variable X")
     assert len(text) < 20 or text not in str(error.value)
 
@@ -159,10 +159,10 @@ class TestWhereKeysAreNeeded:
 
     def test_on_the_network_always_unless_it_is_trusted(self, tmp_path) -> None:
         with pytest.raises(
-            ConfigError, match=r"without keys whoever does .* `lsgd keygen --nodes N`, or give --insec"
+            ConfigError, match=r"without keys any of them .* `lsgd keygen --nodes N`, or give --insec"
         ):
             listener_keys(NETWORK, None, insecure=False)
-        with pytest.raises(ConfigError, match=r"a token is needed; .*copy its file node1\.token.*LSGD_TOKEN"):
+        with pytest.raises(ConfigError, match=r"a token is needed; .*copy the file node1\.token.*LSGD_TOKEN"):
             link_keys(NETWORK, None, "node1", insecure=False)
         assert listener_keys(NETWORK, None, insecure=True) is None
         assert link_keys(NETWORK, None, "node1", insecure=True) is None
@@ -177,10 +177,10 @@ class TestWhereKeysAreNeeded:
         monkeypatch.setenv("LSGD_TOKEN", ring.token("node1"))
         keys = link_keys(NETWORK, None, "operator", insecure=False)  # a node's token serves an operator too
         assert keys and keys.name == "node1"
-        with pytest.raises(ConfigError, match="this is node0, and the token is that of node1; take node0's"):
+        with pytest.raises(ConfigError, match="this is node0, but the token is that of node1; use node0's"):
             link_keys(NETWORK, None, "node0", insecure=False)
         monkeypatch.setenv("LSGD_TOKEN", "lsgd1:node1:abc")
-        with pytest.raises(ConfigError, match="the variable LSGD_TOKEN holds no token"):
+        with pytest.raises(ConfigError, match="the variable LSGD_TOKEN does not contain a token"):
             link_keys(NETWORK, None, "node1", insecure=False)
 
 

@@ -101,7 +101,7 @@ def test_the_algorithm_is_chosen_like_any_other_setting(
     [
         ("itertions = 3", ": the run has no setting 'itertions'; did you mean 'iterations'?"),
         ("period = 3", ": the run has no setting 'period'; write period = ... below [algorithm]"),
-        ("zzz = 3", ": the run has no setting 'zzz'; known are: buffers, "),
+        ("zzz = 3", ": the run has no setting 'zzz'; known: buffers, "),
         ("workers = 'two'", ": workers = 'two' is not a whole number"),
         ("workers = 0", ": workers = 0 is not in 1 … 100000"),
         ("seconds = nan", ": seconds = nan is not a number"),
@@ -114,10 +114,10 @@ def test_the_algorithm_is_chosen_like_any_other_setting(
         ),
         ("[algorithm]\nname = 'leder'", ": algorithm 'leder' is unknown; did you mean 'leader'?"),
         ("[algorithm]\nname = ['leader']", ": algorithm ['leader'] is unknown; did you mean 'leader'?"),
-        ("[algorithm]\nname = 3", ": algorithm 3 is unknown; known are: allreduce, "),
+        ("[algorithm]\nname = 3", ": algorithm 3 is unknown; known: allreduce, "),
         ("[algorithm]\npull_local = 2", ": pull_local = 2 is not in 0 … 1"),
         ("[algorithm]\nperiod = [1, 2]", ": period = [1, 2] is not a whole number"),
-        ("algorithm = 'qsgd'", ": algorithm is a table; write [algorithm] and below it name = 'qsgd'"),
+        ("algorithm = 'qsgd'", ": algorithm must be a table; write [algorithm] and below it name = 'qsgd'"),
         ("workers = ", " is not TOML: Invalid value"),
         ("workers = 1\nworkers = 2", " is not TOML: Cannot overwrite a value"),
         ("\x00", " is not TOML: "),
@@ -154,11 +154,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"LSGD_WORKERS": ""}, "variable LSGD_WORKERS: workers = '' is not a whole number"),
         (
             {"LSGD_ALGORITHM": "x"},
-            "variable LSGD_ALGORITHM: algorithm 'x' is unknown; known are: allreduce, ",
+            "variable LSGD_ALGORITHM: algorithm 'x' is unknown; known: allreduce, ",
         ),
         (
             {"LSGD_ALGORITHM": "allreduce", "LSGD_PERIOD": "3"},
-            "variable LSGD_PERIOD: the algorithm allreduce has no setting 'period'; known are: bucket_mib",
+            "variable LSGD_PERIOD: the algorithm allreduce has no setting 'period'; known: bucket_mib",
         ),
     ],
 )
@@ -232,9 +232,9 @@ def test_phases_follow_one_another(tmp_path: Path) -> None:
             "variable LSGD_PERIOD: the plan {} has phases; set period in the [[phase]]",
         ),
         ("[algorithm]\n[[phase]]", {}, "the plan {}: it has both [algorithm] and [[phase]]"),
-        ("phase = 3", {}, "the plan {}: phase is a list of tables; write [[phase]] above each"),
-        ("phase = []", {}, "the plan {}: phase is a list of tables; write [[phase]] above each"),
-        ("phase = [3]", {}, "the plan {}: phase is a list of tables; write [[phase]] above each"),
+        ("phase = 3", {}, "the plan {}: phase must be a list of tables; write [[phase]] above each"),
+        ("phase = []", {}, "the plan {}: phase must be a list of tables; write [[phase]] above each"),
+        ("phase = [3]", {}, "the plan {}: phase must be a list of tables; write [[phase]] above each"),
         ("[[phase]]\n[[phase]]", {}, "the plan {}: phase1.iterations = 0; a whole number from 1"),
         (
             "[[phase]]\niterations = true\n[[phase]]",
@@ -336,7 +336,7 @@ def test_a_plan_is_the_same_after_every_trip(plan: Plan) -> None:
         ("[]", "the plan is not a JSON object but a list"),
         ("3", "the plan is not a JSON object but a int"),
         ("null", "the plan is not a JSON object but a NoneType"),
-        ('{"algorithm": 3}', "the server's plan: algorithm is a table"),
+        ('{"algorithm": 3}', "the server's plan: algorithm must be a table"),
         ('{"workers": 1.5}', "the server's plan: workers = 1.5 is not a whole number"),
         ('{"seconds": NaN}', "the server's plan: seconds = nan is not a number"),
         ('{"wrokers": 1}', "the server's plan: the run has no setting 'wrokers'; did you mean 'workers'?"),
@@ -388,9 +388,7 @@ def test_a_plan_names_the_packages_that_it_needs(others: None, monkeypatch: pyte
     monkeypatch.delitem(ALGORITHMS.classes, "soft")
     with pytest.raises(ConfigError) as error:
         Plan.from_json(text)
-    assert str(error.value).startswith(
-        "the server's plan: algorithm 'soft' is unknown; known are: allreduce, "
-    )
+    assert str(error.value).startswith("the server's plan: algorithm 'soft' is unknown; known: allreduce, ")
     assert str(error.value).endswith(
         "; install here what the servers have: pip install lsgd-mine==0.1.0 lsgd-soft==0.1.0"
     )

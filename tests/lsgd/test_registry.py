@@ -52,15 +52,15 @@ def test_a_good_one_is_there_with_what_pip_installs(registry):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("other", "ValueError: the name 'other' is taken, or not that of thirdparty:Good"),
+        ("other", "ValueError: the name 'other' is taken, or is not the name of thirdparty:Good"),
         ("missing", "AttributeError: "),
         ("nothing", "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
-        ("number", "TypeError: math:pi is no subclass of AlgorithmSettings"),
+        ("number", "TypeError: math:pi is not a subclass of AlgorithmSettings"),
     ],
 )
 def test_a_bad_one_is_left_out_and_says_why(registry, caplog, name, problem):
     assert name not in registry
-    assert f"the algorithm {name!r} is left out: third-party==1.2: {problem}" in caplog.text
+    assert f"the algorithm {name!r} is skipped: third-party==1.2: {problem}" in caplog.text
     assert registry.unknown(name).startswith(
         f"algorithm {name!r} cannot be loaded from third-party==1.2: {problem}"
     )
@@ -72,6 +72,6 @@ def test_nobody_takes_the_name_of_one_of_ours(registry):
 
 def test_an_unknown_name_gets_the_nearest_and_all(registry):
     assert registry.unknown("godo") == (
-        "algorithm 'godo' is unknown; did you mean 'good'? known are: allreduce, bytegrad, decentralized, diloco, "
+        "algorithm 'godo' is unknown; did you mean 'good'? known: allreduce, bytegrad, decentralized, diloco, "
         "elastic, good, leader, local, low_precision_decentralized, qsgd"
     )

@@ -76,7 +76,7 @@ def test_a_codec_is_named_with_its_parameters() -> None:
         checked(LocalSettings, "compression", "minmx8", "flag --compression")
     assert str(error.value) == (
         "flag --compression: compression = 'minmx8': codec 'minmx8' is unknown; did you mean 'minmax8'? "
-        "known are: float16, minmax8, none"
+        "known: float16, minmax8, none"
     )
 
 
@@ -126,8 +126,8 @@ def test_right_values(name: str, value: object, result: object) -> None:
         ("flag", "maybe", "flag = 'maybe' is not true or false"),
         ("flag", 1, "flag = 1 is not true or false"),
         ("kind", "averag", "kind = 'averag'; did you mean 'average'?"),
-        ("kind", "xyz", "kind = 'xyz'; known are: average, keep"),
-        ("kind", 1, "kind = 1 is not a text"),
+        ("kind", "xyz", "kind = 'xyz'; known: average, keep"),
+        ("kind", 1, "kind = 1 is not a string"),
     ],
 )
 def test_wrong_values_say_where_what_and_what_is_right(name: str, value: object, problem: str) -> None:
@@ -152,7 +152,7 @@ def test_ranges_in_words(name: str, text: str) -> None:
 
 def test_nearest_name() -> None:
     assert nearest("perod", ["period", "seconds"]) == "did you mean 'period'?"
-    assert nearest("zzz", ["b", "a"]) == "known are: a, b"
+    assert nearest("zzz", ["b", "a"]) == "known: a, b"
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_a_numeric_setting_is_changed_in_a_running_run() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("compression", "minmax8", "compression cannot be changed while the run goes on; "),
-        ("delay", "3", "delay cannot be changed while the run goes on; "),
+        ("compression", "minmax8", "compression cannot be changed during a run; "),
+        ("delay", "3", "delay cannot be changed during a run; "),
         ("pul_global", "0.3", "pul_global is unknown; did you mean 'pull_global'?"),
         ("pull_global", "3", "lsgd set: pull_global = '3' is not in 0 … 1"),
         ("period", "20", "period = 20 is not a multiple of local_period = 16"),

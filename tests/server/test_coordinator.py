@@ -468,7 +468,7 @@ def test_a_change_is_told_and_a_wrong_one_refused() -> None:
     bench.coordinator.change("pull_global", "0.5")
     bench.tick()
     assert bench.notes == ["pull_global is to be 0.5"]
-    with pytest.raises(ConfigError, match=r"^lease_s is unknown; known are: "):
+    with pytest.raises(ConfigError, match=r"^lease_s is unknown; known: "):
         bench.coordinator.change("lease_s", "3")
     with pytest.raises(ConfigError, match=r"^lsgd set: iterations = 'many' is not a whole number$"):
         bench.coordinator.change("iterations", "many")

@@ -129,10 +129,12 @@ def test_a_list_of_keys_that_others_can_write_is_refused_and_said_while_it_is_us
 ) -> None:
     (ring.folder / "allowed").chmod(0o666)
     assert operate.query(cluster.address, keys_of(ring, "node1"))["state"] == "waiting"
-    server.says(r"others can write .*/allowed, .*: chmod 600 .*/allowed; until then the keys from before")
+    server.says(
+        r"others can write .*/allowed, .*: chmod 600 .*/allowed; until then only the keys from before"
+    )
     second = cluster.server("second", "--global", "--listen", "tcp://127.0.0.1:0", "--keys", str(ring.folder))
     assert second.wait() == 2
-    assert "make it yours alone: chmod 600" in second.output
+    assert "make it private: chmod 600" in second.output
 
 
 class Tap:

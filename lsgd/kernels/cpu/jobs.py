@@ -1,8 +1,8 @@
-"""What the threads of the CPU path run: jobs, each a row of 64-bit words that says what to read and what to write.
+"""The jobs of the CPU path's threads: each is a row of 64-bit words that says what to read and what to write.
 
-The threads that are handed a job take its items off ``counter`` until none is left, however many have come. Every item
-is worked through in tiles of at most ``TILE`` elements, small enough to stay in the first-level cache between the pass
-that finds a block's range and the pass that writes its codes.
+The threads of a job, however many, take its items off ``counter`` until none is left. An item is processed in tiles of
+at most ``TILE`` elements, small enough to stay in the L1 cache between the pass that finds a block's range and the pass
+that writes its codes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Job(ctypes.Structure):
         ("out_kind", ctypes.c_int64),
         ("add", ctypes.c_int64),
         ("alpha", ctypes.c_double),
-        ("stream", ctypes.c_int64),  # write past the caches
+        ("stream", ctypes.c_int64),  # bypass the caches
     )
 
 
@@ -70,7 +70,7 @@ class _JobView:
         return self._kernel.load(self._pointer, I64, getattr(Job, name).offset // 8)
 
     def real(self, name: str) -> Value:
-        """Return a field that holds a number with a fraction, as float32."""
+        """Return a floating-point field, as float32."""
         offset = getattr(Job, name).offset // 8
         return self._kernel.load(self._pointer, ir.DoubleType(), offset).convert("fptrunc", F32)
 
@@ -80,7 +80,7 @@ class _JobView:
 
 
 class Jobs:
-    """The job kernels of one LLVM module, which has everything when this is built."""
+    """The job kernels of one LLVM module."""
 
     def __init__(self, *, mxcsr: bool) -> None:
         self.module = ir.Module(name="lsgd")
@@ -337,7 +337,7 @@ class Jobs:
         return self._items("reduce_items", body)
 
     def _entry(self, name: str, body: Kernel, *, mxcsr: bool) -> None:
-        """The function that is called from outside: sets the rounding mode, whatever the thread had chosen."""
+        """The entry point: sets the rounding mode, and restores the thread's own."""
         k = Kernel(self.module, name, [POINTER], public=True)
         if not mxcsr:
             k.call(body, k.arguments[0])

@@ -1,8 +1,8 @@
-"""Runs a compiled function on the threads that torch itself computes with.
+"""Run a compiled function on the threads that torch computes with.
 
-A second OpenMP runtime beside torch's would fight it for the cores, each one's idle threads spinning while the
-other's work. So the entry point is looked up through torch's own library, which finds the runtime that torch
-was linked with (GNU's, LLVM's and Intel's all export it).
+A second OpenMP runtime would compete with torch's for the cores: the idle threads of each spin while the other's
+work. So the entry point is looked up through torch's own library, which finds the runtime that torch is linked with
+(GNU's, LLVM's and Intel's all export it).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Parallel = Callable[[int, int, int, int], None]
 
 @functools.cache
 def parallel_region() -> _Parallel | None:
-    """Return the entry point of torch's OpenMP runtime, or None, said once, if torch has none that can be found."""
+    """Return the entry point of torch's OpenMP runtime, or None, with one warning, if it cannot be found."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(library)).GOMP_parallel
@@ -36,11 +36,11 @@ def parallel_region() -> _Parallel | None:
 
 
 def run(function: int, data: int, *, threads: int) -> None:
-    """Call the function at an address once on each of that many threads, and return when all have returned.
+    """Call the function at an address once on each of ``threads`` threads, and return when all have returned.
 
     Args:
         function: Address of a ``void (*)(void *)``.
-        data: Address handed to every call.
+        data: Address passed to every call.
         threads: How many; 1 calls it on this thread.
     """
     parallel = parallel_region() if threads > 1 else None

@@ -1,7 +1,7 @@
-"""The fast CPU path: vector kernels compiled by llvmlite for the very machine, on torch's own threads.
+"""The fast CPU path: vector kernels that llvmlite compiles for this machine, on torch's own threads.
 
 Nothing is compiled, and llvmlite is not imported, before the first vector on a CPU; that first call takes about half a
-second. docs/performance.md says why this path was chosen and what else was measured.
+second. docs/performance/kernels.md says why this path was chosen and what else was measured.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from lsgd.kernels.cpu.jobs import Job
 
 ITEM_ELEMENTS: Final = 1 << 15  # what a thread takes at a time
-SERIAL_ELEMENTS: Final = 1 << 15  # below this, waking the other threads costs more than it gains
+SERIAL_ELEMENTS: Final = 1 << 15  # below this, waking other threads does not pay off
 BIG_BLOCK: Final = 1 << 18  # above this, the threads share a block
-STREAM_NBYTES: Final = 8 << 20  # outputs above this go past the caches, which they would only empty
+STREAM_NBYTES: Final = 8 << 20  # larger outputs bypass the caches, which they would only flush
 
 _IS_X86: Final = platform.machine() in ("x86_64", "AMD64")
 
@@ -54,7 +54,7 @@ class _Machine:
         target = llvm.Target.from_triple(llvm.get_process_triple())
         target_machine = target.create_target_machine(cpu=cpu, features=features, opt=2)
         options = llvm.create_pipeline_tuning_options(speed_level=2)
-        # The loops are vectors already; what these passes add is a second of compiling.
+        # The loops are vectorized already; these passes would only add a second of compiling.
         options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
         passes = llvm.create_pass_builder(target_machine, options)
         passes.getModulePassManager().run(module, passes)
@@ -64,7 +64,7 @@ class _Machine:
 
 
 class _Scratch(threading.local):
-    """Room for the ranges of the segments of a big block, one for each calling thread."""
+    """Memory for the ranges of the segments of a big block, for each calling thread."""
 
     def __init__(self) -> None:
         from lsgd.kernels.cpu.jobs import MAX_SEGMENTS, STATE_FLOATS
@@ -166,7 +166,7 @@ class CpuPath(ReferencePath):
         job.out_kind = _KINDS[out.dtype]
         job.add = alpha is not None
         job.alpha = alpha or 0.0
-        # Stores past the caches want addresses that are multiples of 64; blocks then have to keep them so.
+        # Stores that bypass the caches need addresses at multiples of 64, in every block.
         aligned = job.out % 64 == 0 and q.layout.block_numel % 16 == 0
         large = q.numel * out.element_size() >= STREAM_NBYTES
         job.stream = aligned and large and out.dtype == torch.float32
@@ -195,7 +195,7 @@ def _new_job(numel: int) -> Job:
 
 
 def _read_payloads(job: Job, qs: Sequence[Quantized], weight: float) -> ctypes.Array[ctypes.c_int64]:
-    """Make the payloads the job's source; the array returned must outlive the launch."""
+    """Make the payloads the job's source; the returned array must outlive the launch."""
     from lsgd.kernels.cpu.jobs import PAYLOADS
 
     addresses = (ctypes.c_int64 * len(qs))(*(q.payload.data_ptr() for q in qs))
@@ -209,7 +209,7 @@ def _read_payloads(job: Job, qs: Sequence[Quantized], weight: float) -> ctypes.A
 
 
 def _write_frame(base: int, layout: Layout) -> None:
-    """Write what the kernels leave alone: the header, and the zeros behind the scales and behind the codes."""
+    """Write what the kernels do not: the header, and the zeros after the scales and after the codes."""
     ctypes.memmove(base, layout.header, HEADER_NBYTES)
     behind_scales = HEADER_NBYTES + 8 * layout.blocks
     ctypes.memset(base + behind_scales, 0, layout.codes_offset - behind_scales)

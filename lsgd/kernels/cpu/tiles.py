@@ -1,6 +1,6 @@
-"""The innermost loops of the CPU path: each works on one tile, a run of elements that stays in the first-level cache.
+"""The innermost loops of the CPU path: each works on one tile, a run of elements that fits into the L1 cache.
 
-They are built as LLVM code when first used: no compiler to install, no build to ship. The arithmetic is that of
+They are LLVM code, built at first use, so no compiler and no binary is needed. The arithmetic is that of
 :mod:`lsgd.kernels.reference`, operation by operation.
 """
 
@@ -16,8 +16,8 @@ from lsgd.kernels.philox import KEY_STEPS, LANES, MULTIPLIERS, ROUNDS
 from lsgd.kernels.reference import BIG, BIG_UNIT, HALF_OF_MAX, LEVELS
 
 WIDTH: Final = 64
-NEAR_ELEMENTS: Final = 1024  # how far ahead the memory is asked for what comes next: in a pass that reads it,
-FAR_ELEMENTS: Final = 4096  # and in the pass that writes codes, while the memory would be idle
+NEAR_ELEMENTS: Final = 1024  # prefetch distance in a pass that only reads,
+FAR_ELEMENTS: Final = 4096  # and in the pass that writes codes, where memory is idle
 FLOAT32, FLOAT16, BFLOAT16 = range(3)
 COMBINE: Final = (Value.minimum, Value.maximum, Value.__add__)  # how lo, hi and bad of two states become one
 
@@ -78,7 +78,7 @@ class Tiles:
         return k
 
     def _prefetch(self, k: Kernel, values: Value, index: Value, width: int) -> None:
-        """Fetch the float32 some way behind the vector that is worked on; past the end does no harm."""
+        """Prefetch the float32 some way after the current vector; past the end does no harm."""
         for line in range(0, width - 1, 16):
             k.prefetch(k.offset(values, F32, index + (NEAR_ELEMENTS + line)))
 

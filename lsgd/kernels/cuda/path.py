@@ -1,6 +1,6 @@
-"""The CUDA path: the kernels of quantize.cu, compiled by CuPy when first used and kept in its cache on disk.
+"""The CUDA path: the kernels of quantize.cu, compiled by CuPy at first use and kept in its disk cache.
 
-Tensors are handed over as addresses: nothing is copied, everything is queued on torch's current stream of the tensor's
+Tensors are passed as addresses: nothing is copied, and everything is queued on torch's current stream of the tensor's
 device. This is the only module that imports CuPy.
 """
 
@@ -23,13 +23,12 @@ from lsgd.payload import HEADER_NBYTES
 SOURCE: Final = Path(__file__).with_name("quantize.cu")
 COMPILE_OPTIONS: Final = ("-std=c++14", "-fmad=false")
 
-ELEMENTS: Final = 8  # that a thread works on at a time
+ELEMENTS: Final = 8  # per thread and step
 THREADS: Final = 256
 MAX_THREADS: Final = 1024
-CHUNKS: Final = 4  # of so many elements that a thread can keep in registers
-MAX_SEGMENTS: Final = (
-    1024  # their ranges fit into the codes of a block too big for one thread block's registers
-)
+CHUNKS: Final = 4  # of ELEMENTS, which a thread can keep in registers
+# The ranges of this many segments fit into the codes of a block that is too big for one thread block's registers.
+MAX_SEGMENTS: Final = 1024
 ELEMENTS_PER_DECODER: Final = 16
 
 
@@ -66,9 +65,7 @@ class CupyLaunch:
     def __init__(self, source: str | None = None) -> None:
         version = torch.version.cuda
         if version is None:
-            raise RuntimeError(
-                "this build of torch has no CUDA (a ROCm one, perhaps), so CuPy does not fit it"
-            )
+            raise RuntimeError("this build of torch has no CUDA (ROCm, perhaps), so CuPy cannot work with it")
         major = int(version.split(".")[0])
         remedy = f"pip install cupy-cuda{major}x"
         try:
@@ -208,9 +205,9 @@ def _shift(block: int) -> int:
 
 
 def _payloads(qs: Sequence[Quantized], weight: float) -> tuple[tuple[int | float, ...], Tensor | None]:
-    """Return a source's seven arguments for payloads that lie equally far apart, and what must be kept for them.
+    """Return a source's seven arguments for payloads at equal distances, and a tensor to keep alive for them.
 
-    The rows of one receive buffer do. Others are copied together first.
+    The rows of one receive buffer have equal distances. Other payloads are copied together first.
     """
     layout = qs[0].layout
     addresses = [q.payload.data_ptr() for q in qs]
