@@ -1,4 +1,4 @@
-"""An algorithm for lsgd in one file: now and then, each model moves toward the mean of all."""
+"""An algorithm for lsgd in one file: every period, each model moves toward the mean of all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SoftSettings(AlgorithmSettings):
     """Soft averaging: a round moves each model toward the mean."""
 
     name: ClassVar[str] = "soft"
-    summary: ClassVar[str] = "soft averaging, models move toward their mean now and then"
+    summary: ClassVar[str] = "soft averaging, models move toward their mean every period"
 
     period: int = setting(16, "iterations of a worker, on average, between exchanges", low=1, high=1 << 30)
     softness: float = setting(0.5, "how far a model stays from the mean; 0: all take the mean", low=0, high=1)
@@ -32,7 +32,7 @@ class SoftSettings(AlgorithmSettings):
         return Schedule(self.period, self.period)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """The model twice, but for one's own share."""
+        """The model twice, except the worker's own share."""
         return 2 * (workers - 1) / workers * 4 * numel / self.period
 
     def create(self, parameters: Flat, run: str = "") -> Soft:
@@ -41,7 +41,7 @@ class SoftSettings(AlgorithmSettings):
 
 
 class Soft(Algorithm):
-    """``x ← mean + softness (x - mean)``; a model that is not finite is left out, and takes the mean."""
+    """``x ← mean + softness (x - mean)``; a non-finite model is excluded, and takes the mean."""
 
     settings: SoftSettings
 

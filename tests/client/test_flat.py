@@ -156,7 +156,7 @@ def test_a_thawed_parameter_is_noticed() -> None:
     flat = FlatParameters(model)
     model.frozen.weight.requires_grad_()
     with pytest.raises(
-        DetachedError, match=r"of shape \(4, 4\) was frozen at Worker.join and is trained now"
+        DetachedError, match=r"of shape \(4, 4\) was frozen at Worker.join and is trainable now"
     ):
         flat.check()
 

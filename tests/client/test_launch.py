@@ -485,7 +485,7 @@ class TestRefusals:
         node1 = ("--node", "1", "--nodes", "2", "--address", "192.0.2.1")
         monkeypatch.setenv("LSGD_KEYS", str(ring.folder))
         monkeypatch.setenv("LSGD_TOKEN", ring.token("node0"))
-        assert "this is node1, and the token is that of node0; take node1's" in refused(*node1)
+        assert "this is node1, but the token is that of node0; use node1's" in refused(*node1)
         monkeypatch.delenv("LSGD_TOKEN")
         monkeypatch.setattr(launch, "TOKEN_WITHIN_S", 0.1)
         assert "copy its file node1.token here" in refused(*node1)

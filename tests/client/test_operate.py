@@ -65,7 +65,7 @@ def test_the_table_of_members():
     ("change", "reason"),
     [
         ("outer_rate=0.5", "outer_rate is unknown; did you mean 'outer_lr'?"),
-        ("compression=minmax8", "compression cannot be changed while the run goes on"),
+        ("compression=minmax8", "compression cannot be changed during a run"),
         ("outer_momentum=2", "outer_momentum = '2' is not in 0 … 1"),
         ("outer_lr=fast", "outer_lr = 'fast' is not a number"),
         ("outer_lr", "write it as NAME=VALUE, not 'outer_lr'"),

@@ -49,7 +49,7 @@ def test_it_is_one_file():
 def test_it_is_listed_with_its_settings_and_bytes(installed):
     listed = lsgd(installed, "algorithms", "--parameters", "1000000", "--workers", "2")
     (line,) = (line for line in listed.splitlines() if line.startswith("soft "))
-    assert line.split()[1] == "0.250" and line.endswith("models move toward their mean now and then")
+    assert line.split()[1] == "0.250" and line.endswith("models move toward their mean every period")
     assert "softness" in lsgd(installed, "algorithms", "soft")
     shown = lsgd(installed, "config", "show", "--algorithm", "soft", "--softness", "0.2")
     assert ["algorithm.softness", "0.2", "flag", "--softness"] in [
