@@ -488,7 +488,7 @@ class TestRefusals:
         assert "this is node1, but the token is that of node0; use node1's" in refused(*node1)
         monkeypatch.delenv("LSGD_TOKEN")
         monkeypatch.setattr(launch, "TOKEN_WITHIN_S", 0.1)
-        assert "copy its file node1.token here" in refused(*node1)
+        assert "copy the file node1.token here" in refused(*node1)
 
     def test_plan(self, refused, tmp_path):
         (tmp_path / "plan.toml").write_text("iteration = 3")

@@ -75,9 +75,7 @@ def test_a_list_that_others_can_write_lets_nobody_else_in_while_the_ring_is_used
     allowed.chmod(0o666)
     allowed.write_text(line)
     assert (ring.allowed(stranger), ring.allowed(known)) == ("", "node1")
-    assert "chmod 600" in ring.trouble and ring.trouble.endswith(
-        "only the keys from before may connect"
-    )
+    assert "chmod 600" in ring.trouble and ring.trouble.endswith("only the keys from before may connect")
     allowed.chmod(0o600)
     assert (ring.allowed(stranger), ring.allowed(known), ring.trouble) == ("node1", "", "")
 
