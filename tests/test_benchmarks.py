@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _convergence_tables, _network_tables, endtoend, tables
+from benchmarks import tables
+from benchmarks.convergence import tables as convergence_tables
+from benchmarks.endtoend.tables import table_of
+from benchmarks.network import tables as network_tables
 
 from .integration.running import until
 
@@ -160,7 +163,7 @@ def test_the_table_of_endtoend_has_medians_and_ratios_only_where_both_reached_th
         {**common, "method": m, "seconds_to_target": s, "steps_to_target": steps, "step_s": step_s}
         for m, s, steps, step_s in measured
     ]
-    assert endtoend.table_of(rows).splitlines()[-3:] == [
+    assert table_of(rows).splitlines()[-3:] == [
         "| ddp | 1 | 80 | 40.0 |  | 1.00 | 64 | 500.0 | 1.00 | 2.100 | 0.9800 |",
         "| leader | 3 | 80 | 5.0 | 4.0 to never | 8.00 | 72 | 100.0 | 5.00 | 2.100 | 0.9800 |",
         "| alone | 1 | 80 | never |  |  |  | 50.0 | 10.00 | 2.100 | 0.9800 |",
@@ -198,7 +201,7 @@ def test_a_killed_convergence_leaves_no_process_of_a_peer() -> None:
         for process in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):  # it has ended
                 said.append(process.read_bytes())
-        return [line for line in said if b"_convergence_peer" in line and steps.encode() in line]
+        return [line for line in said if b"convergence.baseline" in line and steps.encode() in line]
 
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as benchmark:
         try:
@@ -222,7 +225,7 @@ def test_a_ratio_of_step_times_is_the_median_of_those_within_a_turn() -> None:
         for method, of_turns in steps_s.items()
         for repeat, step_s in enumerate(of_turns)
     ]
-    lines = _network_tables.step_table(rows).splitlines()
+    lines = network_tables.step_table(rows).splitlines()
     assert lines[0] == "**2 nodes, 100mbit**"
     assert lines[-1] == "| leader | 500.0 | 4.00 | 2.100 | 1.050 | 20% | 4.0% | 76% |"
 
@@ -242,7 +245,7 @@ def test_the_fastest_peer_is_that_of_the_same_wire_and_number_of_nodes() -> None
         *(measured(*two, "local", 0.1), measured(*three, "leader-8bit", 0.25), measured(*three, "ddp", 8.0)),
         *(measured(*three, "leader-8bit-delay", 0.16), measured(2, "1gbit", "leader-8bit", 0.15)),
     ]
-    assert _network_tables.step_table(rows).splitlines()[-2:] == [
+    assert network_tables.step_table(rows).splitlines()[-2:] == [
         "| 100mbit | 2 | post-local-sgd | 300.0 | 200.0 | 1.50 |  |  |",
         "| 100mbit | 3 | ddp | 8000.0 | 250.0 | 32.00 | 160.0 | 50.00 |",
     ]
@@ -261,12 +264,12 @@ def test_the_time_to_a_target_is_steps_times_the_time_of_a_step_of_the_same_peri
     measured = [("ddp", 4, 0.5), ("leader", 4, 0.1), ("leader", 2, 0.05)]
     results = [{"method": m, "link": "100mbit", "nodes": nodes, "step_s": s} for m, nodes, s in measured]
     network = {"settings": {"period": 16}, "results": results}
-    assert _convergence_tables.tables(rows, network, "100mbit", 4).splitlines()[-3:] == [
+    assert convergence_tables.tables(rows, network, "100mbit", 4).splitlines()[-3:] == [
         "| ddp |  | 200 ± 141 | 2 of 2 | 1.00 | 0.9800 ± 0.0000 |  | 500.0 | 100.0 | 1.00 |",
         "| leader | 16 | 110 | 1 of 2 | 1.10 | 0.9750 ± 0.0071 | -0.50 ± 0.71 | 100.0 | 11.0 | 4.55 |",
         "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |  |  |  |",
     ]
-    assert _convergence_tables.tables(rows, None, "", 4).splitlines()[-1] == (
+    assert convergence_tables.tables(rows, None, "", 4).splitlines()[-1] == (
         "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |"
     )
 
