@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the example on two nodes of two workers each: two network namespaces of this machine. Needs root.
 #
-#   sudo bash scripts/two_nodes.sh                                 an unlimited wire
+#   sudo bash scripts/two_nodes.sh                                 an unlimited network
 #   sudo bash scripts/two_nodes.sh --rate-mbit 100 --delay-ms 5    a slow one
 #
 # Results are in runs/two_nodes/node0. PLAN, RUN_NAME and the other settings of train.sh may be set, too.

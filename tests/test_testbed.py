@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -131,8 +130,7 @@ def test_a_round_trip_takes_twice_the_delay() -> None:
     with Testbed(2, delay_ms=20) as testbed, listen(testbed.hosts[1], ECHO):
         lines = testbed.hosts[0].run([sys.executable, "-c", ROUND_TRIPS, testbed.hosts[1].address])
     round_trips_s = [float(line) for line in lines.split()]
-    assert min(round_trips_s) >= 0.040
-    assert statistics.median(round_trips_s) == pytest.approx(0.040, rel=0.15)
+    assert 0.040 <= min(round_trips_s) < 1.15 * 0.040  # a busy machine makes some slower, but not all
 
 
 @root
@@ -158,7 +156,7 @@ def test_bytes_are_counted_where_they_pass(delay_ms: float) -> None:
 @root
 @needs_root
 @pytest.mark.parametrize("delay_ms", [0.0, 1.0])
-def test_a_wire_carries_nothing_of_its_own(delay_ms: float) -> None:
+def test_a_network_carries_nothing_of_its_own(delay_ms: float) -> None:
     with Testbed(3, delay_ms=delay_ms) as testbed:
         time.sleep(2)
         assert [(host.sent_nbytes, host.received_nbytes) for host in testbed.hosts] == [(0, 0)] * 3

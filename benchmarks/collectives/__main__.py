@@ -4,7 +4,7 @@ Every member is a process on a host of its own (benchmarks/testbed), all on this
 float32 message with Gloo's all_reduce, with the float16 hook of DistributedDataParallel, and in two rounds of 8 bits
 (lsgd.collectives.two_round on TorchGroup), and send that of the first member to all with Gloo's broadcast and
 with TorchGroup's, which passes it on from member to member. The time of a call is that of the slowest member; a
-speed-up is the median over the turns of the ratio of two calls of one turn. Bytes are counted where the wire's rate is,
+speed-up is the median over the turns of the ratio of two calls of one turn. Bytes are counted where the link's rate is,
 with the headers of every packet, and compared with codes and scales, or numbers, alone.
 """
 
@@ -36,7 +36,7 @@ class Method:
     Args:
         name: of the method, as the table and the members have it.
         compared_with: the methods whose time is divided by this one's.
-        number_nbytes: bytes of a number on the wire.
+        number_nbytes: bytes of a number that is sent.
         all_reduce: rather than a broadcast.
     """
 
@@ -49,7 +49,7 @@ class Method:
         """Return what a member has to send, as the mean over all."""
         return (2 if self.all_reduce else 1) * (size - 1) / size * numel * self.number_nbytes
 
-    def wire_nbytes(self, size: int, numel: int) -> float:
+    def busiest_nbytes(self, size: int, numel: int) -> float:
         """Return what the member that has most to send has to."""
         return self.sent_nbytes(size, numel) if self.all_reduce else numel * self.number_nbytes
 
@@ -75,7 +75,7 @@ class Result:
     seconds: float
     speed_ups: Mapping[str, float]
     bytes_over_formula: float
-    seconds_over_wire: float
+    seconds_over_link: float
 
 
 def measure(testbed: Testbed, rate_mbit: float, nbytes: int, repeats: int) -> Iterator[Result]:
@@ -100,7 +100,7 @@ def measure(testbed: Testbed, rate_mbit: float, nbytes: int, repeats: int) -> It
             seconds,
             {other: ratio(turns[other], turns[method.name]) for other in method.compared_with},
             statistics.mean(sent) / method.sent_nbytes(size, numel),
-            seconds / (method.wire_nbytes(size, numel) * 8 / (rate_mbit * 1e6)),
+            seconds / (method.busiest_nbytes(size, numel) * 8 / (rate_mbit * 1e6)),
         )
 
 
@@ -132,7 +132,7 @@ def row(result: Result) -> Sequence[str]:
         f"{result.seconds * 1e3:.0f}",
         *([f"{speed_up:.2f}" for speed_up in result.speed_ups.values()] + ["", ""])[:2],
         f"{result.bytes_over_formula:.3f}",
-        f"{result.seconds_over_wire:.2f}",
+        f"{result.seconds_over_link:.2f}",
     )
 
 
@@ -167,7 +167,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     columns = ["method", "members", "Mbit/s", "ms", "over Gloo's", "over float16"]
-    columns += ["bytes / needed", "time / wire"]
+    columns += ["bytes / needed", "time / link"]
     print(table(columns, [row(result) for result in results]))
     write_json(options.json, machine, results, nbytes=nbytes)
     return 0

@@ -1,6 +1,6 @@
 """The real coordinator in virtual time, with workers that have no sockets: what benchmarks/control counts.
 
-Every worker iterates in about 50 ms, one in a hundred four times as slowly. Some of them die on the way, are left out
+Every worker iterates in about 50 ms, one in a hundred four times as slowly. Some of them die on the way, are evicted
 after the lease, and join anew. A message takes no time here: what is timed is what the global server computes.
 """
 

@@ -19,7 +19,7 @@ SAMPLES = 1024
 ALONE_STEPS = 3
 
 STEPPING, LIMITED, MEASURED = "stepping", "limited", "measured.json"
-"""Files in a process's folder: it is about to make its first step; the wire has its limit; what was measured."""
+"""Files in a process's folder: it is about to make its first step; the links have their limit; what was measured."""
 
 LIMITED_WITHIN_S = 120.0
 POLL_PERIOD_S = 0.01
@@ -27,7 +27,7 @@ POLL_PERIOD_S = 0.01
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment between two steps; ``position`` is how many a worker has made until then."""
+    """A point between two steps; ``position`` is how many a worker has made until then."""
 
     position: float
     at_s: float
@@ -59,7 +59,7 @@ class Meter:
     def step_begins(self, position: float) -> None:
         """Note that a step begins when ``position`` steps are made: the mean over all workers where speeds differ.
 
-        Before the first one, wait until the wire has its limit.
+        Before the first one, wait until the links have their limit.
         """
         if not self._stepping:
             self._stepping = True

@@ -3,16 +3,16 @@
 Linux, root. Two hosts (benchmarks/testbed) of one worker each train a wide MLP of 25 million parameters over 100 Mbit/s
 with the real servers, ``lsgd launch`` and Worker. Bytes are real. Compute is timed: every layer sleeps, a third of its
 time in the forward and two thirds in the backward pass, beside the real passes on a small batch, because two cores
-cannot keep two hosts busy for as long as the wire is.
+cannot keep two hosts busy for as long as the link is.
 
-The sleeps take turns, none among them. A step's compute alone is timed before the join; the wire alone is the step
+The sleeps take turns, none among them. A step's compute alone is timed before the join; the link alone is the step
 without sleep less its compute, which is less than it really takes if some of that is hidden already; and
 
-    hidden = (compute alone + wire alone - step) / min(compute alone, wire alone)
+    hidden = (compute alone + link alone - step) / min(compute alone, link alone)
 
 Gradients leave during the backward pass, bucket by bucket, so no more than that can be hidden, and not what leaves
-after the last layer. The ceiling is what would be hidden if buckets left the moment their layers are computed, and one
-after another took exactly their share of the wire's time. Models leave before the forward pass; the ceiling is 1.
+after the last layer. The ceiling is what would be hidden if buckets left when their layers are computed, and one
+after another took exactly their share of the link's time. Models leave before the forward pass; the ceiling is 1.
 """
 
 import json
@@ -43,7 +43,7 @@ BUCKET_MIB, QUICK_BUCKET_MIB = GradientSettings().bucket_mib, 1.0
 METHODS = ("allreduce", "bytegrad", "qsgd", "decentralized")
 QUICK_METHODS = ("bytegrad", "decentralized")
 LOADS, QUICK_LOADS = (1.0, 1.5, 2.0), (1.5,)
-"""Time of compute over that of the wire by arithmetic; at 1.5 the backward pass takes as long."""
+"""Time of compute over that of the link by arithmetic; at 1.5 the backward pass takes as long."""
 REPEATS, QUICK_REPEATS = 3, 2
 DEADLINE_S = 900.0
 
@@ -55,8 +55,8 @@ class Result:
     method: str
     load: float
     compute_s: float
-    wire_s: float
-    wire_by_arithmetic_s: float
+    link_s: float
+    link_by_arithmetic_s: float
     step_s: float
     hidden: float
     ceiling: float
@@ -85,22 +85,22 @@ def measure(method: str, size: Size, folder: Path) -> Iterator[Result]:
     sleeps_s = [0.0, *(load * arithmetic_s for load in size.loads)]
     found = train(settings, size, sleeps_s, folder)
     steps_s = [statistics.median(seconds) for seconds in found["steps_s"]]
-    wire_s = steps_s[0] - found["compute_s"][0]
+    link_s = steps_s[0] - found["compute_s"][0]
     for load, compute_s, step_s in zip(size.loads, found["compute_s"][1:], steps_s[1:], strict=True):
-        shorter_s = min(compute_s, wire_s)
-        hidden = (compute_s + wire_s - step_s) / shorter_s
-        ceiling = (compute_s + wire_s - fastest_s(compute_s, wire_s, buckets)) / shorter_s if buckets else 1.0
-        yield Result(method, load, compute_s, wire_s, arithmetic_s, step_s, hidden, ceiling)
+        shorter_s = min(compute_s, link_s)
+        hidden = (compute_s + link_s - step_s) / shorter_s
+        ceiling = (compute_s + link_s - fastest_s(compute_s, link_s, buckets)) / shorter_s if buckets else 1.0
+        yield Result(method, load, compute_s, link_s, arithmetic_s, step_s, hidden, ceiling)
 
 
-def fastest_s(compute_s: float, wire_s: float, buckets: Sequence[float]) -> float:
+def fastest_s(compute_s: float, link_s: float, buckets: Sequence[float]) -> float:
     """Return the least time of a step whose ``buckets`` are such shares of all gradients, in order."""
     forward_s, backward_s = compute_s * (1 - BACKWARD_SHARE), compute_s * BACKWARD_SHARE
     computed = sent_at_s = 0.0
     for share in buckets:
         computed += share
         layers = math.ceil(computed * LAYERS - 1e-9)
-        sent_at_s = max(sent_at_s, forward_s + backward_s * layers / LAYERS) + wire_s * share
+        sent_at_s = max(sent_at_s, forward_s + backward_s * layers / LAYERS) + link_s * share
     return sent_at_s
 
 
@@ -126,8 +126,8 @@ def row(result: Result) -> Sequence[str]:
     return (
         result.method,
         f"{result.compute_s:.2f}",
-        f"{result.wire_s:.2f}",
-        f"{result.wire_by_arithmetic_s:.2f}",
+        f"{result.link_s:.2f}",
+        f"{result.link_by_arithmetic_s:.2f}",
         f"{result.step_s:.2f}",
         f"{result.hidden:.0%}",
         f"{result.ceiling:.0%}",
@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=METHODS, help="run this one; may be repeated")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="turns of each load")
     parser.add_argument(
-        "--loads", type=float, nargs="+", default=LOADS, help="compute over wire, by arithmetic"
+        "--loads", type=float, nargs="+", default=LOADS, help="compute over link, by arithmetic"
     )
     parser.add_argument("--bucket-mib", type=float, default=BUCKET_MIB, help="of the gradient methods")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
@@ -164,7 +164,7 @@ def main() -> int:
     except TestbedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    columns = ("method", "compute s", "wire s", "by arithmetic", "step s", "hidden", "ceiling")
+    columns = ("method", "compute s", "link s", "by arithmetic", "step s", "hidden", "ceiling")
     print(table(columns, [row(result) for result in results]))
     settings = {"parameters": size.width**2 * LAYERS, "workers": WORKERS, "rate_mbit": RATE_MBIT}
     write_json(options.json, machine, results, **settings)

@@ -32,7 +32,7 @@ class Injector:
     """What is wrong at present, on these nodes.
 
     Args:
-        nodes: on one wire.
+        nodes: on one network.
         stranger: a host on it that has no key.
         environ: for what is started on the stranger.
         say: takes a line for the story.

@@ -24,7 +24,7 @@ _CRASH = re.compile(r"\S+ was killed by SIG(?!KILL)\w+")
 _PREFIX = re.compile(r"\[([^\]]+)\] ")
 SEEN = {
     "processes started again": r"is started again in",
-    "workers left out": r" leaves: nothing was heard from it",
+    "workers evicted": r" leaves: nothing was heard from it",
     "rounds failed": r"round \d+ failed: ",
     "generations": r" generation \d+: \d+ workers",
     "reads from a journal": r"of the journal .*, with",

@@ -41,7 +41,7 @@ class SoftSettings(AlgorithmSettings):
 
 
 class Soft(Algorithm):
-    """``x ← mean + softness (x - mean)``; a model that is not finite is left out, and takes the mean."""
+    """``x ← mean + softness (x - mean)``; a non-finite model does not count, and takes the mean."""
 
     settings: SoftSettings
 
