@@ -37,7 +37,7 @@ def place_table(rows: Rows, nodes: int, link: str) -> str:
 
 def fastest_baselines(rows: Rows) -> str:
     """Return a table of Leader SGD in 8 bits beside the baseline with the shortest step, of places that have both."""
-    columns = ("wire", "nodes", "fastest peer", "its ms", BEST, "times as fast", DELAYED, "times as fast")
+    columns = ("link", "nodes", "fastest baseline", "its ms", BEST, "times as fast", DELAYED, "times as fast")
     lines = []
     medians = pd.DataFrame(rows).groupby(["link", "nodes", "method"])["step_s"].median().unstack() * 1e3
     medians = medians.reindex(columns=[*BASELINES, BEST, DELAYED])
