@@ -1,1 +1,1 @@
-"""Measurements: the network laboratory, and what is measured in it."""
+"""Measurements, each a command: ``python -m benchmarks.NAME``; and the testbed that they run on."""

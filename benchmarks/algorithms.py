@@ -5,20 +5,17 @@ machines, but both on this one. What counts is the test accuracy of the consensu
 without any exchange is useless. A plan is the algorithm's defaults with what PLANS says.
 """
 
-import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._about import about, heading, table
+from benchmarks.report.about import about, argument_parser, heading, write_json
+from benchmarks.report.tables import table
+from benchmarks.testbed.launch import await_all, free_port, launch_command, start
 from lsgd.algorithms import ALGORITHMS
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "digits.py"
@@ -26,7 +23,6 @@ NODES, WORKERS_PER_NODE = 2, 2
 ITERATIONS, QUICK_ITERATIONS = 5000, 600
 TARGET_ACCURACY, UNLEARNED_ACCURACY = 0.97, 0.90
 RUN_DEADLINE_S = 900.0
-POLL_PERIOD_S = 0.1
 NO_EXCHANGE = "no exchange"
 
 PLANS: Mapping[str, Mapping[str, Any]] = {
@@ -61,23 +57,18 @@ def train(case: str, iterations: int, folder: Path) -> Result:
     """Run the example with the plan of ``case`` on all nodes, and return what came out.
 
     Raises:
-        RuntimeError: a node failed; the message has what it showed.
+        RunFailedError: a node failed.
     """
     plan = folder / "plan.toml"
     folder.mkdir(parents=True)
     plan.write_text(plan_text({"name": case, **PLANS[case]}, iterations))
     port = free_port()
-    outputs = [folder / f"node{node}.txt" for node in range(NODES)]
-    launched = [launch(node, port, plan, output) for node, output in enumerate(outputs)]
-    try:
-        await_end(launched)
-    finally:
-        for process in launched:
-            process.terminate()
-    codes = [process.wait() for process in launched]
-    if any(codes):
-        shown = "\n".join(output.read_text() for output in outputs)
-        raise RuntimeError(f"{case}: the nodes ended with {codes}:\n{shown}")
+    processes = []
+    for node in range(NODES):
+        place = (node, NODES, "127.0.0.1", WORKERS_PER_NODE)
+        command = launch_command(*place, plan, folder / f"node{node}", port=port)
+        processes.append(start([*command, "--", sys.executable, str(EXAMPLE)]))
+    await_all(processes, case, RUN_DEADLINE_S)
     found = json.loads((folder / "node0" / "result.json").read_text())
     return Result(
         case,
@@ -92,51 +83,10 @@ def train(case: str, iterations: int, folder: Path) -> Result:
     )
 
 
-def await_end(launched: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Return when all have ended, or one of them badly, or the time is over."""
-    deadline_s = time.monotonic() + RUN_DEADLINE_S
-    while time.monotonic() < deadline_s:
-        codes = [process.poll() for process in launched]
-        if any(codes) or None not in codes:
-            return
-        time.sleep(POLL_PERIOD_S)
-
-
-def launch(node: int, port: int, plan: Path, output: Path) -> subprocess.Popen[bytes]:
-    """Start one node's launcher; what it shows goes to a file."""
-    options = {
-        "node": node,
-        "nodes": NODES,
-        "address": "127.0.0.1",
-        "port": port,
-        "workers": WORKERS_PER_NODE,
-        "device": "cpu",
-        "plan": plan,
-        "run-dir": output.with_suffix(""),
-    }
-    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "lsgd.client", "launch", *flags, "--", sys.executable, str(EXAMPLE)]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("LSGD_")}
-    with output.open("wb") as stream:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env={**environ, "OMP_NUM_THREADS": "1"},
-        )
-
-
 def plan_text(algorithm: Mapping[str, Any], iterations: int) -> str:
     """Return the plan as TOML."""
     lines = [f"iterations = {iterations}", "", "[algorithm]"]
     return "\n".join(lines + [f"{name} = {json.dumps(value)}" for name, value in algorithm.items()]) + "\n"
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def run(cases: Sequence[str], iterations: int) -> Iterator[Result]:
@@ -180,7 +130,7 @@ def as_expected(result: Result) -> bool:
 
 def main() -> int:
     """Train with each algorithm, print a Markdown table, and return 1 if one of them missed what is expected."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.algorithms", description=__doc__)
+    parser = argument_parser("benchmarks.algorithms", __doc__)
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_ITERATIONS} iterations each, nothing expected of them"
     )
@@ -199,9 +149,7 @@ def main() -> int:
         results.append(result)
         print(f"{result.case}: {result.test_accuracy:.4f}, {result.seconds:.0f} s", flush=True)
     print(f"\n{table(COLUMNS, [row(result) for result in results])}")
-    if options.json:
-        found = {**machine, "iterations": iterations, "results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    write_json(options.json, machine, results, iterations=iterations)
     missed = [result.case for result in results if not as_expected(result)]
     if options.quick or not missed:
         return 0

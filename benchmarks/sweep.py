@@ -11,12 +11,11 @@ of a worker until its loss on all training images is below an early and a late t
 smaller strength has the lower final error, a larger one is faster.
 """
 
-import argparse
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,15 +23,13 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks._about import about, heading, table
+from benchmarks.report.about import about, argument_parser, heading, write_json
+from benchmarks.report.tables import table
 from lsgd.algorithms.leader import LeaderSettings
-from lsgd.client.iteration.loss import LossWindow
-from lsgd.collectives.simulation import SimulatedGroup, simulate
+from lsgd.collectives.simulation import SimulatedGroup, SimulatedWorker, simulate
 from lsgd.flat import FlatParameters
-from lsgd.protocol.messages import Generation, Round
 
 NODE_SIZES = (2, 2)
-PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))
 LEARNING_RATES = (0.02, 0.06, 0.2)
 STRENGTHS = (0.02, 0.1, 0.5)
 PERIOD, LOCAL_PERIOD = 64, 16
@@ -79,69 +76,6 @@ def split(seed: int) -> Data:
     return Data(x[train], y[train], x[test], y[test])
 
 
-class Member:
-    """One worker: a model, its optimizer, its shard, and Leader SGD."""
-
-    def __init__(
-        self,
-        group: SimulatedGroup,
-        settings: LeaderSettings,
-        learning_rate: float,
-        data: Data,
-        start: nn.Module,
-    ) -> None:
-        self.group, self.data = group, data
-        self.model = network()
-        self.model.load_state_dict(start.state_dict())
-        self.flat = FlatParameters(self.model)
-        self.average = network()
-        self.flat_average = FlatParameters(self.average)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=learning_rate, momentum=MOMENTUM)
-        self.algorithm = settings.create(self.flat.buffers)
-        self.losses = LossWindow(settings.local_period)
-        self.rounds = 0
-
-    def iterate(self, batch: Tensor, scope: str) -> None:
-        """Make one iteration, after a round of this scope if there is one."""
-        round = self.elect(scope) if scope else None
-        if round is not None and round.id == 1:
-            self.algorithm.reset(self.flat.buffers, self.group, round)
-        self.algorithm.before_forward(self.flat.buffers, self.group, round)
-        loss = cross_entropy(self.model(self.data.x[batch]), self.data.y[batch])
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.algorithm.after_step(self.flat.buffers)
-        self.losses.add(loss)
-
-    def elect(self, scope: str) -> Round:
-        """Return the round in which the workers with the lowest losses lead; ties go to the lowest rank."""
-        mean = self.losses.mean()
-        own = torch.tensor([math.inf if mean is None or math.isnan(mean) else mean], dtype=torch.float64)
-        losses = [torch.empty_like(own) for _ in PLACES]
-        self.group.all_gather(losses, own).wait()
-        leaders, first = [], 0
-        for size in NODE_SIZES:
-            leaders.append(min(range(first, first + size), key=lambda rank: float(losses[rank])))
-            first += size
-        leader = min(leaders, key=lambda rank: float(losses[rank]))
-        self.rounds += 1
-        generation = Generation.of(1, PLACES, "gloo")
-        return Round(self.rounds, generation, scope, leader, tuple(leaders), 0, (), 0, False)
-
-    @torch.no_grad()
-    def evaluate(self) -> tuple[float, float]:
-        """Return the training loss and the test error of the average of all models."""
-        mean = self.flat.buffers[0] / len(PLACES)
-        self.group.all_reduce(mean).wait()
-        if self.group.rank:
-            return math.nan, math.nan
-        self.flat_average.buffers[0].copy_(mean)
-        loss = float(cross_entropy(self.average(self.data.x), self.data.y))
-        wrong = self.average(self.data.test_x).argmax(1) != self.data.test_y
-        return loss, float(wrong.float().mean())
-
-
 def network() -> nn.Sequential:
     """Return the MLP."""
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -150,37 +84,51 @@ def network() -> nn.Sequential:
 def train(settings: LeaderSettings, learning_rate: float, iterations: int, seed: int) -> Outcome:
     """Train four workers."""
     torch.manual_seed(seed)
-    data, start = split(seed), network()
+    data, start = split(seed), network().state_dict()
 
     def member(group: SimulatedGroup) -> Outcome:
-        worker = Member(group, settings, learning_rate, data, start)
+        model, mean = network(), network()
+        model.load_state_dict(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=MOMENTUM)
+        worker = SimulatedWorker.of_model(group, settings, model, optimizer)
         batches = shuffled(group.rank, len(data.y), seed)
         reached_at: list[int | None] = [None for _ in TARGET_LOSSES]
         errors = []
-        for iteration in range(iterations):
-            worker.iterate(next(batches), scope_before(iteration, settings))
-            if (iteration + 1) % EVALUATE_EVERY == 0:
-                loss, error = worker.evaluate()
+        for iteration in range(1, iterations + 1):
+            batch = next(batches)
+            worker.step(partial(loss_of, model, data.x[batch], data.y[batch]))
+            if iteration % EVALUATE_EVERY == 0:
+                loss, error = evaluate(worker, mean, data)
                 errors.append(error)
                 for index, target in enumerate(TARGET_LOSSES):
                     if reached_at[index] is None and loss < target:
-                        reached_at[index] = iteration + 1
+                        reached_at[index] = iteration
         return Outcome(statistics.mean(errors[-LAST_EVALUATIONS:]), tuple(reached_at))
 
     return simulate(NODE_SIZES, member)[0]
 
 
-def scope_before(iteration: int, settings: LeaderSettings) -> str:
-    """Return the scope of the round before an iteration, an empty text if there is none."""
-    if iteration % settings.period == 0:
-        return "global"
-    return "local" if iteration % settings.local_period == 0 else ""
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean loss of images and their labels."""
+    return cross_entropy(model(x), y)
+
+
+@torch.no_grad()
+def evaluate(worker: SimulatedWorker, mean: nn.Module, data: Data) -> tuple[float, float]:
+    """Return the training loss and the test error of the average of all models, which ``mean`` becomes on rank 0."""
+    flat = worker.parameters[0].clone()
+    worker.average(flat)
+    if worker.group.rank:
+        return math.nan, math.nan
+    FlatParameters(mean).buffers[0].copy_(flat)
+    wrong = mean(data.test_x).argmax(1) != data.test_y
+    return float(loss_of(mean, data.x, data.y)), float(wrong.float().mean())
 
 
 def shuffled(rank: int, count: int, seed: int) -> Iterator[Tensor]:
     """Yield batches of the worker's shard, without end."""
-    generator = torch.Generator().manual_seed(seed * len(PLACES) + rank)
-    shard = torch.arange(rank, count, len(PLACES))
+    generator = torch.Generator().manual_seed(seed * sum(NODE_SIZES) + rank)
+    shard = torch.arange(rank, count, sum(NODE_SIZES))
     while True:
         order = shard[torch.randperm(len(shard), generator=generator)]
         yield from order.split(BATCH_SIZE)
@@ -190,9 +138,13 @@ def sweep(iterations: int, seeds: int) -> Iterator[Result]:
     """Yield the result of each pair of settings."""
     for learning_rate in LEARNING_RATES:
         for strength in STRENGTHS:
-            names = ("pull_global", "pull_local", "proximal_global", "proximal_local")
             settings = LeaderSettings(
-                period=PERIOD, local_period=LOCAL_PERIOD, **dict.fromkeys(names, strength)
+                period=PERIOD,
+                local_period=LOCAL_PERIOD,
+                pull_global=strength,
+                pull_local=strength,
+                proximal_global=strength,
+                proximal_local=strength,
             )
             outcomes = tuple(train(settings, learning_rate, iterations, seed) for seed in range(seeds))
             yield Result(learning_rate, strength, outcomes)
@@ -224,7 +176,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 def main() -> int:
     """Train with every pair of settings, and print a Markdown table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=__doc__)
+    parser = argument_parser("benchmarks.sweep", __doc__)
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_ITERATIONS} iterations of a worker, {QUICK_SEEDS} seed"
     )
@@ -244,10 +196,7 @@ def main() -> int:
     columns += [*(f"iterations to a loss of {target:g}" for target in TARGET_LOSSES), "reached that"]
     first = {r.learning_rate: r for r in reversed(results)}
     print(table(columns, [row(result, first[result.learning_rate]) for result in results]))
-    if options.json:
-        found = [asdict(result) for result in results]
-        text = json.dumps({**machine, "iterations": iterations, "seeds": seeds, "results": found}, indent=2)
-        options.json.write_text(text + "\n")
+    write_json(options.json, machine, results, iterations=iterations, seeds=seeds)
     return 0
 
 

@@ -2,10 +2,10 @@
 
 A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, where WHAT is one of these:
 
-- ``network LINK NODES``: step times at one place (benchmarks/network.py),
-- ``fastest peers``: Leader SGD in 8 bits beside the fastest peer of each place,
-- ``convergence TASK``: steps to a target (benchmarks/convergence.py),
-- ``endtoend``: seconds to a target (benchmarks/endtoend.py).
+- ``network LINK NODES``: step times at one place (benchmarks/network),
+- ``fastest baselines``: Leader SGD in 8 bits beside the fastest baseline of each place,
+- ``convergence TASK``: steps to a target (benchmarks/convergence),
+- ``endtoend``: seconds to a target (benchmarks/endtoend).
 """
 
 import json
@@ -14,8 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _convergence_tables, _network_tables, endtoend
-from benchmarks._about import argument_parser
+from benchmarks.convergence.tables import task_table
+from benchmarks.endtoend.tables import table_of
+from benchmarks.network.tables import fastest_baselines, place_table
+from benchmarks.report.about import argument_parser
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = tuple(sorted((DOCS / "performance").glob("*.md")))
@@ -34,14 +36,13 @@ def made_anew(text: str, page: Path) -> str:
 def _table(what: str, page: Path) -> str:
     match what.split():
         case ["network", link, nodes]:
-            places = _network_tables.by_place(_results("network"))
-            found = _network_tables.place_table(places.get((int(nodes), link), []))
-        case ["fastest", "peers"]:
-            found = _network_tables.fastest_peers(_results("network"))
+            found = place_table(_results("network"), int(nodes), link)
+        case ["fastest", "baselines"]:
+            found = fastest_baselines(_results("network"))
         case ["convergence", task]:
-            found = _convergence_tables.task_table(_results("convergence"), task)
+            found = task_table(_results("convergence"), task)
         case ["endtoend"]:
-            found = endtoend.table_of(_results("endtoend"))
+            found = table_of(_results("endtoend"))
         case _:
             raise ValueError(f"{page}: no table is called {what!r}; see python -m benchmarks.tables --help")
     if found.count("\n") < 2:

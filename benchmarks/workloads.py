@@ -98,7 +98,7 @@ class Digits(Task):
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
         labels = torch.tensor(digits.target)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        self._train = (images[order[:1437]], labels[order[:1437]])
+        self.train_data = (images[order[:1437]], labels[order[:1437]])
         self._test = (images[order[1437:]], labels[order[1437:]])
 
     def model(self) -> nn.Module:
@@ -115,7 +115,7 @@ class Digits(Task):
 
     def batches(self, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield full batches of the worker's images, shuffled anew in each epoch."""
-        x, y = self._train
+        x, y = self.train_data
         generator = torch.Generator().manual_seed(seed * workers + rank)
         split = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
         shard = split[rank::workers]
@@ -213,6 +213,7 @@ class Transformer(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
         for block in self.blocks:  # the sum of the residuals keeps its size
+            assert isinstance(block, Block)
             for last in (block.mix, block.shrink):
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
 
@@ -243,7 +244,8 @@ class Block(nn.Module):
         )  # each (windows, heads, context, width of a head)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mix(attended.transpose(1, 2).flatten(-2))
-        return x + self.shrink(functional.gelu(self.widen(self.norm_perceptron(x))))
+        x = x + self.shrink(functional.gelu(self.widen(self.norm_perceptron(x))))
+        return x
 
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, Bytes)}

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _convergence_tables, _network_tables, endtoend, tables
+from benchmarks import tables
+from benchmarks.convergence import tables as convergence_tables
+from benchmarks.endtoend.tables import table_of
+from benchmarks.network import tables as network_tables
 
 from .integration.running import until
 
@@ -51,7 +54,7 @@ def test_collectives_send_what_the_formula_says(tmp_path: Path) -> None:
     for result in results:
         assert result["members"] == 2
         assert 1.0 < result["bytes_over_formula"] < 1.2
-        assert result["seconds_over_wire"] > 0.95  # nothing is faster than the wire
+        assert result["seconds_over_link"] > 0.95  # nothing is faster than the link
         assert all(speed_up > 0.3 for speed_up in result["speed_ups"].values())
 
 
@@ -63,8 +66,8 @@ def test_overlap_is_within_what_is_possible(tmp_path: Path) -> None:
     assert [r["method"] for r in results] == ["bytegrad", "decentralized"]
     for result in results:
         # The sleeps alone take that long, and the step cannot be shorter than they are.
-        assert result["step_s"] > result["load"] * result["wire_by_arithmetic_s"]
-        assert result["wire_s"] > 0.8 * result["wire_by_arithmetic_s"]
+        assert result["step_s"] > result["load"] * result["link_by_arithmetic_s"]
+        assert result["link_s"] > 0.8 * result["link_by_arithmetic_s"]
         assert result["ceiling"] <= 1.0
 
 
@@ -116,19 +119,19 @@ def test_control_measures_real_servers_and_simulated_runs(tmp_path: Path) -> Non
 
 @root
 @needs_root
-def test_network_measures_ours_and_peers_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_network_measures_ours_and_baselines_and_goes_on_where_it_was(tmp_path: Path) -> None:
     smallest = ("--steps", "3", "--periods", "1", "--methods")
     found = quick("network", tmp_path, *smallest, "ddp", "leader-8bit")
     ddp, leader = found["results"]
     assert (ddp["method"], leader["method"]) == ("ddp", "leader-8bit")
     for result in (ddp, leader):
         assert result["compute_s"] > found["settings"]["compute_ms"] / 1e3, "the sleep is a part of the step"
-        assert result["step_s"] > 0.9 * result["sent_nbytes"] * 8 / 100e6, "nothing is faster than the wire"
+        assert result["step_s"] > 0.9 * result["sent_nbytes"] * 8 / 100e6, "nothing is faster than the link"
     model_nbytes = 4 * found["settings"]["parameters"]
     assert 1.0 < ddp["sent_nbytes"] / model_nbytes < 1.2, "two nodes: each sends the whole model once"
     assert 1.0 < leader["sent_nbytes"] / leader["needed_nbytes"] < 1.3
     assert leader["wait_s"] > 0
-    assert leader["step_s"] < ddp["step_s"] / 2, "a 64th of the bytes, on a wire that slow"
+    assert leader["step_s"] < ddp["step_s"] / 2, "a 64th of the bytes, on a link that slow"
     again = quick("network", tmp_path, *smallest, "leader-8bit", "ddp")
     assert again["results"] == found["results"], "what the file has is not run again"
 
@@ -145,7 +148,7 @@ def test_endtoend_tests_the_average_of_the_models_and_draws_it(tmp_path: Path) -
         assert list(steps) == list(range(8, result["steps"] + 1, 8))
         assert list(seconds) == sorted(set(seconds))
         assert 0.85 < max(accuracies) < 1.0
-        assert result["step_s"] > 0.9 * result["sent_nbytes"] * 8 / 100e6, "nothing is faster than the wire"
+        assert result["step_s"] > 0.9 * result["sent_nbytes"] * 8 / 100e6, "nothing is faster than the link"
     assert 16 < ddp["steps"] < local["steps"] == found["settings"]["steps"], "its bytes would take too long"
     assert local["sent_nbytes"] < ddp["sent_nbytes"] / 32, "a quarter of the bytes, every 16 steps"
     assert local["step_s"] < ddp["step_s"]
@@ -160,14 +163,14 @@ def test_the_table_of_endtoend_has_medians_and_ratios_only_where_both_reached_th
         {**common, "method": m, "seconds_to_target": s, "steps_to_target": steps, "step_s": step_s}
         for m, s, steps, step_s in measured
     ]
-    assert endtoend.table_of(rows).splitlines()[-3:] == [
+    assert table_of(rows).splitlines()[-3:] == [
         "| ddp | 1 | 80 | 40.0 |  | 1.00 | 64 | 500.0 | 1.00 | 2.100 | 0.9800 |",
         "| leader | 3 | 80 | 5.0 | 4.0 to never | 8.00 | 72 | 100.0 | 5.00 | 2.100 | 0.9800 |",
         "| alone | 1 | 80 | never |  |  |  | 50.0 | 10.00 | 2.100 | 0.9800 |",
     ]
 
 
-def test_convergence_trains_simulated_workers_as_real_ones_of_a_peer(tmp_path: Path) -> None:
+def test_convergence_trains_simulated_workers_as_real_ones_of_a_baseline(tmp_path: Path) -> None:
     pictures = tmp_path / "pictures"
     smallest = ("--steps", "40", "--plots", str(pictures), "--methods", "ddp", "allreduce", "leader")
     results = {r["method"]: r for r in quick("convergence", tmp_path, *smallest)["results"]}
@@ -189,7 +192,7 @@ def test_convergence_wants_steps_up_to_the_first_test() -> None:
     assert "--steps must be at least 8, when the average is first tested, not 7" in refused.stderr
 
 
-def test_a_killed_convergence_leaves_no_process_of_a_peer() -> None:
+def test_a_killed_convergence_leaves_no_process_of_a_baseline() -> None:
     steps = f"--steps={10**9 + os.getpid()}"  # marks its processes
     command = [sys.executable, "-m", "benchmarks.convergence", "--quick", steps, "--methods", "ddp"]
 
@@ -198,7 +201,7 @@ def test_a_killed_convergence_leaves_no_process_of_a_peer() -> None:
         for process in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):  # it has ended
                 said.append(process.read_bytes())
-        return [line for line in said if b"_convergence_peer" in line and steps.encode() in line]
+        return [line for line in said if b"convergence.baseline" in line and steps.encode() in line]
 
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as benchmark:
         try:
@@ -222,12 +225,12 @@ def test_a_ratio_of_step_times_is_the_median_of_those_within_a_turn() -> None:
         for method, of_turns in steps_s.items()
         for repeat, step_s in enumerate(of_turns)
     ]
-    lines = _network_tables.step_table(rows).splitlines()
+    lines = network_tables.step_table(rows).splitlines()
     assert lines[0] == "**2 nodes, 100mbit**"
     assert lines[-1] == "| leader | 500.0 | 4.00 | 2.100 | 1.050 | 20% | 4.0% | 76% |"
 
 
-def test_the_fastest_peer_is_that_of_the_same_wire_and_number_of_nodes() -> None:
+def test_the_fastest_baseline_is_that_of_the_same_link_and_number_of_nodes() -> None:
     def measured(nodes: int, link: str, method: str, step_s: float) -> dict:
         place = {"nodes": nodes, "link": link, "method": method, "repeat": 0, "step_s": step_s}
         return {**place, "compute_s": 0.1, "wait_s": 0.0, "sent_nbytes": 1e6, "needed_nbytes": 0.0}
@@ -242,7 +245,7 @@ def test_the_fastest_peer_is_that_of_the_same_wire_and_number_of_nodes() -> None
         *(measured(*two, "local", 0.1), measured(*three, "leader-8bit", 0.25), measured(*three, "ddp", 8.0)),
         *(measured(*three, "leader-8bit-delay", 0.16), measured(2, "1gbit", "leader-8bit", 0.15)),
     ]
-    assert _network_tables.step_table(rows).splitlines()[-2:] == [
+    assert network_tables.step_table(rows).splitlines()[-2:] == [
         "| 100mbit | 2 | post-local-sgd | 300.0 | 200.0 | 1.50 |  |  |",
         "| 100mbit | 3 | ddp | 8000.0 | 250.0 | 32.00 | 160.0 | 50.00 |",
     ]
@@ -261,12 +264,12 @@ def test_the_time_to_a_target_is_steps_times_the_time_of_a_step_of_the_same_peri
     measured = [("ddp", 4, 0.5), ("leader", 4, 0.1), ("leader", 2, 0.05)]
     results = [{"method": m, "link": "100mbit", "nodes": nodes, "step_s": s} for m, nodes, s in measured]
     network = {"settings": {"period": 16}, "results": results}
-    assert _convergence_tables.tables(rows, network, "100mbit", 4).splitlines()[-3:] == [
+    assert convergence_tables.tables(rows, network, "100mbit", 4).splitlines()[-3:] == [
         "| ddp |  | 200 ± 141 | 2 of 2 | 1.00 | 0.9800 ± 0.0000 |  | 500.0 | 100.0 | 1.00 |",
         "| leader | 16 | 110 | 1 of 2 | 1.10 | 0.9750 ± 0.0071 | -0.50 ± 0.71 | 100.0 | 11.0 | 4.55 |",
         "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |  |  |  |",
     ]
-    assert _convergence_tables.tables(rows, None, "", 4).splitlines()[-1] == (
+    assert convergence_tables.tables(rows, None, "", 4).splitlines()[-1] == (
         "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |"
     )
 

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/soak.py that decide: what goes wrong and when, and what of the result breaks a promise."""
+"""The parts of benchmarks/soak that decide: what goes wrong and when, and what of the result breaks a promise."""
 
 from collections import Counter
 from itertools import islice
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks._soak_schedule import (
+from benchmarks.soak.schedule import (
     APART_S,
     NOT_TOGETHER,
     SECONDS,
@@ -17,7 +17,7 @@ from benchmarks._soak_schedule import (
     chosen,
     schedule,
 )
-from benchmarks._soak_verdict import Outcome, Record, fault_table, story, verdict
+from benchmarks.soak.verdict import Outcome, Record, fault_table, story, verdict
 
 NODES = ["node0", "node1", "node2"]
 

@@ -1,18 +1,35 @@
-"""A Group of threads in one process: for tests, and for experiments with more workers than there are cores."""
+"""Workers and their Group as threads of one process: for tests, and for more workers than there are cores.
 
+Four workers that train with Leader SGD, and no server::
+
+    def member(group: SimulatedGroup) -> float:
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = SimulatedWorker.of_model(group, LeaderSettings(period=16), model, optimizer)
+        for x, y in batches(group.rank):
+            worker.step(lambda: mse_loss(model(x), y))
+        return worker.mean_loss()
+
+    losses = simulate((2, 2), member)  # two nodes of two workers
+"""
+
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lsgd.collectives.group import Transfer
 from lsgd.collectives.topology import first_ranks, node_ranks
 from lsgd.errors import ExchangeError
+from lsgd.flat import FlatParameters, floating_buffers
+from lsgd.protocol.messages import Generation, Round
+from lsgd.settings import AlgorithmSettings
 
 T = TypeVar("T")
 
@@ -87,6 +104,11 @@ class SimulatedGroup:
         """The first member of each node, None for the others."""
         firsts = first_ranks(self.node_sizes)
         return self._subgroup("across", firsts, one_node=False) if self.rank in firsts else None
+
+    @property
+    def aside(self) -> "SimulatedGroup":
+        """The same members once more, for exchanges beside an algorithm's own that may be under way."""
+        return self._subgroup("aside", list(range(self.size)), one_node=False)
 
     def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> "SimulatedGroup":
         if kind not in self._subgroups:
@@ -169,3 +191,129 @@ def simulate(
     if errors:
         raise errors[0]
     return [future.result() for future in futures]
+
+
+def generation_of(node_sizes: Sequence[int], number: int = 1) -> Generation:
+    """Return the generation of workers on nodes of these sizes, over Gloo."""
+    places = [(node, index) for node, size in enumerate(node_sizes) for index in range(size)]
+    return Generation.of(number, places, "gloo")
+
+
+class SimulatedWorker:
+    """A worker that trains with an algorithm of lsgd and without servers: what the client does in an iteration.
+
+    All workers of a group make the same number of steps. Rounds come before every ``period``-th and
+    ``local_period``-th step of the algorithm's schedule, and who has the lowest mean loss leads, as with servers.
+
+    Args:
+        group: all workers.
+        settings: of the algorithm.
+        parameters: the model's, as one-dimensional tensors; see :meth:`of_model`.
+        gradients: of the same shapes; what the backward pass adds to.
+        optimizer: of the parameters.
+        buffers: of the model, to be averaged in global rounds (batch-norm's statistics).
+        run: from which the seeds of stochastic rounding are made.
+    """
+
+    def __init__(
+        self,
+        group: SimulatedGroup,
+        settings: AlgorithmSettings,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
+        *,
+        buffers: Sequence[Tensor] = (),
+        run: str = "",
+    ) -> None:
+        self.group = group
+        self.parameters = parameters
+        self.gradients = gradients
+        self.optimizer = optimizer
+        self.algorithm = settings.create(parameters, run)
+        self.steps = 0
+        self._schedule = settings.schedule()
+        self._buffers = () if self._schedule.lockstep else buffers
+        self._losses: deque[float] = deque(maxlen=self._schedule.local_period)
+        self._rounds = self._global_rounds = 0
+
+    @classmethod
+    def of_model(
+        cls,
+        group: SimulatedGroup,
+        settings: AlgorithmSettings,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        run: str = "",
+    ) -> Self:
+        """Return a worker that trains ``model``, whose parameters and gradients move into flat tensors."""
+        flat = FlatParameters(model)
+        gradients = [torch.zeros_like(x) for x in flat.buffers]
+        for slot, window in zip(flat.slots, flat.windows(gradients), strict=True):
+            slot.parameter.grad = window
+        return cls(
+            group, settings, flat.buffers, gradients, optimizer, buffers=floating_buffers(model), run=run
+        )
+
+    def step(self, compute_loss: Callable[[], Tensor]) -> float:
+        """Make one step, after a round if one is due, and return its loss.
+
+        Args:
+            compute_loss: makes the forward pass of the next batch and returns its loss, one number.
+        """
+        round = None
+        if self.steps % self._schedule.local_period == 0 or self.steps % self._schedule.period == 0:
+            round = self._elect("global" if self.steps % self._schedule.period == 0 else "local")
+            if self.steps == 0:
+                self.begin(round)
+            else:
+                self.algorithm.settle(self.parameters)
+            for buffer in self._buffers if round.scope == "global" else ():
+                self.average(buffer)
+        return self.iterate(round, compute_loss)
+
+    def begin(self, round: Round) -> None:
+        """Begin a generation: take over the state that all share from the source, and reset the algorithm."""
+        for tensor in self.algorithm.shared_state():
+            self.group.broadcast(tensor, round.source)
+        self.algorithm.reset(self.parameters, self.group, round)
+
+    def iterate(self, round: Round | None, compute_loss: Callable[[], Tensor]) -> float:
+        """Make one step with this round, or with none, and return its loss."""
+        self.algorithm.before_forward(self.parameters, self.group, round)
+        for gradient in self.gradients:
+            gradient.zero_()
+        loss = compute_loss()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.algorithm.after_backward(self.parameters, self.gradients, self.group, round)
+        self.optimizer.step()
+        self.algorithm.after_step(self.parameters)
+        self._losses.append(float(loss.detach()))
+        self.steps += 1
+        return self._losses[-1]
+
+    def mean_loss(self) -> float:
+        """Return the mean loss of the last ``local_period`` steps; infinity if there is no finite one."""
+        mean = sum(self._losses) / len(self._losses) if self._losses else math.inf
+        return mean if math.isfinite(mean) else math.inf
+
+    @torch.no_grad()
+    def average(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its mean over all workers."""
+        self.group.aside.all_reduce(tensor.div_(self.group.size)).wait()
+
+    def _elect(self, scope: str) -> Round:
+        """Return the next round, led by the workers with the lowest losses: one on each node, and one of these."""
+        own = torch.tensor([self.mean_loss()], dtype=torch.float64)
+        losses = [torch.empty_like(own) for _ in range(self.group.size)]
+        self.group.aside.all_gather(losses, own).wait()
+        sizes = self.group.node_sizes
+        nodes = [node_ranks(first, sizes) for first in first_ranks(sizes)]
+        leaders = tuple(min(node, key=lambda rank: float(losses[rank])) for node in nodes)
+        leader = min(leaders, key=lambda rank: float(losses[rank]))
+        self._rounds += 1
+        exchanges = self._global_rounds
+        self._global_rounds += scope == "global"
+        generation = generation_of(sizes)
+        return Round(self._rounds, generation, scope, leader, leaders, exchanges, (), 0, False)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.lab import Lab
+from benchmarks.testbed import Testbed
 from lsgd.client.cli import doctor
 from lsgd.client.cli.doctor import Doctor, suggested_period
 from lsgd.client.launcher.place import Place
@@ -87,15 +87,15 @@ def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_the_rate_and_the_round_trip_are_those_of_the_wire() -> None:
-    with Lab(2, rate_mbit=100, delay_ms=5) as lab:
-        arguments = ["doctor", "--nodes", "2", "--address", lab.hosts[0].address]
+    with Testbed(2, rate_mbit=100, delay_ms=5) as testbed:
+        arguments = ["doctor", "--nodes", "2", "--address", testbed.hosts[0].address]
         processes = [
             host.popen(
                 [sys.executable, "-m", "lsgd.client", *arguments, "--node", str(host.index)],
                 stdout=-1,
                 text=True,
             )
-            for host in lab.hosts
+            for host in testbed.hosts
         ]
         outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs

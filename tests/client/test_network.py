@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.lab import Lab
+from benchmarks.testbed import Testbed
 from lsgd.client.control.network import interface_towards
 from lsgd.errors import ConfigError
 
@@ -55,11 +55,11 @@ def test_a_server_that_cannot_be_reached(host) -> None:
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_a_host_whose_name_means_the_loopback_uses_the_interface_of_the_route() -> None:
-    with Lab(2, loopback_names=True) as lab:
-        answer = json.loads(lab.hosts[1].run([sys.executable, "-c", ASK, lab.hosts[0].address]))
+    with Testbed(2, loopback_names=True) as testbed:
+        answer = json.loads(testbed.hosts[1].run([sys.executable, "-c", ASK, testbed.hosts[0].address]))
     assert answer == [
-        lab.hosts[1].address,
+        testbed.hosts[1].address,
         "eth0",
-        f"it routes to the global server at {lab.hosts[0].address}",
+        f"it routes to the global server at {testbed.hosts[0].address}",
         "127.0.1.1",
     ]

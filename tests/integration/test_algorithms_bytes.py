@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab import Lab
+from benchmarks.testbed import Testbed
 from lsgd.plan.plan import algorithm_of
 from lsgd.settings import AlgorithmSettings
 
@@ -70,10 +70,10 @@ def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> 
     """With the headers of every packet, and all that the servers say, which is more the longer it takes."""
     (tmp_path / "plan.toml").write_text(plan())
     command = ("--", sys.executable, str(SCRIPTS / "wire.py"), str(tmp_path))
-    with Lab(WORKERS, rate_mbit=4000) as lab:
+    with Testbed(WORKERS, rate_mbit=4000) as testbed:
         settings = {"NUM_GROUPS": str(WORKERS), "NUM_WORKERS": "1", "PLAN": str(tmp_path / "plan.toml")}
         settings["PYTHONPATH"] = str(ROOT)  # its worker counts as the benchmarks do
-        finish([start(host, tmp_path, *command, **settings) for host in lab.hosts])
+        finish([start(host, tmp_path, *command, **settings) for host in testbed.hosts])
     members = [sent_by_phase(tmp_path / f"sent{rank}") for rank in range(WORKERS)]
     assert [settings.name for settings, _ in members[0]] == [table["name"] for table in ALGORITHMS]
     for phases in zip(*members, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab import Host, Lab
+from benchmarks.testbed import Host, Testbed
 from lsgd.errors import NoConsensusError
 
 from .running import SCRIPTS, until
@@ -60,10 +60,10 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
         "LSGD_LOCAL_PERIOD": "16",
         "LSGD_EXCHANGE_TIMEOUT_S": "4",
     }
-    with Lab(3) as lab:
+    with Testbed(3) as testbed:
 
         def status() -> dict[str, Any]:
-            return dict(json.loads(lsgd(lab.hosts[0], tmp_path / "keys", "status", "--json")))
+            return dict(json.loads(lsgd(testbed.hosts[0], tmp_path / "keys", "status", "--json")))
 
         def trains(nodes: set[int]) -> dict[str, Any]:
             """Return the status, when these nodes alone have completed two global rounds more."""
@@ -73,16 +73,16 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
             )
 
         command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.01")
-        processes = [start(host, tmp_path, *command, **plan) for host in lab.hosts]
+        processes = [start(host, tmp_path, *command, **plan) for host in testbed.hosts]
         until((tmp_path / "keys" / "operator.token").exists, "node 0 makes the keys")
         trains({0, 1, 2})
-        cut_link(lab.hosts[1], lab.hosts[2])
+        cut_link(testbed.hosts[1], testbed.hosts[2])
         trains({0, 1})
         (cut,) = [m["worker"] for m in status()["members"] if m["state"] == "cut"]
         assert cut == "node2/worker0"
-        mend_link(lab.hosts[1], lab.hosts[2])
+        mend_link(testbed.hosts[1], testbed.hosts[2])
         trains({0, 1, 2})
-        lsgd(lab.hosts[0], tmp_path / "keys", "stop")
+        lsgd(testbed.hosts[0], tmp_path / "keys", "stop")
         outputs = finish(processes)
     said = outputs[0].splitlines()
     failed = [line for line in said if "[global]" in line and " failed: " in line]

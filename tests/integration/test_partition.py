@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lab import Host, Lab
+from benchmarks.testbed import Host, Testbed
 
 from .running import SCRIPTS, until
 from .test_two_nodes import finish, start
@@ -33,10 +33,10 @@ def lsgd(host: Host, keys: Path, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_node_that_is_cut_off_is_left_out_and_comes_back_when_the_wire_does(tmp_path: Path) -> None:
-    with Lab(2) as lab:
+    with Testbed(2) as testbed:
 
         def status() -> dict[str, Any]:
-            return dict(json.loads(lsgd(lab.hosts[0], tmp_path / "keys", "status", "--json")))
+            return dict(json.loads(lsgd(testbed.hosts[0], tmp_path / "keys", "status", "--json")))
 
         def trains(nodes: set[int], iterations: int) -> dict[str, Any]:
             """Return the status, when the workers of these nodes alone have made so many iterations more."""
@@ -46,16 +46,16 @@ def test_a_node_that_is_cut_off_is_left_out_and_comes_back_when_the_wire_does(tm
             )
 
         command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.01")
-        processes = [start(host, tmp_path, *command, **PLAN) for host in lab.hosts]
+        processes = [start(host, tmp_path, *command, **PLAN) for host in testbed.hosts]
         until((tmp_path / "keys" / "operator.token").exists, "node 0 makes the keys")
         whole = trains({0, 1}, 50)
-        lab.cut(lab.hosts[1])
+        testbed.cut(testbed.hosts[1])
         alone = trains({0}, 50)
         assert alone["generation"] > whole["generation"]
-        lab.mend(lab.hosts[1])
+        testbed.mend(testbed.hosts[1])
         again = trains({0, 1}, 50)
         assert again["generation"] > alone["generation"]
-        lsgd(lab.hosts[0], tmp_path / "keys", "stop")
+        lsgd(testbed.hosts[0], tmp_path / "keys", "stop")
         outputs = finish(processes)
     assert "node1/worker0 was left out of the run; it is started again" in outputs[1]
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("node*/node*.json"))]

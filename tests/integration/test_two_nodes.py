@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab import Host, Lab
+from benchmarks.testbed import Host, Testbed
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -79,10 +79,10 @@ def processes_on(host: Host) -> list[str]:
 @pytest.mark.timeout(900)
 def test_two_nodes_reach_the_accuracy_with_local_rounds_inside_each(tmp_path: Path) -> None:
     iterations = 2000
-    with Lab(2) as lab:
-        finish([start(host, tmp_path, LSGD_ITERATIONS=str(iterations)) for host in lab.hosts])
-        assert [processes_on(host) for host in lab.hosts] == [[], []]
-        on_the_wire_nbytes = sum(host.sent_nbytes for host in lab.hosts)
+    with Testbed(2) as testbed:
+        finish([start(host, tmp_path, LSGD_ITERATIONS=str(iterations)) for host in testbed.hosts])
+        assert [processes_on(host) for host in testbed.hosts] == [[], []]
+        on_the_wire_nbytes = sum(host.sent_nbytes for host in testbed.hosts)
     result = json.loads((tmp_path / "node0" / "result.json").read_text())
     assert result["test_accuracy"] >= 0.97
     assert (result["workers"], result["groups"]) == (4, 2)
@@ -106,23 +106,23 @@ def shows(process: subprocess.Popen[str], text: str) -> str:
 
 
 def test_the_line_that_node_0_prints_starts_node_1_with_a_token_of_its_own(tmp_path: Path) -> None:
-    with Lab(2, loopback_names=True) as lab:
-        first = start(lab.hosts[0], tmp_path, LSGD_ITERATIONS="200")
+    with Testbed(2, loopback_names=True) as testbed:
+        first = start(testbed.hosts[0], tmp_path, LSGD_ITERATIONS="200")
         line = shows(first, "[launch] node 1 joins with: ").partition("joins with: ")[2]
         assert line.startswith("LSGD_TOKEN=lsgd1:node1:")
         shows(first, "worker1")  # it is well under way
         elsewhere = {"LSGD_KEYS": str(tmp_path / "none"), "IP_ADDR": "", "NUM_GROUPS": ""}
-        second = start(lab.hosts[1], tmp_path, script=("bash", "-c", line), **elsewhere)
+        second = start(testbed.hosts[1], tmp_path, script=("bash", "-c", line), **elsewhere)
         finish([first, second])
     result = json.loads((tmp_path / "node0" / "result.json").read_text())
     assert (result["workers"], result["groups"], result["iterations"]) == (4, 2, 200)
 
 
 def test_node_1_may_start_first_and_waits_for_its_token_in_a_folder_that_both_see(tmp_path: Path) -> None:
-    with Lab(2) as lab:
-        second = start(lab.hosts[1], tmp_path, LSGD_ITERATIONS="200")
+    with Testbed(2) as testbed:
+        second = start(testbed.hosts[1], tmp_path, LSGD_ITERATIONS="200")
         shows(second, "this node needs a token; node 0 prints the line to start it with")
-        finish([second, start(lab.hosts[0], tmp_path, LSGD_ITERATIONS="200")])
+        finish([second, start(testbed.hosts[0], tmp_path, LSGD_ITERATIONS="200")])
     result = json.loads((tmp_path / "node0" / "result.json").read_text())
     assert (result["workers"], result["groups"], result["iterations"]) == (4, 2, 200)
 
@@ -131,12 +131,12 @@ def test_while_one_node_is_in_a_local_round_the_other_keeps_training(tmp_path: P
     script = tmp_path / "times.py"
     script.write_text(ITERATION_TIMES)
     plan = {"LSGD_ITERATIONS": "800", "LSGD_PERIOD": "400", "LSGD_LOCAL_PERIOD": "10", "INSECURE": "1"}
-    with Lab(2) as lab:
+    with Testbed(2) as testbed:
         # A model of 1 MB takes more than 0.3 s from one worker of node 0 to the other.
-        lab.hosts[0].run(
+        testbed.hosts[0].run(
             ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *"rate 20mbit burst 128k latency 1s".split()]
         )
-        finish([start(host, tmp_path, "--", sys.executable, str(script), **plan) for host in lab.hosts])
+        finish([start(host, tmp_path, "--", sys.executable, str(script), **plan) for host in testbed.hosts])
     times_s = [
         [float(line) for line in (tmp_path / f"node{rank // 2}" / f"times{rank}").read_text().split()]
         for rank in range(4)

@@ -158,7 +158,7 @@ def test_all_skip_together(name):
         for id in range(1, 4):
             worker.iterate(make_round([2, 1, 2], id=id))
         state = {k: v.clone() for k, v in worker.algorithm.state_dict().get("residuals", {}).items()}
-        worker.backward()
+        worker.loss().backward()
         gradients = [x.grad for x in worker.flats]
         if group.rank == 3:
             gradients[1][2] = torch.inf

@@ -204,7 +204,7 @@ def test_the_exchange_runs_beside_forward_and_backward():
         worker.algorithm.before_forward(worker.parameters, group, make_round([1, 1]))
         exchanging = worker.algorithm.exchanging
         before = [x.clone() for x in worker.parameters]
-        worker.backward()
+        worker.loss().backward()
         peer_may_begin.set()
         unchanged = all(map(torch.equal, before, worker.parameters))
         worker.algorithm.after_backward(worker.parameters, [], group, make_round([1, 1]))

@@ -1,21 +1,16 @@
-"""Simulated workers: torch's SGD on the problem of reference.py, with an algorithm of lsgd at its moments."""
+"""Simulated workers: torch's SGD on the problem of reference.py, with an algorithm of lsgd."""
 
 import numpy as np
 import torch
 
-from lsgd.collectives.simulation import simulate
+from lsgd.collectives.simulation import SimulatedWorker, generation_of, simulate
 from lsgd.collectives.topology import first_ranks
-from lsgd.protocol.messages import Generation, Round
+from lsgd.protocol.messages import Round
 
 from .reference import Exchange, Problem
 
 SPLIT = 17
 """The model is held in two flat tensors: the first so many elements, and the rest."""
-
-
-def generation(node_sizes, number: int = 1) -> Generation:
-    places = [(node, index) for node, size in enumerate(node_sizes) for index in range(size)]
-    return Generation.of(number, places, "gloo")
 
 
 def make_round(
@@ -25,7 +20,7 @@ def make_round(
     exchange = exchange or Exchange(None, 0, tuple(first_ranks(node_sizes)), id - 1)
     return Round(
         id=id,
-        generation=generation(node_sizes, number),
+        generation=generation_of(node_sizes, number),
         scope="global" if exchange.node is None else "local",
         leader=exchange.leader,
         leaders=exchange.leaders,
@@ -36,54 +31,37 @@ def make_round(
     )
 
 
-class TorchWorker:
+class TorchWorker(SimulatedWorker):
     """A model in two flat tensors, a torch SGD, and an algorithm, all at their start."""
 
     def __init__(
         self, settings, group, problem: Problem, *, lr=0.02, momentum=0.9, dtypes=(torch.float32,) * 2
     ):
-        self.problem, self.group, self.steps = problem, group, 0
+        self.problem = problem
         start = torch.from_numpy(problem.start)
         parts = zip((start[:SPLIT], start[SPLIT:]), dtypes, strict=True)
         self.flats = [part.to(dtype, copy=True).requires_grad_() for part, dtype in parts]
-        self.algorithm = settings.create(self.parameters)
-        self.optimizer = torch.optim.SGD(self.flats, lr=lr, momentum=momentum)
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        return [x.detach() for x in self.flats]
+        for x in self.flats:
+            x.grad = torch.zeros_like(x)
+        parameters, gradients = [x.detach() for x in self.flats], [x.grad for x in self.flats]
+        optimizer = torch.optim.SGD(self.flats, lr=lr, momentum=momentum)
+        super().__init__(group, settings, parameters, gradients, optimizer)
 
     @property
     def model(self) -> np.ndarray:
         """All parameters in float64."""
         return torch.cat([x.double() for x in self.parameters]).numpy()
 
-    def begin(self, round: Round) -> None:
-        """Begin a generation as the worker does: shared state from the source, then reset."""
-        for tensor in self.algorithm.shared_state():
-            self.group.broadcast(tensor, round.source)
-        self.algorithm.reset(self.parameters, self.group, round)
-
-    def backward(self) -> float:
+    def loss(self) -> torch.Tensor:
         features, targets = (
             torch.from_numpy(part) for part in self.problem.batch(self.group.rank, self.steps)
         )
         x = torch.cat([x.float() for x in self.flats])
-        loss = torch.nn.functional.mse_loss(features @ x, targets)
-        self.optimizer.zero_grad()
-        loss.backward()
-        return float(loss.detach())
+        return torch.nn.functional.mse_loss(features @ x, targets)
 
     def iterate(self, round: Round | None) -> float:
         """One whole iteration; returns its loss."""
-        self.algorithm.before_forward(self.parameters, self.group, round)
-        loss = self.backward()
-        gradients = [x.grad for x in self.flats]
-        self.algorithm.after_backward(self.parameters, gradients, self.group, round)
-        self.optimizer.step()
-        self.algorithm.after_step(self.parameters)
-        self.steps += 1
-        return loss
+        return super().iterate(round, self.loss)
 
 
 class Recording:

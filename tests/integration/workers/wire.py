@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks._interface import sent_with_headers_nbytes
+from benchmarks.testbed.interface import sent_with_headers_nbytes
 from lsgd.client import Worker
 from lsgd.plan.plan import table_of
 

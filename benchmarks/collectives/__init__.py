@@ -1,0 +1,1 @@
+"""lsgd's collectives beside Gloo's."""

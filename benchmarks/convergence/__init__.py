@@ -1,0 +1,1 @@
+"""Steps and time to a target."""

@@ -1,0 +1,1 @@
+"""Seconds to an accuracy."""

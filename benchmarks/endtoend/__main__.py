@@ -1,0 +1,107 @@
+"""Seconds to an accuracy: ``python -m benchmarks.endtoend [--link 100mbit] [--json FILE] [--plot FILE]``. Linux, root.
+
+Two hosts of the testbed (benchmarks/testbed), one worker each, train an MLP of 5 million parameters (W4) on
+scikit-learn's digits; lsgd's methods with the real servers, ``lsgd launch`` and Worker. Compute and bytes are real, and
+all processes share this machine's cores, so that what a method computes for its exchange costs it time too. First
+model, batches, optimizer, learning rate and period are the same for all; a seed chooses model and batches, and tables
+have medians over the seeds.
+
+The clock starts with the first step, when processes have met and have the same model. Every eight steps each worker
+copies its model, while its clock stands; the average of the workers' models is tested after the run. That average
+exists when the last worker has made the copy. ``alone`` never exchanges anything: its average is what a single exchange
+at that time would give.
+
+Methods whose bytes alone would take longer than ``Settings.wire_s`` for all steps make as many as that allows. Results
+are written as they come; what the file has is not run again.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.baselines.environments import interpreters_of
+from benchmarks.endtoend.runs import NODES, Result, Settings, run
+from benchmarks.endtoend.tables import table_of
+from benchmarks.methods import ALONE, BASELINES
+from benchmarks.report.about import about, argument_parser, heading
+from benchmarks.report.results import Results, add_options
+from benchmarks.testbed import LINKS, Testbed, TestbedError
+from benchmarks.workloads import WideDigits
+
+METHODS = (
+    *BASELINES,
+    ALONE,
+    *("leader", "leader-8bit", "leader-8bit-delay", "local-8bit", "diloco"),
+    *("low_precision_decentralized", "bytegrad"),
+)
+QUICK_METHODS = ("ddp", "ddp-powersgd1", "post-local-sgd", "leader-8bit", "local-8bit", "bytegrad")
+
+FULL = Settings(width=2200, period=64, steps=WideDigits.steps, wire_s=120.0)
+QUICK = Settings(width=512, period=16, steps=72, wire_s=4.0)
+
+
+def run_all(
+    options: argparse.Namespace, settings: Settings, pythons: Mapping[str, str], results: Results
+) -> None:
+    """Make the runs that have no result yet."""
+    for seed, (method, python) in itertools.product(range(options.seeds), pythons.items()):
+        make = partial(run_once, method, options.link, seed, settings, python)
+        results.keep(make, f"{method}, seed {seed}", link=options.link, method=method, seed=seed)
+
+
+def run_once(method: str, link: str, seed: int, settings: Settings, python: str) -> Result:
+    """Train with a method on a new testbed."""
+    rate_mbit, delay_ms = LINKS[link]
+    with Testbed(NODES, rate_mbit=rate_mbit, delay_ms=delay_ms) as testbed:
+        return run(testbed, method, link, seed, settings, python)
+
+
+def options_of() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argument_parser("benchmarks.endtoend", __doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, six methods, few steps")
+    parser.add_argument("--link", choices=LINKS, default="100mbit", help="the network between the hosts")
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from 0")
+    add_options(parser, METHODS)
+    parser.add_argument(
+        "--plot", type=Path, help="draw accuracy over seconds to this PNG file (needs matplotlib)"
+    )
+    options = parser.parse_args()
+    options.methods = options.methods or (QUICK_METHODS if options.quick else METHODS)
+    return options
+
+
+def main() -> int:
+    """Train with every method on one link, and print a Markdown table."""
+    options = options_of()
+    settings = QUICK if options.quick else FULL
+    pythons = interpreters_of(options.methods, options.baseline_python)
+    torch.set_num_threads(1)
+    machine = about("benchmarks.endtoend")
+    try:
+        results = Results(options.json, machine, asdict(settings))
+        print(heading(machine) + "\n", flush=True)
+        run_all(options, settings, pythons, results)
+    except (TestbedError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows = [r for r in results.rows if r["link"] == options.link and r["method"] in options.methods]
+    print(f"\n{table_of(rows)}")
+    if options.plot:
+        from benchmarks.endtoend.plot import draw
+
+        title = (
+            f"Digits, MLP of width {settings.width}, {NODES} hosts, {options.link}, period {settings.period}"
+        )
+        draw(rows, title, WideDigits.target_accuracy, options.plot)
+    return results.end(options.methods, pythons)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The table of benchmarks/endtoend, made from its results."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.report.tables import number, table
+
+REFERENCE = "ddp"
+COLUMNS = (
+    *("method", "seeds", "steps", "s to target", "range", "over DDP", "steps to target"),
+    *("ms a step", "over DDP", "MB a step", "final accuracy"),
+)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the Markdown table of the runs on one link: medians over the seeds, and the range of the seconds."""
+    if not rows:
+        return table(COLUMNS, [])
+    runs = pd.DataFrame(rows).drop(columns=["link", "curve"], errors="ignore")
+    never = ["seconds_to_target", "steps_to_target"]
+    runs[never] = runs[never].astype(float).fillna(math.inf)
+    of_method = runs.groupby("method", sort=False)
+    medians = of_method.median()
+    medians["seeds"] = of_method.size()
+    medians["first"], medians["last"] = (of_method["seconds_to_target"].agg(how) for how in ("min", "max"))
+    reference = medians.reindex([REFERENCE]).to_dict("records")[0]
+    return table(COLUMNS, [_line(found, reference) for found in medians.reset_index().to_dict("records")])
+
+
+def _line(found: Mapping[Any, Any], reference: Mapping[Any, Any]) -> Sequence[str]:
+    """Return the cells of a method with these medians, beside those of the reference."""
+    seconds, steps = found["seconds_to_target"], found["steps_to_target"]
+    first, last = (number(found[name], ".1f", "never") for name in ("first", "last"))
+    ratio = reference["seconds_to_target"] / seconds if math.isfinite(seconds) else math.nan
+    return (
+        found["method"],
+        f"{found['seeds']:.0f}",
+        f"{found['steps']:.0f}",
+        number(seconds, ".1f", "never"),
+        f"{first} to {last}" if found["seeds"] > 1 else "",
+        number(ratio, ".2f"),
+        number(steps, ".0f"),
+        f"{found['step_s'] * 1e3:.1f}",
+        number(reference["step_s"] / found["step_s"], ".2f"),
+        f"{found['sent_nbytes'] / 1e6:.3f}",
+        f"{found['final_accuracy']:.4f}",
+    )

@@ -1,0 +1,1 @@
+"""The 8-bit kernels beside a copy of the same memory."""

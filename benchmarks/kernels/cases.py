@@ -1,0 +1,225 @@
+"""What benchmarks.kernels measures: our paths, and what users have today."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lsgd.kernels import Layout, Quantized, dispatch
+from lsgd.kernels.cpu.path import CpuPath
+from lsgd.kernels.cuda.path import CupyLaunch
+from lsgd.kernels.reference import ReferencePath
+
+BLOCK = 2048
+MEMBERS = 8
+SCALES = 8 / BLOCK  # bytes of lo and unit per element
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation: the same call on each of the rotated buffers."""
+
+    name: str
+    bytes_per_element: float
+    calls: list[Call]
+
+
+class Device(Protocol):
+    """Where the cases run and how they are timed."""
+
+    def name(self) -> str:
+        """Return its name."""
+
+    def time(self, call: Call) -> float:
+        """Return the seconds that one call takes."""
+
+    def cases(self, numel: int, rotated: int, *, slow: bool) -> list[Case]:
+        """Return the cases at one size, the copy first."""
+
+
+def path_cases(
+    name: str, path: ReferencePath, buffers: list[tuple[Tensor, Tensor]], block: int | None
+) -> list[Case]:
+    """Every operation of one path on (input, output) pairs, outputs given."""
+    layout = Layout(buffers[0][0].numel(), block)
+    payloads = []
+    for x, _ in buffers:
+        payload = layout.empty(device=x.device).zero_()
+        path.quantize(x, layout, payload, None)
+        payloads.append(Quantized(payload, layout))
+    scales = 8 / layout.block_numel
+    read = 4 + (4 if block is None else 0)
+    tag = f"{name}, {'one block' if block is None else f'blocks of {block}'}"
+
+    def case(what: str, nbytes: float, make: Callable[[Tensor, Tensor, Quantized], Call]) -> Case:
+        calls = [make(x, y, q) for (x, y), q in zip(buffers, payloads, strict=True)]
+        return Case(f"{tag}: {what}", nbytes, calls)
+
+    return [
+        case("nearest", read + 1 + scales, lambda x, y, q: lambda: path.quantize(x, layout, q.payload, None)),
+        case("stochastic", read + 1 + scales, lambda x, y, q: lambda: path.quantize(x, layout, q.payload, 7)),
+        case("dequantize", 5 + scales, lambda x, y, q: lambda: path.dequantize(q, y)),
+        case("dequantize-add", 9 + scales, lambda x, y, q: lambda: path.dequantize_add(q, y, 1e-3)),
+    ]
+
+
+def reduce_case(name: str, path: ReferencePath, x: Tensor) -> Case:
+    """Dequantize, add up and quantize again the chunks of eight members, each an eighth of the elements."""
+    layout = Layout(x.numel() // MEMBERS, BLOCK)
+    rows = torch.empty(MEMBERS + 1, layout.nbytes, dtype=torch.uint8, device=x.device)
+    chunks = x.view(-1)[: layout.numel * MEMBERS].view(MEMBERS, -1)
+    for row, chunk in zip(rows, chunks, strict=False):
+        path.quantize(chunk, layout, row, None)
+    qs = [Quantized(row, layout) for row in rows[:MEMBERS]]
+    weight = 1 / MEMBERS
+
+    def call() -> None:
+        path.dequantize_reduce_quantize(qs, weight, layout, rows[MEMBERS], None)
+
+    return Case(f"{name}: reduce {MEMBERS} members", (1 + SCALES) * (1 + 1 / MEMBERS), [call])
+
+
+def blocks_of(x: Tensor) -> Tensor:
+    """Return the whole blocks as rows."""
+    return x[: x.numel() // BLOCK * BLOCK].view(-1, BLOCK)
+
+
+def plain_nearest(rows: Tensor, codes: Tensor) -> None:
+    """Quantize as one would write it in torch, without our guards: no flag, no care for constants."""
+    lo, hi = rows.aminmax(dim=1, keepdim=True)
+    codes.copy_(((rows - lo) * (255 / (hi - lo))).round().to(torch.uint8))
+
+
+def plain_stochastic(rows: Tensor, codes: Tensor) -> None:
+    """The same with torch's own random numbers."""
+    lo, hi = rows.aminmax(dim=1, keepdim=True)
+    codes.copy_(
+        ((rows - lo) * (255 / (hi - lo)) + torch.rand_like(rows)).floor().clamp(max=255).to(torch.uint8)
+    )
+
+
+def plain_dequantize(codes: Tensor, lo: Tensor, unit: Tensor, out: Tensor) -> None:
+    """Decode as one would write it in torch."""
+    out.copy_(codes.to(torch.float32) * unit + lo)
+
+
+def torch_cases(buffers: list[tuple[Tensor, Tensor]], wrap: Callable[[Any], Any], name: str) -> list[Case]:
+    """What plain torch does, eager or compiled."""
+    nearest, stochastic, decode = wrap(plain_nearest), wrap(plain_stochastic), wrap(plain_dequantize)
+    codes = torch.empty_like(blocks_of(buffers[0][0]), dtype=torch.uint8)
+    lo, hi = blocks_of(buffers[0][0]).aminmax(dim=1, keepdim=True)
+    unit = (hi - lo) / 255
+    rows = [(blocks_of(x), blocks_of(y)) for x, y in buffers]
+    return [
+        Case(f"{name}: nearest", 5 + SCALES, [partial(nearest, x, codes) for x, _ in rows]),
+        Case(f"{name}: stochastic", 5 + SCALES, [partial(stochastic, x, codes) for x, _ in rows]),
+        Case(f"{name}: dequantize", 5 + SCALES, [partial(decode, codes, lo, unit, y) for _, y in rows]),
+    ]
+
+
+def quantize_per_tensor_case(buffers: list[tuple[Tensor, Tensor]]) -> Case:
+    """torch.quantize_per_tensor, with the range found first, as it must be."""
+
+    def call(x: Tensor) -> object:
+        lo, hi = x.aminmax()
+        scale = float(hi - lo) / 255
+        return torch.quantize_per_tensor(x, scale, min(255, max(0, round(-float(lo) / scale))), torch.quint8)
+
+    return Case("torch.quantize_per_tensor", 9, [partial(call, x) for x, _ in buffers])
+
+
+class CpuDevice:
+    """This machine's processor."""
+
+    def name(self) -> str:
+        """Return what torch calls it."""
+        return "cpu"
+
+    def time(self, call: Call) -> float:
+        """Return the wall time."""
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    def cases(self, numel: int, rotated: int, *, slow: bool) -> list[Case]:
+        """The copy, both instruction sets, and plain torch."""
+        buffers = [(torch.randn(numel), torch.zeros(numel)) for _ in range(rotated)]
+        ours, avx2 = CpuPath(), CpuPath(cpu="haswell")
+        found = [
+            Case("copy_", 8, [partial(y.copy_, x) for x, y in buffers]),
+            *path_cases("lsgd", ours, buffers, BLOCK),
+            *path_cases("lsgd", ours, buffers, None)[:2],
+            reduce_case("lsgd", ours, buffers[0][0]),
+            *path_cases("lsgd as on AVX2", avx2, buffers, BLOCK),
+            *torch_cases(buffers, lambda function: function, "torch eager"),
+            quantize_per_tensor_case(buffers),
+        ]
+        if slow:
+            found += torch_cases(buffers, lambda f: torch.compile(f, dynamic=False), "torch.compile")
+        return found
+
+
+class CudaDevice:
+    """The first GPU."""
+
+    def name(self) -> str:
+        """Return its name."""
+        return torch.cuda.get_device_name()
+
+    def time(self, call: Call) -> float:
+        """Return the time on the GPU, by events around the call."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    def cases(self, numel: int, rotated: int, *, slow: bool) -> list[Case]:
+        """The copy kernel, our kernels, plain torch, and the sequence of three kernels."""
+        buffers = [
+            (torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")) for _ in range(rotated)
+        ]
+        ours = dispatch.path_for("cuda")
+        found = [
+            Case("float4 copy kernel", 8, float4_copies(buffers)),
+            *path_cases(ours.name, ours, buffers, BLOCK),
+            *path_cases(ours.name, ours, buffers, None)[:2],
+            reduce_case(ours.name, ours, buffers[0][0]),
+            *path_cases("reference", ReferencePath(), buffers, BLOCK),
+            *torch_cases(buffers, lambda function: function, "min, max and codes apart"),
+            quantize_per_tensor_case(buffers),
+        ]
+        if slow:
+            found += torch_cases(buffers, lambda f: torch.compile(f, dynamic=False), "torch.compile")
+        return found
+
+
+FLOAT4_COPY = r"""
+extern "C" __global__ void copy(long long from, long long to, long long count) {
+  long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  if (index < count) ((float4*)to)[index] = ((const float4*)from)[index];
+}
+"""
+
+
+def float4_copies(buffers: list[tuple[Tensor, Tensor]]) -> list[Call]:
+    """Return calls that copy by a kernel of our own; torch's copy where CuPy is missing."""
+    try:
+        launch = CupyLaunch(FLOAT4_COPY)
+    except (ImportError, RuntimeError):
+        return [partial(y.copy_, x) for x, y in buffers]
+
+    def copy(x: Tensor, y: Tensor) -> None:
+        count = x.numel() // 4
+        launch(x.device, "copy", -(-count // 256), 256, (x.data_ptr(), y.data_ptr(), count))
+
+    return [partial(copy, x, y) for x, y in buffers]

@@ -1,0 +1,1 @@
+"""Step times on slow networks."""

@@ -1,0 +1,1 @@
+"""What benchmarks say and keep: the machine, results, tables and pictures."""

@@ -1,0 +1,1 @@
+"""A long training in which everything goes wrong."""
