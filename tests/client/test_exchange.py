@@ -8,12 +8,13 @@ from torch import nn
 
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.run_folder import counts
 from lsgd.client.iteration.asking import Asking
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.client.iteration.tally import Tally
-from lsgd.errors import ExchangeError
-from lsgd.flat import FlatParameters
+from lsgd.errors import ExchangeError, LeftOutError, ServerLostError
+from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Round
@@ -46,7 +47,9 @@ class Odd(nn.Module):
 class Members:
     """Workers of one generation after another, each with a model full of its own number (1, 2, ...)."""
 
-    def __init__(self, switchboard: Switchboard, count: int, model: type[Odd] = Odd, **run: object) -> None:
+    def __init__(
+        self, switchboard: Switchboard, count: int, model: type[Odd] = Odd, folder=None, **run: object
+    ) -> None:
         settings = LeaderSettings(
             period=4, local_period=4, pull_global=0.5, proximal_global=0.0, proximal_local=0.0
         )
@@ -57,7 +60,9 @@ class Members:
         self.channels, self.replicas, self.rounds, self.tallies = [], [], [], []
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             membership = switchboard.member(f"node0/worker{rank}", plan)
-            checkpoints = Checkpoints(model, [optimizer], {}, None, None)
+            checkpoints = Checkpoints(model, [optimizer], {}, folder, None)
+            checkpoints.load(membership.join.worker, *describe(model))
+            checkpoints.start(membership.welcome.run)
             replica = Replica(membership, FlatParameters(model), model, [optimizer], checkpoints.finite)
             tally = Tally(4)
             self.channels.append(membership.channel)
@@ -220,3 +225,50 @@ def test_a_round_of_a_generation_that_is_over_is_not_begun(switchboard) -> None:
     assert [str(error) for error in members.run(members.round(2))] == [
         "generation 1 is over: node0/worker1 left"
     ] * 2
+
+
+def test_the_bytes_of_a_round_are_counted(switchboard) -> None:
+    members = Members(switchboard, 3, buffers="keep")
+    members.run(members.round())
+    before = [tally.timings() for tally in members.tallies]
+    members.run(members.round(2, leader=1))
+    made = [tally.timings() - then for tally, then in zip(members.tallies, before, strict=True)]
+    nbytes = sum(
+        x.nbytes for x in members.replicas[0].flat.buffers
+    )  # the leader's model, from each to the next
+    assert [x.sent_nbytes for x in made] == [0, nbytes, nbytes]
+    assert [x.received_nbytes for x in made] == [nbytes, 0, nbytes]
+
+
+def test_a_snapshot_is_saved_when_its_round_is_committed(switchboard, tmp_path) -> None:
+    members = Members(switchboard, 1, folder=tmp_path)
+    rounds = members.rounds[0]
+
+    def carry_out(id: int, count: int, *, redo: bool = False) -> list[int]:
+        rounds.carry_out(members.round(id, count=count, checkpoint=True), redo=redo)
+        return counts(tmp_path, "run", "node0/worker0")
+
+    assert carry_out(1, 5) == [5]
+    # A round that takes the place of one that failed in the backward pass has the snapshot of that one ...
+    snapshot = rounds.active.snapshot
+    members.replicas[0].flat.buffers[0].fill_(9.0)
+    assert carry_out(2, 5, redo=True) == [5] and rounds.active.snapshot is snapshot
+    # ... unless the run has gone on since.
+    assert carry_out(3, 6, redo=True) == [5]
+    assert carry_out(4, 7) == [5, 7]
+
+
+def test_without_a_global_round_there_is_nothing_to_save(switchboard, tmp_path) -> None:
+    members = Members(switchboard, 1, folder=tmp_path)
+    rounds = members.rounds[0]
+    with pytest.raises(
+        ServerLostError, match="nobody there; its state is not saved, since no global round came"
+    ):
+        with rounds.saving():
+            raise ServerLostError("nobody there")
+    rounds.carry_out(members.round(count=5))
+    with pytest.raises(ServerLostError, match=r"nobody there; its state is saved in \S+; when the servers"):
+        with rounds.saving():
+            raise ServerLostError("nobody there")
+    with pytest.raises(LeftOutError, match=r"^late$"), rounds.saving():
+        raise LeftOutError("late")
