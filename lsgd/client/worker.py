@@ -224,6 +224,7 @@ class Worker:
 
         Raises:
             DetachedError: a parameter was replaced since the join.
+            JoinError: the servers refuse this worker, such as for the data of another one.
             LeftOutError: the run goes on without this worker. Where the script does not handle it, the end of the
                 ``with`` block ends the process with exit code 76, and ``lsgd launch`` starts it again.
             ServerLostError: the servers were silent for longer than ``server_timeout_s``; this worker has written a
@@ -247,14 +248,13 @@ class Worker:
                     return
                 yield batch
                 left -= 1
-                if left:
-                    if not self.end_step():
-                        return
-                    continue
-                self._steps.close_step()
-                more, source = loaders.peek(source)  # than the loader said
-                if not more:
+                if left and not self.end_step():
                     return
+                if not left:
+                    self._steps.close_step()
+                    more, source = loaders.peek(source)  # than the loader said
+                    if not more:
+                        return
         finally:
             self._steps.close_step()
 
@@ -268,8 +268,7 @@ class Worker:
             Whether there is a step to make: else the run has ended, and the model is the consensus.
 
         Raises:
-            LsgdError: the last step has not been ended, or this worker has left the run.
-            DetachedError, LeftOutError, ServerLostError, NoConsensusError: as :meth:`batches` says.
+            LsgdError: the last step has not been ended, or this worker has left the run; else as :meth:`batches`.
         """
         if not self.stopped:
             self._check_open()
@@ -287,8 +286,7 @@ class Worker:
             Whether the run goes on: else it has ended, and the model is the consensus.
 
         Raises:
-            LsgdError: no step has begun.
-            DetachedError, LeftOutError, ServerLostError, NoConsensusError: as :meth:`batches` says.
+            LsgdError: no step has begun; else as :meth:`batches`.
         """
         if loss is not None:
             self.report(loss)

@@ -118,15 +118,21 @@ class Rounds:
         Raises:
             ExchangeError: it failed and is dropped; the model is as before.
         """
-        dropped, order = self.active, self.entrance.whole(order)
-        active = self.active = ActiveRound(order)
+        order, snapshot = self.entrance.whole(order), None
+        if redo and self.active is not None and self.active.order.count == order.count:
+            snapshot = (
+                self.active.snapshot
+            )  # in the middle of an iteration, that of its first round is what there is
+        active = self.active = ActiveRound(order, snapshot)
         with self._tally.spending("exchange"):
             try:
                 active.group = self.entrance.enter(order)
                 active.to(State.ENTERED)
                 if order.final:
                     make_consensus(self._replica, active.group, order)
-                self._take_snapshot(active, dropped if redo else None)
+                if not redo:
+                    self._checkpoints.restore_random()
+                    active.snapshot = self._take(order.count) if order.checkpoint else None
                 if not order.final:
                     exchange(self._replica, active.group, order)
                 self._serve(self._replica.algorithm)
@@ -237,20 +243,8 @@ class Rounds:
 
     # -- the worker's state ------------------------------------------------------------------------------------
 
-    def _take_snapshot(self, active: ActiveRound, redone: ActiveRound | None) -> None:
-        """Take the state that a round is entered with, if it is to be saved.
-
-        In the middle of an iteration that is gone: the snapshot of its first round serves again.
-        """
-        if redone is not None:
-            if redone.order.count == active.order.count:
-                active.snapshot = redone.snapshot
-            return
-        self._checkpoints.restore_random()
-        if active.order.checkpoint:
-            active.snapshot = self._take(active.order.count)
-
     def _take(self, count: int) -> Snapshot | None:
+        """Copy the state as of a count of the run's iterations."""
         tally = self._tally
         return self._checkpoints.take(count, self._replica.algorithm, tally.losses.values, tally.done)
 

@@ -144,8 +144,8 @@ class Steps:
     def _before_step(self, *_: Any) -> None:
         if self._paused:
             raise LsgdError(
-                f"{self._name}: optimizer.step() after worker.pause() in the same turn: the pause gave this turn's "
-                f"iteration back to the run; pause after the step, or between two loops"
+                f"{self._name}: optimizer.step() after worker.pause() in the same step: the pause has ended this "
+                f"iteration, or given it back to the run; pause after the step, or between two loops"
             )
         self.rounds.before_step()
 
