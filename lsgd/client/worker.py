@@ -225,14 +225,12 @@ class Worker:
         Raises:
             DetachedError: a parameter was replaced since the join.
             JoinError: the servers refuse this worker, such as for the data of another one.
-            LeftOutError: the run goes on without this worker. Where the script does not handle it, the end of the
-                ``with`` block ends the process with exit code 76, and ``lsgd launch`` starts it again.
-            ServerLostError: the servers were silent for longer than ``server_timeout_s``; this worker has written a
-                checkpoint then. Where the script does not handle it, the end of the ``with`` block ends the process
-                with exit code 75.
-            NoConsensusError: the run has ended for this worker without a consensus, since rounds kept failing; it has
-                written a checkpoint then. Where the script does not handle it, the end of the ``with`` block ends
-                the process with exit code 74.
+            LeftOutError: the run goes on without this worker (exit code 76: ``lsgd launch`` starts it again).
+            ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).
+            NoConsensusError: the run has ended for this worker without a consensus (exit code 74).
+
+        The last two have saved this worker's state. Where the script does not handle these three, the end of the
+        ``with`` block ends the process with that exit code.
         """
         if self.stopped:
             return
