@@ -259,11 +259,10 @@ class Worker:
     def begin_step(self) -> bool:
         """Begin a step: have an iteration granted, with its round carried out, unless :meth:`end_step` has done so.
 
-        Call it before the step's batch is drawn: a checkpoint that a round takes counts a batch that is drawn as
-        trained on.
+        Call it before the step's batch is drawn: a checkpoint counts a batch that is drawn as trained on.
 
         Returns:
-            Whether there is a step to make: else the run has ended, and the model is the consensus.
+            Whether there is a step to make. If not, the run has ended, and the model is the consensus.
 
         Raises:
             LsgdError: the last step has not been ended, or this worker has left the run; else as :meth:`batches`.
@@ -281,7 +280,7 @@ class Worker:
             loss: as for :meth:`report`.
 
         Returns:
-            Whether the run goes on: else it has ended, and the model is the consensus.
+            Whether the run goes on. If not, it has ended, and the model is the consensus.
 
         Raises:
             LsgdError: no step has begun; else as :meth:`batches`.
@@ -378,13 +377,11 @@ class Worker:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise LsgdError(
-                f"{self.name} has left the run; batches() belongs inside the with block of Worker.join, and so does "
-                f"begin_step()"
-            )
+            where = "batches() belongs inside the with block of Worker.join, and so does begin_step()"
+            raise LsgdError(f"{self.name} has left the run; {where}")
 
     def _announced(self, loader: Iterable[T]) -> Iterator[T]:
-        """Iterate a loader; before the first iteration the servers compare data of the user's own with the others'."""
+        """Iterate a loader; before the first iteration the servers compare data that we do not shard."""
         source = iter(loader)
         if not self._has_announced and not isinstance(loader, loaders.ShardLoader):
             self._has_announced = True
