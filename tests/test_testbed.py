@@ -130,7 +130,7 @@ def test_a_round_trip_takes_twice_the_delay() -> None:
     with Testbed(2, delay_ms=20) as testbed, listen(testbed.hosts[1], ECHO):
         lines = testbed.hosts[0].run([sys.executable, "-c", ROUND_TRIPS, testbed.hosts[1].address])
     round_trips_s = [float(line) for line in lines.split()]
-    assert 0.040 <= min(round_trips_s) < 1.15 * 0.040  # a busy machine makes some slower, but not all
+    assert 0.040 <= min(round_trips_s) < 2 * 0.040  # a busy machine makes some slower, but not all
 
 
 @root

@@ -2,7 +2,7 @@
 
 With ``--channel`` it is one worker that asks through the client's own Channel, whose thread is then a part of what it
 waits for; else several, each on a socket of its own, in one loop, which stand for as many processes. They ask ahead
-as client/iteration/turns.py does.
+as client/iteration/steps.py does.
 """
 
 import argparse

@@ -65,13 +65,11 @@ class GradientAlgorithm(Algorithm):
     def __init__(self, bucket_mib: float) -> None:
         self._bucket_nbytes = int(bucket_mib * 2**20)
         self._results: dict[int, Tensor] = {}
-        self._exchanged: list[tuple[Tensor, Tensor]] = []
         self._under_way = Pipeline()
 
     def reset(self, parameters: Flat, group: Group, round: Round) -> None:
         """Forget the exchanges of the last generation."""
         self._results = {}
-        self._exchanged = []
         self._under_way = Pipeline()
 
     def buckets(self, gradients: Flat) -> list[Tensor]:
@@ -82,10 +80,11 @@ class GradientAlgorithm(Algorithm):
         """Exchange all buckets now."""
         if round is None:
             return
-        for index, bucket in enumerate(self.buckets(gradients)):
+        buckets = self.buckets(gradients)
+        for index, bucket in enumerate(buckets):
             self.exchange_bucket(bucket, index, group, round)
         self.complete()
-        self.finish()
+        self.finish(buckets)
 
     @no_grad
     def exchange_bucket(self, gradient: Tensor, index: int, group: Group, round: Round) -> None:
@@ -97,7 +96,6 @@ class GradientAlgorithm(Algorithm):
         result = self._results.get(index)
         if result is None or result.shape != gradient.shape:
             result = self._results[index] = torch.empty_like(gradient)
-        self._exchanged.append((gradient, result))
         self._under_way.begin(self.reduce(gradient, result, index, group, round))
 
     @no_grad
@@ -110,11 +108,10 @@ class GradientAlgorithm(Algorithm):
         self._under_way.complete()
 
     @no_grad
-    def finish(self) -> None:
-        """Replace the gradients of all exchanged buckets by the results."""
-        for gradient, result in self._exchanged:
-            gradient.copy_(result)
-        self._exchanged = []
+    def finish(self, buckets: Flat) -> None:
+        """Replace the gradients of all buckets, which were exchanged, by the results."""
+        for index, gradient in enumerate(buckets):
+            gradient.copy_(self._results[index])
 
     def reduce(
         self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round

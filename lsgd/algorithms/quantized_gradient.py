@@ -96,9 +96,9 @@ class QuantizedGradient(GradientAlgorithm):
         flags = yield from self._all_reduce.stages(x, result, (self._run, round.id, index), residual)
         self._flags.append(flags)
 
-    def finish(self) -> None:
-        """Replace the gradients by the results, and the residuals by the new ones unless the step is non-finite."""
-        super().finish()
+    def finish(self, buckets: Flat) -> None:
+        """Replace the gradients by the results, and the residuals by the new ones if all are finite."""
+        super().finish(buckets)
         if self._new_residuals:
             nonfinite = torch.stack(self._flags).any()
             for index, new in self._new_residuals.items():

@@ -2,7 +2,9 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -63,8 +65,9 @@ class ShardSampler(Sampler[int]):
         return iter(self.shard()[skip:].tolist())
 
     def __len__(self) -> int:
+        """Samples of the next pass."""
         rank, size = self.place()
-        return len(range(rank, self.length, size))
+        return max(0, len(range(rank, self.length, size)) - self._skip)
 
     def state_dict(self) -> dict[str, int]:
         """Return how far training is: the epoch, and the samples of it that were consumed (not prefetched)."""
@@ -77,9 +80,20 @@ class ShardSampler(Sampler[int]):
 
 
 class ShardLoader(DataLoader[Any]):
-    """A DataLoader of this worker's shard, made by ``Worker.loader``."""
+    """A DataLoader of this worker's shard, made by ``Worker.loader``; a batch handed out counts as consumed."""
 
     sampler: ShardSampler
+
+    def __iter__(self) -> Any:
+        return self._counted(super().__iter__())
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        sampler, size = self.sampler, self.batch_size or 1
+        for batch in batches:
+            sampler.consumed += size
+            yield batch
+        sampler.epoch += 1
+        sampler.consumed = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return how far training is; see :meth:`ShardSampler.state_dict`."""
@@ -123,17 +137,18 @@ def shard_loader(
     return loader
 
 
-def track(loader: Iterable[T]) -> Iterator[T]:
-    """Yield the loader's batches; a ShardLoader's count as consumed when they are handed out."""
-    if not isinstance(loader, ShardLoader):
-        yield from loader
-        return
-    sampler, size = loader.sampler, loader.batch_size or 1
-    for batch in loader:
-        sampler.consumed += size
-        yield batch
-    sampler.epoch += 1
-    sampler.consumed = 0
+def length(loader: object) -> float:
+    """Return how many batches a pass over a loader has, infinity if it does not say."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return math.inf
+
+
+def peek(batches: Iterator[T]) -> tuple[list[T], Iterator[T]]:
+    """Return the first of the batches in a list, empty if there is none, and an iterator over all of them."""
+    first = list(islice(batches, 1))
+    return first, chain(first, batches)
 
 
 def warn_if_unsharded(loader: object, world_size: int) -> None:

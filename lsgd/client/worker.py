@@ -19,8 +19,9 @@ from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS
 from lsgd.client.control.identity import identify
 from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, check_optimizers, join_run, log_to_stderr
-from lsgd.client.iteration.exchange import Exchanger
-from lsgd.client.iteration.turns import Turns
+from lsgd.client.iteration.replica import Replica
+from lsgd.client.iteration.steps import Steps
+from lsgd.client.iteration.tally import Timings
 from lsgd.errors import (
     ExchangeError,
     JoinError,
@@ -31,13 +32,7 @@ from lsgd.errors import (
     ServerLostError,
 )
 from lsgd.flat import FlatParameters
-from lsgd.protocol.messages import (
-    Data,
-    Leave,
-    Left,
-    Status,
-    StatusQuery,
-)
+from lsgd.protocol.messages import Data, Leave, Left, Status, StatusQuery
 from lsgd.settings import AlgorithmSettings
 
 logger = logging.getLogger("lsgd")
@@ -58,30 +53,26 @@ class Worker:
                     optimizer.zero_grad(); loss.backward(); optimizer.step()
                     worker.report(loss)
 
-    One iteration is one turn of that loop in which an optimizer stepped. A turn without a step (a micro-batch of
-    gradient accumulation, a step that GradScaler skipped) asks nothing and counts nothing.
+    One iteration is one step in which an optimizer stepped. A step without that (a micro-batch of gradient
+    accumulation, or where GradScaler skipped it) asks nothing and counts nothing.
+
+    A loop that is not a ``for`` over batches uses :meth:`begin_step` and :meth:`end_step`.
 
     If the run has ended with a model that is not finite, the end of the ``with`` block leaves the run, says which
     tensors, and ends the process with exit code 65 (:class:`lsgd.errors.NonFiniteError`).
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        membership: Membership,
-        exchanger: Exchanger,
-        turns: Turns,
-        checkpoints: Checkpoints,
+        self, membership: Membership, replica: Replica, steps: Steps, checkpoints: Checkpoints
     ) -> None:
         self.plan = membership.plan
         """The settings of the run."""
-        self._model = model
         self._membership = membership
         self._channel = membership.channel
-        self._exchanger = exchanger
-        self._turns = turns
+        self._replica = replica
+        self._steps = steps
         self._checkpoints = checkpoints
-        self._announced = False
+        self._has_announced = False
         self._open = True
         atexit.register(_leave_at_exit, weakref.ref(self))
 
@@ -129,11 +120,9 @@ class Worker:
         checkpoints.restarted = identity.restarted
         membership = join_run(model, identity, timeout_s, checkpoints.load)
         checkpoints.start(membership.welcome.run)
-        exchanger = Exchanger(membership, flat, model, optimizers)
-        if checkpoints.algorithm is not None:
-            exchanger.resume(checkpoints.algorithm)
-        turns = Turns(membership, exchanger, optimizers, checkpoints)
-        return cls(model, membership, exchanger, turns, checkpoints)
+        finite, resumed = checkpoints.finite, checkpoints.algorithm
+        replica = Replica(membership, flat, model, optimizers, finite, resumed)
+        return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
 
     # -- what a training loop uses -----------------------------------------------------------------------------
 
@@ -145,22 +134,22 @@ class Worker:
     @property
     def rank(self) -> int:
         """Rank in the current generation; before the first round, the one expected."""
-        return self._turns.rounds.rank
+        return self._steps.rounds.rank
 
     @property
     def world_size(self) -> int:
         """Members of the current generation; before the first round, those expected in it."""
-        return self._turns.rounds.world_size
+        return self._steps.rounds.world_size
 
     @property
     def progress(self) -> float:
         """Share of the whole run that is made, 0 to 1, as of the last answer: for learning-rate schedules."""
-        return self._turns.progress
+        return self._steps.asking.progress
 
     @property
     def stopped(self) -> bool:
         """Whether the run has ended; the model then is the consensus."""
-        return self._turns.stopped
+        return self._steps.asking.stopped
 
     @property
     def device(self) -> torch.device:
@@ -175,17 +164,22 @@ class Worker:
     @property
     def algorithm(self) -> AlgorithmSettings:
         """The algorithm of the run's current phase, with its settings as they are since the last global round."""
-        return self._exchanger.algorithm.settings
+        return self._replica.algorithm.settings
 
     @property
     def iterations(self) -> int:
         """Iterations that this worker has made, those before the checkpoint that it goes on from included."""
-        return self._checkpoints.iterations + self._turns.done
+        return self._checkpoints.iterations + self._steps.tally.done
 
     @property
     def consensus_distance(self) -> float | None:
         """Mean over workers of |x - mean| / |mean| just before the consensus was made; None before."""
-        return self._exchanger.consensus_distance
+        return self._replica.consensus_distance
+
+    @property
+    def timings(self) -> Timings:
+        """Where this worker's time went since it joined, and how many bytes it sent and received."""
+        return self._steps.tally.timings()
 
     def loader(
         self,
@@ -222,35 +216,82 @@ class Worker:
         return self._checkpoints.attend(loader)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the loader's batches, asking before each iteration and taking part in the rounds that come.
+        """Yield the loader's batches, each in a step of its own (:meth:`begin_step`, :meth:`end_step`).
 
-        Ends with the loader, or for good when the run is stopped. Rounds change the model between iterations only.
+        Ends with the loader, or for good when the run is stopped; no batch is drawn in vain then. Rounds change the
+        model between iterations only. After the last batch nothing is asked for: there may be a pause between two
+        passes.
 
         Raises:
             DetachedError: a parameter was replaced since the join.
-            LeftOutError: the run goes on without this worker. Where the script does not handle it, the end of the
-                ``with`` block ends the process with exit code 76, and ``lsgd launch`` starts it again.
-            ServerLostError: the servers were silent for longer than ``server_timeout_s``; this worker has written a
-                checkpoint then. Where the script does not handle it, the end of the ``with`` block ends the process
-                with exit code 75.
-            NoConsensusError: the run has ended for this worker without a consensus, since rounds kept failing; it has
-                written a checkpoint then. Where the script does not handle it, the end of the ``with`` block ends
-                the process with exit code 74.
+            JoinError: the servers refuse this worker, such as for the data of another one.
+            LeftOutError: the run goes on without this worker (exit code 76: ``lsgd launch`` starts it again).
+            ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).
+            NoConsensusError: the run has ended for this worker without a consensus (exit code 74).
+
+        The last two have saved this worker's state. Where the script does not handle these three, the end of the
+        ``with`` block ends the process with that exit code.
         """
-        if not self._announced:
-            loaders.warn_if_unsharded(loader, self.world_size)
-        for batch in loaders.track(loader):
-            self._turns.finish()
-            if not self._turns.granted and not self._begin(batch, loader):
-                return
-            try:
+        if self.stopped:
+            return
+        self._check_open()
+        self._steps.close_step()
+        left = loaders.length(loader)
+        source = self._announced(loader)
+        try:
+            while self.begin_step():
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
                 yield batch
-            finally:
-                self._turns.finish()
+                left -= 1
+                if left and not self.end_step():
+                    return
+                if not left:
+                    self._steps.close_step()
+                    more, source = loaders.peek(source)  # than the loader said
+                    if not more:
+                        return
+        finally:
+            self._steps.close_step()
+
+    def begin_step(self) -> bool:
+        """Begin a step: have an iteration granted, with its round carried out, unless :meth:`end_step` has done so.
+
+        Call it before the step's batch is drawn: a checkpoint counts a batch that is drawn as trained on.
+
+        Returns:
+            Whether there is a step to make. If not, the run has ended, and the model is the consensus.
+
+        Raises:
+            LsgdError: the last step has not been ended, or this worker has left the run; else as :meth:`batches`.
+        """
+        if not self.stopped:
+            self._check_open()
+        return self._steps.begin()
+
+    def end_step(self, loss: Tensor | float | None = None) -> bool:
+        """End a step, after the optimizer's: count it, and have the next iteration granted, with its round.
+
+        To pause, do so before this call: what it was granted would be given back.
+
+        Args:
+            loss: as for :meth:`report`.
+
+        Returns:
+            Whether the run goes on. If not, it has ended, and the model is the consensus.
+
+        Raises:
+            LsgdError: no step has begun; else as :meth:`batches`.
+        """
+        if loss is not None:
+            self.report(loss)
+        return self._steps.end()
 
     def report(self, loss: Tensor | float) -> None:
         """Take in the loss of a batch: the mean of the last ones elects leaders. Never waits for a GPU."""
-        self._turns.losses.add(loss)
+        self._steps.tally.losses.add(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -258,7 +299,7 @@ class Worker:
 
         As with DistributedDataParallel. Methods that exchange models do not need it.
         """
-        gradients = self._turns.rounds.gradients
+        gradients = self._steps.rounds.gradients
         if gradients is None:
             yield
             return
@@ -275,7 +316,7 @@ class Worker:
         Pause after the step of a batch, or between two loops: an iteration that was not made is given back.
         A worker that misses a global round takes over the leader's model when it comes back.
         """
-        self._turns.pause()
+        self._steps.pause()
         yield
 
     def status(self) -> dict[str, Any]:
@@ -288,37 +329,20 @@ class Worker:
 
     def leader_state_dict(self) -> dict[str, Tensor] | None:
         """Return the leader's own model as it was when the consensus was made, as a state dict; None before."""
-        led = self._exchanger.leader_model
-        if not led:
-            return None
-        flat = self._exchanger.flat
-        state = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
-        parameters, buffers = led[: len(flat.buffers)], led[len(flat.buffers) :]
-        windows = flat.windows([z.to(x.dtype) for x, z in zip(flat.buffers, parameters, strict=True)])
-        values = {id(slot.parameter): window for slot, window in zip(flat.slots, windows, strict=True)}
-        values |= {
-            id(b): z.view(b.shape) for b, z in zip(self._exchanger.finite.buffers(), buffers, strict=True)
-        }
-        for name, tensor in self._model.state_dict(
-            keep_vars=True
-        ).items():  # tied ones under each of their names
-            if id(tensor) in values:
-                state[name].copy_(values[id(tensor)])
-        return state
+        return self._replica.leader_state_dict()
 
     def leave(self, *, failed: bool = False, reason: str = "") -> None:
         """Leave the run; unused grants go back. The end of the ``with`` block does it."""
         if not self._open:
             return
         self._open = False
-        self._turns.close()
+        self._steps.close()
         join = self._membership.join
         why = reason or ("the run is over" if self.stopped else "its training loop ended")
-        self._exchanger.leave(cut=failed)
+        self._steps.rounds.entrance.leave(cut=failed)
         try:
-            message = Leave(
-                join.worker, join.incarnation, self._turns.done, failed, why, self._turns.rounds.committed
-            )
+            tally = self._steps.tally
+            message = Leave(join.worker, join.incarnation, tally.done, failed, why, tally.committed)
             self._channel.ask(
                 message, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S
             )
@@ -351,31 +375,22 @@ class Worker:
             + (f"go on from {last} with lsgd launch --resume (RESUME=1)" if last else "begin a new run")
         )
 
-    def _begin(self, batch: object, loader: object) -> bool:
-        """Ask for an iteration; return False if the run has ended."""
-        if self.stopped:
-            return False
+    def _check_open(self) -> None:
         if not self._open:
-            raise LsgdError(
-                f"{self.name} has left the run; batches() belongs inside the with block of Worker.join"
-            )
-        self._announce_data(batch, loader)
-        self._checkpoints.drawn_from = loader
-        try:
-            return self._turns.begin()
-        except LeftOutError:
-            raise
-        except (ServerLostError, JoinError) as error:
-            raise type(error)(f"{error}; {self._turns.rounds.keep()}") from error
+            where = "batches() belongs inside the with block of Worker.join, and so does begin_step()"
+            raise LsgdError(f"{self.name} has left the run; {where}")
 
-    def _announce_data(self, batch: object, loader: object) -> None:
-        """Before the first iteration on data of the user's own, let the servers compare it with the others'."""
-        if self._announced or isinstance(loader, loaders.ShardLoader):
-            return
-        self._announced = True
-        if digest := loaders.digest(batch):
-            join = self._membership.join
-            self._channel.send(Data(join.worker, join.incarnation, digest))
+    def _announced(self, loader: Iterable[T]) -> Iterator[T]:
+        """Iterate a loader; before the first iteration the servers compare data that we do not shard."""
+        source = iter(loader)
+        if not self._has_announced and not isinstance(loader, loaders.ShardLoader):
+            self._has_announced = True
+            loaders.warn_if_unsharded(loader, self.world_size)
+            first, source = loaders.peek(source)
+            if digest := loaders.digest(first):
+                join = self._membership.join
+                self._channel.send(Data(join.worker, join.incarnation, digest))
+        return source
 
 
 def _leave_at_exit(me: "weakref.ref[Worker]") -> None:

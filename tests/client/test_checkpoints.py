@@ -19,7 +19,7 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.checkpoint.file import DamagedError, Packed, digest, pack, read, unpack, write
 from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, find_run, runs
-from lsgd.client.loader import ShardLoader, shard_loader, track
+from lsgd.client.loader import ShardLoader, shard_loader
 from lsgd.errors import ConfigError
 from lsgd.flat import FlatParameters, describe
 from lsgd.protocol.messages import Origin
@@ -97,21 +97,18 @@ def test_a_write_that_fails_in_the_middle_leaves_what_was_there(tmp_path: Path, 
     model = nn.Linear(64, 64)
     checkpoints = started(model, tmp_path)
     algorithm = LeaderSettings().create(FlatParameters(model).buffers)
-    checkpoints.take(5, algorithm, [], 5)
-    path = checkpoints.save(5)
+    path = checkpoints.save(checkpoints.take(5, algorithm, [], 5))
     assert path is not None
     before = path.read_bytes()
     for count in (5, 6):
-        checkpoints.take(count, algorithm, [], count)
+        snapshot = checkpoints.take(count, algorithm, [], count)
         with disk_of(1000):
-            assert checkpoints.save(count) is None
+            assert checkpoints.save(snapshot) is None
     assert f"the checkpoint of 6 iterations cannot be written to {tmp_path}: " in caplog.text
     assert path.read_bytes() == before
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
-    checkpoints.take(7, algorithm, [], 7)
-    assert checkpoints.save(8) is None  # of another round
-    checkpoints.take(8, algorithm, [], 8)
-    assert checkpoints.save(8) is not None
+    assert checkpoints.save(None) is None
+    assert checkpoints.save(checkpoints.take(8, algorithm, [], 8)) is not None
     assert counts(tmp_path, RUN, WORKER) == [5, 8]
 
 
@@ -200,8 +197,8 @@ def started(
 
 def saved(folder: Path, model: nn.Module, *, run: str = RUN, count: int = 5, **extra: nn.Module) -> Path:
     checkpoints = started(model, folder, torch.optim.SGD(model.parameters(), lr=0.1), run=run, **extra)
-    checkpoints.take(count, LeaderSettings().create(FlatParameters(model).buffers), [0.5], 3)
-    path = checkpoints.save(count)
+    algorithm = LeaderSettings().create(FlatParameters(model).buffers)
+    path = checkpoints.save(checkpoints.take(count, algorithm, [0.5], 3))
     assert path is not None
     return path
 
@@ -288,8 +285,7 @@ def test_a_model_that_is_not_finite_is_not_saved_and_the_last_one_that_is_stays(
     for count, value in ((1, 1.0), (2, float("nan")), (3, float("inf")), (4, 1.0), (5, float("nan"))):
         values.copy_(good)
         values[:2] = value
-        checkpoints.take(count, algorithm, [], count)
-        assert (checkpoints.save(count) is None) == (value != 1.0)
+        assert (checkpoints.save(checkpoints.take(count, algorithm, [], count)) is None) == (value != 1.0)
     assert checkpoints.non_finite() == f"2 values (NaN or infinite) in {tensor}"
     assert counts(tmp_path, RUN, WORKER) == [1, 4]
     said = [message for message in caplog.messages if "is not finite" in message]
@@ -340,12 +336,11 @@ def test_a_loader_goes_on_where_it_was_if_the_shards_are_the_same(tmp_path: Path
     model = nn.Linear(3, 2)
     checkpoints = started(model, tmp_path)
     before = checkpoints.attend(loader_of(40, (1, 2)))
-    batches = track(before)
-    for _ in range(3):
+    batches = iter(before)
+    for _ in range(2):
         next(batches)
-    checkpoints.drawn_from = before  # the third waits for its iteration
-    checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3)
-    checkpoints.save(5)
+    algorithm = LeaderSettings().create(FlatParameters(model).buffers)
+    checkpoints.save(checkpoints.take(5, algorithm, [], 3))
     third = before.sampler.shard()[8:12].tolist()
 
     def after(length: int, place: tuple[int, int]) -> ShardLoader:
@@ -355,7 +350,7 @@ def test_a_loader_goes_on_where_it_was_if_the_shards_are_the_same(tmp_path: Path
         assert again.attend(loader_of(40, (1, 2))).state_dict()["epoch"] == 0  # one more than there was
         return loader
 
-    assert next(track(after(40, (1, 2))))[0].tolist() == third
+    assert next(iter(after(40, (1, 2))))[0].tolist() == third
     assert not caplog.messages
     assert after(40, (1, 3)).state_dict() == {"epoch": 1, "consumed": 0, "seed": 0}
     assert "the data is dealt out anew, and begins with epoch 1" in caplog.text
@@ -384,6 +379,5 @@ def test_a_state_that_no_file_can_hold_is_a_warning(tmp_path: Path, caplog) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["why"] = object()
     checkpoints = started(model, tmp_path, optimizer)
-    checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3)
-    assert checkpoints.save(5) is None
+    assert checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3) is None
     assert "no checkpoint is written: optimizers/0/param_groups/0/why is a object" in caplog.text

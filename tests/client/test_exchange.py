@@ -7,9 +7,14 @@ import torch
 from torch import nn
 
 from lsgd.algorithms.leader import LeaderSettings
-from lsgd.client.iteration.exchange import Exchanger
-from lsgd.errors import ExchangeError
-from lsgd.flat import FlatParameters
+from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.run_folder import counts
+from lsgd.client.iteration.asking import Asking
+from lsgd.client.iteration.replica import Replica
+from lsgd.client.iteration.rounds import Rounds
+from lsgd.client.iteration.tally import Tally
+from lsgd.errors import ExchangeError, LeftOutError, ServerLostError
+from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Round
@@ -42,7 +47,9 @@ class Odd(nn.Module):
 class Members:
     """Workers of one generation after another, each with a model full of its own number (1, 2, ...)."""
 
-    def __init__(self, switchboard: Switchboard, count: int, model: type[Odd] = Odd, **run: object) -> None:
+    def __init__(
+        self, switchboard: Switchboard, count: int, model: type[Odd] = Odd, folder=None, **run: object
+    ) -> None:
         settings = LeaderSettings(
             period=4, local_period=4, pull_global=0.5, proximal_global=0.0, proximal_local=0.0
         )
@@ -50,12 +57,18 @@ class Members:
         self.count = count
         self.models = [model(rank + 1.0) for rank in range(count)]
         self.optimizers = [torch.optim.SGD(m.linear.parameters(), lr=0.1, momentum=0.9) for m in self.models]
-        self.exchangers = [
-            Exchanger(
-                switchboard.member(f"node0/worker{rank}", plan), FlatParameters(model), model, [optimizer]
-            )
-            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True))
-        ]
+        self.channels, self.replicas, self.rounds, self.tallies = [], [], [], []
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            membership = switchboard.member(f"node0/worker{rank}", plan)
+            checkpoints = Checkpoints(model, [optimizer], {}, folder, None)
+            checkpoints.load(membership.join.worker, *describe(model))
+            checkpoints.start(membership.welcome.run)
+            replica = Replica(membership, FlatParameters(model), model, [optimizer], checkpoints.finite)
+            tally = Tally(4)
+            self.channels.append(membership.channel)
+            self.replicas.append(replica)
+            self.tallies.append(tally)
+            self.rounds.append(Rounds(membership, replica, checkpoints, tally, Asking(membership, tally)))
 
     def round(self, id: int = 1, *, number: int = 1, **changes: object) -> Round:
         made = Round(
@@ -73,7 +86,7 @@ class Members:
 
     def run(self, round: Round, *, without: tuple[int, ...] = ()) -> list[object]:
         ranks = [rank for rank in range(self.count) if rank not in without]
-        return together(lambda rank: self.exchangers[rank].run(round), ranks)
+        return together(lambda rank: self.rounds[rank].carry_out(round), ranks)
 
     def values(self, name: str) -> list[float]:
         return [float(model.state_dict()[name].flatten()[0]) for model in self.models]
@@ -84,7 +97,7 @@ def test_newcomers_take_everything_from_the_source(switchboard) -> None:
     members.run(members.round(new=(0, 2), source=1, leader=1))
     for name in members.models[0].state_dict():
         assert members.values(name) == [2.0, 2.0, 2.0], name
-    assert [x[0] for e in members.exchangers for x in e.algorithm.shared_state()] == [2.0] * 9
+    assert [x[0] for r in members.replicas for x in r.algorithm.shared_state()] == [2.0] * 9
 
 
 def test_a_global_round_pulls_to_its_leader_and_averages_buffers(switchboard) -> None:
@@ -137,10 +150,10 @@ def test_the_consensus_is_one_model_for_all(switchboard, setting, expected) -> N
     members.run(members.round(leader=2, final=True))
     for name in ("linear.weight", "wide.weight", "low.bias", "norm.running_mean"):
         assert members.values(name) == pytest.approx([expected] * 3, rel=1e-14), name
-    led = [e.leader_model[0][0].item() for e in members.exchangers]
+    led = [r.leader_model[0][0].item() for r in members.replicas]
     assert led == [3.0] * 3
     # |x - mean| / |mean| is 1/2, 0 and 1/2.
-    assert [e.consensus_distance for e in members.exchangers] == [pytest.approx(1 / 3)] * 3
+    assert [r.consensus_distance for r in members.replicas] == [pytest.approx(1 / 3)] * 3
 
 
 def test_double_precision_stays_double_in_the_consensus(switchboard) -> None:
@@ -185,18 +198,18 @@ def test_a_failed_round_changes_nothing_and_the_next_generation_goes_on(switchbo
     members = Members(switchboard, 3)
     members.run(members.round())
     before = [{n: x.clone() for n, x in m.state_dict().items()} for m in members.models]
-    leaders = [[x.clone() for x in e.algorithm.shared_state()] for e in members.exchangers]
+    leaders = [[x.clone() for x in r.algorithm.shared_state()] for r in members.replicas]
 
     errors = members.run(members.round(2, leader=1), without=(2,))
     assert [type(error) for error in errors] == [ExchangeError] * 2
     for model, state in zip(members.models, before, strict=True):
         assert all(torch.equal(x, state[n]) for n, x in model.state_dict().items())
-    for exchanger, state in zip(members.exchangers, leaders, strict=True):
-        pairs = zip(exchanger.algorithm.shared_state(), state, strict=True)
+    for replica, state in zip(members.replicas, leaders, strict=True):
+        pairs = zip(replica.algorithm.shared_state(), state, strict=True)
         assert all(torch.equal(x, y) for x, y in pairs)
 
-    assert members.exchangers[0].generation is None
-    members.exchangers[2].leave()
+    assert members.rounds[0].entrance.generation is None
+    members.rounds[2].entrance.leave()
     assert not any(isinstance(r, Exception) for r in members.run(members.round(3, number=2, leader=1)))
 
 
@@ -206,9 +219,56 @@ def test_a_round_of_a_generation_that_is_over_is_not_begun(switchboard) -> None:
     switchboard.end(1, "node0/worker1 left")
 
     def told() -> list[str]:
-        return [e._membership.channel.generation_over(1) for e in members.exchangers]
+        return [channel.generation_over(1) for channel in members.channels]
 
     until(lambda: all(told()), "the members hear of it")
     assert [str(error) for error in members.run(members.round(2))] == [
         "generation 1 is over: node0/worker1 left"
     ] * 2
+
+
+def test_the_bytes_of_a_round_are_counted(switchboard) -> None:
+    members = Members(switchboard, 3, buffers="keep")
+    members.run(members.round())
+    before = [tally.timings() for tally in members.tallies]
+    members.run(members.round(2, leader=1))
+    made = [tally.timings() - then for tally, then in zip(members.tallies, before, strict=True)]
+    nbytes = sum(
+        x.nbytes for x in members.replicas[0].flat.buffers
+    )  # the leader's model, from each to the next
+    assert [x.sent_nbytes for x in made] == [0, nbytes, nbytes]
+    assert [x.received_nbytes for x in made] == [nbytes, 0, nbytes]
+
+
+def test_a_snapshot_is_saved_when_its_round_is_committed(switchboard, tmp_path) -> None:
+    members = Members(switchboard, 1, folder=tmp_path)
+    rounds = members.rounds[0]
+
+    def carry_out(id: int, count: int, *, redo: bool = False) -> list[int]:
+        rounds.carry_out(members.round(id, count=count, checkpoint=True), redo=redo)
+        return counts(tmp_path, "run", "node0/worker0")
+
+    assert carry_out(1, 5) == [5]
+    # A round that takes the place of one that failed in the backward pass has the snapshot of that one ...
+    snapshot = rounds.active.snapshot
+    members.replicas[0].flat.buffers[0].fill_(9.0)
+    assert carry_out(2, 5, redo=True) == [5] and rounds.active.snapshot is snapshot
+    # ... unless the run has gone on since.
+    assert carry_out(3, 6, redo=True) == [5]
+    assert carry_out(4, 7) == [5, 7]
+
+
+def test_without_a_global_round_there_is_nothing_to_save(switchboard, tmp_path) -> None:
+    members = Members(switchboard, 1, folder=tmp_path)
+    rounds = members.rounds[0]
+    with pytest.raises(
+        ServerLostError, match="nobody there; its state is not saved, since no global round came"
+    ):
+        with rounds.saving():
+            raise ServerLostError("nobody there")
+    rounds.carry_out(members.round(count=5))
+    with pytest.raises(ServerLostError, match=r"nobody there; its state is saved in \S+; when the servers"):
+        with rounds.saving():
+            raise ServerLostError("nobody there")
+    with pytest.raises(LeftOutError, match=r"^late$"), rounds.saving():
+        raise LeftOutError("late")

@@ -12,6 +12,7 @@ from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.algorithms.bytegrad import ByteGradSettings
 from lsgd.algorithms.qsgd import QSGDSettings
 from lsgd.client.iteration.gradients import GradientExchange
+from lsgd.client.iteration.round import ActiveRound, State
 from lsgd.collectives.simulation import SimulatedGroup, simulate
 from lsgd.errors import DetachedError, ExchangeError, LsgdError
 from lsgd.flat import FlatParameters
@@ -49,7 +50,22 @@ class Bench:
 
     def attend(self, settings) -> None:
         self.algorithm = settings.create(self.flat.buffers)
-        self.exchange = GradientExchange(self.flat, self.algorithm, lambda: self.exchange.wait())
+        self.exchange = GradientExchange(self.flat, self.algorithm, self.complete)
+
+    def complete(self) -> None:
+        self.exchange.wait(self.active)
+        self.active.to(State.COMMITTED)
+
+    def entered(self, group=None) -> ActiveRound:
+        """Return the next round, entered by ``group``."""
+        self.active = ActiveRound(self.round(), group=group or self.group)
+        self.active.to(State.ENTERED)
+        return self.active
+
+    def arm(self) -> None:
+        """Let the next backward pass exchange its gradients."""
+        self.entered().to(State.WAITING)
+        self.exchange.arm(self.active)
 
     def round(self) -> Round:
         self.turn += 1
@@ -77,7 +93,7 @@ class Bench:
     def backward(self, *, scale: float = 1.0) -> dict[str, Tensor]:
         """Make a pass whose gradients are exchanged; return those that it leaves."""
         self.model.zero_grad()
-        self.exchange.arm(self.group, self.round())
+        self.arm()
         self.loss(scale=scale).backward()
         return self.gradients()
 
@@ -131,7 +147,7 @@ def test_a_bucket_leaves_while_the_backward_pass_goes_on() -> None:
     bench.algorithm.reduce = noted
     seen = []
     bench.model[0].weight.register_hook(lambda gradient: seen.append(left.wait(20.0)))
-    bench.exchange.arm(bench.group, bench.round())
+    bench.arm()
     bench.model(torch.ones(1, 5)).sum().backward()
     assert seen == [True]
 
@@ -153,7 +169,7 @@ def test_buckets_leave_in_one_order_whatever_the_order_of_gradients() -> None:
         indices: list[int] = []
         reduce = bench.algorithm.reduce
         bench.algorithm.reduce = lambda *arguments: (indices.append(arguments[2]), reduce(*arguments))[1]
-        bench.exchange.arm(group, bench.round())
+        bench.arm()
         bench.model(torch.ones(1, 20)).sum().backward()
         return indices
 
@@ -185,9 +201,9 @@ def test_a_failed_exchange_leaves_the_own_gradients_which_are_exchanged_again(ch
             bench.exchange.close()
             bench.attend(changed)
             bench.turn = 0
-        again, other_group = bench.round(), group.node  # in the broken one, buckets are still under way
-        bench.algorithm.reset(bench.flat.buffers, other_group, again)
-        bench.exchange.again(other_group, again)
+        again = bench.entered(group.node)  # in the broken one, buckets are still under way
+        bench.algorithm.reset(bench.flat.buffers, group.node, again.order)
+        bench.exchange.again(again)
         return own, bench.gradients()
 
     (own0, mended0), (own1, mended1) = simulate([2], member)
@@ -202,7 +218,7 @@ def test_muted_passes_add_up_and_the_last_one_exchanges_the_sum() -> None:
         bench = Bench(group)
         once = bench.backward()
         bench.model.zero_grad()
-        bench.exchange.arm(group, bench.round())
+        bench.arm()
         bench.exchange.muted = True
         bench.loss().backward()
         alone = {name: 2 * gradient for name, gradient in bench.own_gradients().items()}
@@ -222,16 +238,13 @@ def test_muted_passes_add_up_and_the_last_one_exchanges_the_sum() -> None:
 def test_one_member_that_overflows_spoils_one_pass_of_all_and_no_more(settings) -> None:
     def member(group):
         bench = Bench(group, settings)
-        spoilt = []
+        finite = []
         for turn in range(4):
             bench.backward(scale=math.inf if (turn, group.rank) == (1, 1) else 1.0)
-            spoilt.append(bench.exchange.spoilt)
-            if bench.exchange.spoilt:
-                bench.exchange.drop_gradients()
-                assert bench.gradients() == {} and not bench.exchange.spoilt
-        return spoilt
+            finite.append(bench.active.finite)
+        return finite
 
-    assert simulate([2], member) == [[False, True, False, False]] * 2
+    assert simulate([2], member) == [[True, False, True, True]] * 2
 
 
 def test_a_second_backward_pass_says_what_to_do() -> None:
@@ -243,7 +256,7 @@ def test_a_second_backward_pass_says_what_to_do() -> None:
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     bench = alone(model=nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)))
-    bench.exchange.arm(bench.group, bench.round())
+    bench.arm()
     with pytest.raises(DetachedError, match=r"gradient of 0\.weight is sparse; AllReduce .* sparse=False"):
         bench.model(torch.tensor([1, 2])).sum().backward()
 
@@ -253,13 +266,13 @@ def test_nothing_is_exchanged_unless_it_is_ordered_nor_after_the_end() -> None:
     bench.algorithm.reduce = lambda *_: pytest.fail("something was exchanged")
     own = bench.own_gradients()
     bench.loss().backward()  # no round yet
-    bench.exchange.arm(bench.group, bench.round())
-    bench.exchange.disarm()
+    bench.arm()
+    bench.exchange.arm(None)
     bench.model.zero_grad()
     bench.loss().backward()
     gradients = bench.gradients()
     assert all(torch.equal(gradient, own[name]) for name, gradient in gradients.items())
-    bench.exchange.arm(bench.group, bench.round())
+    bench.arm()
     bench.exchange.close()
     bench.model.zero_grad()
     bench.loss().backward()

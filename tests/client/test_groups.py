@@ -42,6 +42,34 @@ def run(switchboard, node_sizes, work, *, number=1, missing=(), timeout_s=20.0):
     return together(member, ranks)
 
 
+def test_the_bytes_that_each_member_sends_and_receives_are_counted(switchboard) -> None:
+    def work(group: TorchGroup) -> list[tuple[int, int]]:
+        traffic, counted = group._traffic, []
+
+        def count() -> None:
+            counted.append((traffic.sent_nbytes, traffic.received_nbytes))
+            traffic.sent_nbytes = traffic.received_nbytes = 0
+
+        group.all_reduce(torch.ones(9)).wait()
+        count()
+        group.broadcast(torch.ones(9), 1)
+        count()
+        group.all_to_all(
+            [torch.empty(group.rank) for _ in range(3)], [torch.ones(r) for r in range(3)]
+        ).wait()
+        count()
+        if group.across is not None:  # its subgroups count as well
+            group.across.exchange({}, {})
+            group.across.all_reduce(torch.ones(8)).wait()
+        count()
+        return counted
+
+    first, second, third = run(switchboard, [2, 1], work)
+    assert first == [(48, 48), (0, 36), (4 + 8, 0), (32, 32)]
+    assert second == [(48, 48), (36, 0), (8, 4 + 4), (0, 0)]
+    assert third == [(48, 48), (36, 36), (4, 8 + 8), (32, 32)]
+
+
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8]
 
 

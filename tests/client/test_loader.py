@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lsgd.client.loader import digest, shard_loader, track, warn_if_unsharded
+from lsgd.client.loader import digest, shard_loader, warn_if_unsharded
 from lsgd.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def loader(rank: int = 0, size: int = 1, *, length: int = 23, shuffle: bool = Tr
 
 
 def epoch(loader) -> list[int]:
-    return [int(x) for (batch,) in track(loader) for x in batch]
+    return [int(x) for (batch,) in loader for x in batch]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 23])
@@ -41,14 +41,14 @@ def test_each_epoch_has_an_order_of_its_own_and_the_seed_gives_it() -> None:
 
 def test_an_epoch_left_early_is_followed_by_another_order() -> None:
     data = loader()
-    first = [next(iter(track(data)))[0].tolist() for _ in range(3)]
+    first = [next(iter(data))[0].tolist() for _ in range(3)]
     assert len({tuple(batch) for batch in first}) == 3
 
 
 def test_shards_follow_the_membership_from_the_next_epoch_on() -> None:
     place = [0, 2]
     data = shard_loader(dataset(), lambda: (place[0], place[1]), 0, True, {"batch_size": 4})
-    batches = track(data)
+    batches = iter(data)
     next(batches)
     place[:] = [2, 3]
     assert 4 + sum(len(batch) for (batch,) in batches) == 12
@@ -61,7 +61,7 @@ def test_the_state_counts_what_was_consumed_and_not_what_was_prefetched(workers)
     data = loader(**options)
     epoch(data)
     expected = epoch(loader_at(data.state_dict()))
-    batches = track(data)
+    batches = iter(data)
     seen = [int(x) for _ in range(2) for x in next(batches)[0]]
     state = data.state_dict()
     assert state == {"epoch": 1, "consumed": 8, "seed": 0}

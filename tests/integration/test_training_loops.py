@@ -194,7 +194,7 @@ def test_torch_compile(here, when) -> None:
         if when == "after":
             compiled = torch.compile(model, backend="aot_eager")
         losses = train(worker, compiled, plain(optimizer), turns=24)
-        worker._exchanger.flat.buffers[0].zero_()  # what an exchange does, as far as the graph can tell
+        worker._replica.flat.buffers[0].zero_()  # what an exchange does, as far as the graph can tell
         assert compiled(torch.ones(1, 6)).item() == 0.0
     assert sum(losses[-4:]) < sum(losses[:4])
 
@@ -302,7 +302,7 @@ def test_an_unsharded_loader_warns_once(here, caplog, monkeypatch) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with caplog.at_level(logging.WARNING, logger="lsgd"), Worker.join(model, optimizer) as worker:
-        worker._turns.rounds.world_size = 2
+        worker._steps.rounds.world_size = 2
         loader = DataLoader(dataset(), batch_size=LENGTH // 2, sampler=RandomSampler(range(LENGTH)))
         train(worker, model, plain(optimizer), turns=6, loader=loader)
     assert [m for m in caplog.messages if "is not sharded" in m] == [caplog.messages[0]]

@@ -4,6 +4,7 @@ import logging
 import random
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,14 @@ class Stateful(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A worker's state in memory, as of a count of the run's iterations."""
+
+    count: int
+    packed: Packed
+
+
 class Checkpoints:
     """The checkpoints of one worker, each in a file of its own (client/checkpoint/run_folder.py says where).
 
@@ -54,7 +63,7 @@ class Checkpoints:
         losses: of its last batches then.
         algorithm: the settings and the state of the algorithm then; None without a checkpoint.
         restarted: this worker takes the place of a process that died in the same run.
-        drawn_from: the loader whose last batch waits for its iteration, and so was not trained on yet.
+        finite: knows which of the model's tensors are finite unless training breaks them.
     """
 
     def __init__(
@@ -73,8 +82,8 @@ class Checkpoints:
         self.losses: list[float] = []
         self.algorithm: tuple[AlgorithmSettings, dict[str, Any]] | None = None
         self.restarted = False
-        self.drawn_from: object = None
         self.folder = folder
+        self.finite = FiniteCheck(model)
         self._model = model
         self._optimizers = optimizers
         self._extra = extra
@@ -83,8 +92,6 @@ class Checkpoints:
         self._random: dict[str, Any] = {}
         self._positions: list[dict[str, Any]] = []  # of loaders that have not been made yet
         self._loaders: list[weakref.ref[ShardLoader]] = []
-        self._taken: tuple[int, Packed] | None = None  # a snapshot, until its round is completed
-        self._finite = FiniteCheck(model)
         self._is_finite = True  # as of the last snapshot
 
     # -- resuming ----------------------------------------------------------------------------------------------
@@ -186,10 +193,10 @@ class Checkpoints:
 
     def non_finite(self) -> str:
         """Return in words which values of the model are not finite; an empty text: all are."""
-        return in_words(self._finite.broken())
+        return in_words(self.finite.broken())
 
-    def take(self, count: int, algorithm: Algorithm, losses: Sequence[float], done: int) -> None:
-        """Copy the state as it is now, to be written by :meth:`save`; one that is not finite is not.
+    def take(self, count: int, algorithm: Algorithm, losses: Sequence[float], done: int) -> Snapshot | None:
+        """Copy the state as it is now, to be written by :meth:`save`; None if it is not finite, or has no place.
 
         Args:
             count: iterations of the run.
@@ -198,34 +205,35 @@ class Checkpoints:
             done: iterations that this worker has made since it joined.
         """
         if self.folder is None or not self._check_finite(count):
-            return
+            return None
         loaders = [loader for reference in self._loaders if (loader := reference()) is not None]
         state = {
             "model": dict(self._tensors()),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "optimizer_kinds": [type(optimizer).__name__ for optimizer in self._optimizers],
             "algorithm": {"settings": table_of(algorithm.settings), "state": algorithm.state_dict()},
-            "loaders": [_position(loader, loader is self.drawn_from) for loader in loaders],
+            "loaders": [_position(loader) for loader in loaders],
             "random": _random_state(next(self._model.parameters()).device),
             "losses": list(losses),
             "iterations": self.iterations + done,
             "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
         }
         try:
-            self._taken = count, pack(state)
+            return Snapshot(count, pack(state))
         except TypeError as error:
             logger.warning(
                 "no checkpoint is written: %s, and a checkpoint holds tensors, numbers and texts only", error
             )
+            return None
 
-    def save(self, count: int) -> Path | None:
-        """Write what was taken at this count, if anything; a failure is a warning, and training goes on."""
-        taken, self._taken = self._taken, None
-        if taken is None or taken[0] != count:
+    def save(self, snapshot: Snapshot | None) -> Path | None:
+        """Write a snapshot, if there is one; a failure is a warning, and training goes on."""
+        if snapshot is None:
             return None
         assert self.folder is not None
+        count = snapshot.count
         try:
-            path = write(self.folder, self.run, count, self._about["worker"], taken[1], self._about)
+            path = write(self.folder, self.run, count, self._about["worker"], snapshot.packed, self._about)
         except (OSError, SafetensorError) as error:
             logger.warning(
                 "the checkpoint of %d iterations cannot be written to %s: %s; training goes on, and the next one is "
@@ -238,7 +246,6 @@ class Checkpoints:
 
     def _check_finite(self, count: int) -> bool:
         """Return whether the model is finite, and say once that it is not."""
-        self._taken = None
         words = self.non_finite()
         if words and self._is_finite:
             last = self.last()
@@ -267,12 +274,10 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, kind: str, saved: dict[str
         raise ConfigError(f"the checkpoint {path} does not fit the optimizer {here}: {error}") from None
 
 
-def _position(loader: ShardLoader, drawn: bool) -> dict[str, Any]:
-    """Return how far a loader is; ``drawn``: its last batch was not trained on yet."""
-    sampler, state = loader.sampler, loader.state_dict()
-    if drawn:
-        state["consumed"] -= loader.batch_size or 1
-    return {"place": list(sampler.dealt_for), "length": sampler.length, "state": state}
+def _position(loader: ShardLoader) -> dict[str, Any]:
+    """Return how far a loader is."""
+    sampler = loader.sampler
+    return {"place": list(sampler.dealt_for), "length": sampler.length, "state": loader.state_dict()}
 
 
 def _take_position(loader: ShardLoader, saved: dict[str, Any]) -> None:

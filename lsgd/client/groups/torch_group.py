@@ -1,6 +1,7 @@
 """Process groups on torch.distributed, built anew for each generation."""
 
 import datetime
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,21 @@ RELAYED_PIECES = 8
 last member then has it an eighth later than the second."""
 
 
+class Traffic:
+    """Counts the bytes of tensors that process groups are given to send, and to receive; safe in several threads."""
+
+    def __init__(self) -> None:
+        self.sent_nbytes = 0
+        self.received_nbytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, sent_nbytes: int, received_nbytes: int) -> None:
+        """Count what one member sends and receives in a collective."""
+        with self._lock:
+            self.sent_nbytes += sent_nbytes
+            self.received_nbytes += received_nbytes
+
+
 class TorchGroup:
     """A Group (:class:`lsgd.collectives.group.Group`) on a torch process group; subgroups are built when first used.
 
@@ -44,6 +60,7 @@ class TorchGroup:
         backend: ``nccl`` or ``gloo``.
         device: that tensors made for the group's sake are best on.
         wires: the sockets of the group that this one is a part of; None for a whole one.
+        traffic: counts what this member sends and receives.
     """
 
     def __init__(
@@ -58,6 +75,7 @@ class TorchGroup:
         backend: str,
         device: torch.device,
         wires: Wires | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self.device = device
         self._backend = backend
@@ -69,6 +87,7 @@ class TorchGroup:
         self._group: dist.ProcessGroup | None = None
         self._subgroups: dict[str, TorchGroup] = {}
         self._wires = wires or Wires()
+        self._traffic = traffic or Traffic()
         self.rank = rank
         self.size = len(self._ranks)
         self.node_sizes = tuple(node_sizes)
@@ -102,6 +121,7 @@ class TorchGroup:
                 self._backend,
                 self.device,
                 self._wires,
+                self._traffic,
             )
         return self._subgroups[kind]
 
@@ -120,7 +140,10 @@ class TorchGroup:
         options = dist.AllreduceOptions()
         options.timeout = self._timeout
         host = self._staged(tensor)
-        under_way = self._begin("all_reduce", lambda group: group.allreduce([host], options))
+        passed = 2 * (self.size - 1) * tensor.nbytes // self.size  # as in a ring
+        under_way = self._begin(
+            "all_reduce", lambda group: group.allreduce([host], options), sent=passed, received=passed
+        )
 
         def wait() -> None:
             under_way.wait()
@@ -145,7 +168,9 @@ class TorchGroup:
             options.rootTensor = 0
             return group.broadcast([host], options)
 
-        self._begin(f"broadcast from {self._names[source]}", start).wait()
+        sent = 0 if (self.rank + 1) % self.size == source else host.nbytes  # from each to the next
+        received = 0 if self.rank == source else host.nbytes
+        self._begin(f"broadcast from {self._names[source]}", start, sent=sent, received=received).wait()
         if self.rank != source:
             _unstage(host, tensor)
 
@@ -169,7 +194,10 @@ class TorchGroup:
         incoming = {rank: self._staged(tensor, copy=False) for rank, tensor in receives.items()}
         together = self.device if self._backend == "nccl" else None
         under_way = self._begin(
-            f"exchange with {peers}", lambda group: _Exchange(group, outgoing, incoming, together)
+            f"exchange with {peers}",
+            lambda group: _Exchange(group, outgoing, incoming, together),
+            sent=sum(tensor.nbytes for tensor in sends.values()),
+            received=sum(tensor.nbytes for tensor in receives.values()),
         )
 
         def wait() -> None:
@@ -190,10 +218,16 @@ class TorchGroup:
     def _timeout(self) -> datetime.timedelta:
         return datetime.timedelta(seconds=self._timeout_s)
 
-    def _begin(self, what: str, start: Callable[[dist.ProcessGroup], Any]) -> Transfer:
-        """Start what ``start`` returns, something with a ``wait()``; a group of one has nothing to do."""
+    def _begin(
+        self, what: str, start: Callable[[dist.ProcessGroup], Any], *, sent: int, received: int
+    ) -> Transfer:
+        """Start what ``start`` returns, something with a ``wait()``; a group of one has nothing to do.
+
+        ``sent`` and ``received``: bytes of tensors that this member sends and receives.
+        """
         if self.size == 1:
             return Transfer(lambda: None)
+        self._traffic.add(sent, received)
         started_at = time.monotonic()
         with self._failing(what, started_at):
             if self._group is None:
@@ -292,8 +326,10 @@ def _pieces(tensor: Tensor, most: int = MAX_PIECES) -> Sequence[Tensor]:
     return tensor.view(-1).chunk(count) if tensor.numel() else []
 
 
-def form(generation: Generation, membership: Membership) -> TorchGroup:
+def form(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> TorchGroup:
     """Return the group of all members of ``generation``, as the worker of ``membership`` sees it.
+
+    ``traffic`` counts what it sends and receives.
 
     Every verb, and the building of each group, has the deadline that the plan gives.
     """
@@ -324,5 +360,5 @@ def form(generation: Generation, membership: Membership) -> TorchGroup:
     names, sizes = generation.members, generation.node_sizes
     home = device if generation.backend == "nccl" else torch.device("cpu")
     return TorchGroup(
-        build, "world", range(size), names, me, sizes, timeout_s, generation.backend, home, wires
+        build, "world", range(size), names, me, sizes, timeout_s, generation.backend, home, wires, traffic
     )

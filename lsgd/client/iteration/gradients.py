@@ -3,28 +3,16 @@
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lsgd.algorithms.base import all_finite
 from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.collectives.group import Group
+from lsgd.client.iteration.round import ActiveRound, State
 from lsgd.errors import DetachedError, LsgdError
 from lsgd.flat import FlatParameters, Slot
-from lsgd.protocol.messages import Round
-
-
-@dataclass
-class _Pass:
-    """One backward pass whose gradients are exchanged."""
-
-    group: Group
-    round: Round
-    missing: list[int]  # by bucket: parameters whose gradient is not there yet
-    ready: set[int] = field(default_factory=set)  # slots whose gradient is there
-    launched: int = 0  # buckets that were handed to the thread; always in order
 
 
 class _Lane:
@@ -83,14 +71,13 @@ class GradientExchange:
     Args:
         flat: the model's parameters; the gradients live in buffers of the same layout from the first pass on.
         algorithm: what to do with a bucket.
-        complete: called at the end of the pass, to wait for the exchange and to mend a failed one.
+        complete: called by autograd at the end of the pass, to wait for the exchange and to mend a failed one.
     """
 
     def __init__(
         self, flat: FlatParameters, algorithm: GradientAlgorithm, complete: Callable[[], None]
     ) -> None:
         self.muted = False
-        self.spoilt = False  # what was exchanged last is not finite
         self._algorithm = algorithm
         self._complete = complete
         self._slots = flat.slots
@@ -100,55 +87,45 @@ class GradientExchange:
         self._buckets = algorithm.buckets(self._gradients)
         self._in_buckets = [self._overlap(slot) for slot in flat.slots]
         self._lanes = _Lane(flat.buffers[0].device)
-        self._armed: tuple[Group, Round] | None = None
-        self._pass: _Pass | None = None
-        self._used = False  # the iteration's exchange has begun
+        self._round: ActiveRound | None = None
         self._hooks = [
             slot.parameter.register_post_accumulate_grad_hook(self._hook(index, slot))  # type: ignore[no-untyped-call]
             for index, slot in enumerate(flat.slots)
         ]
 
-    def arm(self, group: Group, round: Round) -> None:
-        """Let the next backward pass exchange its gradients, as ``round`` of ``group``."""
-        self._armed, self._used = (group, round), False
+    def arm(self, active: ActiveRound | None) -> None:
+        """Let the next backward pass exchange its gradients in this round; None: let it exchange nothing."""
+        self._round = active
 
-    def disarm(self) -> None:
-        """Exchange nothing until the next :meth:`arm`."""
-        self._armed = None
-
-    def wait(self) -> None:
+    def wait(self, active: ActiveRound) -> None:
         """Wait for the exchange that is under way and put its results in the place of the gradients.
 
         Raises:
             ExchangeError: it failed; the gradients are those that this worker computed.
         """
         self._lanes.finish()
-        self._finish()
+        self._finish(active)
 
-    def again(self, group: Group, round: Round) -> None:
-        """Exchange the gradients of the pass that failed in another group, and wait.
+    def again(self, active: ActiveRound) -> None:
+        """Exchange the gradients of a pass whose round was dropped in another round, and wait.
 
         Raises:
             ExchangeError: it failed too.
         """
+        self._round = active
+        active.to(State.EXCHANGING)
         self._settle_all()  # another phase's algorithm may have to make up for a pass of the last one's
-        for index, bucket in enumerate(self._buckets):
-            self._algorithm.exchange_bucket(bucket, index, group, round)
+        for index in range(len(self._buckets)):
+            self._exchange(active, index)
         self._algorithm.complete()
-        self._finish()
+        self._finish(active)
 
-    def _finish(self) -> None:
-        self._algorithm.finish()
-        self.spoilt = not all_finite(self._gradients)  # all members have the same bits, and find the same
+    def _finish(self, active: ActiveRound) -> None:
+        self._algorithm.finish(self._buckets)
+        active.finite = all_finite(self._gradients)  # all members have the same bits, and find the same
         # In 8 bits, padding gets what its block decodes to: NaN if one number is NaN, which would stay for ever.
         for gradient, padding in zip(self._gradients, self._padding, strict=True):
             gradient.index_fill_(0, padding, 0.0)
-
-    def drop_gradients(self) -> None:
-        """Forget the gradients, so that the optimizer's step changes nothing."""
-        self.spoilt = False
-        for slot in self._slots:
-            slot.parameter.grad = None
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -168,11 +145,12 @@ class GradientExchange:
     def _hook(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
             self._settle(index, slot.parameter, slot.name)
-            if self.muted or self._armed is None:
+            active = self._round
+            if self.muted or active is None:
                 return
-            if self._pass is None:
-                self._begin()
-            self._mark(index)
+            if active.state is not State.EXCHANGING:
+                self._begin(active)
+            self._mark(active, index)
 
         return on_gradient
 
@@ -189,49 +167,42 @@ class GradientExchange:
             window.copy_(gradient)
             parameter.grad = window
 
-    def _begin(self) -> None:
-        if self._used:
+    def _begin(self, active: ActiveRound) -> None:
+        if active.state is not State.WAITING:
             raise LsgdError(
                 "a second backward pass in an iteration whose gradients were exchanged already; wrap all but the "
                 "last one in `with worker.no_sync():`"
             )
-        assert self._armed is not None
-        self._used = True
-        missing = [0] * len(self._buckets)
+        active.to(State.EXCHANGING)
+        active.missing = [0] * len(self._buckets)
         for overlapped in self._in_buckets:
             for bucket in overlapped:
-                missing[bucket] += 1
-        self._pass = _Pass(*self._armed, missing)
+                active.missing[bucket] += 1
         # Called by autograd when this backward pass has computed everything, as DistributedDataParallel does.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(active))
 
-    def _mark(self, index: int) -> None:
+    def _mark(self, active: ActiveRound, index: int) -> None:
         """Note that a gradient is there, and launch the buckets that are complete; always in the same order."""
-        current = self._pass
-        assert current is not None
-        if index in current.ready:
+        if index in active.ready:
             return
-        current.ready.add(index)
+        active.ready.add(index)
         for bucket in self._in_buckets[index]:
-            current.missing[bucket] -= 1
-        while current.launched < len(self._buckets) and not current.missing[current.launched]:
-            self._launch(current, current.launched)
-            current.launched += 1
+            active.missing[bucket] -= 1
+        while (launched := active.launched) < len(self._buckets) and not active.missing[launched]:
+            self._lanes.start(partial(self._exchange, active, launched))
+            active.launched += 1
+            if active.launched == len(self._buckets):
+                self._lanes.start(self._algorithm.complete)
 
-    def _launch(self, current: _Pass, index: int) -> None:
-        bucket, group, round = self._buckets[index], current.group, current.round
-        self._lanes.start(lambda: self._algorithm.exchange_bucket(bucket, index, group, round))
-        if index == len(self._buckets) - 1:
-            self._lanes.start(self._algorithm.complete)
+    def _exchange(self, active: ActiveRound, index: int) -> None:
+        assert active.group is not None
+        self._algorithm.exchange_bucket(self._buckets[index], index, active.group, active.order)
 
-    def _end(self) -> None:
+    def _end(self, active: ActiveRound) -> None:
         """Launch what is left at the end of the pass, and see the exchange through."""
-        current = self._pass
-        assert current is not None
         self._settle_all()
         for index in range(len(self._slots)):
-            self._mark(index)
-        self._pass = None
+            self._mark(active, index)
         self._complete()
 
     def _settle_all(self) -> None:

@@ -1,194 +1,275 @@
-"""A worker's part in rounds: from the servers' order to the word that a round is done, or given up."""
+"""A worker's rounds: order, enter, snapshot, exchange, commit or drop, and the word to the servers."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 from lsgd.algorithms import Algorithm
 from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot
 from lsgd.client.control.joining import Membership
-from lsgd.client.iteration.exchange import Exchanger
+from lsgd.client.iteration.asking import Asking
+from lsgd.client.iteration.consensus import make_consensus
+from lsgd.client.iteration.enter import Entrance
+from lsgd.client.iteration.exchange import exchange
 from lsgd.client.iteration.gradients import GradientExchange
-from lsgd.collectives.group import Group
-from lsgd.errors import BrokenLinksError, ExchangeError, LsgdError
-from lsgd.protocol.messages import Done, Round
+from lsgd.client.iteration.replica import Replica
+from lsgd.client.iteration.round import ActiveRound, State
+from lsgd.client.iteration.tally import Tally
+from lsgd.errors import (
+    BrokenLinksError,
+    ExchangeError,
+    JoinError,
+    LeftOutError,
+    LsgdError,
+    NoConsensusError,
+    ServerLostError,
+)
+from lsgd.protocol.messages import Done, Round, Stop
 
 logger = logging.getLogger("lsgd")
 
 
 class Rounds:
-    """The rounds of one worker.
+    """The rounds of one worker, one at a time.
 
-    Some are over before the forward pass. Others exchange what the backward pass computes, and are pending until
-    then; one that fails there is given up, and the servers order another.
+    Some are committed before the forward pass. Others wait for the backward pass; if they fail there, the gradients
+    are exchanged again in the round that the servers order next.
 
     Args:
         membership: its place in the run.
-        exchanger: carries out what comes before the forward pass.
+        replica: what it trains.
         checkpoints: of this worker.
-        take: takes a snapshot for them, as of a count of the run's iterations.
-        redo: asks for another round, for gradients whose exchange has failed, and carries it out; returns False if
-            the run has ended instead.
+        tally: what it has done.
+        asking: asks the servers for orders.
 
     Attributes:
+        active: the last round that was ordered; None before the first.
         rank: in the generation of the last round; before the first, the one expected.
         world_size: members of that generation.
-        committed: number of the last round that was completed; 0: none was.
-        dropped: number of the last round that was given up; 0: none was.
         gradients: exchanges gradients in the backward pass; None if the algorithm exchanges models.
     """
 
     def __init__(
         self,
         membership: Membership,
-        exchanger: Exchanger,
+        replica: Replica,
         checkpoints: Checkpoints,
-        take: Callable[[int], None],
-        redo: Callable[[], bool],
+        tally: Tally,
+        asking: Asking,
     ) -> None:
+        self.active: ActiveRound | None = None
         self.rank = membership.welcome.rank
         self.world_size = membership.welcome.world_size
-        self.committed = 0
-        self.dropped = 0
         self.gradients: GradientExchange | None = None
+        self.entrance = Entrance(membership, replica, tally.traffic)
         self._who = (membership.join.worker, membership.join.incarnation)
         self._channel = membership.channel
-        self._exchanger = exchanger
+        self._replica = replica
         self._checkpoints = checkpoints
-        self._take = take
-        self._redo = redo
+        self._tally = tally
+        self._asking = asking
         self._count = 0  # of the run's iterations, as of the last global round
-        self._attended: Algorithm | None = None
-        self._pending: tuple[Group, Round] | None = None
+        self._served: Algorithm | None = None  # that which ``gradients`` is for
 
     @property
     def pending(self) -> bool:
         """Whether a round waits for the backward pass."""
-        return self._pending is not None
+        return self.active is not None and self.active.pending
 
-    def carry_out(self, round: Round, *, redo: bool) -> None:
-        """Carry out a round, up to the backward pass if it is that which completes it.
+    # -- from the order to its end -----------------------------------------------------------------------------
+
+    def follow(self, silence_s: float | None = None, *, redo: bool = False) -> bool:
+        """Ask until an answer's round is carried out; return whether an iteration may be made, or the run has ended.
 
         Args:
-            round: the servers' order.
+            silence_s: longest that the servers may be silent; None: as the plan has it.
             redo: exchange the gradients of a backward pass that has ended.
 
         Raises:
-            ExchangeError: it failed and is given up; the model is as before.
+            NoConsensusError: the run has ended without a consensus.
         """
-        # In the middle of an iteration, what a snapshot was to be of is gone: the one of its beginning counts.
-        self._exchanger.when_ready(None if redo else self._enter)
-        try:
-            round = self._exchanger.whole(round)
-            group = self._exchanger.run(round)
-            self._attend(self._exchanger.algorithm)
-            members = round.generation.members
-            self.rank, self.world_size = members.index(self._who[0]), len(members)
-            if round.final or not self._exchanger.algorithm.spans_backward:
-                self._commit(round)
-            elif redo:
-                assert self.gradients is not None
-                self.gradients.again(group, round)
-                self._commit(round)
-            else:
-                self._pending = group, round
-                if self.gradients is not None:
-                    self.gradients.arm(group, round)
-        except ExchangeError as error:
-            self._give_up(round, str(error), error.broken if isinstance(error, BrokenLinksError) else ())
-            raise
+        while True:
+            answer = self._asking.request(silence_s)
+            order = answer.round
+            if order is not None:
+                if order.id <= self._tally.dropped:
+                    continue
+                try:
+                    self.carry_out(order, redo=redo)
+                except ExchangeError as error:
+                    # The servers count failed rounds, and end the run if too many fail.
+                    logger.warning(
+                        "round %d failed, the model is as before: %s; asking again", order.id, error
+                    )
+                    continue
+            if isinstance(answer, Stop) and answer.failed:
+                raise NoConsensusError(
+                    f"{self._who[0]} has no consensus at the end of the run: {answer.reason}"
+                )
+            return self._asking.take(answer)
 
-    def complete(self) -> None:
-        """Complete the pending round of an algorithm that exchanges models beside the backward pass, which has ended.
+    @torch.no_grad()
+    def carry_out(self, order: Round, *, redo: bool = False) -> None:
+        """Carry out a round, up to the backward pass if that is to complete it.
 
-        One that fails is given up; the model is as before.
+        Raises:
+            ExchangeError: it failed and is dropped; the model is as before.
+        """
+        order, snapshot = self.entrance.whole(order), None
+        if redo and self.active is not None and self.active.order.count == order.count:
+            snapshot = (
+                self.active.snapshot
+            )  # in the middle of an iteration, that of its first round is what there is
+        active = self.active = ActiveRound(order, snapshot)
+        with self._tally.spending("exchange"):
+            try:
+                active.group = self.entrance.enter(order)
+                active.to(State.ENTERED)
+                if order.final:
+                    make_consensus(self._replica, active.group, order)
+                if not redo:
+                    self._checkpoints.restore_random()
+                    active.snapshot = self._take(order.count) if order.checkpoint else None
+                if not order.final:
+                    exchange(self._replica, active.group, order)
+                self._serve(self._replica.algorithm)
+                members = order.generation.members
+                self.rank, self.world_size = members.index(self._who[0]), len(members)
+                if order.final or not self._replica.algorithm.spans_backward:
+                    self._commit()
+                elif redo and self.gradients is not None:
+                    self.gradients.again(active)
+                    self._commit()
+                else:
+                    active.to(State.WAITING)
+            except ExchangeError as error:
+                self.drop(str(error), error.broken if isinstance(error, BrokenLinksError) else ())
+                raise
+
+    def arm(self, *, begun: bool) -> None:
+        """Let the backward passes of a step that has begun exchange gradients, and none between two steps."""
+        if self.gradients is not None:
+            self.gradients.arm(self.active if begun else None)
+
+    def before_step(self) -> None:
+        """See that what an optimizer is about to use is what the round has made of it.
 
         Raises:
             LsgdError: the algorithm exchanges gradients, and no backward pass has.
         """
-        assert self._pending is not None
+        active = self.active
+        if active is None:
+            return
+        if not active.finite:
+            if not active.skipped:
+                logger.warning("%s: a member's gradient is not finite; all skip this step", self._who[0])
+            active.skipped = True
+            self._replica.drop_gradients()
+        if not active.pending:
+            return
         if self.gradients is not None:
             raise LsgdError(
                 f"{self._who[0]}: optimizer.step() before the gradients were exchanged; no backward pass ran in this "
                 f"iteration, or all of it inside worker.no_sync()"
             )
-        group, round = self._pending
+        assert active.group is not None
+        parameters, order = self._replica.flat.buffers, active.order
         try:
-            self._exchanger.algorithm.after_backward(self._exchanger.flat.buffers, (), group, round)
+            with self._tally.spending("exchange"):
+                self._replica.algorithm.after_backward(parameters, (), active.group, order)
         except ExchangeError as error:
-            logger.warning("round %d failed, the model is as before: %s", round.id, error)
+            logger.warning("round %d failed, the model is as before: %s", order.id, error)
             self.drop(str(error))
         else:
-            self._commit(round)
+            self._commit()
 
-    def drop(self, reason: str) -> None:
-        """Give up the pending round: the servers order another."""
-        assert self._pending is not None
-        _, round = self._pending
-        self._pending = None
-        self._exchanger.leave(cut=True)
-        if self.gradients is not None:
-            self.gradients.disarm()
-        self._give_up(round, reason)
+    def drop(self, reason: str, broken: tuple[int, ...] = ()) -> None:
+        """Give up the round in progress, its group with it: the servers order another.
 
-    def keep(self) -> str:
-        """Save the state between two iterations as that of the last global round; return in words where it is."""
-        if not self._count or self._checkpoints.folder is None:
-            why = "no folder was given" if self._count else "no global round came after an iteration"
-            return f"its state is not saved: {why}"
-        self._take(self._count)
-        path = self._checkpoints.save(self._count)
-        if path is None:
-            return "its state cannot be saved"
-        return (
-            f"its state is saved in {path}; when the servers can run again, go on from it with lsgd launch --resume "
-            f"(RESUME=1 bash scripts/train.sh)"
-        )
+        Args:
+            reason: why, for the servers.
+            broken: pairs of ranks that cannot reach each other, one after the other.
+        """
+        assert self.active is not None
+        self.active.to(State.DROPPED)
+        self.entrance.leave(cut=True)
+        self.arm(begun=False)
+        self._tally.dropped = self.active.order.id
+        self._channel.send(Done(*self._who, self.active.order.id, False, reason, broken))
+
+    def _commit(self) -> None:
+        assert self.active is not None
+        self.active.to(State.COMMITTED)
+        order = self.active.order
+        self._tally.committed = order.id
+        if order.scope == "global":
+            self._count = order.count
+        if order.checkpoint:
+            self._checkpoints.save(self.active.snapshot)
+        self._channel.send(Done(*self._who, order.id, True, ""))
+
+    def _complete_gradients(self) -> None:
+        """At the end of a backward pass: wait for the exchange; if it failed, exchange the gradients again."""
+        assert self.gradients is not None and self.active is not None
+        with self._tally.spending("exchange"):
+            try:
+                self.gradients.wait(self.active)
+            except ExchangeError as error:
+                failed = self.active.order.id
+                logger.warning("round %d failed: %s; its gradients will be exchanged again", failed, error)
+                self.drop(str(error))
+                with self.saving():
+                    if not self.follow(redo=True):
+                        self._replica.drop_gradients()
+            else:
+                self._commit()
+
+    def _serve(self, algorithm: Algorithm) -> None:
+        """Let the backward passes exchange gradients if the algorithm does."""
+        if self._served is algorithm:
+            return
+        self.close()
+        self._served, self.gradients = algorithm, None
+        if isinstance(algorithm, GradientAlgorithm):
+            self.gradients = GradientExchange(self._replica.flat, algorithm, self._complete_gradients)
 
     def close(self) -> None:
         """Remove the hooks in the backward pass."""
         if self.gradients is not None:
             self.gradients.close()
 
-    def _enter(self, round: Round) -> None:
-        """Note the state that a round is entered with, if it is to be saved."""
-        self._checkpoints.restore_random()
-        if round.checkpoint:
-            self._take(round.count)
+    # -- the worker's state ------------------------------------------------------------------------------------
 
-    def _attend(self, algorithm: Algorithm) -> None:
-        """Let the backward passes exchange gradients if the algorithm does."""
-        if self._attended is algorithm:
-            return
-        self._attended = algorithm
-        self.close()
-        self.gradients = None
-        if isinstance(algorithm, GradientAlgorithm):
-            self.gradients = GradientExchange(self._exchanger.flat, algorithm, self._complete_gradients)
+    def _take(self, count: int) -> Snapshot | None:
+        """Copy the state as of a count of the run's iterations."""
+        tally = self._tally
+        return self._checkpoints.take(count, self._replica.algorithm, tally.losses.values, tally.done)
 
-    def _complete_gradients(self) -> None:
-        """At the end of a backward pass: wait for the exchange; if it failed, exchange the gradients again."""
-        assert self.gradients is not None and self._pending is not None
-        _, round = self._pending
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Save this worker's state if the servers or the consensus are lost inside, and say so in the error."""
         try:
-            self.gradients.wait()
-        except ExchangeError as error:
-            logger.warning("round %d failed: %s; its gradients will be exchanged again", round.id, error)
-            self.drop(str(error))
-            if not self._redo():
-                self.gradients.drop_gradients()
-        else:
-            self._commit(round)
+            yield
+        except LeftOutError:
+            raise
+        except (ServerLostError, JoinError, NoConsensusError) as error:
+            raise type(error)(f"{error}; {self._keep()}") from error
 
-    def _commit(self, round: Round) -> None:
-        self._pending = None
-        self.committed = round.id
-        if round.scope == "global":
-            self._count = round.count
-        if round.checkpoint:
-            self._checkpoints.save(round.count)
-        self._channel.send(Done(*self._who, round.id, True, ""))
-
-    def _give_up(self, round: Round, reason: str, broken: tuple[int, ...] = ()) -> None:
-        self.dropped = round.id
-        self._channel.send(Done(*self._who, round.id, False, reason, broken))
+    def _keep(self) -> str:
+        """Save the state as that of the last global round; return in words where it is."""
+        if self._checkpoints.folder is None:
+            return "its state is not saved: no folder was given"
+        if not self._count:
+            last = self._checkpoints.last()
+            instead = f"go on from {last} with lsgd launch --resume" if last else "begin a new run"
+            return f"its state is not saved, since no global round came after an iteration: {instead}"
+        path = self._checkpoints.save(self._take(self._count))
+        if path is None:
+            return "its state cannot be saved"
+        return (
+            f"its state is saved in {path}; when the servers can run again, go on from it with lsgd launch --resume "
+            f"(RESUME=1 bash scripts/train.sh)"
+        )

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import lsgd.client.groups.torch_group
-import lsgd.client.worker
+import lsgd.client.iteration.steps
 from lsgd.client import Worker
 from lsgd.client.groups.torch_group import TorchGroup
-from lsgd.client.iteration.exchange import Exchanger
+from lsgd.client.iteration.rounds import Rounds
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Round
 
@@ -52,16 +52,16 @@ def digest() -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-class NotingExchanger(Exchanger):
+class NotingRounds(Rounds):
     """Notes of each round that failed its id and generation, and whether the model is what it was before."""
 
-    def run(self, round: Round) -> Any:
+    def carry_out(self, order: Round, *, redo: bool = False) -> None:
         global current
-        before, current = digest(), round.id
+        before, current = digest(), order.id
         try:
-            return super().run(round)
+            super().carry_out(order, redo=redo)
         except ExchangeError:
-            failed.append((round.id, round.generation.number, digest() == before))
+            failed.append((order.id, order.generation.number, digest() == before))
             raise
 
 
@@ -88,7 +88,7 @@ class MortalGroup(TorchGroup):
 
 
 lsgd.client.groups.torch_group.TorchGroup = MortalGroup
-lsgd.client.worker.Exchanger = NotingExchanger
+lsgd.client.iteration.steps.Rounds = NotingRounds
 
 with Worker.join(model, optimizer) as worker:
     assert worker.run_dir is not None

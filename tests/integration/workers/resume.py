@@ -9,15 +9,14 @@ import json
 import os
 import random
 import signal
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-import lsgd.client.worker
+import lsgd.client.iteration.steps
 from lsgd.client import Worker
-from lsgd.client.iteration.exchange import Exchanger
+from lsgd.client.iteration.rounds import Rounds
 from lsgd.protocol.messages import Round
 
 parser = argparse.ArgumentParser()
@@ -40,16 +39,16 @@ data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 seen: list[list[float]] = []
 
 
-class MortalExchanger(Exchanger):
+class MortalRounds(Rounds):
     """Dies when all have completed the round before, and know of this one."""
 
-    def run(self, round: Round) -> Any:
-        if round.id == options.die_in_round:
+    def carry_out(self, order: Round, *, redo: bool = False) -> None:
+        if order.id == options.die_in_round:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().run(round)
+        super().carry_out(order, redo=redo)
 
 
-lsgd.client.worker.Exchanger = MortalExchanger
+lsgd.client.iteration.steps.Rounds = MortalRounds
 
 with Worker.join(model, optimizer, extra={"rates": rates}) as worker:
     assert worker.run_dir is not None

@@ -1,0 +1,118 @@
+"""How a worker asks the servers for iterations, one after another and ahead of need."""
+
+import logging
+
+from lsgd.client.control.channel import Expected
+from lsgd.client.control.joining import Membership
+from lsgd.client.iteration.grants import Grants
+from lsgd.client.iteration.tally import Tally
+from lsgd.errors import ExchangeError, JoinError, ServerLostError
+from lsgd.protocol.messages import Go, Pause, Paused, Request, Stop
+
+logger = logging.getLogger("lsgd")
+
+PAUSE_WITHIN_S = 3.0
+"""How long a worker that pauses waits until the servers know, in seconds."""
+
+
+class Asking:
+    """One worker's requests, and what the servers have granted it.
+
+    Args:
+        membership: its place in the run.
+        tally: what it has done, which every request says.
+
+    Attributes:
+        progress: share of the run that is made, as of the last answer.
+        stopped: the run has ended.
+    """
+
+    def __init__(self, membership: Membership, tally: Tally) -> None:
+        self.progress = 0.0
+        self.stopped = False
+        self._channel = membership.channel
+        self._who = (membership.join.worker, membership.join.incarnation)
+        self._tally = tally
+        self._grants = Grants(membership.plan.run.lookahead)
+        self._ahead: Expected | None = None  # the answer to the request for more
+
+    def next(self) -> bool:
+        """Take the next of the iterations that were granted ahead; return False if there is none."""
+        if self._ahead is not None and (go := self._ahead.answered) is not None:
+            self.progress = go.progress
+            self._grants.take(go)
+            self._forget_ahead()
+        if self._channel.recalled():
+            self._forget_ahead()
+            self._grants.give_back()  # the next message says so
+        return self._grants.next()
+
+    def request(self, silence_s: float | None) -> Go | Stop:
+        """Ask for an iteration and return the answer; the same request is asked again until it is taken.
+
+        Args:
+            silence_s: longest that the servers may be silent; None: as the plan has it.
+        """
+        seq = self._grants.seq
+        expected, self._ahead = self._ahead, None
+        with self._tally.spending("waiting"):
+            answer: Go | Stop = self._channel.ask(
+                self._make_request(seq),
+                expected or (lambda m: isinstance(m, Go | Stop) and m.seq == seq),
+                what=f"{self._who[0]} waits for its next iteration",
+                silence_s=silence_s,
+            )
+        return answer
+
+    def take(self, answer: Go | Stop) -> bool:
+        """Take in an answer whose round is done; return whether it grants an iteration: else the run has ended."""
+        if isinstance(answer, Stop):
+            self.stopped, self.progress = True, 1.0
+            logger.info("%s stops after %d iterations: %s", self._who[0], self._tally.done, answer.reason)
+            return False
+        self.progress = answer.progress
+        return self._grants.take(answer)
+
+    def ask_ahead(self) -> None:
+        """Ask for more iterations if few enough are left, and wait for nothing."""
+        if self._grants.wants_more():
+            seq = self._grants.seq + 1
+            self._ahead = self._channel.expect(lambda m: isinstance(m, Go | Stop) and m.seq == seq)
+            self._channel.send(self._make_request(seq, ahead=True))
+
+    def remind(self) -> float:
+        """Send the unanswered request again without waiting; return for how many seconds the servers were silent."""
+        self._channel.send(self._make_request(self._grants.seq))
+        return self._channel.silent_s()
+
+    def given_up(self) -> bool:
+        """Whether no answer will come any more."""
+        return self._channel.given_up()
+
+    def pause(self) -> None:
+        """Give back all that is granted, and say that others need not wait until the next request."""
+        self._forget_ahead()
+        self._grants.withdraw()
+        seq = self._grants.seq
+        message = Pause(*self._who, seq, self._tally.done, self._tally.committed)
+        try:
+            self._channel.ask(
+                message,
+                lambda m: isinstance(m, Paused) and m.seq == seq,
+                what=f"{self._who[0]} pauses",
+                timeout_s=PAUSE_WITHIN_S,
+            )
+        except (ExchangeError, JoinError, ServerLostError) as error:
+            logger.warning(
+                "%s pauses without the servers' knowing, so that others may wait: %s", self._who[0], error
+            )
+
+    def _forget_ahead(self) -> None:
+        if self._ahead is not None:
+            self._channel.forget(self._ahead)
+            self._ahead = None
+
+    def _make_request(self, seq: int, *, ahead: bool = False) -> Request:
+        tally = self._tally
+        loss = None if ahead else tally.losses.mean()  # it is looked at in rounds only
+        return Request(*self._who, seq, tally.done, tally.committed, tally.dropped, loss, ahead)

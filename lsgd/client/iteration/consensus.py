@@ -1,0 +1,65 @@
+"""The last round of a run: one model for all, and how far apart they were."""
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lsgd.algorithms.base import all_finite
+from lsgd.client.groups.torch_group import TorchGroup
+from lsgd.client.iteration.replica import Replica
+from lsgd.protocol.messages import Round
+
+logger = logging.getLogger("lsgd")
+
+
+def make_consensus(replica: Replica, group: TorchGroup, order: Round) -> None:
+    """Replace every model by the average of all, or by the leader's, and note how far apart they were.
+
+    Raises:
+        ExchangeError: it failed; nothing has changed.
+    """
+    parameters, buffers = replica.flat.buffers, replica.finite.buffers()
+    own = [wide(x) for x in (*parameters, *buffers)]
+    led = [x.clone() for x in own]
+    for x in led:
+        group.broadcast(x, order.leader)
+    means = mean_of(own, group, contributes=group.rank not in order.new) or led
+    distance = _distance(own[: len(parameters)], means[: len(parameters)], group)
+    replica.consensus_distance, replica.leader_model = distance, led
+    chosen = means if replica.run.consensus == "average" else led
+    for x, value in zip([*parameters, *buffers], chosen, strict=True):
+        x.copy_(value.view(x.shape))
+
+
+def mean_of(tensors: Sequence[Tensor], group: TorchGroup, *, contributes: bool) -> list[Tensor] | None:
+    """Return the means over those members that contribute finite numbers; None if no member does."""
+    if contributes and not all_finite(tensors):
+        logger.warning("this worker's model is not finite: it is left out of the average")
+        contributes = False
+    count = torch.tensor([float(contributes)], device=group.device)
+    group.all_reduce(count).wait()
+    if not float(count):
+        return None
+    means = [x / count.to(x.device) if contributes else torch.zeros_like(x) for x in tensors]
+    for x in means:
+        group.all_reduce(x).wait()
+    return means
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return ``x`` as one row, at float32 or what is wider."""
+    return x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _distance(own: Sequence[Tensor], means: Sequence[Tensor], group: TorchGroup) -> float:
+    """Return the mean over members of |x - mean| / |mean|; of those whose model is finite."""
+    apart = sum(float((x - mean).square().sum()) for x, mean in zip(own, means, strict=True)) ** 0.5
+    length = sum(float(mean.square().sum()) for mean in means) ** 0.5
+    distance = apart / length if length else 0.0
+    summed = torch.tensor([distance, 1.0] if math.isfinite(distance) else [0.0, 0.0], device=group.device)
+    group.all_reduce(summed).wait()
+    total, count = summed.tolist()
+    return total / count if count else 0.0

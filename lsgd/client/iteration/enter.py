@@ -1,0 +1,143 @@
+"""How a worker enters a round: the group of the generation, the round's algorithm, and the model for newcomers."""
+
+import io
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lsgd.client.control.joining import Membership
+from lsgd.client.groups.reach import probe
+from lsgd.client.groups.torch_group import TorchGroup, Traffic, form
+from lsgd.client.iteration.replica import Replica
+from lsgd.errors import ExchangeError
+from lsgd.protocol.messages import Generation, Round
+
+logger = logging.getLogger("lsgd")
+
+
+class Entrance:
+    """Leads into rounds, and keeps the process groups of the present generation.
+
+    Args:
+        membership: this worker's place in the run.
+        replica: what it trains.
+        traffic: counts what the groups send and receive.
+    """
+
+    def __init__(self, membership: Membership, replica: Replica, traffic: Traffic) -> None:
+        self.generation: Generation | None = None
+        self._membership = membership
+        self._replica = replica
+        self._traffic = traffic
+        self._group: TorchGroup | None = None
+        membership.channel.when_over(self._cut)
+
+    def whole(self, order: Round) -> Round:
+        """Return an order with the names of its members, which the servers omit when this worker has them."""
+        generation = self.generation
+        if generation is None or order.generation.indices or order.generation.number != generation.number:
+            return order
+        return replace(order, generation=generation)
+
+    def enter(self, order: Round) -> TorchGroup:
+        """Return the round's group, whose members all have its algorithm, and its newcomers the source's model.
+
+        Raises:
+            ExchangeError: it failed, and :meth:`leave` is due.
+        """
+        replica = self._replica
+        group, fresh = self._group_of(order)
+        if not fresh:
+            replica.algorithm.settle(replica.flat.buffers)
+        fresh |= replica.take_up(order.algorithm)
+        if fresh or order.new:
+            self._begin(group, order)
+        return group
+
+    def leave(self, *, cut: bool = False) -> None:
+        """Drop the process groups, so that members which wait for this worker fail at once.
+
+        Args:
+            cut: an exchange may be under way; without its connections it ends now, else dropping it waits for it.
+        """
+        if self._group is not None:
+            if cut:
+                self._group.cut()
+            self._group.close()
+        self._group = self.generation = None
+
+    def _cut(self, number: int) -> None:
+        """Free this worker from exchanges of a generation that is over."""
+        group, generation = self._group, self.generation
+        if group is not None and generation is not None and generation.number == number:
+            group.cut()
+
+    def _group_of(self, order: Round) -> tuple[TorchGroup, bool]:
+        """Return the group of a generation, and whether it is new."""
+        generation = order.generation
+        if reason := self._membership.channel.generation_over(generation.number):
+            raise ExchangeError(f"generation {generation.number} is over: {reason}")
+        if not generation.indices:
+            raise ExchangeError(f"the members of generation {generation.number} are not known here any more")
+        if self._group is not None and self.generation == generation:
+            return self._group, False
+        self.leave()
+        if order.probe:
+            probe(generation, self._membership)
+        group = self._group = form(generation, self._membership, self._traffic)
+        self.generation = generation
+        logger.info(
+            "generation %d: rank %d of %d, over %s on %s",
+            *(generation.number, group.rank, group.size, generation.backend, self._membership.join.address),
+        )
+        return group, True
+
+    def _begin(self, group: TorchGroup, order: Round) -> None:
+        """Give newcomers the model of the source and all members the shared state, and reset the algorithm."""
+        algorithm = self._replica.algorithm
+        if order.new and group.rank in (order.source, *order.new):
+            ranks = [order.source, *order.new]
+            takers = group if len(ranks) == group.size else group.subset(f"take-over-{order.id}", ranks)
+            self._take_over(takers, order.source if takers is group else 0)
+        state = algorithm.shared_state()
+        received = [x.clone() for x in state]
+        for x in received:
+            group.broadcast(x, order.source)
+        for x, value in zip(state, received, strict=True):
+            x.copy_(value)
+        algorithm.reset(self._replica.flat.buffers, group, order)
+
+    def _take_over(self, group: TorchGroup, source: int) -> None:
+        """Take the source's model, its frozen parameters and buffers too, and its optimizers' state if so planned."""
+        replica, taking = self._replica, group.rank != source
+        everything = [*replica.flat.buffers, *(p.data for p in replica.flat.frozen), *replica.model.buffers()]
+        received = []
+        for x in everything:
+            layout = torch.contiguous_format
+            value = torch.empty_like(x, memory_format=layout) if taking else x.contiguous()
+            if value.numel():
+                group.broadcast(value, source)
+            received.append(value)
+        states = None
+        if replica.run.sync_optimizer or replica.algorithm.settings.schedule().identical:
+            states = self._broadcast_states(group, source)
+        if taking:
+            for x, value in zip(everything, received, strict=True):
+                x.copy_(value)
+            for optimizer, state in zip(replica.optimizers, states or (), strict=states is not None):
+                optimizer.load_state_dict(state)
+
+    def _broadcast_states(self, group: TorchGroup, source: int) -> list[Any]:
+        """Return the optimizers' states of the source."""
+        stream, device = io.BytesIO(), group.device
+        torch.save([optimizer.state_dict() for optimizer in self._replica.optimizers], stream)
+        data = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
+        length = torch.tensor([len(data)], device=device)
+        group.broadcast(length, source)
+        if group.rank != source:
+            data = torch.empty(int(length), dtype=torch.uint8, device=device)
+        group.broadcast(data, source)
+        bytes_ = io.BytesIO(data.cpu().numpy().tobytes())
+        return list(torch.load(bytes_, map_location=self._replica.device, weights_only=True))

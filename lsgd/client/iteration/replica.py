@@ -1,0 +1,94 @@
+"""What rounds change on a worker: its model, its optimizers, and the state of the algorithm."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lsgd.algorithms.base import clones
+from lsgd.client.checkpoint.finite import FiniteCheck
+from lsgd.client.control.joining import Membership
+from lsgd.flat import FlatParameters
+from lsgd.plan.plan import algorithm_of
+from lsgd.settings import AlgorithmSettings, same_form
+
+
+class Replica:
+    """One worker's copy of what the run trains.
+
+    Args:
+        membership: this worker's place in the run.
+        flat: the model's parameters.
+        model: the model.
+        optimizers: whose state a newcomer takes over, if the plan says so.
+        finite: knows which of the model's buffers are averaged.
+        resumed: settings and state of the algorithm in a checkpoint: the first round begins with that state, if its
+            algorithm has the same form.
+
+    Attributes:
+        algorithm: of the run's current phase.
+        consensus_distance: how far the models were from their mean before the consensus; None before.
+        leader_model: the leader's own model then, flat parameters first, then buffers; empty before.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        flat: FlatParameters,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        finite: FiniteCheck,
+        resumed: tuple[AlgorithmSettings, dict[str, Any]] | None = None,
+    ) -> None:
+        self.run = membership.plan.run
+        self.device = membership.device
+        self.flat = flat
+        self.model = model
+        self.optimizers = list(optimizers)
+        self.finite = finite
+        self.algorithm = membership.plan.algorithm.create(flat.buffers, membership.welcome.run)
+        self.consensus_distance: float | None = None
+        self.leader_model: list[Tensor] = []
+        self._run_id = membership.welcome.run
+        self._resumed = resumed
+        self._text = ""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every iteration is a round."""
+        return self.algorithm.settings.schedule().lockstep
+
+    def take_up(self, text: str) -> bool:
+        """Take up a round's algorithm and settings; return whether it is of another kind and begins anew."""
+        if not text or text == self._text:
+            return False
+        settings = algorithm_of(json.loads(text), "the server's round")
+        anew = not same_form(settings, self.algorithm.settings)
+        if anew:
+            self.algorithm = settings.create(self.flat.buffers, self._run_id)
+        self.algorithm.settings, self._text = settings, text
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and same_form(resumed[0], settings):
+            self.algorithm.load_state_dict(resumed[1])
+        return anew
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients, so that an optimizer's step changes nothing."""
+        for slot in self.flat.slots:
+            slot.parameter.grad = None
+
+    @torch.no_grad()
+    def leader_state_dict(self) -> dict[str, Tensor] | None:
+        """Return the leader's own model before the consensus as a state dict; None before."""
+        if not self.leader_model:
+            return None
+        tensors = [*self.flat.buffers, *self.finite.buffers()]
+        own = clones(tensors)
+        for x, value in zip(tensors, self.leader_model, strict=True):
+            x.copy_(value.view(x.shape))
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        for x, value in zip(tensors, own, strict=True):
+            x.copy_(value)
+        return state

@@ -1,0 +1,157 @@
+"""The steps of a worker: each is begun with an iteration in hand, and its end gets the next one."""
+
+import logging
+from typing import Any
+
+import torch
+
+from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.control.joining import Membership
+from lsgd.client.iteration.asking import Asking
+from lsgd.client.iteration.replica import Replica
+from lsgd.client.iteration.rounds import Rounds
+from lsgd.client.iteration.tally import Tally
+from lsgd.errors import LsgdError, ServerLostError
+
+logger = logging.getLogger("lsgd")
+
+UNSUPERVISED_AFTER_S = 3.0
+"""How long the servers are silent before a worker goes on without them, where the plan lets it, in seconds."""
+
+
+class Steps:
+    """The steps of one worker. A step in which an optimizer stepped is an iteration; another keeps what was granted.
+
+    Args:
+        membership: its place in the run.
+        replica: what it trains, by optimizers whose steps are counted.
+        checkpoints: of this worker.
+
+    Attributes:
+        tally: what it has done.
+        asking: its requests.
+        rounds: its part in them.
+    """
+
+    def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
+        self.tally = Tally(membership.plan.loss_window, checkpoints.losses)
+        self.asking = Asking(membership, self.tally)
+        self.rounds = Rounds(membership, replica, checkpoints, self.tally, self.asking)
+        self._name = membership.join.worker
+        self._replica = replica
+        self._granted = False  # an iteration may be made that has not been made yet
+        self._begun = False
+        self._stepped = False
+        self._paused = False  # since the last iteration was granted
+        self._alone = 0  # iterations made since the servers fell silent
+        self._hooks = [o.register_step_pre_hook(self._before_step) for o in replica.optimizers]
+        self._hooks += [o.register_step_post_hook(self._after_step) for o in replica.optimizers]
+
+    def begin(self) -> bool:
+        """Begin a step; return False if the run has ended."""
+        if self._begun:
+            raise LsgdError(
+                f"{self._name}: begin_step() again before end_step(); end each step, also one without optimizer.step()"
+            )
+        self._begun = self._has_next()
+        self.rounds.arm(begun=self._begun)
+        if self._begun:
+            self.tally.spend("compute")
+        return self._begun
+
+    def end(self) -> bool:
+        """End the step and get the next iteration; return False if the run has ended."""
+        if not self._begun and not self.asking.stopped:
+            raise LsgdError(f"{self._name}: end_step() without begin_step(); batches() calls both itself")
+        self.close_step()
+        self.rounds.arm(begun=False)
+        return self._has_next()
+
+    def close_step(self) -> None:
+        """End the step, if one has begun, and ask for no other."""
+        self._count()
+        self._begun = False
+
+    def pause(self) -> None:
+        """Give an unused iteration back, and let rounds go on without this worker until it asks again."""
+        self._count()
+        if self.rounds.pending:
+            self.rounds.drop("paused in the middle of an iteration")
+        if not self.asking.stopped:
+            self._paused = self._begun or self._granted
+            self._granted = False
+            self.asking.pause()
+
+    def close(self) -> None:
+        """Count the last iteration, and remove the hooks."""
+        self.close_step()
+        for hook in self._hooks:
+            hook.remove()
+        self.rounds.close()
+
+    def _count(self) -> None:
+        """If an optimizer has stepped since an iteration was granted, that one is made."""
+        self.tally.spend("")
+        if self._stepped and self._granted:
+            self._granted = False
+            self.tally.done += 1
+            with self.tally.spending("exchange"):
+                self._replica.algorithm.after_step(self._replica.flat.buffers)
+        elif self.rounds.gradients is not None and not self.rounds.pending:
+            # A step was skipped whose gradients were exchanged: the next one needs a round.
+            self._granted = False
+        self._stepped = False
+
+    # -- the next iteration ------------------------------------------------------------------------------------
+
+    def _has_next(self) -> bool:
+        """Have an iteration in hand, with its round carried out; return False if the run has ended."""
+        if not self._granted and not self.asking.stopped:
+            self._replica.flat.check()
+            with self.rounds.saving():
+                self._granted = self.asking.next() or self._ask()
+            if self._granted and not self._alone and not self._replica.lockstep:
+                self.asking.ask_ahead()
+            self._paused = False
+        return self._granted and not self.asking.stopped
+
+    def _ask(self) -> bool:
+        """Ask for an iteration, or make one alone if nobody answers and the plan lets it."""
+        may = self._may_go_on_alone()
+        if self._alone and may and self.asking.remind() >= UNSUPERVISED_AFTER_S:
+            self._alone += 1
+            return True
+        try:
+            granted = self.rounds.follow(UNSUPERVISED_AFTER_S if may else None)
+        except ServerLostError as error:
+            if not self._may_go_on_alone():
+                raise
+            most = self._replica.run.unsupervised_iterations - self._alone
+            logger.warning("%s goes on alone for at most %d iterations: %s", self._name, most, error)
+            self._alone += 1
+            return True
+        if self._alone:
+            logger.warning("%s has made %d iterations alone; the servers are back", self._name, self._alone)
+        self._alone = 0
+        return granted
+
+    def _may_go_on_alone(self) -> bool:
+        may = self._alone < self._replica.run.unsupervised_iterations and self.tally.committed > 0
+        return may and not self._replica.lockstep and not self.asking.given_up()
+
+    # -- the optimizers' hooks ---------------------------------------------------------------------------------
+
+    def _before_step(self, *_: Any) -> None:
+        if self._paused:
+            raise LsgdError(
+                f"{self._name}: optimizer.step() after worker.pause() in the same step: the pause has ended this "
+                f"iteration, or given it back to the run; pause after the step, or between two loops"
+            )
+        self.rounds.before_step()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        active = self.rounds.active
+        # A fused optimizer is stepped by GradScaler in any case, and skips the step itself where this tensor says so.
+        found_inf = getattr(optimizer, "found_inf", None)
+        skipped = (active is not None and active.skipped) or (found_inf is not None and bool(found_inf))
+        self._stepped |= not skipped

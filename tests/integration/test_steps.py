@@ -1,0 +1,214 @@
+"""A loop of one's own: begin_step() and end_step() of one worker in this process, with real servers."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lsgd.client import Worker
+from lsgd.errors import LsgdError
+
+CLIENT_PAGE = Path(__file__).parents[2] / "docs" / "client.md"
+BATCH = torch.ones(4, 6)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Loop:
+    """A model, its optimizer, and the number of batches that were drawn."""
+
+    def __init__(self) -> None:
+        self.model = network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.drawn = 0
+
+    def data(self) -> Iterator[torch.Tensor]:
+        for self.drawn in itertools.count(1):
+            yield BATCH
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.model(x).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+def start(cluster, monkeypatch, *arguments: str) -> Loop:
+    """Start the servers of a run of one worker, which is to join in this process."""
+    cluster.start("--workers", "1", *arguments)
+    monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+    monkeypatch.setenv("LSGD_LOCAL_RANK", "0")
+    return Loop()
+
+
+ALGORITHMS = [
+    pytest.param(("--period", "4", "--local-period", "4"), id="leader"),
+    pytest.param(("--algorithm", "allreduce"), id="allreduce"),
+    pytest.param(("--algorithm", "decentralized"), id="decentralized"),
+]
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+@pytest.mark.parametrize("own", [True, False], ids=["steps", "batches"])
+def test_the_end_is_known_before_the_next_batch_is_drawn(cluster, monkeypatch, arguments, own) -> None:
+    loop = start(cluster, monkeypatch, *arguments, "--iterations", "9")
+    with Worker.join(loop.model, loop.optimizer) as worker:
+        if own:
+            data, goes_on = loop.data(), worker.begin_step()
+            while goes_on:
+                goes_on = worker.end_step(loop.step(next(data)))
+                assert goes_on != worker.stopped
+                assert not goes_on or worker.begin_step()
+            assert not worker.begin_step() and not worker.end_step()  # and no error after the end
+        else:
+            for x in worker.batches(loop.data()):
+                worker.report(loop.step(x))
+        assert worker.stopped and worker.progress == 1.0
+        assert worker.consensus_distance == 0.0
+        assert worker.status()["count"] == worker.iterations == worker.timings.steps == loop.drawn == 9
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_accumulation_and_skipped_steps_count_nothing(cluster, monkeypatch, arguments) -> None:
+    """Of 15 steps, those of the first of two micro-batches and one that overflows are no iterations."""
+    loop = start(cluster, monkeypatch, *arguments)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    made = []
+    with Worker.join(loop.model, loop.optimizer) as worker:
+        for number in range(14):
+            assert worker.begin_step()
+            loss = scaler.scale(loop.model(BATCH).square().mean())
+            if number % 2 == 0:
+                with worker.no_sync():
+                    loss.backward()
+            else:
+                (loss * (float("inf") if number == 5 else 1.0)).backward()
+                scaler.step(loop.optimizer)
+                scaler.update()
+                loop.optimizer.zero_grad()
+            assert worker.end_step(loss)
+            made.append(worker.iterations)
+    assert made == [0, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+    assert sum(member["done"] for member in cluster.status()["members"]) == 6
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_a_pause_inside_a_step_or_between_two(cluster, monkeypatch, arguments) -> None:
+    loop = start(cluster, monkeypatch, *arguments, "--iterations", "12")
+    with Worker.join(loop.model, loop.optimizer) as worker:
+        while worker.begin_step():
+            loop.step(BATCH)
+            if worker.iterations == 2:
+                with worker.pause():
+                    assert [m["state"] for m in worker.status()["members"]] == ["away"]
+                assert worker.iterations == 3
+            worker.end_step()
+            if worker.iterations == 6:
+                with worker.pause():
+                    assert [m["state"] for m in worker.status()["members"]] == ["away"]
+        assert worker.status()["count"] == worker.iterations == 12
+
+
+def test_a_pause_between_two_passes_fails_no_round(cluster, monkeypatch) -> None:
+    loop = start(cluster, monkeypatch, "--algorithm", "allreduce", "--iterations", "12")
+    with Worker.join(loop.model, loop.optimizer) as worker:
+        while not worker.stopped:
+            for x in worker.batches([BATCH] * 5):
+                loop.step(x)
+            with worker.pause():
+                pass
+        assert worker.iterations == 12
+        assert worker.status()["rounds_global"] == 13
+    assert "failed" not in cluster.processes[0].output
+
+
+class Liar(list):
+    """Says that it is shorter than it is."""
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_no_batch_of_a_loader_with_a_wrong_length_is_lost(here) -> None:
+    loop = Loop()
+    with Worker.join(loop.model, loop.optimizer) as worker:
+        seen = [(loop.step(x), int(n))[1] for x, n in worker.batches(Liar((BATCH, n) for n in range(7)))]
+        assert seen == list(range(7)) and worker.iterations == 7
+
+
+def test_steps_in_the_wrong_order_are_errors_that_say_so(here) -> None:
+    loop = Loop()
+    with pytest.raises(LsgdError, match=r"begin_step\(\) again before end_step\(\)"):
+        with Worker.join(loop.model, loop.optimizer) as worker:
+            worker.begin_step()
+            worker.begin_step()
+    with pytest.raises(LsgdError, match=r"end_step\(\) without begin_step\(\)"):
+        with Worker.join(loop.model, loop.optimizer) as worker:
+            worker.end_step()
+    with pytest.raises(LsgdError, match=r"has left the run; .* and so does begin_step"):
+        worker.begin_step()
+    for steps_before in (0, 1):
+        with pytest.raises(LsgdError, match=r"optimizer.step\(\) after worker.pause\(\)"):
+            with Worker.join(loop.model, loop.optimizer) as worker:
+                worker.begin_step()
+                for _ in range(steps_before):
+                    loop.step(BATCH)
+                with worker.pause():
+                    pass
+                loop.step(BATCH)
+        assert worker.iterations == steps_before
+
+
+def test_a_backward_pass_between_two_steps_exchanges_nothing(cluster, monkeypatch) -> None:
+    loop = start(cluster, monkeypatch, "--algorithm", "allreduce", "--iterations", "3")
+    with Worker.join(loop.model, loop.optimizer) as worker:
+        while worker.begin_step():
+            loop.step(BATCH)
+            worker.end_step()
+            for _ in range(2):
+                loop.model(BATCH).sum().backward()
+            loop.optimizer.zero_grad()
+        assert worker.iterations == 3
+
+
+def test_timings_add_up(here) -> None:
+    loop = Loop()
+    started_at = time.perf_counter()
+    with Worker.join(loop.model, loop.optimizer) as worker:
+        for turn, x in enumerate(worker.batches(loop.data())):
+            loop.step(x)
+            if turn == 9:
+                middle = worker.timings
+            if turn == 19:
+                break
+        last = worker.timings
+    elapsed_s = time.perf_counter() - started_at
+    later = last - middle
+    assert (middle.steps, last.steps, later.steps) == (9, 20, 11)
+    assert 0 < later.compute_s < last.compute_s
+    assert 0 < last.waiting_s and 0 < last.exchange_s
+    assert last.compute_s + last.waiting_s + last.exchange_s < elapsed_s
+    assert last.sent_nbytes == last.received_nbytes == 0  # there is no other worker
+
+
+def test_the_loop_of_the_documentation_trains(cluster, monkeypatch) -> None:
+    loop = start(cluster, monkeypatch, "--iterations", "10")
+    section = CLIENT_PAGE.read_text(encoding="utf-8").partition("## A loop of your own")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    assert "begin_step" in code
+    names = {
+        "model": loop.model,
+        "optimizer": loop.optimizer,
+        "dataset": torch.utils.data.TensorDataset(torch.ones(64, 6), torch.ones(64, 1)),
+        "criterion": nn.functional.mse_loss,
+    }
+    exec(compile(code, str(CLIENT_PAGE), "exec"), names)
+    assert names["worker"].iterations == 10 and names["worker"].stopped
