@@ -14,8 +14,6 @@ rest of the backward pass.
 """
 
 import atexit
-import queue
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -24,6 +22,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lsgd.algorithms.common import rounding_codec
+from lsgd.collectives.background import Background
 from lsgd.collectives.group import Transfer
 from lsgd.collectives.pipeline import Pipeline
 from lsgd.collectives.two_round import QuantizedAllReduce
@@ -37,9 +36,6 @@ MAX_PIECES = 16
 
 END_WITHIN_S = 5.0
 """How long the exit of a process waits for the exchange's thread, in seconds."""
-
-
-_Bucket = tuple[Iterator[None], Tensor, "Future[Tensor]", bool]
 
 
 class QuantizedState:
@@ -81,9 +77,12 @@ class QuantizedState:
         self._all_reduce = QuantizedAllReduce(
             group, rounding_codec(codec, block or 0, rounding), rounding=rounding
         )
-        self._buckets: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._background = Background()
+        self._under_way = Pipeline()
+        self._waiting: list[Future[Tensor]] = []
+        self._failure: Exception | None = None
+        # Python ends a thread that is still in C++ code at exit by ending the process: let it come out first.
+        atexit.register(self._background.close, END_WITHIN_S)
 
     def average(self, gradient: Tensor, bucket: int, step: int) -> Iterator[None]:
         """Replace a bucket's gradients by the mean over all ranks, in stages."""
@@ -110,42 +109,23 @@ class QuantizedState:
                 exchange fails, all that have none yet get the error, and so do later ones.
             is_last: of the iteration.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="lsgd-ddp", daemon=True)
-            self._thread.start()
-            # Python ends a thread that is still in C++ code at exit by ending the process: let it come out first.
-            atexit.register(self._end)
-        if gradient.device.type == "cuda":
-            self._stream = self._stream or torch.cuda.Stream(gradient.device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(gradient.device))
-        self._buckets.put((stages, gradient, future, is_last))
+        self._background.start(lambda: self._exchange(stages, gradient, future, is_last), gradient.device)
 
-    def _end(self) -> None:
-        """End the thread, unless it hangs in an exchange."""
-        self._buckets.put(None)
-        if self._thread is not None:
-            self._thread.join(END_WITHIN_S)
-
-    def _serve(self) -> None:
-        under_way = Pipeline()
-        waiting: list[Future[Tensor]] = []
-        failure: Exception | None = None
-        while (bucket := self._buckets.get()) is not None:
-            stages, gradient, future, is_last = bucket
-            waiting = [*(other for other in waiting if not other.done()), future]
-            try:
-                # What is left of the others after a failure would be taken for what comes later.
-                if failure is None:
-                    with torch.no_grad(), torch.cuda.stream(self._stream):  # does nothing with None
-                        under_way.begin(_seen_through(stages, gradient, future))
-                        if is_last:
-                            under_way.complete()
-            except Exception as error:
-                failure = error
-            if failure is not None:
-                for other in waiting:
-                    if not other.done():
-                        other.set_exception(failure)  # type: ignore[arg-type]
+    def _exchange(
+        self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], is_last: bool
+    ) -> None:
+        self._waiting = [*(other for other in self._waiting if not other.done()), future]
+        try:
+            # What is left of the others after a failure would be taken for what comes later.
+            if self._failure is None:
+                self._under_way.begin(_seen_through(stages, gradient, future))
+                if is_last:
+                    self._under_way.complete()
+        except Exception as error:
+            self._failure = error
+        for other in self._waiting if self._failure is not None else ():
+            if not other.done():
+                other.set_exception(self._failure)  # type: ignore[arg-type]
 
 
 def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
