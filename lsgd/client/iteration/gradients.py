@@ -1,7 +1,5 @@
 """Exchanges gradients while the backward pass computes them."""
 
-import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +8,7 @@ from torch import Tensor, nn
 
 from lsgd.algorithms.base import all_finite
 from lsgd.algorithms.gradient import GradientAlgorithm
+from lsgd.collectives.background import Background
 from lsgd.collectives.group import Group
 from lsgd.errors import DetachedError, LsgdError
 from lsgd.flat import FlatParameters, Slot
@@ -25,52 +24,6 @@ class _Pass:
     missing: list[int]  # by bucket: parameters whose gradient is not there yet
     ready: set[int] = field(default_factory=set)  # slots whose gradient is there
     launched: int = 0  # buckets that were handed to the thread; always in order
-
-
-class _Lane:
-    """A thread that exchanges buckets in order, on a CUDA stream of its own where there is one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._calls: queue.SimpleQueue[tuple[Callable[[], None], torch.cuda.Event | None] | None] = (
-            queue.SimpleQueue()
-        )
-        self._done = threading.Semaphore(0)
-        self._error: BaseException | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        threading.Thread(target=self._serve, name="lsgd-gradients", daemon=True).start()
-
-    def start(self, call: Callable[[], None]) -> None:
-        """Run ``call`` after those started before it, and after what the current stream has been given so far."""
-        ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
-        self._calls.put((call, ready))
-
-    def finish(self) -> None:
-        """Wait for all calls; raise what the first that failed has raised (those after it were not made)."""
-        self._calls.put(None)
-        self._done.acquire()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _serve(self) -> None:
-        while True:
-            item = self._calls.get()
-            if item is None:
-                self._done.release()
-                continue
-            call, ready = item
-            if self._error is not None:
-                continue
-            try:
-                with torch.no_grad(), torch.cuda.stream(self._stream):  # does nothing with None
-                    if self._stream is not None and ready is not None:
-                        self._stream.wait_event(ready)
-                    call()
-            except BaseException as error:
-                self._error = error
 
 
 class GradientExchange:
@@ -99,7 +52,7 @@ class GradientExchange:
         self._padding = [_padding(flat, index) for index in range(len(flat.buffers))]
         self._buckets = algorithm.buckets(self._gradients)
         self._in_buckets = [self._overlap(slot) for slot in flat.slots]
-        self._lanes = _Lane(flat.buffers[0].device)
+        self._background = Background()
         self._armed: tuple[Group, Round] | None = None
         self._pass: _Pass | None = None
         self._used = False  # the iteration's exchange has begun
@@ -122,7 +75,7 @@ class GradientExchange:
         Raises:
             ExchangeError: it failed; the gradients are those that this worker computed.
         """
-        self._lanes.finish()
+        self._background.finish()
         self._finish()
 
     def again(self, group: Group, round: Round) -> None:
@@ -220,9 +173,11 @@ class GradientExchange:
 
     def _launch(self, current: _Pass, index: int) -> None:
         bucket, group, round = self._buckets[index], current.group, current.round
-        self._lanes.start(lambda: self._algorithm.exchange_bucket(bucket, index, group, round))
+        self._background.start(
+            lambda: self._algorithm.exchange_bucket(bucket, index, group, round), bucket.device
+        )
         if index == len(self._buckets) - 1:
-            self._lanes.start(self._algorithm.complete)
+            self._background.start(self._algorithm.complete, bucket.device)
 
     def _end(self) -> None:
         """Launch what is left at the end of the pass, and see the exchange through."""
