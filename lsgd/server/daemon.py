@@ -1,13 +1,15 @@
 """What both daemons share: one loop, two signals, lines for people, and an eye on memory and on who is refused."""
 
+import atexit
 import os
 import signal
 import sys
+import time
 from types import FrameType
 from typing import TextIO
 
+from lsgd.output import Output
 from lsgd.protocol.sockets import Listener, Wakeup
-from lsgd.server.output import Output, stamp
 
 TICK_S = 0.1
 """Longest sleep of a daemon, in seconds."""
@@ -23,6 +25,9 @@ GUARD_EVERY_S = 1.0
 
 REFUSALS_EVERY_S = 30.0
 """How often a daemon says at most that connections were refused."""
+
+FLUSH_WITHIN_S = 1.0
+"""How long a process that ends waits for its lines to be read."""
 
 EXIT_AT_ONCE = 3
 """Exit code of a daemon that a second signal ended before its run was."""
@@ -91,7 +96,16 @@ class Signals:
         return len(self.received) > 1
 
 
-_output = Output()
+def _stamp() -> str:
+    return time.strftime("%H:%M:%S")
+
+
+def _missing(lines: int) -> str:
+    return f"{_stamp()} {lines} lines are missing here: they could not be written\n"
+
+
+_output = Output(_missing)
+atexit.register(_output.flush, FLUSH_WITHIN_S)
 
 
 def say(text: str) -> None:
@@ -105,10 +119,10 @@ def complain(text: str) -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    line = f"{stamp()} {text}"
+    line = f"{_stamp()} {text}"
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError, AttributeError):  # no file: a test's, say
         print(line, file=stream, flush=True)
         return
-    _output.put(descriptor, line)
+    _output.put(descriptor, f"{line}\n")
