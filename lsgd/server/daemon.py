@@ -1,12 +1,14 @@
 """What both daemons share: one loop, two signals, lines for people, and an eye on memory and on who is refused."""
 
 import atexit
-import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import TextIO
+
+import psutil
 
 from lsgd.output import Output
 from lsgd.protocol.sockets import Listener, Wakeup
@@ -37,21 +39,23 @@ class Memory:
     """Watches how much memory this process has taken since it was made, or since the last time that was too much."""
 
     def __init__(self) -> None:
-        self._status = os.open(
-            "/proc/self/statm", os.O_RDONLY
-        )  # open for good: later no descriptor may be left
-        self._at_first_nbytes = self._nbytes()
+        self._process = psutil.Process()
+        self._at_first_nbytes = self._nbytes = 0
+        self.begin_anew()
 
     def overgrown(self) -> bool:
         """Whether it has grown by more than :data:`MAX_GROWTH_NBYTES`."""
-        return self._nbytes() - self._at_first_nbytes > MAX_GROWTH_NBYTES
+        self._look()
+        return self._nbytes - self._at_first_nbytes > MAX_GROWTH_NBYTES
 
     def begin_anew(self) -> None:
         """Take what it is now as the measure."""
-        self._at_first_nbytes = self._nbytes()
+        self._look()
+        self._at_first_nbytes = self._nbytes
 
-    def _nbytes(self) -> int:
-        return int(os.pread(self._status, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    def _look(self) -> None:
+        with suppress(OSError):  # no descriptor may be left to look with: then it is what it was
+            self._nbytes = self._process.memory_info().rss
 
 
 class Refusals:

@@ -89,12 +89,9 @@ def _watch(reading: int, folder: Path, alive: Iterable[int]) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
-        for name in os.listdir(
-            "/proc/self/fd"
-        ):  # what the launcher holds is not to be held by this process too
-            if int(name) > 2 and int(name) != reading:
-                with suppress(OSError):
-                    os.close(int(name))
+        # What the launcher holds is not to be held by this process too.
+        os.closerange(3, reading)
+        os.closerange(reading + 1, os.sysconf("SC_OPEN_MAX"))
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):  # whoever reads the launcher's output is not to wait for the guard
             os.dup2(nowhere, standard)
