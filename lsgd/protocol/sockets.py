@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import zmq
@@ -108,9 +107,7 @@ class _Socket:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _readable(self) -> bool:
@@ -331,29 +328,25 @@ class Wakeup:
     """Lets any thread, or a signal handler, end the wait of a :class:`Poller`."""
 
     def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""
-        return self._read
+        return self._event
 
     def set(self) -> None:
         """End the wait."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._write, b"\0")
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._event, 1)
 
     def clear(self) -> None:
         """Wait again."""
         with contextlib.suppress(BlockingIOError):
-            while os.read(self._read, 4096):
-                pass
+            os.eventfd_read(self._event)
 
     def close(self) -> None:
-        """Free the descriptors."""
-        os.close(self._read)
-        os.close(self._write)
+        """Free the descriptor."""
+        os.close(self._event)
 
 
 class Poller:

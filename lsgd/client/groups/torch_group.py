@@ -90,18 +90,14 @@ class TorchGroup:
 
     def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> "TorchGroup":
         if kind not in self._subgroups:
-            first = ranks[0] if one_node else ""
             self._subgroups[kind] = TorchGroup(
                 self._build,
-                f"{self._name}/{kind}{first}",
+                f"{self._name}/{kind}{ranks[0] if one_node else ''}",
                 [self._ranks[rank] for rank in ranks],
                 [self._names[rank] for rank in ranks],
                 ranks.index(self.rank),
                 [len(ranks)] if one_node else [1] * len(ranks),
-                self._timeout_s,
-                self._backend,
-                self.device,
-                self._wires,
+                *(self._timeout_s, self._backend, self.device, self._wires),
             )
         return self._subgroups[kind]
 
