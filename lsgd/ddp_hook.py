@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from lsgd.algorithms.common import rounding_codec
 from lsgd.collectives.background import Background
-from lsgd.collectives.group import Transfer
+from lsgd.collectives.group import Group, Transfer
 from lsgd.collectives.pipeline import Pipeline
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.errors import ConfigError
@@ -148,8 +148,8 @@ def _seen_through(stages: Iterator[None], gradient: Tensor, future: Future[Tenso
     future.set_result(gradient)
 
 
-class _TorchGroup:
-    """The verbs that the quantized all-reduce uses, on a process group of torch.distributed."""
+class _TorchGroup(Group):
+    """A group of torch.distributed, for the quantized all-reduce: it has no other verbs, and no subgroups."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -158,16 +158,7 @@ class _TorchGroup:
         self.rank = dist.get_rank(group)
         self.size = len(self._ranks)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
-        """Begin to write each member's ``tensor`` to ``outputs[rank]``."""
-        return self.all_to_all(outputs, [tensor] * self.size)
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
-        """Begin to send ``inputs[r]`` to each ``r``, and to receive into ``outputs[r]``; one's own is there already."""
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        return self._begin({rank: inputs[rank] for rank in others}, {rank: outputs[rank] for rank in others})
-
-    def _begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
+    def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         if self._backend == "nccl":
             ops = [dist.P2POp(dist.irecv, x, self._ranks[r], self._group) for r, x in receives.items()]
             ops += [dist.P2POp(dist.isend, x, self._ranks[r], self._group) for r, x in sends.items()]

@@ -15,8 +15,7 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.groups.connections import Wires
 from lsgd.client.groups.gloo import gloo_group
 from lsgd.client.groups.store import ServerStore
-from lsgd.collectives.group import Transfer
-from lsgd.collectives.topology import first_ranks, node_ranks
+from lsgd.collectives.group import Group, Transfer
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation
 
@@ -30,7 +29,7 @@ RELAYED_PIECES = 8
 last member then has it an eighth later than the second."""
 
 
-class TorchGroup:
+class TorchGroup(Group):
     """A Group (:class:`lsgd.collectives.group.Group`) on a torch process group; subgroups are built when first used.
 
     Args:
@@ -72,17 +71,6 @@ class TorchGroup:
         self.rank = rank
         self.size = len(self._ranks)
         self.node_sizes = tuple(node_sizes)
-
-    @property
-    def node(self) -> "TorchGroup":
-        """The members on this member's node."""
-        return self._subgroup("node", list(node_ranks(self.rank, self.node_sizes)), one_node=True)
-
-    @property
-    def across(self) -> "TorchGroup | None":
-        """The first member of each node, None for the others."""
-        firsts = first_ranks(self.node_sizes)
-        return self._subgroup("across", firsts, one_node=False) if self.rank in firsts else None
 
     def subset(self, name: str, ranks: Sequence[int]) -> "TorchGroup":
         """Return the group of some members, in the given order, this one among them; each counts as a node."""
@@ -144,20 +132,6 @@ class TorchGroup:
         self._begin(f"broadcast from {self._names[source]}", start).wait()
         if self.rank != source:
             _unstage(host, tensor)
-
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
-        """Begin to write each member's ``tensor`` to ``outputs[rank]``."""
-        return self.all_to_all(outputs, [tensor] * self.size)
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
-        """Begin to send ``inputs[r]`` to each member ``r``, and to receive into ``outputs[r]``."""
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        outputs[self.rank].copy_(inputs[self.rank])
-        return self._begin_exchange({r: inputs[r] for r in others}, {r: outputs[r] for r in others})
-
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Send ``sends[r]`` to each ``r`` and write what each ``r`` sends to ``receives[r]``."""
-        self._begin_exchange(sends, receives).wait()
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
