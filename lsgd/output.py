@@ -25,9 +25,7 @@ class Output:
     def __init__(self, missing: Callable[[int], str]) -> None:
         self._missing = missing
         self._changed = threading.Condition()
-        self._texts: deque[tuple[int, str, int]] = (
-            deque()
-        )  # descriptor, text, number of lines that it stands for
+        self._texts: deque[tuple[int, str, int]] = deque()  # descriptor, text, lines that it stands for
         self._nchars = 0
         self._lost = 0
         self._written = 0

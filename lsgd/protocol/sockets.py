@@ -136,9 +136,8 @@ class Listener(_Socket):
         self._sender = b""  # whose message is being read, and has more parts
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(
-            zmq.ROUTER_HANDOVER, 1
-        )  # names hold a random number: only the peer itself comes again
+        # Names hold a random number: only the peer itself comes again.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._gate = Gate(self._context, self._socket, keys) if keys else None
         try:
             if address.startswith("ipc://"):
@@ -264,9 +263,8 @@ class Link(_Socket):
     def __init__(self, address: str, name: bytes, keys: LinkKeys | None = None) -> None:
         super().__init__(zmq.DEALER, address)
         self._socket.setsockopt(zmq.IDENTITY, name)
-        self._socket.setsockopt(
-            zmq.IMMEDIATE, 1
-        )  # nothing is queued for a listener that is away, to arrive stale
+        # Nothing is queued for a listener that is away, to arrive stale.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if keys is not None:
@@ -301,9 +299,8 @@ class Link(_Socket):
         if self._monitor is None:
             return ""
         self._monitor.take()
-        if self._monitor.handshake in (0, zmq.EVENT_HANDSHAKE_SUCCEEDED):
-            return ""
-        return self._why(self._monitor.handshake)
+        event = self._monitor.handshake
+        return "" if event in (0, zmq.EVENT_HANDSHAKE_SUCCEEDED) else self._why(event)
 
     def _why(self, event: int) -> str:
         if self._keys is None:
@@ -356,9 +353,7 @@ class Poller:
         self._poller = zmq.Poller()
         self._listeners = [source for source in sources if isinstance(source, Listener)]
         for source in sources:
-            self._poller.register(
-                source.fileno() if isinstance(source, Wakeup) else source._socket, zmq.POLLIN
-            )
+            self._poller.register(getattr(source, "_socket", source), zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
         """Return when there is something to receive, or after ``timeout_s``."""

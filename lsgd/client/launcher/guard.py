@@ -59,9 +59,7 @@ class Guard:
 
     def add_self(self) -> None:
         """Add the group that the calling process leads. Called by each child before it runs its command."""
-        with suppress(
-            OSError
-        ):  # it has just been killed: the one that takes its place is told by the launcher
+        with suppress(OSError):  # it was killed just now: the launcher tells the one that takes its place
             os.write(self._writing, b"%d\n" % os.getpid())
 
     def add(self, group: int) -> None:
