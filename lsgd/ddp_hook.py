@@ -25,14 +25,10 @@ from lsgd.algorithms.common import rounding_codec
 from lsgd.collectives.background import Background
 from lsgd.collectives.group import Group, Transfer
 from lsgd.collectives.pipeline import Pipeline
+from lsgd.collectives.point_to_point import Exchange
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.errors import ConfigError
 from lsgd.kernels import DEFAULT_BLOCK
-
-PIECE_NBYTES = 64 << 10
-MAX_PIECES = 16
-"""Messages over Gloo travel in up to 16 pieces of at least 64 KiB, which keeps the wire busy."""
-
 
 END_WITHIN_S = 5.0
 """How long the exit of a process waits for the exchange's thread, in seconds."""
@@ -165,17 +161,12 @@ class _TorchGroup(Group):
             batch = dist.batch_isend_irecv(ops)
             return Transfer(lambda: _wait_for(batch))
         incoming = {rank: _on_host(x) for rank, x in receives.items()}
-        works: list[dist.Work | None] = []  # every receive before the first send
-        for rank, x in incoming.items():
-            works += [dist.irecv(piece, self._ranks[rank], self._group, tag) for tag, piece in _pieces(x)]
-        for rank, x in sends.items():
-            works += [
-                dist.isend(piece, self._ranks[rank], self._group, tag)
-                for tag, piece in _pieces(_on_host(x, copy=True))
-            ]
+        exchange = Exchange(
+            self._group, {rank: _on_host(x, copy=True) for rank, x in sends.items()}, incoming
+        )
 
         def wait() -> None:
-            _wait_for(works)
+            exchange.wait()
             for rank, x in incoming.items():
                 if x is not receives[rank]:
                     receives[rank].copy_(x)
@@ -183,9 +174,8 @@ class _TorchGroup(Group):
         return Transfer(wait)
 
 
-def _wait_for(works: Sequence[dist.Work | None]) -> None:
+def _wait_for(works: Sequence[dist.Work]) -> None:
     for work in works:
-        assert work is not None
         work.wait()
 
 
@@ -194,7 +184,3 @@ def _on_host(x: Tensor, *, copy: bool = False) -> Tensor:
     if x.device.type == "cpu":
         return x
     return x.cpu() if copy else torch.empty_like(x, device="cpu")
-
-
-def _pieces(x: Tensor) -> list[tuple[int, Tensor]]:
-    return list(enumerate(x.chunk(max(1, min(MAX_PIECES, x.nbytes // PIECE_NBYTES)))))
