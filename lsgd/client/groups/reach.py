@@ -179,10 +179,9 @@ class Calls:
 
     async def _make(self, deadline: float, over: Callable[[], bool]) -> None:
         self._called = asyncio.Semaphore(MAX_CALLS)
-        self._all_came = asyncio.Event()
-        self._note_caller(None)
+        self._came = asyncio.Event()
         server = await asyncio.start_server(self._answer, sock=self._listener, backlog=MAX_CALLS)
-        done = asyncio.gather(*map(self._call, tuple(self.missed)), self._all_came.wait())
+        done = asyncio.gather(*map(self._call, tuple(self.missed)), self._be_called())
         while not (done.done() or over()) and (left_s := deadline - time.monotonic()) > 0:
             await asyncio.wait([done], timeout=min(left_s, _POLL_S))
         server.close()
@@ -208,6 +207,11 @@ class Calls:
             finally:
                 writer.transport.abort()
 
+    async def _be_called(self) -> None:
+        while self._awaited:
+            await self._came.wait()
+            self._came.clear()
+
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._answered) >= MAX_CALLS:  # strangers: a member is done in a few round trips
             self._answered.pop(0).transport.abort()
@@ -219,15 +223,11 @@ class Calls:
                 message += await reader.readexactly(MESSAGE_NBYTES - _NONCE_NBYTES)
                 writer.write(message)
                 await writer.drain()
-                self._note_caller(int.from_bytes(message[_NONCE_NBYTES:][:_RANK_NBYTES]))
+                self._awaited.discard(int.from_bytes(message[_NONCE_NBYTES:][:_RANK_NBYTES]))
+                self._came.set()
         except (OSError, EOFError):
             pass
         finally:
             writer.transport.abort()
             if writer in self._answered:
                 self._answered.remove(writer)
-
-    def _note_caller(self, rank: int | None) -> None:
-        self._awaited -= {rank}
-        if not self._awaited:
-            self._all_came.set()
