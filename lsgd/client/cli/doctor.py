@@ -38,14 +38,14 @@ MEET_WITHIN_S = 60.0
 """How long a node waits for the others."""
 
 CONNECT_WITHIN_S = 5.0
-LINK_NBYTES = [1 << power for power in range(18, 27, 2)]
-LINK_FOR_S = 0.5
-"""A link is timed with messages of 256 KiB to 64 MiB, up to the first one that takes so long."""
+SMALLEST_NBYTES, LARGEST_NBYTES = 256 << 10, 64 << 20
+LINK_FOR_S, LINK_TRIES = 0.25, 3
+"""A link is timed with messages of 256 KiB to 64 MiB: the best of three of the first size that takes so long."""
 
 REDUCE_NUMEL = 1 << 18
 """Numbers in the all-reduce: 1 MiB of float32."""
 
-PING_COUNT = 20
+PING_COUNT, PING_NBYTES = 20, 4
 CLOCK_WARNING_S = 1.0
 MIN_DESCRIPTORS = 1024
 EXCHANGE_SHARE = 0.05
@@ -316,29 +316,30 @@ def _measure(group: TorchGroup, target: int) -> Link:
     trips_s, ahead_s = [], []
     for _ in range(PING_COUNT):
         started_at, clock_s = time.monotonic(), time.time()
-        group.exchange({target: torch.ones(4, dtype=torch.uint8)}, {target: clock})
+        group.exchange({target: torch.ones(PING_NBYTES, dtype=torch.uint8)}, {target: clock})
         trips_s.append(time.monotonic() - started_at)
         ahead_s.append(float(clock) - (clock_s + trips_s[-1] / 2))
     trip_s = statistics.median(trips_s)
-    for nbytes in LINK_NBYTES:
+    nbytes, tries, best_s = SMALLEST_NBYTES, LINK_TRIES, math.inf
+    while tries:
         data = torch.zeros(nbytes, dtype=torch.uint8)
         started_at = time.monotonic()
         group.exchange({target: data}, {target: clock})
         took_s = max(time.monotonic() - started_at - trip_s, 1e-9)
-        last = took_s > LINK_FOR_S or nbytes == LINK_NBYTES[-1]
-        group.exchange({target: torch.tensor([float(last)])}, {})
-        if last:
-            break
-    return Link(target, 1e3 * trip_s, statistics.median(ahead_s), nbytes * 8 / took_s / 1e6)
+        if took_s < LINK_FOR_S and nbytes < LARGEST_NBYTES and tries == LINK_TRIES:
+            nbytes *= 4
+        else:
+            tries, best_s = tries - 1, min(best_s, took_s)
+        group.exchange({target: torch.tensor([nbytes if tries else 0])}, {})
+    return Link(target, 1e3 * trip_s, statistics.median(ahead_s), nbytes * 8 / best_s / 1e6)
 
 
 def _answer(group: TorchGroup, source: int) -> None:
     """Answer each message of :func:`_measure` with the time of day."""
-    last = torch.zeros(1)
-    for nbytes in [4] * PING_COUNT + LINK_NBYTES:
+    following = torch.tensor([SMALLEST_NBYTES])
+    sizes = [PING_NBYTES] * PING_COUNT
+    while nbytes := sizes.pop() if sizes else int(following):
         group.exchange({}, {source: torch.empty(nbytes, dtype=torch.uint8)})
         group.exchange({source: torch.tensor([time.time()], dtype=torch.float64)}, {})
-        if nbytes in LINK_NBYTES:
-            group.exchange({}, {source: last})
-            if last:
-                return
+        if nbytes > PING_NBYTES:
+            group.exchange({}, {source: following})
