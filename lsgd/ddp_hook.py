@@ -14,8 +14,6 @@ rest of the backward pass.
 """
 
 import atexit
-import queue
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -24,22 +22,16 @@ from torch import Tensor
 from torch.futures import Future
 
 from lsgd.algorithms.common import rounding_codec
-from lsgd.collectives.group import Transfer
+from lsgd.collectives.background import Background
+from lsgd.collectives.group import Group, Transfer
 from lsgd.collectives.pipeline import Pipeline
+from lsgd.collectives.point_to_point import Exchange
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.errors import ConfigError
 from lsgd.kernels import DEFAULT_BLOCK
 
-PIECE_NBYTES = 64 << 10
-MAX_PIECES = 16
-"""Messages over Gloo travel in up to 16 pieces of at least 64 KiB, which keeps the wire busy."""
-
-
 END_WITHIN_S = 5.0
 """How long the exit of a process waits for the exchange's thread, in seconds."""
-
-
-_Bucket = tuple[Iterator[None], Tensor, "Future[Tensor]", bool]
 
 
 class QuantizedState:
@@ -81,9 +73,12 @@ class QuantizedState:
         self._all_reduce = QuantizedAllReduce(
             group, rounding_codec(codec, block or 0, rounding), rounding=rounding
         )
-        self._buckets: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._background = Background()
+        self._under_way = Pipeline()
+        self._waiting: list[Future[Tensor]] = []
+        self._failure: Exception | None = None
+        # Python ends a thread that is still in C++ code at exit by ending the process: let it come out first.
+        atexit.register(self._background.close, END_WITHIN_S)
 
     def average(self, gradient: Tensor, bucket: int, step: int) -> Iterator[None]:
         """Replace a bucket's gradients by the mean over all ranks, in stages."""
@@ -110,42 +105,23 @@ class QuantizedState:
                 exchange fails, all that have none yet get the error, and so do later ones.
             is_last: of the iteration.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="lsgd-ddp", daemon=True)
-            self._thread.start()
-            # Python ends a thread that is still in C++ code at exit by ending the process: let it come out first.
-            atexit.register(self._end)
-        if gradient.device.type == "cuda":
-            self._stream = self._stream or torch.cuda.Stream(gradient.device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(gradient.device))
-        self._buckets.put((stages, gradient, future, is_last))
+        self._background.start(lambda: self._exchange(stages, gradient, future, is_last), gradient.device)
 
-    def _end(self) -> None:
-        """End the thread, unless it hangs in an exchange."""
-        self._buckets.put(None)
-        if self._thread is not None:
-            self._thread.join(END_WITHIN_S)
-
-    def _serve(self) -> None:
-        under_way = Pipeline()
-        waiting: list[Future[Tensor]] = []
-        failure: Exception | None = None
-        while (bucket := self._buckets.get()) is not None:
-            stages, gradient, future, is_last = bucket
-            waiting = [*(other for other in waiting if not other.done()), future]
-            try:
-                # What is left of the others after a failure would be taken for what comes later.
-                if failure is None:
-                    with torch.no_grad(), torch.cuda.stream(self._stream):  # does nothing with None
-                        under_way.begin(_seen_through(stages, gradient, future))
-                        if is_last:
-                            under_way.complete()
-            except Exception as error:
-                failure = error
-            if failure is not None:
-                for other in waiting:
-                    if not other.done():
-                        other.set_exception(failure)  # type: ignore[arg-type]
+    def _exchange(
+        self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], is_last: bool
+    ) -> None:
+        self._waiting = [*(other for other in self._waiting if not other.done()), future]
+        try:
+            # What is left of the others after a failure would be taken for what comes later.
+            if self._failure is None:
+                self._under_way.begin(_seen_through(stages, gradient, future))
+                if is_last:
+                    self._under_way.complete()
+        except Exception as error:
+            self._failure = error
+        for other in self._waiting if self._failure is not None else ():
+            if not other.done():
+                other.set_exception(self._failure)  # type: ignore[arg-type]
 
 
 def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -168,8 +144,8 @@ def _seen_through(stages: Iterator[None], gradient: Tensor, future: Future[Tenso
     future.set_result(gradient)
 
 
-class _TorchGroup:
-    """The verbs that the quantized all-reduce uses, on a process group of torch.distributed."""
+class _TorchGroup(Group):
+    """A group of torch.distributed, for the quantized all-reduce: it has no other verbs, and no subgroups."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -178,33 +154,19 @@ class _TorchGroup:
         self.rank = dist.get_rank(group)
         self.size = len(self._ranks)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
-        """Begin to write each member's ``tensor`` to ``outputs[rank]``."""
-        return self.all_to_all(outputs, [tensor] * self.size)
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
-        """Begin to send ``inputs[r]`` to each ``r``, and to receive into ``outputs[r]``; one's own is there already."""
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        return self._begin({rank: inputs[rank] for rank in others}, {rank: outputs[rank] for rank in others})
-
-    def _begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
+    def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         if self._backend == "nccl":
             ops = [dist.P2POp(dist.irecv, x, self._ranks[r], self._group) for r, x in receives.items()]
             ops += [dist.P2POp(dist.isend, x, self._ranks[r], self._group) for r, x in sends.items()]
             batch = dist.batch_isend_irecv(ops)
             return Transfer(lambda: _wait_for(batch))
         incoming = {rank: _on_host(x) for rank, x in receives.items()}
-        works: list[dist.Work | None] = []  # every receive before the first send
-        for rank, x in incoming.items():
-            works += [dist.irecv(piece, self._ranks[rank], self._group, tag) for tag, piece in _pieces(x)]
-        for rank, x in sends.items():
-            works += [
-                dist.isend(piece, self._ranks[rank], self._group, tag)
-                for tag, piece in _pieces(_on_host(x, copy=True))
-            ]
+        exchange = Exchange(
+            self._group, {rank: _on_host(x, copy=True) for rank, x in sends.items()}, incoming
+        )
 
         def wait() -> None:
-            _wait_for(works)
+            exchange.wait()
             for rank, x in incoming.items():
                 if x is not receives[rank]:
                     receives[rank].copy_(x)
@@ -212,9 +174,8 @@ class _TorchGroup:
         return Transfer(wait)
 
 
-def _wait_for(works: Sequence[dist.Work | None]) -> None:
+def _wait_for(works: Sequence[dist.Work]) -> None:
     for work in works:
-        assert work is not None
         work.wait()
 
 
@@ -223,7 +184,3 @@ def _on_host(x: Tensor, *, copy: bool = False) -> Tensor:
     if x.device.type == "cpu":
         return x
     return x.cpu() if copy else torch.empty_like(x, device="cpu")
-
-
-def _pieces(x: Tensor) -> list[tuple[int, Tensor]]:
-    return list(enumerate(x.chunk(max(1, min(MAX_PIECES, x.nbytes // PIECE_NBYTES)))))

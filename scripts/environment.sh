@@ -14,8 +14,8 @@ use_environment() {
     local candidate
     for candidate in python3 python3.{14,13,12,11} python; do
         if "$candidate" -c "$recent" 2>/dev/null; then
-            "$candidate" "$root/scripts/environment.py" "$@" || exit 1
             python=$root/.venv/bin/python
+            make_environment "$candidate" "$@" 9>>"$root/.venv.lock" || exit 1
             return
         fi
     done
@@ -30,6 +30,43 @@ use_existing() {
     "$python" -P -c 'import lsgd' 2>/dev/null ||
         fail "PYTHON=$PYTHON cannot import lsgd; install it there: '$python' -m pip install -e '$root[examples]'," \
             "or unset PYTHON to use .venv"
+}
+
+# Brings .venv up to date, one process at a time. .venv/installed tells what is in it: the Python and the folder, the
+# requirements, the extras. It is empty while something is installed: what was interrupted is made again from nothing.
+make_environment() (
+    cd -- "$root"
+    flock --nonblock 9 || { say "waiting for another process, which is making $root/.venv" && flock 9; }
+    base=$1 stamp=.venv/installed made_of= extras=
+    [[ ! -f $stamp ]] || { read -r made_of && read -r _ && read -r extras; } <"$stamp" || true
+    extras=$(printf '%s\n' "${@:2}" ${extras//,/ } | sed '/^$/d' | sort -u | paste -sd, -)
+    home="$("$base" -c 'import platform; print(platform.python_version())' | cut -d. -f1,2), $root"
+    wanted=$(printf '%s\n' "$home" "$(cat pyproject.toml constraints.txt | sha256sum)" "$extras")
+    [[ ! -x $python || ! -f $stamp || $(<"$stamp") != "$wanted" ]] || return 0
+    if [[ ! -x $python || (-f $stamp && $made_of != "$home") ]]; then # one without a stamp was made by hand, and stays
+        reason=$("$base" -c 'import ensurepip, venv' 2>&1) ||
+            fail "$base cannot make environments (${reason##*Error: }); on Debian and Ubuntu:" \
+                "apt install python${home%%,*}-venv"
+        mkdir -p .venv && : >"$stamp"
+        find .venv/ -mindepth 1 ! -path "$stamp" -delete
+        "$base" -m venv .venv >&2 || fail "$base cannot make an environment in $root/.venv, for the reason above"
+    fi
+    say "installing into $root/.venv; this happens once and takes some minutes"
+    : >"$stamp"
+    pip_install setuptools # builds lsgd, and torch needs it anyway
+    pip_install --no-build-isolation --editable ".${extras:+[$extras]}"
+    printf '%s\n' "$wanted" >"$stamp"
+)
+
+pip_install() {
+    local status=0 command=("$python" -m pip install "$@" --constraint constraints.txt --disable-pip-version-check)
+    "${command[@]}" >&2 || status=$?
+    ((!status)) || fail "pip failed with exit code $status, for the reason above; mend it and start again, or try it by" \
+        "hand in $root: $(printf '%q ' "${command[@]}")"
+}
+
+say() {
+    echo "environment: $*" >&2
 }
 
 fail() {

@@ -17,7 +17,7 @@ TIME_OF_DAY = {
     "today",
 }
 FOR_PEOPLE = {
-    ("server/output.py", "strftime"),  # before each line that a server prints
+    ("server/daemon.py", "strftime"),  # before each line that a server prints
     ("client/cli/commands.py", "strftime"),  # the name of a run's folder
     ("client/cli/doctor.py", "time"),  # compared between two machines
 }

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors",
-    "lazy payload registry settings flat",
+    "lazy output payload registry settings flat",
     "protocol",
     "kernels",
     "codecs",

@@ -51,8 +51,7 @@ class Checkout:
         (self.root / "pyproject.toml").write_text(PYPROJECT)
         (self.root / "constraints.txt").write_text(f"{PIN}\n")
         (self.root / "scripts").mkdir()
-        for name in ("environment.sh", "environment.py"):
-            shutil.copy(ROOT / "scripts" / name, self.root / "scripts")
+        shutil.copy(ROOT / "scripts" / "environment.sh", self.root / "scripts")
         (self.root / "scripts" / "probe.sh").write_text(PROBE)
 
     def start(self, *extras: str, **variables: str) -> subprocess.Popen[str]:
@@ -98,7 +97,7 @@ def until(condition: Callable[[], object], what: str, deadline_s: float = 60.0) 
 
 
 class TestEnvironment:
-    """scripts/environment.sh and environment.py."""
+    """scripts/environment.sh."""
 
     @pytest.mark.slow
     def test_is_made_once_and_follows_its_requirements(self, checkout):

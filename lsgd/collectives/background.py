@@ -2,56 +2,82 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from lsgd.lazy import torch
 
 
 class Background:
-    """One call at a time in a thread of its own, and on a CUDA stream of its own where there is one."""
+    """Calls in order, in one thread, and on one CUDA stream where there is one. After one that fails none is made.
+
+    The thread begins with the first call and ends with this object. It is a daemon: an exchange that hangs until its
+    deadline does not keep a process from ending.
+    """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._last: Future[None] | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a call was started and not yet waited for."""
-        return self._thread is not None
+        return self._last is not None
 
     def start(self, call: Callable[[], None], device: torch.device) -> None:
-        """Start ``call``, after what the current stream of ``device`` has been given so far."""
-        assert self._thread is None, "the last call has not been waited for"
-        self._error = None
+        """Run ``call`` after those before it, and after what the current stream of ``device`` was given so far."""
         if device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        stream, before, done = self._stream, self._last, Future[None]()
+        ready = torch.cuda.current_stream(device).record_event() if stream else None
 
-        def run() -> None:
+        def run() -> None:  # without a reference to this object, which the thread would keep alive
             try:
-                with torch.no_grad(), torch.cuda.stream(self._stream):  # does nothing with None
+                if before is not None:
+                    before.result()
+                with torch.no_grad(), torch.cuda.stream(stream):  # does nothing with None
+                    if stream is not None and ready is not None:
+                        stream.wait_event(ready)
                     call()
-            except Exception as error:
-                self._error = error
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
-        # A daemon: an exchange that hangs until its deadline does not keep a process from ending.
-        self._thread = threading.Thread(target=run, name="lsgd-exchange", daemon=True)
-        self._thread.start()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve, args=(self._calls,), name="lsgd-exchange", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._calls.put, None)
+        self._last = done
+        self._calls.put(run)
 
     def succeeded(self) -> bool:
-        """Wait for the call; return whether it raised nothing. :meth:`finish` is still due."""
-        assert self._thread is not None, "nothing was started"
-        self._thread.join()
-        return self._error is None
+        """Wait for all calls; return whether none has raised anything. :meth:`finish` is still due."""
+        return self._last is None or self._last.exception() is None
 
     def finish(self) -> None:
-        """Wait for the call, and make the current stream wait for its stream; raise what it raised."""
-        assert self._thread is not None, "nothing was started"
-        self._thread.join()
-        self._thread = None
+        """Wait for all calls, and make the current stream wait for theirs; raise what the first that failed raised."""
+        succeeded, last, self._last = self.succeeded(), self._last, None
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        if self._error is not None:
-            raise self._error
+        if last is not None and not succeeded:
+            last.result()
+
+    def close(self, within_s: float) -> None:
+        """End the thread after all calls, and wait for that."""
+        self._calls.put(None)
+        if self._thread is not None:
+            self._thread.join(within_s)
+
+
+def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := calls.get()) is not None:
+        run()
+        del run  # and with it what the call has of the object that started it

@@ -1,13 +1,15 @@
 """The Group: the few verbs with which members of a generation exchange tensors.
 
-Algorithms know this protocol and nothing else of the outside. :mod:`lsgd.client.groups.torch_group` has the real one,
+Algorithms know this class and nothing else of the outside. :mod:`lsgd.client.groups.torch_group` has the real one,
 on torch.distributed; :mod:`lsgd.collectives.simulation` has one of threads in a process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from lsgd.collectives.topology import first_ranks, node_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +36,7 @@ class Transfer:
         self._wait()
 
 
-class Group(Protocol):
+class Group:
     """Members that exchange tensors. Every verb is collective and has a deadline.
 
     ``all_reduce``, ``all_gather`` and ``all_to_all`` only begin, and return a :class:`Transfer` to wait for; several
@@ -43,58 +45,67 @@ class Group(Protocol):
     All members call the same verbs in the same order with tensors of the same sizes and dtypes, contiguous and on
     the group's device. When a verb raises :class:`lsgd.errors.ExchangeError`, what it was to write is undefined
     and the group is of no more use.
+
+    Attributes:
+        rank: of this member in the group, 0 to ``size - 1``.
+        size: number of members.
+        node_sizes: members of each node, in rank order; ranks of a node are consecutive.
     """
 
-    @property
-    def rank(self) -> int:
-        """Rank of this member in the group, 0 to ``size - 1``."""
-        ...
+    rank: int
+    size: int
+    node_sizes: tuple[int, ...]
 
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        ...
+    # -- what each kind of group has of its own ----------------------------------------------------------------
 
-    @property
-    def node_sizes(self) -> tuple[int, ...]:
-        """Members of each node, in rank order; ranks of a node are consecutive."""
-        ...
+    def all_reduce(self, tensor: Tensor) -> Transfer:
+        """Begin to replace ``tensor`` by the sum over all members, with the same bits on all."""
+        raise NotImplementedError
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace ``tensor`` by that of the member ``source``, whose own is not changed."""
+        raise NotImplementedError
+
+    def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
+        """Begin :meth:`exchange`."""
+        raise NotImplementedError
+
+    def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> Group:
+        """Return the group of these ranks, this member's among them: all on one node, or each on its own."""
+        raise NotImplementedError
+
+    # -- what all have -----------------------------------------------------------------------------------------
 
     @property
     def node(self) -> Group:
         """The members on this member's node."""
-        ...
+        return self._subgroup("node", list(node_ranks(self.rank, self.node_sizes)), one_node=True)
 
     @property
     def across(self) -> Group | None:
         """The first member of each node, in order of nodes; None for a member that is not the first of its node."""
-        ...
-
-    def all_reduce(self, tensor: Tensor) -> Transfer:
-        """Begin to replace ``tensor`` by the sum over all members, with the same bits on all."""
-        ...
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace ``tensor`` by that of the member ``source``, whose own is not changed."""
-        ...
+        firsts = first_ranks(self.node_sizes)
+        return self._subgroup("across", firsts, one_node=False) if self.rank in firsts else None
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
         """Begin to write each member's ``tensor`` to ``outputs[rank]``; sizes may differ between members.
 
         ``outputs[own rank]`` may be ``tensor``.
         """
-        ...
+        return self.all_to_all(outputs, [tensor] * self.size)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
         """Begin to send ``inputs[r]`` to each ``r``, and to write what it sends to ``outputs[r]``; sizes may differ.
 
         ``outputs[own rank]`` may be ``inputs[own rank]``.
         """
-        ...
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        outputs[self.rank].copy_(inputs[self.rank])
+        return self._begin_exchange({r: inputs[r] for r in others}, {r: outputs[r] for r in others})
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Send ``sends[r]`` to each ``r`` and write what each ``r`` sends to ``receives[r]``.
 
         Unlike the other verbs it binds only those named: members without partners need not call it.
         """
-        ...
+        self._begin_exchange(sends, receives).wait()

@@ -24,7 +24,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lsgd.collectives.group import Transfer
+from lsgd.collectives.group import Group, Transfer
 from lsgd.collectives.topology import first_ranks, node_ranks
 from lsgd.errors import ExchangeError
 from lsgd.flat import FlatParameters, floating_buffers
@@ -71,7 +71,7 @@ class _Mail:
             self._arrived.notify_all()
 
 
-class SimulatedGroup:
+class SimulatedGroup(Group):
     """One member's view of a simulated group; see :class:`lsgd.collectives.group.Group` for the verbs.
 
     ``sent_nbytes`` counts what this member has sent, its subgroups included.
@@ -93,17 +93,6 @@ class SimulatedGroup:
     def sent_nbytes(self) -> int:
         """Bytes that this member has sent so far, in this group and its subgroups."""
         return self._own_nbytes + sum(group.sent_nbytes for group in self._subgroups.values())
-
-    @property
-    def node(self) -> "SimulatedGroup":
-        """The members on this member's node."""
-        return self._subgroup("node", list(node_ranks(self.rank, self.node_sizes)), one_node=True)
-
-    @property
-    def across(self) -> "SimulatedGroup | None":
-        """The first member of each node, None for the others."""
-        firsts = first_ranks(self.node_sizes)
-        return self._subgroup("across", firsts, one_node=False) if self.rank in firsts else None
 
     @property
     def aside(self) -> "SimulatedGroup":
@@ -140,21 +129,7 @@ class SimulatedGroup:
         else:
             self.exchange({}, {source: tensor})
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
-        """Begin to write each member's ``tensor`` to ``outputs[rank]``."""
-        return self.all_to_all(outputs, [tensor] * self.size)
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
-        """Begin to send ``inputs[r]`` to each member ``r``, and to receive into ``outputs[r]``."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        outputs[self.rank].copy_(inputs[self.rank])
-        return self._begin({r: inputs[r] for r in others}, {r: outputs[r] for r in others})
-
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Send ``sends[r]`` to each ``r`` and write what each ``r`` sends to ``receives[r]``."""
-        self._begin(sends, receives).wait()
-
-    def _begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
+    def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         me = self._members[self.rank]
         for rank, tensor in sends.items():
             self._mail.send(self._name, me, self._members[rank], tensor)

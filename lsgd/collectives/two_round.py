@@ -6,7 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from lsgd.codecs.base import Codec, flags_of
 from lsgd.lazy import torch
@@ -14,7 +14,7 @@ from lsgd.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lsgd.collectives.group import Transfer
+    from lsgd.collectives.group import Group
 
 MAX_SEGMENTS = 4
 SEGMENT_CHUNK_NUMEL = 1 << 18
@@ -40,28 +40,6 @@ def chunk_bounds(numel: int, size: int, block: int | None) -> list[int]:
     unit = block or 1
     blocks = -(-numel // unit)
     return [min(blocks * rank // size * unit, numel) for rank in range(size + 1)]
-
-
-class Members(Protocol):
-    """What the all-reduce needs of a :class:`lsgd.collectives.group.Group`."""
-
-    @property
-    def rank(self) -> int:
-        """As in Group."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """As in Group."""
-        ...
-
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
-        """As in Group; ``tensor`` is ``outputs[rank]``."""
-        ...
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
-        """As in Group; ``inputs[rank]`` is ``outputs[rank]``."""
-        ...
 
 
 class QuantizedAllReduce:
@@ -90,7 +68,7 @@ class QuantizedAllReduce:
     """
 
     def __init__(
-        self, group: Members, codec: Codec, *, rounding: str = "nearest", average: bool = True
+        self, group: Group, codec: Codec, *, rounding: str = "nearest", average: bool = True
     ) -> None:
         self.group = group
         self.codec = codec
@@ -204,7 +182,7 @@ class QuantizedAllReduce:
 class _Segment:
     """A part of a tensor, from ``start`` to ``end``: its chunks and their payloads."""
 
-    def __init__(self, start: int, end: int, device: torch.device, group: Members, codec: Codec) -> None:
+    def __init__(self, start: int, end: int, device: torch.device, group: Group, codec: Codec) -> None:
         bounds = chunk_bounds(end - start, group.size, codec.unit)
         self.chunks = [slice(start + first, start + last) for first, last in pairwise(bounds)]
         sizes = [chunk.stop - chunk.start for chunk in self.chunks]

@@ -1,7 +1,7 @@
 """The processes of a machine's workers: which of them have ended."""
 
 import os
-import select
+import selectors
 
 
 def pid_namespace() -> int:
@@ -16,9 +16,8 @@ class Processes:
     """Watches processes, and sees at once when one ends, whoever started it."""
 
     def __init__(self) -> None:
-        self._poll = select.poll()
+        self._selector = selectors.PollSelector()
         self._descriptors: dict[bytes, int] = {}
-        self._names: dict[int, bytes] = {}
 
     def watch(self, name: bytes, pid: int, namespace: int) -> None:
         """Watch a process from now on; one that cannot be watched, such as that of a container, is left alone.
@@ -35,20 +34,18 @@ class Processes:
         except OSError:
             return
         self._descriptors[name] = descriptor
-        self._names[descriptor] = name
-        self._poll.register(descriptor, select.POLLIN)
+        self._selector.register(descriptor, selectors.EVENT_READ, name)
 
     def forget(self, name: bytes) -> None:
         """Watch a process no more."""
         descriptor = self._descriptors.pop(name, None)
         if descriptor is not None:
-            self._poll.unregister(descriptor)
-            del self._names[descriptor]
+            self._selector.unregister(descriptor)
             os.close(descriptor)
 
     def ended(self) -> list[bytes]:
         """Return the names of those that have ended since the last call, and watch them no more."""
-        names = [self._names[descriptor] for descriptor, _ in self._poll.poll(0)]
+        names: list[bytes] = [key.data for key, _ in self._selector.select(0)]
         for name in names:
             self.forget(name)
         return names

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import zmq
@@ -108,9 +107,7 @@ class _Socket:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _readable(self) -> bool:
@@ -139,9 +136,8 @@ class Listener(_Socket):
         self._sender = b""  # whose message is being read, and has more parts
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(
-            zmq.ROUTER_HANDOVER, 1
-        )  # names hold a random number: only the peer itself comes again
+        # Names hold a random number: only the peer itself comes again.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._gate = Gate(self._context, self._socket, keys) if keys else None
         try:
             if address.startswith("ipc://"):
@@ -267,9 +263,8 @@ class Link(_Socket):
     def __init__(self, address: str, name: bytes, keys: LinkKeys | None = None) -> None:
         super().__init__(zmq.DEALER, address)
         self._socket.setsockopt(zmq.IDENTITY, name)
-        self._socket.setsockopt(
-            zmq.IMMEDIATE, 1
-        )  # nothing is queued for a listener that is away, to arrive stale
+        # Nothing is queued for a listener that is away, to arrive stale.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if keys is not None:
@@ -304,9 +299,8 @@ class Link(_Socket):
         if self._monitor is None:
             return ""
         self._monitor.take()
-        if self._monitor.handshake in (0, zmq.EVENT_HANDSHAKE_SUCCEEDED):
-            return ""
-        return self._why(self._monitor.handshake)
+        event = self._monitor.handshake
+        return "" if event in (0, zmq.EVENT_HANDSHAKE_SUCCEEDED) else self._why(event)
 
     def _why(self, event: int) -> str:
         if self._keys is None:
@@ -331,29 +325,25 @@ class Wakeup:
     """Lets any thread, or a signal handler, end the wait of a :class:`Poller`."""
 
     def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""
-        return self._read
+        return self._event
 
     def set(self) -> None:
         """End the wait."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._write, b"\0")
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._event, 1)
 
     def clear(self) -> None:
         """Wait again."""
         with contextlib.suppress(BlockingIOError):
-            while os.read(self._read, 4096):
-                pass
+            os.eventfd_read(self._event)
 
     def close(self) -> None:
-        """Free the descriptors."""
-        os.close(self._read)
-        os.close(self._write)
+        """Free the descriptor."""
+        os.close(self._event)
 
 
 class Poller:
@@ -363,9 +353,7 @@ class Poller:
         self._poller = zmq.Poller()
         self._listeners = [source for source in sources if isinstance(source, Listener)]
         for source in sources:
-            self._poller.register(
-                source.fileno() if isinstance(source, Wakeup) else source._socket, zmq.POLLIN
-            )
+            self._poller.register(getattr(source, "_socket", source), zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
         """Return when there is something to receive, or after ``timeout_s``."""

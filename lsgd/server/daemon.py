@@ -1,13 +1,17 @@
 """What both daemons share: one loop, two signals, lines for people, and an eye on memory and on who is refused."""
 
-import os
+import atexit
 import signal
 import sys
+import time
+from contextlib import suppress
 from types import FrameType
 from typing import TextIO
 
+import psutil
+
+from lsgd.output import Output
 from lsgd.protocol.sockets import Listener, Wakeup
-from lsgd.server.output import Output, stamp
 
 TICK_S = 0.1
 """Longest sleep of a daemon, in seconds."""
@@ -24,6 +28,9 @@ GUARD_EVERY_S = 1.0
 REFUSALS_EVERY_S = 30.0
 """How often a daemon says at most that connections were refused."""
 
+FLUSH_WITHIN_S = 1.0
+"""How long a process that ends waits for its lines to be read."""
+
 EXIT_AT_ONCE = 3
 """Exit code of a daemon that a second signal ended before its run was."""
 
@@ -32,21 +39,23 @@ class Memory:
     """Watches how much memory this process has taken since it was made, or since the last time that was too much."""
 
     def __init__(self) -> None:
-        self._status = os.open(
-            "/proc/self/statm", os.O_RDONLY
-        )  # open for good: later no descriptor may be left
-        self._at_first_nbytes = self._nbytes()
+        self._process = psutil.Process()
+        self._at_first_nbytes = self._nbytes = 0
+        self.begin_anew()
 
     def overgrown(self) -> bool:
         """Whether it has grown by more than :data:`MAX_GROWTH_NBYTES`."""
-        return self._nbytes() - self._at_first_nbytes > MAX_GROWTH_NBYTES
+        self._look()
+        return self._nbytes - self._at_first_nbytes > MAX_GROWTH_NBYTES
 
     def begin_anew(self) -> None:
         """Take what it is now as the measure."""
-        self._at_first_nbytes = self._nbytes()
+        self._look()
+        self._at_first_nbytes = self._nbytes
 
-    def _nbytes(self) -> int:
-        return int(os.pread(self._status, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    def _look(self) -> None:
+        with suppress(OSError):  # no descriptor may be left to look with: then it is what it was
+            self._nbytes = self._process.memory_info().rss
 
 
 class Refusals:
@@ -91,7 +100,16 @@ class Signals:
         return len(self.received) > 1
 
 
-_output = Output()
+def _stamp() -> str:
+    return time.strftime("%H:%M:%S")
+
+
+def _missing(lines: int) -> str:
+    return f"{_stamp()} {lines} lines are missing here: they could not be written\n"
+
+
+_output = Output(_missing)
+atexit.register(_output.flush, FLUSH_WITHIN_S)
 
 
 def say(text: str) -> None:
@@ -105,10 +123,10 @@ def complain(text: str) -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    line = f"{stamp()} {text}"
+    line = f"{_stamp()} {text}"
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError, AttributeError):  # no file: a test's, say
         print(line, file=stream, flush=True)
         return
-    _output.put(descriptor, line)
+    _output.put(descriptor, f"{line}\n")

@@ -82,9 +82,7 @@ class LocalDaemon:
         self._last_word = False  # the workers are gone: the next leave is the last
         self._over = False  # the global server has ended too
         self._processes = Processes()  # of the workers
-        self._dead: dict[
-            bytes, bytes
-        ] = {}  # by socket, what is to be said of workers whose processes have ended
+        self._dead: dict[bytes, bytes] = {}  # by socket: what to say of workers whose processes have ended
 
     def run(self, signals: Signals) -> int:
         """Serve until the run is over or a signal comes, and return the exit code."""
@@ -252,9 +250,8 @@ class LocalDaemon:
 
     def _leave(self, now: float) -> None:
         """Say that this node leaves, again and again until it is heard; and once more when its workers are gone."""
-        if (
-            not self._workers and not self._last_word
-        ):  # the greetings since the first word brought this node back
+        if not self._workers and not self._last_word:
+            # The greetings since the first word brought this node back.
             self._last_word, self._leave_heard, self._leave_said_at = True, False, 0.0
             answers = self._heard_at is not None and not self._over
             self._ends_at = min(self._ends_at, now + (LAST_LEAVE_WITHIN_S if answers else LAST_WORDS_S))

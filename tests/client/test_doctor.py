@@ -1,5 +1,6 @@
 """``lsgd doctor``: two nodes on this machine, two on a wire of a known rate, and what it says of what is wrong."""
 
+import asyncio
 import itertools
 import os
 import re
@@ -69,10 +70,10 @@ def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": f"2.{minor[threading.get_ident()]}.0"})
     monkeypatch.setattr(doctor, "CONNECT_WITHIN_S", 0.5)
 
-    def closed(*_: object) -> socket.socket:
+    async def closed(*_: object) -> None:
         raise ConnectionRefusedError(111, "Connection refused")
 
-    monkeypatch.setattr(socket, "create_connection", closed)
+    monkeypatch.setattr(asyncio, "open_connection", closed)
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda node: examine(node, 2, port), range(2)))
     for code, said in results:

@@ -1,9 +1,11 @@
 """``lsgd status``, ``set``, ``stop`` and ``algorithms``: what they say of a real server, and of none."""
 
+import io
 import json
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.client.cli import operate
@@ -55,7 +57,9 @@ def test_the_table_of_members():
     away = member | {"worker": "node0/worker1", "rank": -1, "state": "left", "loss": None}
     status = {"run": "r", "algorithm": "leader", "state": "running", "reason": "why", "iterations": 0}
     status |= {"count": 24, "seconds": 2.0, "rounds_global": 1, "rounds_local": 2, "generation": 1}
-    lines = operate.table(status | {"members": [member, away]}).splitlines()
+    console = Console(width=100, file=io.StringIO())
+    console.print(operate.view(status | {"members": [member, away]}))
+    lines = console.file.getvalue().splitlines()
     assert lines[1] == "24 iterations in 2.0 s (12.0 a second), 1 global and 2 local rounds, generation 1"
     assert lines[3].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
     assert lines[4].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]

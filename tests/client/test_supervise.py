@@ -21,13 +21,13 @@ from lsgd.client.launcher.screen import Screen, Transcript
 DRIVER = """
 import json, os, sys
 from pathlib import Path
-from lsgd.client.launcher import outlet
+from lsgd import output
 from lsgd.client.launcher import supervise
 from lsgd.client.launcher.process import Command
 
 folder, scripts, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 vars(supervise).update(options["patience"])
-vars(outlet).update(options["outlet"])
+vars(output).update(options["output"])
 commands = [
     Command(
         name,
@@ -63,7 +63,7 @@ class Supervised:
         self.folder = folder
         self.token = uuid.uuid4().hex
         patience = {"SAVE_PATIENCE_S": 0.3, **options.pop("patience", {})}  # type: ignore[dict-item]
-        plain = {"outlet": {}, "holds": [], "linger": False, "restarts": 0}
+        plain = {"output": {}, "holds": [], "linger": False, "restarts": 0}
         options = {**plain, "patience": patience, **options}
         environ = {**os.environ, "HERE": str(folder), "SUPERVISED": self.token, "TERM": "xterm"}
         arguments = [str(folder), json.dumps(scripts), json.dumps(options)]
@@ -99,7 +99,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
     started: list[Supervised] = []
 
     def start(stdout: int = subprocess.PIPE, **arguments: object) -> Supervised:
-        known = ("patience", "outlet", "holds", "linger", "restarts")
+        known = ("patience", "output", "holds", "linger", "restarts")
         options = {key: arguments.pop(key) for key in known if key in arguments}
         started.append(Supervised(tmp_path, arguments, stdout, options))  # type: ignore[arg-type]
         return started[-1]
@@ -379,7 +379,7 @@ def test_unread_output_ends_and_delays_nothing(start, tmp_path):
 def test_lines_that_nobody_read_are_counted(start, tmp_path):
     reading, writing = os.pipe()
     script = "seq 100000; touch $HERE/done; until [ -e $HERE/read ]; do sleep 0.05; done; echo end"
-    supervised = start(stdout=writing, worker=script, outlet={"MAX_WAITING_NCHARS": 100_000})
+    supervised = start(stdout=writing, worker=script, output={"MAX_WAITING_NCHARS": 100_000})
     os.close(writing)
     until((tmp_path / "done").exists, "all is printed")
     until(lambda: (tmp_path / "worker.log").read_text().endswith("\n100000\n"), "all is in the log")

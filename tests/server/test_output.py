@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from lsgd import output as output_module
+from lsgd.output import Output
 from lsgd.server import daemon
-from lsgd.server.output import Output
 
 from ..integration.running import until
 
@@ -43,27 +44,28 @@ def read(reading: int, nbytes: int) -> bytes:
 
 def test_lines_come_out_in_order_and_whole(pipe) -> None:
     reading, writing = pipe
-    output = Output()
+    output = Output(daemon._missing)
     lines = [f"line {number} with an é" for number in range(500)]
     for line in lines:
-        output.put(writing, line)
+        output.put(writing, f"{line}\n")
     assert output.flush(20.0)
     expected = "".join(f"{line}\n" for line in lines).encode()
     assert read(reading, len(expected)) == expected
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_nobody_waits_for_a_reader_and_what_is_lost_is_counted(pipe, blocking) -> None:
+def test_nobody_waits_for_a_reader_and_what_is_lost_is_counted(pipe, blocking, monkeypatch) -> None:
+    monkeypatch.setattr(output_module, "MAX_WAITING_NCHARS", len("line 0\n" * 10))
     reading, writing = pipe
     full_nbytes = fill(writing)
     os.set_blocking(writing, blocking)
-    output = Output(max_lines=10)
+    output = Output(daemon._missing)
     for number in range(30):
-        output.put(writing, f"line {number}")
+        output.put(writing, f"line {number}\n")
     assert not output.flush(0.0)
     read(reading, full_nbytes)
     assert output.flush(20.0)
-    output.put(writing, "the last")
+    output.put(writing, "the last\n")
     assert output.flush(20.0)
     text = os.read(reading, 4096).decode()
     shown = "".join(f"line {number}\n" for number in range(10))
@@ -76,9 +78,9 @@ def test_a_reader_that_has_gone_is_written_to_no_more_and_others_are(pipe) -> No
     reading, writing = pipe
     gone_reading, gone_writing = os.pipe()
     os.close(gone_reading)
-    output = Output()
+    output = Output(daemon._missing)
     for descriptor in (gone_writing, writing, gone_writing, writing):
-        output.put(descriptor, "a line")
+        output.put(descriptor, "a line\n")
     assert output.flush(20.0)
     assert os.read(reading, 4096) == b"a line\na line\n"
     os.close(gone_writing)
@@ -86,12 +88,12 @@ def test_a_reader_that_has_gone_is_written_to_no_more_and_others_are(pipe) -> No
 
 def test_a_full_disk_costs_lines_and_no_more(pipe) -> None:
     reading, writing = pipe
-    output = Output()
+    output = Output(daemon._missing)
     with open("/dev/full", "wb", buffering=0) as full:
         for _ in range(3):
-            output.put(full.fileno(), "lost")
+            output.put(full.fileno(), "lost\n")
         assert output.flush(20.0)
-    output.put(writing, "a line")
+    output.put(writing, "a line\n")
     assert output.flush(20.0)
     assert re.search(r" 3 lines are missing here.*\na line\n$", os.read(reading, 4096).decode())
 
@@ -106,8 +108,8 @@ def test_where_there_is_no_file_lines_are_printed_at_once(capsys) -> None:
 
 def test_the_thread_ends_no_process_and_begins_with_the_first_line(pipe) -> None:
     _, writing = pipe
-    output = Output()
+    output = Output(daemon._missing)
     assert output._thread is None
-    output.put(writing, "a line")
+    output.put(writing, "a line\n")
     assert output._thread is not None and output._thread.daemon
     until(lambda: output.flush(0.0), "it is written")

@@ -7,10 +7,13 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.live import Live
 
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
@@ -23,6 +26,7 @@ from lsgd.errors import LsgdError
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import OPERATOR, KeyRing, default_folder, link_keys, node_name, token_path
+from lsgd.protocol.messages import ChangeSetting, StatusQuery, StopRun
 from lsgd.protocol.sockets import DEFAULT_PORT, LinkKeys
 from lsgd.settings import fields, span
 
@@ -166,17 +170,26 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
     "--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/operations.md lists the keys)."
 )
 @click.option(
-    "--watch", is_flag=True, help="Print it again every two seconds, until Ctrl-C or the end of the run."
+    "--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C or the end of the run."
 )
 def status_command(connect: str, keys: LinkKeys | None, as_json: bool, watch: bool) -> None:
     """Show a running run: its workers, its rounds, and what it waits for."""
-    while True:
-        status = operate.query(connect, keys)
-        click.echo(json.dumps(status) if as_json else operate.table(status))
-        if not watch or status["state"] == "over":
-            return
-        time.sleep(WATCH_EVERY_S)
-        click.echo()
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    moves = watch and console.is_terminal and not as_json
+    with Live(console=console, auto_refresh=False) if moves else nullcontext() as live:
+        while True:
+            status = operate.ask(connect, StatusQuery(0), keys)
+            if as_json:
+                click.echo(json.dumps(status))
+            elif live:
+                live.update(operate.view(status), refresh=True)
+            else:
+                console.print(operate.view(status))
+            if not watch or status["state"] == "over":
+                return
+            time.sleep(WATCH_EVERY_S)
+            if not live:
+                click.echo()
 
 
 @main.command("set")
@@ -190,7 +203,7 @@ def set_command(connect: str, keys: LinkKeys | None, change: str) -> None:
     name, equals, value = change.partition("=")
     if not equals:
         raise click.UsageError(f"write it as NAME=VALUE, not {change!r}")
-    status = operate.change(connect, name, value, keys)
+    status = operate.ask(connect, ChangeSetting(name, value), keys)
     click.echo(f"run {status['run']}: {name} = {value}, after {status['count']} iterations")
 
 
@@ -199,7 +212,7 @@ def set_command(connect: str, keys: LinkKeys | None, change: str) -> None:
 @click.option("--reason", default="lsgd stop", show_default=True, help="What the run's log says.")
 def stop_command(connect: str, keys: LinkKeys | None, reason: str) -> None:
     """End a running run: its workers make the consensus model and leave."""
-    status = operate.stop(connect, reason, keys)
+    status = operate.ask(connect, StopRun(reason), keys)
     click.echo(f"run {status['run']} is stopping after {status['count']} iterations: {status['reason']}")
 
 

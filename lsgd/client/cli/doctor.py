@@ -1,8 +1,9 @@
 """``lsgd doctor``: whether these machines can train together, and how often they had better talk.
 
 Started on each node with the same address and number of nodes, as ``lsgd launch`` is. The nodes meet in a key-value
-store of torch's on node 0, at the port that the global server will have. Then each two neighbors (node k and k + 1, in
-both directions) test the connection on a port of their own, one after the other, and all take part in one all-reduce.
+store of torch's on node 0, at the port that the global server will have. Then all call one another, as they do in a run
+after a round that failed; and they make a process group as a run has it, in which each two neighbors (node k and k + 1,
+in both directions) time their messages, one after the other, and all take part in one all-reduce.
 """
 
 import json
@@ -13,38 +14,38 @@ import resource
 import shutil
 import socket
 import statistics
-import struct
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 
 from lsgd.client.control.identity import versions
 from lsgd.client.control.network import Interface, interface_towards
 from lsgd.client.groups.connections import Wires
 from lsgd.client.groups.gloo import Meeting, gloo_group
+from lsgd.client.groups.reach import Calls, Door, open_door
+from lsgd.client.groups.torch_group import TorchGroup
 from lsgd.client.launcher.place import Place, claim_port, resolve
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, ExchangeError
 from lsgd.protocol.keys import TOKEN_VARIABLE, is_local, link_keys, node_name, token_path
 
 MEET_WITHIN_S = 60.0
 """How long a node waits for the others."""
 
 CONNECT_WITHIN_S = 5.0
-LINK_FOR_S = 2.0
-LINK_NBYTES = 64 << 20
-"""A link is tested for so long, or with so many bytes, whichever is less."""
+SMALLEST_NBYTES, LARGEST_NBYTES = 256 << 10, 64 << 20
+LINK_FOR_S, LINK_TRIES = 0.25, 3
+"""A link is timed with messages of 256 KiB to 64 MiB: the best of three of the first size that takes so long."""
 
-STEP_WITHIN_S = LINK_FOR_S + 4 * CONNECT_WITHIN_S
 REDUCE_NUMEL = 1 << 18
 """Numbers in the all-reduce: 1 MiB of float32."""
 
-PING_COUNT = 20
+PING_COUNT, PING_NBYTES = 20, 4
 CLOCK_WARNING_S = 1.0
 MIN_DESCRIPTORS = 1024
 EXCHANGE_SHARE = 0.05
@@ -55,13 +56,12 @@ _PING, _DATA = b"p", b"d"
 
 @dataclass(frozen=True)
 class Link:
-    """What a node measured of the way to another: round trip, clock, and rate, or why it could not."""
+    """What a node measured of the way to another."""
 
     to: int
-    round_trip_ms: float = math.nan
-    clock_ahead_s: float = math.nan
-    mbit_per_s: float = math.nan
-    error: str = ""
+    round_trip_ms: float
+    clock_ahead_s: float
+    mbit_per_s: float
 
 
 class Doctor:
@@ -93,11 +93,10 @@ class Doctor:
             )
         elif interface is not None and (store := self._meet(interface)) is not None:
             try:
-                links = self._test_links(store, interface)
-                self._reduce(store, interface)
-                self._suggest(links, parameters, step_ms)
+                if self._reach(store, interface):
+                    self._suggest(self._time(store, interface), parameters, step_ms)
                 self._part(store)
-            except RuntimeError as error:
+            except (RuntimeError, ExchangeError) as error:
                 self._note("FAIL", f"a node answers no more: {_first_line(error)}")
         self._say(
             "something above has to be mended first" if self._failed else "nothing is in the way of a run"
@@ -209,51 +208,72 @@ class Doctor:
                 )
         return store
 
-    def _test_links(self, store: Meeting, interface: Interface) -> list[Link]:
-        """Test the ways between neighbors, one after the other; return what all nodes have found."""
+    def _reach(self, store: Meeting, interface: Interface) -> bool:
+        """Have all nodes call one another; say who cannot be reached, and return whether all can."""
+        me, nodes = self._place.node, range(self._place.nodes)
+        others = [node for node in nodes if node != me]
+        with open_door(interface.address) as (listener, door):
+            store.set(f"door{me}", door.published())
+            doors = [Door.of(store.get(f"door{node}")) for node in nodes]
+            calls = Calls(listener, me, doors)
+            calls.make(others, others, CONNECT_WITHIN_S, lambda: False)
+        store.set(f"missed{me}", json.dumps(list(calls.missed.items())))
+        rows = [json.loads(store.get(f"missed{node}")) for node in nodes]
+        for node, row in enumerate(rows):
+            for other, why in row:
+                where = f"{doors[other].address}:{doors[other].port}"
+                self._note(
+                    "FAIL",
+                    f"node{node} to node{other}: {where} cannot be used ({why}); open the ports above 1023 between "
+                    f"the nodes",
+                )
+        return not any(rows)
+
+    def _time(self, store: Meeting, interface: Interface) -> list[Link]:
+        """Time what a run does: messages between neighbors, one after the other, and an all-reduce of all."""
         me, nodes = self._place.node, self._place.nodes
-        ways = [(k, k + 1) for k in range(nodes - 1)] + [(k + 1, k) for k in range(nodes - 1)]
-        found = []
-        with _answering(interface.address) as port:
-            store.set(f"port{me}", f"{interface.address} {port}")
-            for step, (source, target) in enumerate(ways):
-                key = f"link{step}"
-                if source == me:
-                    address, number = store.get(f"port{target}").decode().split()
-                    store.set(key, json.dumps(vars(_test(target, address, int(number)))))
-                store.wait([key], timedelta(seconds=STEP_WITHIN_S))
-                link = Link(**json.loads(store.get(key)))
-                self._tell(source, link)
-                found.append(link)
-        return found
+        names = [node_name(node) for node in range(nodes)]
+        wires = Wires()
+
+        def build(name: str, ranks: Sequence[int]) -> ProcessGroup:
+            return gloo_group(store, name, me, names, interface.address, MEET_WITHIN_S, wires)
+
+        cpu = torch.device("cpu")
+        group = TorchGroup(
+            build, "doctor", range(nodes), names, me, [1] * nodes, MEET_WITHIN_S, "gloo", cpu, wires
+        )
+        group.all_reduce(torch.zeros(1)).wait()  # which makes it
+        links = []
+        for source, target in [*pairwise(range(nodes)), *((k + 1, k) for k in range(nodes - 1))]:
+            key = f"link{source}-{target}"
+            if source == me:
+                store.set(key, json.dumps(vars(_measure(group, target))))
+            elif target == me:
+                _answer(group, source)
+            link = Link(**json.loads(store.get(key)))
+            self._tell(source, link)
+            links.append(link)
+        self._reduce(group)
+        return links
 
     def _tell(self, source: int, link: Link) -> None:
-        way = f"node{source} to node{link.to}"
-        if link.error:
-            self._note("FAIL", f"{way}: {link.error}")
-            return
         ahead = link.clock_ahead_s
-        self._note("ok", f"{way}: {link.mbit_per_s:.0f} Mbit/s, round trip {link.round_trip_ms:.2f} ms")
+        self._note(
+            "ok",
+            f"node{source} to node{link.to}: {link.mbit_per_s:.0f} Mbit/s, round trip {link.round_trip_ms:.2f} ms",
+        )
         if abs(ahead) > CLOCK_WARNING_S:
             self._note(
                 "warn",
                 f"the clock of node{link.to} is {ahead:+.1f} s from node{source}'s: logs are hard to compare",
             )
 
-    def _reduce(self, store: Meeting, interface: Interface) -> None:
-        me, nodes = self._place.node, self._place.nodes
-        tensor = torch.full((REDUCE_NUMEL,), float(me + 1))
-        try:
-            names = [node_name(node) for node in range(nodes)]
-            group = gloo_group(store, "doctor", me, names, interface.address, MEET_WITHIN_S, Wires())
-            group.barrier().wait()
-            started_at = time.monotonic()
-            group.allreduce([tensor]).wait()
-            took_ms = 1e3 * (time.monotonic() - started_at)
-        except RuntimeError as error:
-            self._note("FAIL", f"an all-reduce over Gloo failed: {_first_line(error)}")
-            return
-        right = bool((tensor == nodes * (nodes + 1) / 2).all())
+    def _reduce(self, group: TorchGroup) -> None:
+        tensor = torch.full((REDUCE_NUMEL,), float(group.rank + 1))
+        started_at = time.monotonic()
+        group.all_reduce(tensor).wait()
+        took_ms = 1e3 * (time.monotonic() - started_at)
+        right = bool((tensor == group.size * (group.size + 1) / 2).all())
         self._note(
             "ok" if right else "FAIL",
             f"all-reduce of {tensor.nbytes >> 20} MiB over Gloo: {took_ms:.0f} ms, {'right' if right else 'WRONG'}",
@@ -261,15 +281,13 @@ class Doctor:
 
     def _suggest(self, links: list[Link], parameters: int, step_ms: float) -> None:
         """Say how rarely to exchange, by the slowest link."""
-        rates = [link.mbit_per_s for link in links if not link.error]
-        if not rates:
-            return
+        slowest = min(link.mbit_per_s for link in links)
         self._say(
-            f"the slowest link has {min(rates):.0f} Mbit/s; with {parameters:,} parameters and {step_ms:g} ms an "
+            f"the slowest link has {slowest:.0f} Mbit/s; with {parameters:,} parameters and {step_ms:g} ms an "
             f"iteration"
         )
         for how, nbytes in (("float32", 4 * parameters), ("minmax8", parameters)):
-            transfer_s = nbytes * 8 / (min(rates) * 1e6)
+            transfer_s = nbytes * 8 / (slowest * 1e6)
             period = suggested_period(transfer_s, step_ms / 1e3)
             self._say(
                 f"      a model in {how} takes {transfer_s:.2f} s: --period {period} keeps exchanges below "
@@ -280,7 +298,7 @@ class Doctor:
         """Keep node 0's store until all have read what they want."""
         store.set(f"done{self._place.node}", "")
         if self._place.node == 0:
-            store.wait([f"done{node}" for node in range(self._place.nodes)], timedelta(seconds=STEP_WITHIN_S))
+            store.wait([f"done{node}" for node in range(self._place.nodes)], timedelta(seconds=MEET_WITHIN_S))
 
 
 def _first_line(error: Exception) -> str:
@@ -292,85 +310,36 @@ def suggested_period(transfer_s: float, step_s: float) -> int:
     return int(2 ** max(0, math.ceil(math.log2(transfer_s / step_s / EXCHANGE_SHARE))))
 
 
-@contextmanager
-def _answering(address: str) -> Iterator[int]:
-    """Answer tests on a port of this address, which is the value."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as server:
-        server.settimeout(0.2)
-        over = threading.Event()
-        thread = threading.Thread(target=_answer_all, args=(server, over), daemon=True)
-        thread.start()
-        try:
-            yield server.getsockname()[1]
-        finally:
-            over.set()
-            thread.join()
+def _measure(group: TorchGroup, target: int) -> Link:
+    """Time messages to ``target``, which calls :func:`_answer`."""
+    clock = torch.empty(1, dtype=torch.float64)
+    trips_s, ahead_s = [], []
+    for _ in range(PING_COUNT):
+        started_at, clock_s = time.monotonic(), time.time()
+        group.exchange({target: torch.ones(PING_NBYTES, dtype=torch.uint8)}, {target: clock})
+        trips_s.append(time.monotonic() - started_at)
+        ahead_s.append(float(clock) - (clock_s + trips_s[-1] / 2))
+    trip_s = statistics.median(trips_s)
+    nbytes, tries, best_s = SMALLEST_NBYTES, LINK_TRIES, math.inf
+    while tries:
+        data = torch.zeros(nbytes, dtype=torch.uint8)
+        started_at = time.monotonic()
+        group.exchange({target: data}, {target: clock})
+        took_s = max(time.monotonic() - started_at - trip_s, 1e-9)
+        if took_s < LINK_FOR_S and nbytes < LARGEST_NBYTES and tries == LINK_TRIES:
+            nbytes *= 4
+        else:
+            tries, best_s = tries - 1, min(best_s, took_s)
+        group.exchange({target: torch.tensor([nbytes if tries else 0])}, {})
+    return Link(target, 1e3 * trip_s, statistics.median(ahead_s), nbytes * 8 / best_s / 1e6)
 
 
-def _answer_all(server: socket.socket, over: threading.Event) -> None:
-    while not over.is_set():
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            continue
-        with connection:
-            connection.settimeout(CONNECT_WITHIN_S)
-            try:
-                _answer(connection)
-            except OSError:
-                continue  # the other side says what went wrong
-
-
-def _answer(connection: socket.socket) -> None:
-    """Answer each ping with the time of day, and data with how many bytes there were and how long they took."""
-    while kind := connection.recv(1):
-        if kind == _PING:
-            connection.sendall(struct.pack("!d", time.time()))
-            continue
-        got, started_at = 0, time.monotonic()
-        while data := connection.recv(1 << 20):
-            got += len(data)
-        connection.sendall(struct.pack("!Qd", got, time.monotonic() - started_at))
-        return
-
-
-def _test(to: int, address: str, port: int) -> Link:
-    """Measure the way to a node that answers at this address."""
-    try:
-        with socket.create_connection((address, port), CONNECT_WITHIN_S) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            trips_s, ahead_s = zip(*[_ping(connection) for _ in range(PING_COUNT)], strict=True)
-            connection.sendall(_DATA)
-            block, sent, until = bytes(1 << 16), 0, time.monotonic() + LINK_FOR_S
-            while sent < LINK_NBYTES and time.monotonic() < until:
-                connection.sendall(block)
-                sent += len(block)
-            connection.shutdown(socket.SHUT_WR)
-            got, took_s = struct.unpack("!Qd", _read(connection, 16))
-    except OSError as error:
-        why = error.strerror or str(error) or type(error).__name__
-        return Link(
-            to, error=f"{address}:{port} cannot be used ({why}); open the ports above 1023 between the nodes"
-        )
-    return Link(
-        to, 1e3 * statistics.median(trips_s), statistics.median(ahead_s), got * 8 / max(took_s, 1e-9) / 1e6
-    )
-
-
-def _ping(connection: socket.socket) -> tuple[float, float]:
-    """Return the time of a round trip, and how far the other's clock is ahead, in seconds."""
-    started_at, clock_s = time.monotonic(), time.time()
-    connection.sendall(_PING)
-    (theirs_s,) = struct.unpack("!d", _read(connection, 8))
-    trip_s = time.monotonic() - started_at
-    return trip_s, theirs_s - (clock_s + trip_s / 2)
-
-
-def _read(connection: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        if not (more := connection.recv(nbytes - len(data))):
-            raise ConnectionResetError("the other side hung up")
-        data += more
-    return data
+def _answer(group: TorchGroup, source: int) -> None:
+    """Answer each message of :func:`_measure` with the time of day."""
+    following = torch.tensor([SMALLEST_NBYTES])
+    sizes = [PING_NBYTES] * PING_COUNT
+    while nbytes := sizes.pop() if sizes else int(following):
+        group.exchange({}, {source: torch.empty(nbytes, dtype=torch.uint8)})
+        group.exchange({source: torch.tensor([time.time()], dtype=torch.float64)}, {})
+        if nbytes > PING_NBYTES:
+            group.exchange({}, {source: following})

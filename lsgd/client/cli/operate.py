@@ -5,15 +5,16 @@ import secrets
 import time
 from typing import Any
 
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
 from lsgd.errors import ConfigError, JoinError, ProtocolError
 from lsgd.protocol.keys import OPERATOR
 from lsgd.protocol.messages import (
-    ChangeSetting,
     Operator,
     Refused,
     Status,
-    StatusQuery,
-    StopRun,
     decode,
     encode,
 )
@@ -24,35 +25,13 @@ ANSWER_WITHIN_S = 5.0
 REFUSED_AFTER_S = 0.5  # a handshake that fails may be that of a server which is just being started
 
 
-def query(address: str, keys: LinkKeys | None = None) -> dict[str, Any]:
-    """Return the state of the run that the global server at ``address`` holds.
-
-    Raises:
-        JoinError: nobody answers there within 5 s.
-    """
-    return _ask(address, StatusQuery(0), keys)
-
-
-def stop(address: str, reason: str, keys: LinkKeys | None = None) -> dict[str, Any]:
-    """Ask the global server at ``address`` to end its run with a consensus model; return its state.
-
-    Raises:
-        JoinError: nobody answers there within 5 s.
-    """
-    return _ask(address, StopRun(reason), keys)
-
-
-def change(address: str, name: str, value: str, keys: LinkKeys | None = None) -> dict[str, Any]:
-    """Change a numeric setting of the run, from its next global round on; return its state.
+def ask(address: str, message: Operator, keys: LinkKeys | None = None) -> dict[str, Any]:
+    """Ask the global server at ``address`` for the state of its run, to end it or to change it; return its state.
 
     Raises:
         JoinError: nobody answers there within 5 s.
         ConfigError: the server refuses the change, and says why.
     """
-    return _ask(address, ChangeSetting(name, value), keys)
-
-
-def _ask(address: str, message: Operator, keys: LinkKeys | None) -> dict[str, Any]:
     started_at = time.monotonic()
     sent = False
     name = keys.name if keys else OPERATOR
@@ -77,25 +56,28 @@ def _ask(address: str, message: Operator, keys: LinkKeys | None) -> dict[str, An
     )
 
 
-def table(status: dict[str, Any]) -> str:
-    """Return a status as lines for people."""
+def view(status: dict[str, Any]) -> Group:
+    """Return a status for people: two lines, and a table of the workers."""
     limit = f" of {status['iterations']}" if status["iterations"] else ""
     rate = status["count"] / status["seconds"] if status["seconds"] else 0.0
-    lines = [
-        f"run {status['run']}, {status['algorithm']}: {status['state']}, {status['reason']}",
+    lines = Text(
+        f"run {status['run']}, {status['algorithm']}: {status['state']}, {status['reason']}\n"
         f"{status['count']}{limit} iterations in {status['seconds']:.1f} s ({rate:.1f} a second), "
         f"{status['rounds_global']} global and {status['rounds_local']} local rounds, "
-        f"generation {status['generation']}",
-    ]
-    if status["members"]:
-        lines.append(
-            f"{'worker':20} {'rank':>4} {'state':>7} {'iterations':>10} {'loss':>10} {'led':>5} {'heard':>8}"
-        )
+        f"generation {status['generation']}"
+    )
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
+    table.add_column("worker", no_wrap=True)
+    for name in ("rank", "state", "iterations", "loss", "led", "heard"):
+        table.add_column(name, justify="right", no_wrap=True)
     for member in status["members"]:
-        loss = "-" if member["loss"] is None else f"{member['loss']:.4g}"
-        rank = "-" if member["rank"] < 0 else str(member["rank"])
-        lines.append(
-            f"{member['worker']:20} {rank:>4} {member['state']:>7} {member['done']:>10} {loss:>10} "
-            f"{member['times_leader']:>5} {member['heard_s_ago']:>6.1f} s"
+        table.add_row(
+            member["worker"],
+            "-" if member["rank"] < 0 else str(member["rank"]),
+            member["state"],
+            str(member["done"]),
+            "-" if member["loss"] is None else f"{member['loss']:.4g}",
+            str(member["times_leader"]),
+            f"{member['heard_s_ago']:.1f} s",
         )
-    return "\n".join(lines)
+    return Group(lines, table) if status["members"] else Group(lines)

@@ -5,15 +5,15 @@ each member opens a port, publishes it through the servers, and calls those that
 did not reach it publishes too. Then all members know which pairs are broken.
 """
 
+import asyncio
 import json
 import secrets
-import selectors
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.store import ServerStore
@@ -48,6 +48,16 @@ class Door:
     port: int
     nonce: bytes
 
+    def published(self) -> str:
+        """Return this as text."""
+        return json.dumps([self.address, self.port, self.nonce.hex()])
+
+    @staticmethod
+    def of(published: bytes) -> "Door":
+        """Return what a member has published."""
+        address, port, nonce = json.loads(published)
+        return Door(address, port, bytes.fromhex(nonce))
+
 
 def probe(generation: Generation, membership: Membership) -> None:
     """See whether all members of a generation reach each other; each of them has to call this.
@@ -65,8 +75,8 @@ def probe(generation: Generation, membership: Membership) -> None:
     who = (channel, join.worker, join.incarnation, generation.number)
     store = ServerStore(*who, timeout_s)
     with open_door(join.address) as (listener, door):
-        store.set(f"door/{me}", json.dumps([door.address, door.port, door.nonce.hex()]))
-        doors = [door if rank == me else _door_of(store.get(f"door/{rank}")) for rank in range(size)]
+        store.set(f"door/{me}", door.published())
+        doors = [door if rank == me else Door.of(store.get(f"door/{rank}")) for rank in range(size)]
         both = generation.backend != "gloo"
         calls = [rank for rank in range(size) if rank != me and (both or calls_first(doors, me, rank))]
         callers = [rank for rank in range(size) if rank != me and (both or calls_first(doors, rank, me))]
@@ -114,11 +124,6 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _door_of(published: bytes) -> Door:
-    address, port, nonce = json.loads(published)
-    return Door(address, port, bytes.fromhex(nonce))
-
-
 @contextmanager
 def open_door(address: str) -> Iterator[tuple[socket.socket, Door]]:
     """Listen on an address, at a port that the system chooses, until the end of the block.
@@ -135,40 +140,25 @@ def open_door(address: str) -> Iterator[tuple[socket.socket, Door]]:
         yield listener, Door(address, listener.getsockname()[1], secrets.token_bytes(_NONCE_NBYTES))
 
 
-@dataclass(eq=False)
-class _Call:
-    """A connection: the message of the caller goes there, and comes back."""
-
-    connection: socket.socket
-    to: int = -1  # the rank that we call; -1: we are called
-    message: bytes = b""
-    to_send: bytes = b""
-    received: bytearray = field(default_factory=bytearray)
-
-    @property
-    def wants(self) -> int:
-        """What it waits for, as the selector has it."""
-        return selectors.EVENT_WRITE if self.to_send else selectors.EVENT_READ
-
-
 class Calls:
-    """The calls of one member, those that it makes and those that it answers, in one loop.
+    """The calls of one member: it makes some, and answers each that has its nonce with the same bytes.
 
     Args:
-        listener: behind this member's own door; does not block.
+        listener: behind this member's own door; closed in the end.
         me: its rank.
         doors: of all members.
+
+    Attributes:
+        missed: by the rank that was called and not reached, why.
     """
 
     def __init__(self, listener: socket.socket, me: int, doors: Sequence[Door]) -> None:
+        self.missed: dict[int, str] = {}
         self._listener = listener
         self._me = me
         self._doors = doors
-        self._made: dict[int, _Call] = {}  # by the rank that is called
-        self._answered: dict[_Call, None] = {}  # in order
-        self._missed: set[int] = set()
         self._awaited: set[int] = set()
-        self._selector = selectors.DefaultSelector()
+        self._answered: list[asyncio.StreamWriter] = []  # the oldest first
 
     def make(
         self, calls: Sequence[int], callers: Collection[int], within_s: float, over: Callable[[], bool]
@@ -181,93 +171,63 @@ class Calls:
             within_s: how long it may take.
             over: whether nobody is interested any more.
         """
-        deadline = time.monotonic() + within_s
-        waiting, self._awaited = deque(calls), set(callers)
-        with self._selector:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            try:
-                while (waiting or self._made or self._awaited) and not over():
-                    while waiting and len(self._made) < MAX_CALLS:
-                        self._call(waiting.popleft())
-                    left_s = deadline - time.monotonic()
-                    if left_s <= 0:
-                        break
-                    for key, _ in self._selector.select(min(left_s, _POLL_S)):
-                        self._accept() if key.data is None else self._go_on(key.data)
-            finally:
-                self._missed |= set(self._made)
-                for call in [*self._made.values(), *self._answered]:
-                    call.connection.close()
-        return sorted(self._missed)
+        self.missed = dict.fromkeys(calls, f"no answer within {within_s:g} s")
+        self._awaited = set(callers)
+        with ThreadPoolExecutor(1) as thread:  # this one may have an event loop already: a notebook's
+            thread.submit(asyncio.run, self._make(time.monotonic() + within_s, over)).result()
+        return sorted(self.missed)
 
-    def _call(self, rank: int) -> None:
+    async def _make(self, deadline: float, over: Callable[[], bool]) -> None:
+        self._called = asyncio.Semaphore(MAX_CALLS)
+        self._came = asyncio.Event()
+        server = await asyncio.start_server(self._answer, sock=self._listener, backlog=MAX_CALLS)
+        done = asyncio.gather(*map(self._call, tuple(self.missed)), self._be_called())
+        while not (done.done() or over()) and (left_s := deadline - time.monotonic()) > 0:
+            await asyncio.wait([done], timeout=min(left_s, _POLL_S))
+        server.close()
+        if done.done():
+            done.result()
+
+    async def _call(self, rank: int) -> None:
         door = self._doors[rank]
         rest = secrets.token_bytes(MESSAGE_NBYTES - _NONCE_NBYTES - _RANK_NBYTES)
         message = door.nonce + self._me.to_bytes(_RANK_NBYTES) + rest
-        connection = socket.socket(_family(door.address), socket.SOCK_STREAM)
-        try:
-            connection.setblocking(False)
-            with suppress(BlockingIOError):
-                connection.connect((door.address, door.port))
-        except OSError:  # no route, say
-            connection.close()
-            self._missed.add(rank)
-            return
-        self._made[rank] = call = _Call(connection, rank, message, message)
-        self._selector.register(connection, call.wants, call)
+        async with self._called:
+            try:
+                reader, writer = await asyncio.open_connection(door.address, door.port)
+            except OSError as error:
+                self.missed[rank] = error.strerror or str(error)
+                return
+            try:
+                writer.write(message)
+                if await reader.readexactly(MESSAGE_NBYTES) == message:
+                    del self.missed[rank]
+            except (OSError, EOFError):
+                self.missed[rank] = "the other side hung up"
+            finally:
+                writer.transport.abort()
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it has hung up already
-            return
+    async def _be_called(self) -> None:
+        while self._awaited:
+            await self._came.wait()
+            self._came.clear()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._answered) >= MAX_CALLS:  # strangers: a member is done in a few round trips
-            self._end(next(iter(self._answered)), reached=False)
-        connection.setblocking(False)
-        self._answered[call := _Call(connection)] = None
-        self._selector.register(connection, call.wants, call)
-
-    def _go_on(self, call: _Call) -> None:
+            self._answered.pop(0).transport.abort()
+        self._answered.append(writer)
+        writer.transport.set_write_buffer_limits(0)  # so that drain() waits for all of it
         try:
-            if call.to_send:
-                call.to_send = call.to_send[call.connection.send(call.to_send) :]
-            else:
-                self._receive(call)
-        except BlockingIOError:
-            return
-        except OSError:
-            self._end(call, reached=False)
-            return
-        complete = len(call.received) == MESSAGE_NBYTES and not call.to_send
-        if complete:
-            self._end(call, reached=True)
-        else:
-            self._selector.modify(call.connection, call.wants, call)
-
-    def _receive(self, call: _Call) -> None:
-        """Take in what came, and answer a whole message with itself.
-
-        Raises:
-            ConnectionError: the other side hung up, or is somebody else.
-        """
-        data = call.connection.recv(MESSAGE_NBYTES - len(call.received))
-        call.received += data
-        right = call.message if call.to >= 0 else self._doors[self._me].nonce
-        seen = bytes(call.received[: len(right)])
-        if not data or not right.startswith(seen):
-            raise ConnectionError
-        if call.to < 0 and len(call.received) == MESSAGE_NBYTES:
-            call.to_send = bytes(call.received)
-
-    def _end(self, call: _Call, *, reached: bool) -> None:
-        self._selector.unregister(call.connection)
-        call.connection.close()
-        if call.to >= 0:
-            del self._made[call.to]
-            if not reached:
-                self._missed.add(call.to)
-            return
-        del self._answered[call]
-        if reached:
-            rank = call.received[_NONCE_NBYTES : _NONCE_NBYTES + _RANK_NBYTES]
-            self._awaited.discard(int.from_bytes(rank))
+            message = await reader.readexactly(_NONCE_NBYTES)
+            if message == self._doors[self._me].nonce:
+                message += await reader.readexactly(MESSAGE_NBYTES - _NONCE_NBYTES)
+                writer.write(message)
+                await writer.drain()
+                self._awaited.discard(int.from_bytes(message[_NONCE_NBYTES:][:_RANK_NBYTES]))
+                self._came.set()
+        except (OSError, EOFError):
+            pass
+        finally:
+            writer.transport.abort()
+            if writer in self._answered:
+                self._answered.remove(writer)

@@ -16,19 +16,10 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.groups.connections import Wires
 from lsgd.client.groups.gloo import gloo_group
 from lsgd.client.groups.store import ServerStore
-from lsgd.collectives.group import Transfer
-from lsgd.collectives.topology import first_ranks, node_ranks
+from lsgd.collectives.group import Group, Transfer
+from lsgd.collectives.point_to_point import PIECE_NBYTES, Exchange, Relay
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation
-
-PIECE_NBYTES = 64 << 10
-MAX_PIECES = 16
-"""A message between two workers travels in up to 16 pieces of at least 64 KiB, all receives posted first: Gloo then
-comes within 5 % of the wire, against 30 to 100 % over it for one large message (measured)."""
-
-RELAYED_PIECES = 8
-"""A message that all members pass on to each other has up to so many pieces for each, if that is more than 16: the
-last member then has it an eighth later than the second."""
 
 
 class Traffic:
@@ -46,7 +37,7 @@ class Traffic:
             self.received_nbytes += received_nbytes
 
 
-class TorchGroup:
+class TorchGroup(Group):
     """A Group (:class:`lsgd.collectives.group.Group`) on a torch process group; subgroups are built when first used.
 
     Args:
@@ -92,36 +83,20 @@ class TorchGroup:
         self.size = len(self._ranks)
         self.node_sizes = tuple(node_sizes)
 
-    @property
-    def node(self) -> "TorchGroup":
-        """The members on this member's node."""
-        return self._subgroup("node", list(node_ranks(self.rank, self.node_sizes)), one_node=True)
-
-    @property
-    def across(self) -> "TorchGroup | None":
-        """The first member of each node, None for the others."""
-        firsts = first_ranks(self.node_sizes)
-        return self._subgroup("across", firsts, one_node=False) if self.rank in firsts else None
-
     def subset(self, name: str, ranks: Sequence[int]) -> "TorchGroup":
         """Return the group of some members, in the given order, this one among them; each counts as a node."""
         return self._subgroup(name, list(ranks), one_node=False)
 
     def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> "TorchGroup":
         if kind not in self._subgroups:
-            first = ranks[0] if one_node else ""
             self._subgroups[kind] = TorchGroup(
                 self._build,
-                f"{self._name}/{kind}{first}",
+                f"{self._name}/{kind}{ranks[0] if one_node else ''}",
                 [self._ranks[rank] for rank in ranks],
                 [self._names[rank] for rank in ranks],
                 ranks.index(self.rank),
                 [len(ranks)] if one_node else [1] * len(ranks),
-                self._timeout_s,
-                self._backend,
-                self.device,
-                self._wires,
-                self._traffic,
+                *(self._timeout_s, self._backend, self.device, self._wires, self._traffic),
             )
         return self._subgroups[kind]
 
@@ -161,7 +136,7 @@ class TorchGroup:
 
         def start(group: dist.ProcessGroup) -> Any:
             if self._backend == "gloo" and host.nbytes >= self.size * PIECE_NBYTES:
-                return _Relay(group, host, source, self.rank, self.size)
+                return Relay(group, host, source, self.rank, self.size)
             options = dist.BroadcastOptions()
             options.timeout = self._timeout
             options.rootRank = source
@@ -174,20 +149,6 @@ class TorchGroup:
         if self.rank != source:
             _unstage(host, tensor)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Transfer:
-        """Begin to write each member's ``tensor`` to ``outputs[rank]``."""
-        return self.all_to_all(outputs, [tensor] * self.size)
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
-        """Begin to send ``inputs[r]`` to each member ``r``, and to receive into ``outputs[r]``."""
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        outputs[self.rank].copy_(inputs[self.rank])
-        return self._begin_exchange({r: inputs[r] for r in others}, {r: outputs[r] for r in others})
-
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Send ``sends[r]`` to each ``r`` and write what each ``r`` sends to ``receives[r]``."""
-        self._begin_exchange(sends, receives).wait()
-
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
         outgoing = {rank: self._staged(tensor) for rank, tensor in sends.items()}
@@ -195,7 +156,7 @@ class TorchGroup:
         together = self.device if self._backend == "nccl" else None
         under_way = self._begin(
             f"exchange with {peers}",
-            lambda group: _Exchange(group, outgoing, incoming, together),
+            lambda group: Exchange(group, outgoing, incoming, together),
             sent=sum(tensor.nbytes for tensor in sends.values()),
             received=sum(tensor.nbytes for tensor in receives.values()),
         )
@@ -254,76 +215,9 @@ class TorchGroup:
             ) from error
 
 
-class _Exchange:
-    """Point-to-point messages under way: pieces of a few tensors, every receive posted before the first send.
-
-    Args:
-        group: over which they go.
-        sends: by the rank that they go to.
-        receives: by the rank that they come from.
-        together: the GPU of NCCL, which runs one message after the other, so that two members would wait for each
-            other's first one, unless they are given to it in one go; None: not NCCL.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        together: torch.device | None,
-    ) -> None:
-        self._works: list[dist.Work] = []
-        if not sends and not receives:
-            return
-        if together is not None:
-            group._start_coalescing(together)
-        for rank, tensor in receives.items():
-            self._works += [group.recv([piece], rank, tag) for tag, piece in enumerate(_pieces(tensor))]
-        for rank, tensor in sends.items():
-            self._works += [group.send([piece], rank, tag) for tag, piece in enumerate(_pieces(tensor))]
-        if together is not None:
-            self._works = [group._end_coalescing(together)]
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-class _Relay:
-    """A message on its way from ``source`` to all in the order of ranks; each sends a piece on as soon as it is there.
-
-    Members of a node have consecutive ranks, so that it enters and leaves each node once.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, tensor: Tensor, source: int, rank: int, size: int) -> None:
-        self._group = group
-        self._pieces = _pieces(tensor, max(MAX_PIECES, RELAYED_PIECES * size))
-        self._next = (rank + 1) % size
-        self._last = self._next == source
-        previous = (rank - 1) % size
-        self._received = [
-            group.recv([piece], previous, tag) for tag, piece in enumerate(self._pieces) if rank != source
-        ]
-
-    def wait(self) -> None:
-        sent = []
-        for tag, piece in enumerate(self._pieces):
-            if self._received:
-                self._received[tag].wait()
-            if not self._last:
-                sent.append(self._group.send([piece], self._next, tag))
-        for work in sent:
-            work.wait()
-
-
 def _unstage(host: Tensor, tensor: Tensor) -> None:
     if host is not tensor:
         tensor.copy_(host)
-
-
-def _pieces(tensor: Tensor, most: int = MAX_PIECES) -> Sequence[Tensor]:
-    count = max(1, min(most, tensor.nbytes // PIECE_NBYTES))
-    return tensor.view(-1).chunk(count) if tensor.numel() else []
 
 
 def form(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> TorchGroup:

@@ -1,7 +1,5 @@
 """Exchanges gradients while the backward pass computes them."""
 
-import queue
-import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -11,54 +9,9 @@ from torch import Tensor, nn
 from lsgd.algorithms.base import all_finite
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.iteration.round import ActiveRound, State
+from lsgd.collectives.background import Background
 from lsgd.errors import DetachedError, LsgdError
 from lsgd.flat import FlatParameters, Slot
-
-
-class _Lane:
-    """A thread that exchanges buckets in order, on a CUDA stream of its own where there is one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._calls: queue.SimpleQueue[tuple[Callable[[], None], torch.cuda.Event | None] | None] = (
-            queue.SimpleQueue()
-        )
-        self._done = threading.Semaphore(0)
-        self._error: BaseException | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        threading.Thread(target=self._serve, name="lsgd-gradients", daemon=True).start()
-
-    def start(self, call: Callable[[], None]) -> None:
-        """Run ``call`` after those started before it, and after what the current stream has been given so far."""
-        ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
-        self._calls.put((call, ready))
-
-    def finish(self) -> None:
-        """Wait for all calls; raise what the first that failed has raised (those after it were not made)."""
-        self._calls.put(None)
-        self._done.acquire()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _serve(self) -> None:
-        while True:
-            item = self._calls.get()
-            if item is None:
-                self._done.release()
-                continue
-            call, ready = item
-            if self._error is not None:
-                continue
-            try:
-                with torch.no_grad(), torch.cuda.stream(self._stream):  # does nothing with None
-                    if self._stream is not None and ready is not None:
-                        self._stream.wait_event(ready)
-                    call()
-            except BaseException as error:
-                self._error = error
 
 
 class GradientExchange:
@@ -86,7 +39,7 @@ class GradientExchange:
         self._padding = [_padding(flat, index) for index in range(len(flat.buffers))]
         self._buckets = algorithm.buckets(self._gradients)
         self._in_buckets = [self._overlap(slot) for slot in flat.slots]
-        self._lanes = _Lane(flat.buffers[0].device)
+        self._background = Background()
         self._round: ActiveRound | None = None
         self._hooks = [
             slot.parameter.register_post_accumulate_grad_hook(self._hook(index, slot))  # type: ignore[no-untyped-call]
@@ -103,7 +56,7 @@ class GradientExchange:
         Raises:
             ExchangeError: it failed; the gradients are those that this worker computed.
         """
-        self._lanes.finish()
+        self._background.finish()
         self._finish(active)
 
     def again(self, active: ActiveRound) -> None:
@@ -189,10 +142,11 @@ class GradientExchange:
         for bucket in self._in_buckets[index]:
             active.missing[bucket] -= 1
         while (launched := active.launched) < len(self._buckets) and not active.missing[launched]:
-            self._lanes.start(partial(self._exchange, active, launched))
+            device = self._buckets[launched].device
+            self._background.start(partial(self._exchange, active, launched), device)
             active.launched += 1
             if active.launched == len(self._buckets):
-                self._lanes.start(self._algorithm.complete)
+                self._background.start(self._algorithm.complete, device)
 
     def _exchange(self, active: ActiveRound, index: int) -> None:
         assert active.group is not None

@@ -59,9 +59,7 @@ class Guard:
 
     def add_self(self) -> None:
         """Add the group that the calling process leads. Called by each child before it runs its command."""
-        with suppress(
-            OSError
-        ):  # it has just been killed: the one that takes its place is told by the launcher
+        with suppress(OSError):  # it was killed just now: the launcher tells the one that takes its place
             os.write(self._writing, b"%d\n" % os.getpid())
 
     def add(self, group: int) -> None:
@@ -89,12 +87,9 @@ def _watch(reading: int, folder: Path, alive: Iterable[int]) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
-        for name in os.listdir(
-            "/proc/self/fd"
-        ):  # what the launcher holds is not to be held by this process too
-            if int(name) > 2 and int(name) != reading:
-                with suppress(OSError):
-                    os.close(int(name))
+        # What the launcher holds is not to be held by this process too.
+        os.closerange(3, reading)
+        os.closerange(reading + 1, os.sysconf("SC_OPEN_MAX"))
         nowhere = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):  # whoever reads the launcher's output is not to wait for the guard
             os.dup2(nowhere, standard)

@@ -224,9 +224,8 @@ def _global_arguments(settings: Launch, network: str) -> list[str]:
     if path:
         arguments += ["--plan", str(path)]
     wanted = plan.read(path, os.environ, {}).origins.get("workers", "")
-    if not wanted or (
-        goes_on and wanted == f"the plan {path}"
-    ):  # that of the run before had as many as it had
+    # The plan of the run before has as many as that run had.
+    if not wanted or (goes_on and wanted == f"the plan {path}"):
         arguments += ["--workers", str(settings.place.nodes * len(settings.devices))]
     return arguments
 

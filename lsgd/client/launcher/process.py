@@ -1,10 +1,8 @@
 """A process that the launcher starts: in a session of its own, its output read by us, its end seen by us."""
 
-import fcntl
 import os
 import pty
 import signal
-import struct
 import subprocess
 import termios
 from collections.abc import Mapping, Sequence
@@ -200,5 +198,5 @@ def _environment(command: Command) -> Mapping[str, str]:
 def _open_terminal(columns: int) -> tuple[int, int]:
     """Return both ends of a new terminal of this width: the one that is read, and the one that is written."""
     reading, writing = pty.openpty()
-    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", _TERMINAL_ROWS, max(20, columns), 0, 0))
+    termios.tcsetwinsize(writing, (_TERMINAL_ROWS, max(20, columns)))
     return reading, writing

@@ -9,13 +9,16 @@ from collections import deque
 from pathlib import Path
 
 from lsgd.client.launcher.log import Log
-from lsgd.client.launcher.outlet import Outlet
+from lsgd.output import Output
 
 OVERWRITTEN_EVERY_S = 10.0
 """A line that its process keeps overwriting (a progress bar) is shown so often where it cannot move."""
 
 TAIL_LINES = 20
 """Last lines of each process that are kept for the report of a failure."""
+
+FLUSH_WITHIN_S, FLUSHES = 3.0, 20
+"""How long the end waits while nobody takes in any of what is left, and how many times that at most."""
 
 LAUNCHER = "[launch] "
 """Prefix of the launcher's own lines."""
@@ -35,17 +38,18 @@ class Screen:
     def __init__(self) -> None:
         self.is_terminal = sys.stdout.isatty()
         self._live = ""
-        self._outlet = Outlet(sys.stdout.fileno(), self._missing)
+        self._descriptor = sys.stdout.fileno()
+        self._output = Output(self._missing)
 
     def columns(self) -> int:
         """Return the width of the terminal."""
-        return os.get_terminal_size(sys.stdout.fileno()).columns
+        return os.get_terminal_size(self._descriptor).columns
 
     def line(self, prefix: str, text: str, colour: int = 0) -> None:
         """Write a line, above the one that moves."""
         if self.is_terminal:
             prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
-        self._outlet.put(f"{_CLEAR_LINE if self._live else ''}{prefix}{text}\n{self._live}")
+        self._put(f"{_CLEAR_LINE if self._live else ''}{prefix}{text}\n{self._live}")
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own."""
@@ -54,14 +58,16 @@ class Screen:
     def live(self, text: str) -> None:
         """Replace the line that moves."""
         if text != self._live:
-            self._outlet.put((_CLEAR_LINE if self._live else "") + text)
+            self._put((_CLEAR_LINE if self._live else "") + text)
             self._live = text
 
     def close(self) -> None:
         """Leave the cursor on a line of its own, when all is written that somebody reads."""
-        if self._live:
-            self._outlet.put("\n")
-        self._outlet.close()
+        self._put("\n" if self._live else "")  # and what there is to say of missing lines
+        self._output.flush(FLUSH_WITHIN_S, FLUSHES)
+
+    def _put(self, text: str) -> None:
+        self._output.put(self._descriptor, text)
 
     def _missing(self, lines: int) -> str:
         clear = _CLEAR_LINE if self.is_terminal else ""

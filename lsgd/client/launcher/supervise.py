@@ -13,10 +13,10 @@ from pathlib import Path
 
 from lsgd.client.control.notices import Notice, give
 from lsgd.client.launcher.guard import Guard
-from lsgd.client.launcher.outlet import Outlet
 from lsgd.client.launcher.process import Child, Command
-from lsgd.client.launcher.screen import Screen
+from lsgd.client.launcher.screen import FLUSH_WITHIN_S, FLUSHES, Screen
 from lsgd.errors import LeftOutError, ServerLostError
+from lsgd.output import Output
 
 STOP_PATIENCE_S = 120.0
 """How long a run that was told to stop may take for its last round, and its workers to save what they save."""
@@ -328,9 +328,9 @@ class Supervisor:
 
     def _status(self) -> int:
         if self._failed:
-            outlet = Outlet(sys.stderr.fileno(), lambda lines: "")
-            outlet.put(self._failed.report())
-            outlet.close()
+            output = Output(lambda lines: "")
+            output.put(sys.stderr.fileno(), self._failed.report())
+            output.flush(FLUSH_WITHIN_S, FLUSHES)
             status = self._failed.status
             assert status is not None
             return status if status > 0 else 128 - status

@@ -26,6 +26,16 @@ def vector(element: Any, width: int) -> Any:
     return element if width == 1 else ir.VectorType(element, width)
 
 
+def _operator(integer: str, floating: str = "") -> Callable[[Value, Value | float], Value]:
+    """Return the method that emits this instruction, or that one for float32."""
+
+    def emit(self: Value, other: Value | float) -> Value:
+        instruction = getattr(self.kernel.builder, floating if self.element == F32 else integer)
+        return Value(self.kernel, instruction(self.raw, self._operand(other)))
+
+    return emit
+
+
 class Value:
     """A scalar or a vector in the kernel under construction; Python numbers beside it become constants."""
 
@@ -48,40 +58,16 @@ class Value:
             return self.kernel.constant(other, self.element, self.width).raw
         return other.splat(self.width).raw if other.width != self.width else other.raw
 
-    def _emit(self, integer: str, floating: str, other: Value | float) -> Value:
-        name = floating if self.element == F32 else integer
-        return Value(self.kernel, getattr(self.kernel.builder, name)(self.raw, self._operand(other)))
-
-    def __add__(self, other: Value | float) -> Value:
-        return self._emit("add", "fadd", other)
-
-    def __sub__(self, other: Value | float) -> Value:
-        return self._emit("sub", "fsub", other)
-
-    def __mul__(self, other: Value | float) -> Value:
-        return self._emit("mul", "fmul", other)
-
-    def __truediv__(self, other: Value | float) -> Value:
-        return self._emit("udiv", "fdiv", other)
-
-    def __mod__(self, other: Value | float) -> Value:
-        return self._emit("urem", "frem", other)
-
-    def __and__(self, other: Value | int) -> Value:
-        return self._emit("and_", "", other)
-
-    def __or__(self, other: Value | int) -> Value:
-        return self._emit("or_", "", other)
-
-    def __xor__(self, other: Value | int) -> Value:
-        return self._emit("xor", "", other)
-
-    def __lshift__(self, other: Value | int) -> Value:
-        return self._emit("shl", "", other)
-
-    def __rshift__(self, other: Value | int) -> Value:
-        """Shift to the right, zeros from the left."""
-        return self._emit("lshr", "", other)
+    __add__ = _operator("add", "fadd")
+    __sub__ = _operator("sub", "fsub")
+    __mul__ = _operator("mul", "fmul")
+    __truediv__ = _operator("udiv", "fdiv")
+    __mod__ = _operator("urem", "frem")
+    __and__ = _operator("and_")
+    __or__ = _operator("or_")
+    __xor__ = _operator("xor")
+    __lshift__ = _operator("shl")
+    __rshift__ = _operator("lshr")  # zeros from the left
 
     def compare(self, how: str, other: Value | float) -> Value:
         """Return a truth value for each element; integers compare with their sign, NaN makes it false."""

@@ -1,0 +1,96 @@
+"""Text for people, written by a thread of its own: nobody waits for its reader; what nobody takes in is counted."""
+
+import errno
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+
+MAX_WAITING_NCHARS = 8 << 20
+"""How much text waits to be read; what comes after that is dropped."""
+
+_GONE = (errno.EPIPE, errno.EBADF, errno.ENXIO)
+
+
+class Output:
+    """Writes texts in order: to a terminal held by Ctrl-S, a pipe that nobody reads, a file on a full disk.
+
+    The thread begins with the first text, so that whoever forks before has one thread.
+
+    Args:
+        missing: returns the text that stands for this many lines which could not be written.
+    """
+
+    def __init__(self, missing: Callable[[int], str]) -> None:
+        self._missing = missing
+        self._changed = threading.Condition()
+        self._texts: deque[tuple[int, str, int]] = deque()  # descriptor, text, lines that it stands for
+        self._nchars = 0
+        self._lost = 0
+        self._written = 0
+        self._gone: set[int] = set()  # descriptors that nobody will ever read again
+        self._thread: threading.Thread | None = None
+
+    def put(self, descriptor: int, text: str) -> None:
+        """Write a text soon, or drop it if too much waits; an empty one only tells what is missing."""
+        with self._changed:
+            if text and self._nchars >= MAX_WAITING_NCHARS / (2 if self._lost else 1):  # one gap, not many
+                self._lost += text.count("\n")
+                return
+            if self._lost:
+                self._append(descriptor, self._missing(self._lost), self._lost)
+                self._lost = 0
+            self._append(descriptor, text, text.count("\n"))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="lsgd-output", daemon=True)
+                self._thread.start()
+
+    def flush(self, within_s: float, tries: int = 1) -> bool:
+        """Wait until all is written, and return whether it is.
+
+        Args:
+            within_s: for so long at most, in seconds.
+            tries: how many times that, if some of the text was taken in each time.
+        """
+        with self._changed:
+            for _ in range(tries):
+                before = self._written
+                if self._changed.wait_for(lambda: not self._texts, within_s) or self._written == before:
+                    break
+            return not self._texts
+
+    def _append(self, descriptor: int, text: str, lines: int) -> None:
+        self._texts.append((descriptor, text, lines))
+        self._nchars += len(text)
+        self._changed.notify_all()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._texts)
+                descriptor, text, lines = self._texts[0]
+            written = descriptor in self._gone or self._write(descriptor, text.encode(errors="replace"))
+            with self._changed:
+                self._lost += 0 if written else lines
+                self._texts.popleft()
+                self._nchars -= len(text)
+                self._changed.notify_all()
+
+    def _write(self, descriptor: int, data: bytes) -> bool:
+        """Write all of this; return False if it cannot be written now: a disk is full, say."""
+        while data:
+            try:
+                count = os.write(descriptor, data)
+            except BlockingIOError:  # somebody who has the other end, or a copy, wants it so
+                waiting = select.poll()
+                waiting.register(descriptor, select.POLLOUT)
+                waiting.poll()
+            except OSError as error:
+                if error.errno in _GONE:
+                    self._gone.add(descriptor)
+                return descriptor in self._gone
+            else:
+                self._written += count
+                data = data[count:]
+        return True
