@@ -14,7 +14,7 @@ def read(bench: Bench) -> dict:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return json.loads(report(bench.coordinator, bench.now), parse_constant=refuse)
+    return json.loads(report(bench.state, bench.now), parse_constant=refuse)
 
 
 def test_a_run_from_its_beginning_to_its_end() -> None:
@@ -58,12 +58,12 @@ def test_a_long_history_is_thinned_out_and_fits_in_a_message() -> None:
     places = [f"{node}{index}" for node in range(8) for index in range(9)]
     bench = Bench(*places, period=4, local_period=4)
     bench.ask_all(*places)
-    entry = bench.coordinator.elections[0]
-    bench.coordinator.elections.clear()
+    entry = bench.book.elections[0]
+    bench.book.elections.clear()
     losses = {f"node{i}/worker{i}": 0.1 + i / 7 for i in range(64)}
     for number in range(3500):
-        bench.coordinator.elections.append(type(entry)(number, "global", -1, "w", number, 1.0, losses))
-    text = report(bench.coordinator, bench.now)
+        bench.book.elections.append(type(entry)(number, "global", -1, "w", number, 1.0, losses))
+    text = report(bench.state, bench.now)
     leaders = json.loads(text)["leaders"]
     assert len(text) < MAX_NBYTES
     assert len(leaders) <= MAX_LEADERS
