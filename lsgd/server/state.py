@@ -157,9 +157,8 @@ class RunState:
         members = list(roster.members.values())
         roster.check()
         self.book.check(members)
-        if len(roster.left) < MAX_LEFT:  # else what some have made is forgotten
-            gone = sum(roster.made.values())
-            assert ledger.count == ledger.base + gone + sum(m.done for m in members)
+        reported = sum(m.done for m in members) + sum(roster.made.values())
+        assert ledger.count == ledger.base + reported or len(roster.left) == MAX_LEFT  # some are forgotten
         ledger.check(self.plan.run.iterations, members, roster.groups.values())
         assert not self.stopping or ledger.tokens == 0
         assert all(m.phase in (Phase.BUSY, Phase.STRAGGLER) for m in members if m.granted)

@@ -398,6 +398,14 @@ def test_lockstep_stops_when_too_few_are_left_for_all() -> None:
     assert bench.notes[0] == ("stopping: 2 of 3 iterations are made, too few are left for one of each worker")
 
 
+def test_lockstep_makes_no_iteration_of_a_grant_that_came_back() -> None:
+    bench = started("00", "01", algorithm=Lockstep())
+    bench.pause("00", did=False)
+    assert bench.ledger.tokens == 1
+    bench.ask("01")
+    assert bench.round("01").scope == "global"
+
+
 def test_lockstep_begins_a_generation_with_one_model() -> None:
     bench = Bench("00", "01", plan=make_plan(algorithm=Lockstep(), workers=2))
     bench.ask_all("00", "01")
