@@ -170,8 +170,8 @@ class Scheduler:
     def _begin_generation(self, members: list[Member]) -> None:
         """Make ``members`` the generation, unless they are."""
         state, roster = self._state, self._state.roster
-        before, why = roster.generation, f" ({roster.broken})" if roster.broken else ""
-        if before is not None and not why and before.members == tuple(m.worker for m in members):
+        before, reason = roster.generation, roster.broken
+        if before is not None and not reason and before.members == tuple(m.worker for m in members):
             return
         if before is None and state.ledger.count:
             others = named(m for m in members if not m.synced)
@@ -182,8 +182,8 @@ class Scheduler:
         if before is not None and not any(m.synced for m in members):
             state.note(Why.NO_HOLDER())
         workers, nodes = number_of(len(members), "worker"), number_of(len(roster.groups), "node")
-        words = {"workers": workers, "nodes": nodes, "backend": generation.backend, "why": why}
-        state.note(Why.GENERATION(number=generation.number, **words))
+        words = {"backend": generation.backend, "why": f" ({reason})" if reason else "", "reason": reason}
+        state.note(Why.GENERATION(number=generation.number, workers=workers, nodes=nodes, **words))
         state.book.fresh = True
 
     def _order(

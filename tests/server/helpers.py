@@ -104,6 +104,15 @@ class Bench:
     def book(self) -> RoundBook:
         return self.state.book
 
+    @property
+    def codes(self) -> list[str]:
+        """The codes of what the last call told people."""
+        return [note.code for note in self.notes]
+
+    def waits(self, after_s: float = 0.0) -> str:
+        """Return the code of what is waited for."""
+        return self.state.waits_for(self.now + after_s).code
+
     def act(self, decision: Decision) -> dict[str, list[Downward]]:
         check_invariants(self.state)
         self.notes = decision.notes

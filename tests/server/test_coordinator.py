@@ -43,7 +43,7 @@ from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_
 def test_join_waits_for_the_others_then_all_are_welcome() -> None:
     bench = Bench(workers=2)
     assert bench.join("01")["01"] == [Waiting(0, "1 of 2 workers have joined")]
-    assert bench.state.waits_for(bench.now) == "1 of 2 workers have joined"
+    assert bench.waits() == "joining"
     answers = bench.join("00")
     assert bench.notes == ["node0/worker0 joins from 10.0.0.1; 2 of 2 workers have joined"]
     welcomes = {place: answers[place][0] for place in ("00", "01")}
@@ -62,7 +62,7 @@ def test_join_said_again_is_answered_again() -> None:
 
 def test_more_workers_than_wanted_belong_to_the_first_round() -> None:
     bench = Bench("00", "01", "10", workers=2)
-    assert bench.state.waits_for(bench.now).startswith("the first round waits for the first request of")
+    assert bench.waits() == "first_requests"
     bench.ask("10")
     assert not bench.got
     bench.ask("00")
@@ -71,33 +71,37 @@ def test_more_workers_than_wanted_belong_to_the_first_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "code", "reason"),
     [
         (
             {"versions": {"lsgd": "1.0.0", "torch": "2.12.0"}},
+            "software",
             "its software differs: torch 2.12.0 on node1, 2.13.0 on node0; install the same release on both",
         ),
         (
             {"model": "other", "model_summary": "3 tensors, 13 numbers"},
+            "model",
             "its model differs from node0/worker0's: 3 tensors, 13 numbers against 2 tensors, 12 numbers; "
             "build the same model on every worker",
         ),
         (
             {"address": "127.0.0.1"},
+            "loopback",
             "node1/worker0 can be reached at 127.0.0.1 and node0/worker0 at 10.0.0.1: one of them is on the "
             "loopback interface; connect every node's local server by the global server's real address",
         ),
         (
             {"address": "::1"},
+            "loopback",
             "node1/worker0 can be reached at ::1 and node0/worker0 at 10.0.0.1: one of them is on the "
             "loopback interface; connect every node's local server by the global server's real address",
         ),
     ],
 )
-def test_a_worker_that_does_not_fit_is_refused(changes: dict[str, object], reason: str) -> None:
+def test_a_worker_that_does_not_fit_is_refused(changes: dict[str, object], code: str, reason: str) -> None:
     bench = Bench("00", workers=2)
     assert bench.join("10", **changes)["10"] == [Refused(reason)]
-    assert bench.notes == [f"node1/worker0 is refused, {reason}"]
+    assert bench.codes == [f"is_refused.{code}"]
     assert len(bench.roster.members) == 1
 
 
@@ -136,9 +140,7 @@ def test_two_living_workers_of_one_name_are_refused() -> None:
     bench.say(Heartbeat("node0/worker0", 1))
     (refused,) = bench.say(twin)["00"]
     assert isinstance(refused, Refused)
-    assert refused.reason.startswith(
-        "node0/worker0 is in the run already (heard 0.0 s ago); two workers cannot"
-    )
+    assert refused.reason.code == "name_taken"
     assert bench.roster.members["node0/worker0"].join.incarnation == 1
 
 
@@ -159,14 +161,10 @@ def test_who_has_left_cannot_come_back_as_the_same_process() -> None:
     bench.leave("01", did=True)
     assert bench.ledger.count == 1
     (refused,) = bench.join("01")["01"]
-    assert refused == Refused(
-        "this process of node0/worker1 has left the run already, or was evicted; start it again"
-    )
+    assert isinstance(refused, Refused) and refused.reason.code == "came_back"
     bench.ask("01")
-    assert bench.only("01") == LeftOut(
-        "node0/worker1 is not in run run: it was evicted, or belongs to an earlier run; start it again",
-        "run",
-    )
+    answer = bench.only("01")
+    assert isinstance(answer, LeftOut) and (answer.reason.code, answer.run) == ("unknown", "run")
     bench.heartbeat("01")
     assert not bench.got and bench.ledger.count == 1
 
@@ -193,9 +191,7 @@ def test_one_that_joins_and_never_asks_is_waited_for_so_long_and_no_longer() -> 
     bench.tick(30)
     assert not bench.notes
     bench.tick(1)
-    assert bench.notes == [
-        "node0/worker1 leaves: it did not ask for its first iteration for 30 s (0 iterations)"
-    ]
+    assert bench.codes == ["leaves.never_asked"]
     bench.join("01", 2)
     bench.ask("01")
     assert bench.round("00", "01").id == 1
@@ -205,7 +201,7 @@ def test_one_that_leaves_before_the_first_round_is_waited_for_anew() -> None:
     bench = Bench("00", "01", join_timeout_s=30)
     bench.ask("00")
     bench.leave("01")
-    assert bench.state.waits_for(bench.now) == "1 of 2 workers have joined"
+    assert bench.waits() == "joining"
     bench.join("01", 2)
     bench.ask("01")
     assert bench.round("00", "01").id == 1
@@ -215,8 +211,7 @@ def test_one_that_leaves_before_the_first_round_is_waited_for_anew() -> None:
 def test_stopped_before_the_first_round(welcomed: bool) -> None:
     bench = Bench("00", workers=1 if welcomed else 2)
     bench.say(StopRun("enough"))
-    assert bench.notes == ["stopping: enough"]
-    assert bench.state.waits_for(bench.now) == "the run is over: enough"
+    assert bench.codes == ["stopping.ordered"] and bench.waits() == "ended.ordered"
     if welcomed:
         assert isinstance(bench.join("00")["00"][0], Welcome)
         assert bench.ask("00")["00"] == [Stop(1, None, "enough")]
@@ -231,7 +226,7 @@ def test_stopped_with_nobody_there() -> None:
     bench = Bench(workers=1)
     bench.coordinator.stop("enough")
     bench.tick()
-    assert bench.notes == ["stopping: enough"] and bench.state.over
+    assert bench.codes == ["stopping.ordered"] and bench.state.over
 
 
 # -- tokens and rounds -----------------------------------------------------------------------------------------
@@ -244,7 +239,7 @@ def test_first_round_starts_all_from_the_model_of_rank_0() -> None:
     assert (round.id, round.scope, round.exchanges, round.final) == (1, "global", 0, False)
     assert (round.source, round.new, round.leader, round.leaders) == (0, (1, 2), 0, (0, 2))
     assert round.generation.node_sizes == (2, 1) and round.generation.backend == "gloo"
-    assert bench.got["00"][0].reason == "global round 1: all 3 members are held"  # type: ignore[union-attr]
+    assert bench.got["00"][0].reason.code == "global_round"  # type: ignore[union-attr]
     assert bench.notes == [
         "generation 1: 3 workers on 2 nodes, over gloo",
         "global round 1: leader node0/worker0 (no loss yet), 0 iterations",
@@ -271,7 +266,7 @@ def test_token_by_token_to_a_local_and_a_global_round() -> None:
         for place in places:
             (go,) = bench.ask(place)[place]
             assert isinstance(go, Go) and go.round is None
-            assert go.reason == "the run and the group have a token left"
+            assert go.reason.code == "token"
     bench.ask("00")
     assert not bench.got
     assert bench.state.waits_for(bench.now) == (
@@ -280,9 +275,7 @@ def test_token_by_token_to_a_local_and_a_global_round() -> None:
     bench.ask("01")
     local = bench.round("00", "01")
     assert (local.scope, local.leader, local.leaders, local.new) == ("local", 0, (0, -1), ())
-    assert bench.got["01"][0].reason == (  # type: ignore[union-attr]
-        "local round 2: all 2 members on node0 are held, their queue is empty"
-    )
+    assert bench.got["01"][0].reason.code == "local_round"  # type: ignore[union-attr]
     assert bench.notes == ["local round 2 of node0: leader node0/worker0 (no loss yet), 14 iterations"]
     # The other group is not held up: it may train on, and so may this one.
     assert not bench.ask("10")
@@ -365,7 +358,7 @@ def test_the_last_fill_is_exact(limit: int) -> None:
         finals += [m.answer for m in bench.roster.members.values() if isinstance(m.answer, Stop)]
     assert bench.ledger.count == limit
     assert finals and all(f.round is not None and f.round.final for f in finals)
-    assert finals[0].reason == f"all {limit} iterations are made"
+    assert finals[0].reason.code == "all_made"
 
 
 def test_the_last_iterations_go_to_those_who_have_the_model() -> None:
@@ -395,7 +388,7 @@ def test_lockstep_stops_when_too_few_are_left_for_all() -> None:
     bench.complete_all("00", "01")
     bench.ask_all("00", "01")
     assert bench.round("00", "01").final
-    assert bench.notes[0] == ("stopping: 2 of 3 iterations are made, too few are left for one of each worker")
+    assert bench.codes[0] == "stopping.rest_too_small"
 
 
 def test_lockstep_makes_no_iteration_of_a_grant_that_came_back() -> None:
@@ -587,7 +580,7 @@ def test_a_request_that_passes_its_round_over_fails_it() -> None:
     bench.ask_all("00", "01")
     bench.complete("00", 1)
     bench.ask("01")
-    assert bench.notes[0] == "round 1 failed: node0/worker1: it passed the round over"
+    assert bench.codes[0] == "round_fails.passed_over"
     assert bench.roster.broken
 
 
@@ -616,7 +609,7 @@ def test_iterations_made_alone_can_overshoot_the_limit_and_then_the_run_ends() -
     assert bench.ledger.count == 6
     bench.ask("01")
     assert bench.ledger.count == 7
-    assert bench.round("00", "01").final and bench.state.stopping == "all 4 iterations are made"
+    assert bench.round("00", "01").final and bench.state.stopping.code == "all_made"
 
 
 def test_an_unused_grant_goes_back_and_wakes_who_is_held() -> None:
@@ -673,7 +666,7 @@ def test_a_pause_instead_of_a_round_fails_it() -> None:
     bench = Bench("00", "01")
     bench.ask_all("00", "01")
     bench.pause("01", did=False)
-    assert bench.notes[0] == "round 1 failed: node0/worker1: it paused instead"
+    assert bench.codes[0] == "round_fails.paused"
     assert isinstance(bench.got["00"][0], GenerationOver)
 
 
@@ -682,7 +675,7 @@ def test_newcomers_do_not_begin_anew_while_who_has_the_model_pauses() -> None:
     bench.pause("00")
     bench.join("01")
     assert not bench.ask("01")
-    assert bench.state.waits_for(bench.now) == "the next round waits for node0/worker0, which paused"
+    assert bench.waits() == "away"
     bench.tick(60)
     assert bench.member("01").held
     bench.ask("00", did=False)
@@ -696,10 +689,10 @@ def test_newcomers_begin_anew_when_nothing_was_learned() -> None:
     bench.ask("01")
     bench.leave("00")
     assert bench.round("01").source == 0
-    assert "nobody who has completed the last global round is left" in bench.notes
+    assert "no_holder" in bench.codes
     bench.complete_all("01")
     bench.pause("01")
-    assert bench.state.waits_for(bench.now + 1) == "nobody waits; 1 worker is in the run"
+    assert bench.waits(1) == "nobody"
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------
@@ -709,7 +702,7 @@ def test_a_leave_ends_the_generation_and_the_others_go_on() -> None:
     bench = started("00", "01", "10", period=8, local_period=4)
     bench.ask("01")
     bench.leave("01", did=True, failed=True, reason="ValueError: no such file")
-    assert bench.notes == ["node0/worker1 leaves: failed: ValueError: no such file (2 iterations)"]
+    assert bench.codes == ["leaves.failed"]
     over = GenerationOver(1, "node0/worker1 left: failed: ValueError: no such file")
     assert bench.got == {"00": [over], "10": [over]}
     assert isinstance(bench.ask("00")["00"][0], Go)
@@ -718,9 +711,7 @@ def test_a_leave_ends_the_generation_and_the_others_go_on() -> None:
     while "00" not in bench.ask("10"):
         pass
     assert bench.round("00", "10").generation.number == 2
-    assert bench.notes[0] == (
-        "generation 2: 2 workers on 2 nodes, over gloo (node0/worker1 left: failed: ValueError: no such file)"
-    )
+    assert bench.codes[0] == "generation.member_left.failed"
 
 
 def test_a_silent_worker_is_evicted_and_its_grant_goes_back() -> None:
@@ -732,7 +723,7 @@ def test_a_silent_worker_is_evicted_and_its_grant_goes_back() -> None:
     bench.tick(5)
     assert bench.member("00").held
     bench.tick(1)
-    assert "node0/worker1 leaves: nothing was heard from it for 6 s (1 iterations)" in bench.notes
+    assert "leaves.silent" in bench.codes
     assert isinstance(bench.got["00"][-1], Go)
 
 
@@ -792,9 +783,7 @@ def test_two_workers_with_the_same_batches() -> None:
     bench.data("01", "another")
     bench.data("01", "digest")
     (refused,) = [m for m in bench.got["01"] if isinstance(m, Refused)]
-    assert refused.reason.startswith(
-        "node0/worker1 and node0/worker0 draw the same batches, so that one of them"
-    )
+    assert refused.reason.code == "same_batches"
     assert "node0/worker1" not in bench.roster.members
     bench.leave("00")
     bench.data("02", "digest")
@@ -810,7 +799,7 @@ def test_a_failed_round_is_made_again_by_all() -> None:
     first = bench.round("00", "01")
     bench.complete("00", 1)
     bench.fail("01", 1, "peer node0/worker0 closed")
-    assert bench.notes == ["round 1 failed: node0/worker1: peer node0/worker0 closed"]
+    assert bench.codes == ["round_fails.error"]
     over = GenerationOver(1, "node0/worker1: peer node0/worker0 closed")
     assert bench.got == {"00": [over], "01": [over]}
     assert bench.ledger.tokens == 0
@@ -829,7 +818,8 @@ def test_an_answer_stands_until_it_is_said_to_be_dropped() -> None:
     bench.ask_all("00", "01")
     bench.fail("01", 1)
     over, go = bench.ask("00", same=True)["00"]
-    assert over == GenerationOver(1, "its round failed") and go == bench.member("00").answer
+    assert isinstance(over, GenerationOver) and over.reason.code == "round_failed"
+    assert go == bench.member("00").answer
     assert not bench.member("00").held
     bench.complete("00", 1)
     assert bench.ask("00", same=True)["00"] == [go]
@@ -842,7 +832,7 @@ def test_dropped_by_a_request_only() -> None:
     bench = Bench("00", "01", period=8, local_period=8)
     bench.ask_all("00", "01")
     bench.ask("00", same=True, dropped=1)
-    assert bench.notes[0] == "round 1 failed: node0/worker0: it could not complete it"
+    assert bench.codes[0] == "round_fails.dropped"
     assert bench.member("00").held
 
 
@@ -874,10 +864,7 @@ def test_who_dies_in_a_round_fails_it() -> None:
     bench = Bench("00", "01")
     bench.ask_all("00", "01")
     bench.leave("01", failed=True, reason="killed")
-    assert bench.notes == [
-        "node0/worker1 leaves: failed: killed (0 iterations)",
-        "round 1 failed: node0/worker1: it left the run: failed: killed",
-    ]
+    assert bench.codes == ["leaves.failed", "round_fails.gone.failed"]
     bench.ask("00", same=True, dropped=1)
     assert bench.round("00").generation.members == ("node0/worker0",)
 
@@ -922,14 +909,11 @@ def test_a_stop_lets_granted_iterations_finish_then_makes_the_consensus() -> Non
     bench.ask("01")
     round = bench.round("00", "01")
     assert round.final and bench.got["00"] == [Stop(3, round, "enough")]
-    assert (
-        bench.notes[-1]
-        == "global round 2 makes the consensus: leader node0/worker0 (no loss yet), 3 iterations"
-    )
+    assert bench.codes[-1] == "round"
     bench.complete("00", 2)
-    assert bench.state.waits_for(bench.now + 1) == "the last round waits until node0/worker1 completed it"
+    assert bench.waits(1) == "consensus"
     bench.complete("01", 2)
-    assert bench.state.waits_for(bench.now + 2) == "the run is over: enough"
+    assert bench.waits(2) == "ended.ordered"
     bench.leave("00")
     assert not bench.got  # nobody's generation ends by that
     assert not bench.state.over
@@ -954,7 +938,7 @@ def test_stop_by_time() -> None:
     assert bench.state.progress(bench.now) == pytest.approx(0.4)
     assert not bench.state.stopping
     bench.tick(6)
-    assert bench.notes == ["stopping: the time of 10 s is over"]
+    assert bench.codes == ["stopping.time_over"]
     assert bench.state.progress(bench.now + 100) == 1.0
     bench.ask("00")
     assert bench.round("00").final
@@ -971,7 +955,7 @@ def test_the_last_round_waits_a_while_for_who_pauses() -> None:
     bench.pause("01")
     bench.coordinator.stop("enough")
     assert not bench.ask("00")
-    assert bench.state.waits_for(bench.now) == "the next round waits for node0/worker1, which paused"
+    assert bench.waits() == "away"
     bench.tick(19)
     assert bench.member("00").held
     bench.tick(1)
