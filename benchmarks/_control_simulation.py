@@ -34,9 +34,9 @@ from lsgd.protocol.messages import (
     encode,
     worker_name,
 )
-from lsgd.server.coordinator import Coordinator, Decision
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.rounds import abridged
-from lsgd.server.state import RunState
+from lsgd.server.state import Decision, RunState
 
 WORKERS_PER_NODE = 8
 PERIOD, LOCAL_PERIOD = 64, 16

@@ -58,8 +58,6 @@ from lsgd.server.scheduler import Scheduler
 from lsgd.server.state import Decision, RunState
 from lsgd.settings import changed
 
-__all__ = ["Coordinator", "Decision"]
-
 LINGER_S = 10.0
 """How long the run waits for leaves after its end."""
 

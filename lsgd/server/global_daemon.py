@@ -37,7 +37,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, Poller
-from lsgd.server.coordinator import Coordinator, Decision
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import (
     EXIT_AT_ONCE,
     GUARD_EVERY_S,
@@ -55,7 +55,7 @@ from lsgd.server.memento import capture, restore
 from lsgd.server.rendezvous import Rendezvous
 from lsgd.server.report import report
 from lsgd.server.rounds import abridged
-from lsgd.server.state import RunState
+from lsgd.server.state import Decision, RunState
 
 KEEP_EVERY_S = 1.0
 """How often counts alone are written to the journal, in seconds."""

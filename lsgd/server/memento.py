@@ -50,7 +50,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "generation": None if roster.generation is None else dataclasses.asdict(roster.generation),
         "broken": roster.broken.to_json(),
         "open": [
-            {"round": _fields(o.round, but="generation"), "waiting": sorted(m.worker for m in o.waiting)}
+            {"round": _fields(o.round), "waiting": sorted(m.worker for m in o.waiting)}
             for o in book.open.values()
         ],
         "members": [_member(m) for m in roster.members.values()],
@@ -70,20 +70,18 @@ def restore(saved: dict[str, Any], now: float) -> RunState:
     if saved.get("version") != VERSION:
         raise ConfigError(f"it is of version {saved.get('version')}, this lsgd reads version {VERSION}")
     try:
-        state = _state_of(saved, now)
-        state.check()
-    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        return _state_of(saved, now)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"it holds no state of a run: {error!r}") from None
-    return state
 
 
 def _state_of(saved: dict[str, Any], now: float) -> RunState:
-    generation = _generation_of(saved["generation"])
+    generation = Generation(**_of_lists(saved["generation"])) if saved["generation"] else None
     members = {m.worker: m for m in (_member_of(each, now) for each in saved["members"])}
-    opened = [
-        OpenRound(_round_of(each["round"], generation), {members[name] for name in each["waiting"]})
-        for each in saved["open"]
-    ]
+    opened = []
+    for each in saved["open"]:
+        order = Round(**_of_lists(each["round"] | {"generation": generation}))
+        opened.append(OpenRound(order, {members[name] for name in each["waiting"]}))
     state = RunState(
         Plan.from_json(saved["plan"]),
         saved["run"],
@@ -152,18 +150,12 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
     return member
 
 
-def _generation_of(saved: dict[str, Any] | None) -> Generation | None:
-    if saved is None:
-        return None
-    lists = {name: tuple(saved[name]) for name in ("nodes", "node_sizes", "indices")}
-    return Generation(**{**saved, **lists})
+def _fields(order: Round) -> dict[str, Any]:
+    """Return all but the generation, which is kept once."""
+    names = (field.name for field in dataclasses.fields(order))
+    return {name: getattr(order, name) for name in names if name != "generation"}
 
 
-def _fields(order: Round, but: str) -> dict[str, Any]:
-    return {f.name: getattr(order, f.name) for f in dataclasses.fields(order) if f.name != but}
-
-
-def _round_of(saved: dict[str, Any], generation: Generation | None) -> Round:
-    assert generation is not None
-    lists = {"leaders": tuple(saved["leaders"]), "new": tuple(saved["new"])}
-    return Round(**{**saved, **lists}, generation=generation)
+def _of_lists(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a message, whose lists are tuples."""
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}

@@ -124,7 +124,11 @@ class Scheduler:
         if state.stopping and roster.paused and not self._final_overdue():
             return
         if state.stopping:
-            self._start_final(members)
+            if state.book.hopeless:
+                self._close()
+                return
+            self._begin_generation(members)
+            self._order("global", members, roster.groups.values(), final=True)
             return
         if course.take_up(given, len(members)):
             state.book.fresh = True
@@ -136,7 +140,10 @@ class Scheduler:
             self._start_global()
             return
         if left < len(members):
-            if self._grant_rest(left):
+            state.ledger.begin_round(
+                [], left, roster.groups.values(), math.inf
+            )  # they are granted without one
+            if self._serve_held():
                 return
             # Nobody has the run's model, or a checkpoint has it: as many members as there are iterations go on from it.
             members.sort(key=lambda m: (not m.synced, m.place))
@@ -148,18 +155,6 @@ class Scheduler:
         tokens = min(period * len(members), left)
         state.ledger.begin_round(members, tokens, groups, local_period - 1 if local_rounds else math.inf)
         self._order("global", members, groups)
-
-    def _grant_rest(self, left: float) -> bool:
-        """Grant the last iterations, fewer than there are members, without a round."""
-        self._state.ledger.begin_round([], left, self._state.roster.groups.values(), math.inf)
-        return self._serve_held()
-
-    def _start_final(self, members: list[Member]) -> None:
-        if self._state.book.hopeless:
-            self._close()
-            return
-        self._begin_generation(members)
-        self._order("global", members, self._state.roster.groups.values(), final=True)
 
     def _final_overdue(self) -> bool:
         """Whether the last round has waited for ``patience_s``."""

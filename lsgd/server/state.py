@@ -152,7 +152,7 @@ class RunState:
         return (Why.ALL_MADE if self.roster.generation else Why.ALL_MADE_BEFORE)(limit=limit)
 
     def check(self) -> None:
-        """Assert the invariants of its parts, and those between them."""
+        """Assert the invariants of its parts, and those between them; tests do so after every message."""
         roster, ledger = self.roster, self.ledger
         members = list(roster.members.values())
         roster.check()

@@ -24,12 +24,12 @@ from lsgd.protocol.messages import (
     Waiting,
     Welcome,
 )
-from lsgd.server.coordinator import Coordinator, Decision
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.phases import Phase
 from lsgd.server.reasons import Reason
 from lsgd.server.roster import Roster
 from lsgd.server.rounds import RoundBook
-from lsgd.server.state import RunState
+from lsgd.server.state import Decision, RunState
 from lsgd.server.tokens import Ledger
 from lsgd.settings import AlgorithmSettings, Schedule
 

@@ -31,9 +31,9 @@ from lsgd.protocol.messages import (
     Waiting,
     Welcome,
 )
-from lsgd.server.coordinator import Coordinator, Decision
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.memento import capture, restore
-from lsgd.server.state import RunState
+from lsgd.server.state import Decision, RunState
 
 from .helpers import check_invariants, greeting
 

@@ -21,6 +21,7 @@ def test_a_run_from_its_beginning_to_its_end() -> None:
     bench = Bench("00", workers=2, iterations=100, period=4, local_period=4)
     waiting = read(bench)
     assert (waiting["state"], waiting["reason"]) == ("waiting", "1 of 2 workers have joined")
+    assert (waiting["code"], waiting["events"]) == ("joining", {"joins": 1})
     assert (waiting["generation"], waiting["seconds"], waiting["progress"]) == (0, 0.0, 0.0)
 
     bench.join("10")
@@ -38,11 +39,27 @@ def test_a_run_from_its_beginning_to_its_end() -> None:
     assert (running["algorithm"], running["iterations"], running["run"]) == ("leader", 100, "run")
 
     bench.say(StopRun("enough"))
-    assert (read(bench)["state"], read(bench)["reason"]) == ("stopping", "enough")
+    stopping = read(bench)
+    assert (stopping["state"], stopping["reason"], stopping["code"]) == ("stopping", "enough", "ordered")
     bench.ask("00")
     assert [m["state"] for m in read(bench)["members"]] == ["held", "live"]
     bench.ask("10")
     assert read(bench)["state"] == "over"
+
+
+def test_who_left_is_there_with_the_reason_and_events_are_counted() -> None:
+    bench = Bench("00", "01", period=4, local_period=4)
+    bench.ask_all("00", "01")
+    bench.leave("01", failed=True, reason="ValueError: no such file")
+    here, gone = read(bench)["members"]
+    assert (here["reason"], here["code"]) == ("", "")
+    assert (gone["state"], gone["reason"], gone["code"]) == (
+        "left",
+        "failed: ValueError: no such file",
+        "failed",
+    )
+    events = read(bench)["events"]
+    assert (events["joins"], events["leaves.failed"], events["round_fails.gone.failed"]) == (2, 1, 1)
 
 
 def test_a_loss_that_is_no_number_is_still_json() -> None:
