@@ -37,10 +37,6 @@ class Grants:
         self._go(member, None, _TOKEN, iterations)
         return True
 
-    def serve_held(self) -> bool:
-        """Grant held requests what is in the queues; return whether any was granted."""
-        return any([self.give(member, member.seq) for member in self._state.roster.within(Phase.HELD)])
-
     def order(self, member: Member, order: Round, reason: Reason) -> None:
         """Answer a held request with a round and, unless it is the last one, an iteration."""
         if order.final:

@@ -43,7 +43,7 @@ class Scheduler:
         if not state.stopping:
             state.stopping = reason
             state.changes += 1
-            state.ledger.tokens = 0.0
+            state.ledger.withdraw()
             state.links.relent(state.now)
             self._grants.recall(state.ledger.lent)
             state.note(Why.STOPPING(reason=reason))
@@ -77,9 +77,10 @@ class Scheduler:
 
     def _serve_held(self) -> bool:
         """Grant held requests what is in the queues and start the local rounds that can; return whether any went."""
-        granted = self._grants.serve_held()
-        started = [self.start_local(group) for group in self._state.roster.groups.values()]
-        return granted or any(started)
+        roster = self._state.roster
+        granted = [self._grants.give(member, member.seq) for member in roster.within(Phase.HELD)]
+        started = [self.start_local(group) for group in roster.groups.values()]
+        return any(granted) or any(started)
 
     def start_local(self, group: Group) -> bool:
         """Start a group's round if it is due; return whether it was."""
@@ -338,7 +339,7 @@ class Scheduler:
         state.book.fail(opened, counts=not state.roster.broken)
         state.changes += 1
         state.note(Why.ROUND_FAILS(id=opened.round.id, reason=reason))
-        state.ledger.tokens = 0.0
+        state.ledger.withdraw()
         self.end_generation(reason)
         if state.book.hopeless:
             self.stop(Why.ROUNDS_FAIL(failures=state.book.failures, reason=reason))

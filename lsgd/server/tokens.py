@@ -102,6 +102,10 @@ class Ledger:
         """Return the most iterations that live members can make before anything else is captured."""
         return self.unheard + int(self.tokens) + sum(m.granted for m in members if m.live)
 
+    def withdraw(self) -> None:
+        """Take back what is not granted."""
+        self.tokens = 0.0
+
     def shorten(self, limit: float, members: Iterable[Member]) -> None:
         """Withdraw what a changed limit does not cover."""
         left = limit - self.count - sum(m.granted for m in members)
