@@ -17,7 +17,7 @@ fi
 two=(--numprocesses=2 --dist=loadfile)
 decides=(tests/server tests/lsgd/test_messages.py tests/lsgd/test_plan.py tests/lsgd/test_settings.py)
 "$python" -m pytest "${two[@]}" "${decides[@]}" --cov --cov-report=
-for module in server/{admission,coordinator,history,links,members,rounds,scheduler,wording} protocol/messages plan/plan; do
+for module in server/{admission,coordinator,grants,history,links,phases,reasons,roster,rounds,scheduler,state,tokens} protocol/messages plan/plan; do
     "$python" -m coverage report --fail-under=100 --show-missing --include="*/$module.py"
 done
 "$python" -m pytest "${two[@]}" "${decides[@]/#/--ignore=}" -m "not root" --durations=20

@@ -34,8 +34,9 @@ from lsgd.protocol.messages import (
     encode,
     worker_name,
 )
-from lsgd.server.coordinator import Coordinator, Decision
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.rounds import abridged
+from lsgd.server.state import Decision, RunState
 
 WORKERS_PER_NODE = 8
 PERIOD, LOCAL_PERIOD = 64, 16
@@ -128,7 +129,8 @@ class Simulation:
             workers=workers, iterations=workers * iterations, lease_s=LEASE_S, lookahead=lookahead
         )
         self._lookahead, self._stragglers = lookahead, stragglers
-        self.coordinator = Coordinator(Plan(settings, (Phase(algorithm),)), "simulated")
+        self.state = RunState(Plan(settings, (Phase(algorithm),)), "simulated")
+        self._coordinator = Coordinator(self.state)
         self._random = random.Random(seed)
         self._incarnations = itertools.count(1)
         self._order = itertools.count()
@@ -147,10 +149,10 @@ class Simulation:
         Raises:
             RuntimeError: it does not come to its end.
         """
-        while not self.coordinator.over:
+        while not self.state.over:
             self.now, _, event = heapq.heappop(self._events)
             if self.now > LONGEST_S:
-                reason = self.coordinator.waits_for(self.now)
+                reason = self.state.waits_for(self.now)
                 raise RuntimeError(f"the simulated run has not ended after {LONGEST_S:g} s: {reason}")
             event()
         return self.counts
@@ -164,7 +166,7 @@ class Simulation:
         self.counts.upward += 1
         self.counts.heartbeats += isinstance(message, Heartbeat)
         start = time.perf_counter()
-        decision = self.coordinator.handle(message, self.now)
+        decision = self._coordinator.handle(message, self.now)
         seconds = time.perf_counter() - start
         opened = self._carry_out(decision, seconds)
         if isinstance(message, Join):
@@ -174,7 +176,7 @@ class Simulation:
 
     def _tick(self) -> None:
         start = time.perf_counter()
-        decision = self.coordinator.tick(self.now)
+        decision = self._coordinator.tick(self.now)
         seconds = time.perf_counter() - start
         if not self._carry_out(decision, seconds):
             self.counts.ticks_s.append(seconds)
@@ -188,7 +190,7 @@ class Simulation:
         ]
         rounds = {m.round.id: m.round for _, m in ordered if m.round is not None}
         if ordered:
-            members = self.coordinator.members
+            members = self.state.roster.members
             start = time.perf_counter()
             nbytes = sum(len(encode(abridged(answer, members[name]))) for name, answer in ordered)
             encoded_s = time.perf_counter() - start
@@ -305,7 +307,7 @@ class Simulation:
 
     def _kill_one(self) -> None:
         alive = [worker for worker in self._present.values() if worker.alive]
-        if not alive or self.coordinator.stopping:
+        if not alive or self.state.stopping:
             return
         dead = self._random.choice(alive)
         dead.alive = False
@@ -314,7 +316,7 @@ class Simulation:
         self._after(back_s, lambda: self._come_back(dead))
 
     def _come_back(self, dead: VirtualWorker) -> None:
-        if not self.coordinator.stopping:
+        if not self.state.stopping:
             self._join(dead.node, dead.index)
 
 

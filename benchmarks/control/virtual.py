@@ -79,7 +79,7 @@ def simulate(workers: int, iterations: int, failures: int) -> Simulated:
     simulation = Simulation(workers, iterations, failures)
     counts = simulation.run()
     local, of_all = counts.round_nbytes["local"], counts.round_nbytes["global"]
-    made = simulation.coordinator.count
+    made = simulation.state.ledger.count
     return Simulated(
         workers=workers,
         nodes=-(-workers // WORKERS_PER_NODE),

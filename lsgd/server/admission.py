@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from lsgd.protocol.messages import Join, Origin, worker_name
+from lsgd.server.reasons import NO_REASON, Reason, Why
 
 
 def origin_of(joins: Iterable[Join]) -> Origin:
@@ -15,31 +16,25 @@ def origin_of(joins: Iterable[Join]) -> Origin:
     return max(having, key=lambda origin: (origin.iterations, having[origin], origin.run), default=Origin())
 
 
-def objection(join: Join, first: Join | None) -> str:
-    """Return why a worker cannot take part, and what to do; an empty text if it can.
+def objection(join: Join, first: Join | None) -> Reason:
+    """Return why a worker cannot take part, and what to do; no reason if it can.
 
     Args:
         join: its greeting.
         first: the greeting of any worker in the run, None where there is none.
     """
     if join.worker != (name := worker_name(join.node, join.index)):
-        return f"it is the worker {join.index} of node{join.node} and calls itself {join.worker}, not {name}"
+        return Why.WRONG_NAME(index=join.index, node=join.node, worker=join.worker, name=name)
     if first is None:
-        return ""
+        return NO_REASON
     refused, _ = different_versions(first, join)
     if refused:
-        return f"its software differs: {refused}; install the same release on both"
+        return Why.SOFTWARE(versions=refused)
     if join.model != first.model:
-        return (
-            f"its model differs from {first.worker}'s: {join.model_summary} against {first.model_summary}; "
-            f"build the same model on every worker"
-        )
+        return Why.MODEL(first=first.worker, theirs=join.model_summary, ours=first.model_summary)
     if _is_loopback(join.address) != _is_loopback(first.address):
-        return (
-            f"{join.worker} can be reached at {join.address} and {first.worker} at {first.address}: one of them is on "
-            f"the loopback interface; connect every node's local server by the global server's real address"
-        )
-    return ""
+        return Why.LOOPBACK(worker=join.worker, theirs=join.address, first=first.worker, ours=first.address)
+    return NO_REASON
 
 
 def different_versions(ours: Join, theirs: Join) -> tuple[str, str]:

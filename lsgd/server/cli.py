@@ -139,8 +139,8 @@ def _serve_global(
     with Listener(address, keys) as listener:
         coordinator = global_daemon.begin(plan, journal, continues=continues)
         if save_plan:
-            _save_plan(coordinator.plan, save_plan, goes_on=journal is not None and journal.resumed)
-        global_daemon.announce(listener.address, coordinator.plan, keys.folder if keys else None)
+            _save_plan(coordinator.state.plan, save_plan, goes_on=journal is not None and journal.resumed)
+        global_daemon.announce(listener.address, coordinator.state.plan, keys.folder if keys else None)
         return global_daemon.GlobalDaemon(coordinator, listener, journal).run(signals)
 
 

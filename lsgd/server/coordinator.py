@@ -17,8 +17,8 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
     the tokens; those who had not completed it drop it, say so, and ask again with the same number.
 8.  The same (worker, incarnation, seq) gets the same answer again, until the worker says that it has dropped the
     round of that answer. An incarnation that has left is never heard again.
-9.  Whoever keeps all others waiting for too long is left out: the next round starts without it. Its grant stays
-    out, so that what it makes of it counts; it comes back with its next request.
+9.  Whoever keeps all others waiting for too long is evicted from the next round, which starts without it. Its grant
+    stays out, so that what it makes of it counts; it comes back with its next request.
 10. What the run has learnt is not given up: the last members that have its model are evicted only when nothing was
     heard from them for ``server_timeout_s``, and come back with it even then. Where nobody has it any more the run
     goes on from checkpoints; without one it ends, unless the plan has ``restart_from_scratch``.
@@ -28,10 +28,13 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
     comes later, or finds no consensus to be made, is told to leave.
 """
 
-from lsgd.plan.plan import Plan
+import math
+from dataclasses import replace
+
 from lsgd.protocol.messages import (
     Data,
     Done,
+    Go,
     Join,
     Leave,
     LeftOut,
@@ -46,47 +49,38 @@ from lsgd.protocol.messages import (
     Waiting,
     Welcome,
 )
-from lsgd.server import wording
 from lsgd.server.admission import different_versions, objection
-from lsgd.server.members import Member, Phase, by_place
-from lsgd.server.scheduler import Decision, Scheduler
-
-__all__ = ["Coordinator", "Decision"]
-
-EXCHANGE_STEPS = 10
-"""A round has so many steps at most, each with the deadline of ``exchange_timeout_s``, that are waited for."""
+from lsgd.server.grants import Grants
+from lsgd.server.phases import Phase
+from lsgd.server.reasons import Reason, Why
+from lsgd.server.roster import Member, by_place, named
+from lsgd.server.scheduler import Scheduler
+from lsgd.server.state import Decision, RunState
+from lsgd.settings import changed
 
 LINGER_S = 10.0
 """How long the run waits for leaves after its end."""
 
+LENGTH_SETTINGS = ("iterations", "seconds")
+"""Settings of the run that can be changed while it goes on."""
 
-class Coordinator(Scheduler):
-    """State of one run; :meth:`handle`, :meth:`tick` and :meth:`stop` are its only ways in.
+
+class Coordinator:
+    """Decides for one run; :meth:`handle`, :meth:`tick`, :meth:`stop` and :meth:`change` are the only ways in.
 
     Args:
-        plan: the settings.
-        run: identity of the run.
+        state: of the run, new or from a journal. It is the coordinator's from now on, for others to read.
     """
 
-    def __init__(self, plan: Plan, run: str) -> None:
-        super().__init__(plan)
-        self.run = run
-        self._plan_json = plan.to_json()
-        self._welcoming = False  # enough have joined, once
-        self._few_since = 0.0  # the workers wait for others to join
-        self._spares = False  # all that have the run's model are silent, and not evicted yet
-        self._ended: set[tuple[str, int]] = set()
-        self.digests: dict[str, Member] = {}
-
-    def resume(self, now: float) -> None:
-        """Go on at ``now`` with members and rounds that were set from outside (server/memento.py)."""
-        self.roster.resume()
-        # Nobody else's silence, and nobody has waited yet.
-        self._now = self._few_since = self._moved_at = now
-        self._welcoming = self.generation is not None or len(self.members) >= self.plan.run.workers
-        self._ended |= {(m.worker, m.join.incarnation) for m in self.roster.left.values()}
-        if self.closed:
-            self._closed_at = now
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+        self._plan_json = state.plan.to_json()
+        self._grants = Grants(state)
+        self._scheduler = Scheduler(state, self._grants)
+        roster = state.roster
+        # Enough have joined, once.
+        self._welcoming = roster.generation is not None or len(roster.members) >= state.plan.run.workers
+        self._few_since = state.now  # the workers wait for others to join
 
     # -- ways in -----------------------------------------------------------------------------------------------
 
@@ -104,256 +98,296 @@ class Coordinator(Scheduler):
             case StopRun(reason):
                 self.stop(reason)
             case NodeLeave(node, _, reason):
-                self._node_leave(node, reason)
-            case _ if (member := self._known(message) or self._returned(message)) is not None:
+                self._node_leave(node, Why.NODE_ENDS(notice=reason))
+            case _ if (member := self._sender(message)) is not None:
                 member.heard_at = now
                 self._from_member(member, message)
-            case Request(worker, incarnation) | Pause(worker, incarnation):
-                self._answer_to(worker, incarnation, LeftOut(wording.unknown(worker, self.run), self.run))
+            case Request(worker) | Pause(worker):
+                unknown = Why.UNKNOWN(worker=worker, run=self.state.run)
+                self._answer_to(message, LeftOut(unknown, self.state.run))
         return self._decide()
 
     def tick(self, now: float) -> Decision:
         """Act on time alone: leases, deadlines, the run's length. Call it a few times a second."""
         self._set_time(now)
-        run = self.plan.run
+        state, run = self.state, self.state.plan.run
         self._evict_silent()
-        if run.seconds and self.started_at is not None and now - self.started_at >= run.seconds:
-            self.stop(f"the time of {run.seconds:g} s is over")
-        if run.patience_s and now - self._moved_at >= run.patience_s:
-            self._leave_out_late()
-        self._fail_stuck_rounds()
-        if self.generation is None and self.members and now - self._few_since > run.join_timeout_s:
+        if run.seconds and state.started_at is not None and now - state.started_at >= run.seconds:
+            self._scheduler.stop(Why.TIME_OVER(seconds=run.seconds))
+        self._scheduler.evict_stragglers()
+        self._scheduler.fail_stuck()
+        never_began = state.roster.generation is None and state.roster.members
+        if never_began and now - self._few_since > run.join_timeout_s:
             self._end_waiting_for_first_round()
-        if now > self._closed_at + LINGER_S:
-            self.over = True
+        if now > state.closed_at + LINGER_S:
+            state.over = True
         return self._decide()
 
+    def stop(self, order: str) -> None:
+        """End the run because somebody wants it; takes effect with the next message or tick."""
+        self._scheduler.stop(Why.ORDERED(order=order))
+
+    def change(self, name: str, text: str) -> None:
+        """Change a numeric setting: the run's length at once, the algorithm's from the next global round on.
+
+        Raises:
+            ConfigError: there is no such setting, it cannot be changed in a run, or the value is wrong.
+        """
+        state = self.state
+        if name in LENGTH_SETTINGS:
+            state.plan = replace(state.plan, run=changed(state.plan.run, name, text))
+            state.ledger.shorten(state.plan.run.iterations or math.inf, state.roster.members.values())
+        else:
+            state.course.change(name, text)
+        state.changes += 1
+        state.note(Why.CHANGED(name=name, text=text))
+
     def _set_time(self, now: float) -> None:
-        away_s = now - self._now
-        if away_s > self.plan.run.lease_s / 2:  # this process itself was frozen: nobody else's silence
-            for member in self.members.values():
+        state = self.state
+        away_s = now - state.now
+        if away_s > state.plan.run.lease_s / 2:  # this process itself was frozen: nobody else's silence
+            for member in state.roster.members.values():
                 member.heard_at += away_s
-            self._moved_at += away_s
-        self._now = now
+            state.moved_at += away_s
+        state.now = now
 
     def _decide(self) -> Decision:
-        self._advance()
-        out, self._out = self._out, Decision()
-        return out
+        self._scheduler.advance()
+        decision, self.state.decision = self.state.decision, Decision()
+        return decision
 
-    def knows(self, worker: str, incarnation: int) -> bool:
-        """Whether this process of a worker is in the run."""
-        member = self.members.get(worker)
-        return member is not None and member.join.incarnation == incarnation
+    def _answer_to(self, asked: Join | Request | Pause, answer: Refused | Over | Waiting | LeftOut) -> None:
+        """Answer one who is no member."""
+        self.state.decision.answers.append((asked.worker, asked.incarnation, answer))
 
-    # -- joining and leaving -----------------------------------------------------------------------------------
+    def _sender(self, message: Upward) -> Member | None:
+        """Return the member that a message is from; one that was evicted may be one again."""
+        state = self.state
+        member = state.roster.find(message.worker, message.incarnation)
+        if member is None and not state.closed:
+            member = state.roster.take_back(message.worker, message.incarnation)
+            if member is not None:
+                state.changes += 1
+                state.note(Why.BACK(worker=member.worker))
+        return member
 
-    def _join(self, join: Join) -> None:
-        old = self.members.get(join.worker)
-        if old is not None and old.join.incarnation == join.incarnation:
-            old.heard_at = self._now
-            if self.closed and not self._welcoming:
-                self._answer(old, Over(self.stopping))
-                self._remove(old, "the run is over")
-            else:
-                self._welcome([old])
-        elif self.stopping and not self.failed:
-            self._answer_to(join.worker, join.incarnation, Over(self.stopping))
-            self._out.notes.append(f"{join.worker} comes too late: the run is ending")
-        elif reason := self._objection(join, old):
-            self._answer_to(join.worker, join.incarnation, Refused(reason))
-            self._out.notes.append(f"{join.worker} is refused, {reason}")
-        elif old is not None and self._now - old.heard_at < self.plan.run.lease_s / 2:
-            reason = wording.name_contested(join.worker, self._now - old.heard_at)
-            self._answer_to(join.worker, join.incarnation, Waiting(0, reason))
-        else:
-            if old is not None:
-                self._remove(old, "another process has taken its place")
-            self._admit(join)
-
-    def _objection(self, join: Join, old: Member | None) -> str:
-        """Return why a worker cannot join, or an empty text; ``old`` is the member of its name."""
-        if self.failed:
-            return self.failed
-        if (join.worker, join.incarnation) in self._ended:
-            return wording.came_back(join.worker)
-        if old is not None:
-            if old.challenger[0] != join.incarnation:
-                old.challenger = (join.incarnation, self._now)
-            if old.heard_at > old.challenger[1]:
-                return wording.name_taken(join.worker, self._now - old.heard_at)
-        return objection(join, next((m.join for m in self.members.values() if m is not old), None))
-
-    def _admit(self, join: Join) -> None:
-        if not self.members:
-            self._few_since = self._now
-        member = Member(join, self._now)
-        self.roster.add(member)
-        self.changes += 1
-        self._out.notes.append(f"{join.worker} joins from {join.address}; {self._joined()}")
-        if not self._welcoming and len(self.members) >= self.plan.run.workers:
-            self._welcoming = True
-            self._few_since = self._now  # from now on it is their first requests that are waited for
-            self._welcome(list(self.members.values()))
-        else:
-            self._welcome([member])
-
-    def _welcome(self, members: list[Member]) -> None:
-        if not self._welcoming:
-            for member in members:
-                self._answer(member, Waiting(0, self._joined()))
-            return
-        everybody = sorted(self.members.values(), key=by_place)
-        ranks = {member: rank for rank, member in enumerate(everybody)}
-        size = max(len(everybody), self.plan.run.workers if self.generation is None else 0)
-        for member in members:
-            _, warned = different_versions(next(iter(self.members.values())).join, member.join)
-            warnings = (warned,) if warned else ()
-            self._answer(member, Welcome(self.run, self._plan_json, ranks[member], size, warnings))
-
-    def _end_waiting_for_first_round(self) -> None:
-        """Go on without those who joined and never asked; with too few workers, refuse everybody."""
-        waited_s = self.plan.run.join_timeout_s
-        if len(self.members) >= self.plan.run.workers:
-            for member in [m for m in self.members.values() if m.phase is Phase.JOINED]:
-                self._remove(member, f"it did not ask for its first iteration for {waited_s:g} s")
-            return
-        reason = wording.given_up(waited_s, self._joined())
-        for member in list(self.members.values()):
-            self._refuse(member, reason)
-        self._welcoming = False
-
-    def _refuse(self, member: Member, reason: str) -> None:
-        self._answer(member, Refused(reason))
-        self._remove(member, f"refused, {reason}")
+    # -- what members say --------------------------------------------------------------------------------------
 
     def _from_member(self, member: Member, message: Upward) -> None:
         match message:
+            case Request() if message.ahead:
+                self._request_ahead(member, message)
             case Request():
                 self._request(member, message)
             case Done(_, _, round_id, ok, error, broken):
                 if ok:
-                    self._committed(member, round_id)
+                    self._scheduler.committed(member, round_id)
                 else:
-                    self._dropped(member, round_id, error, broken)
-            case Pause(_, _, seq, done, committed):
-                # A later one than the last known was answered before a restart.
-                if seq >= member.seq and (member.live or member.phase in (Phase.LATE, Phase.CUT)):
-                    if seq > member.seq:
-                        member.seq, member.answer = seq, None
-                    self.changes += 1
-                    self._report(member, done)
-                    self._committed(member, committed)
-                    self._left_round(member, "it paused instead")
-                    self.roster.move(member, Phase.PAUSED)
-                self._answer(member, Paused(seq))
+                    self._scheduler.dropped(member, round_id, error, broken)
+            case Pause():
+                self._pause(member, message)
             case Leave(_, _, done, failed, reason, committed):
-                self._report(member, done)
-                self._committed(member, committed)
-                self._remove(member, f"failed: {reason}" if failed else reason)
+                self._settle(member, done)
+                self._scheduler.committed(member, committed)
+                self._remove(member, Why.FAILED(error=reason) if failed else Why.LEFT(farewell=reason))
             case Data(_, _, digest):
                 self._check_data(member, digest)
 
-    def _check_data(self, member: Member, digest: str) -> None:
-        self.changes += digest not in self.digests
-        other = self.digests.setdefault(digest, member)
-        if other is not member:
-            self._refuse(member, wording.same_batches(member.worker, other.worker))
+    def _request(self, member: Member, request: Request) -> None:
+        state = self.state
+        if request.seq < max(member.seq, 1):
+            return
+        if request.seq == member.seq and not self._takes_back(member, request.dropped):
+            # Beyond what was granted before that answer, it made them on its own, when nobody answered.
+            keep = member.answer.iterations if isinstance(member.answer, Go) else 0
+            state.ledger.use(member, request.done, keep)
+            self._grants.repeat(member)
+            return
+        self._settle(member, request.done)
+        self._scheduler.committed(member, request.committed)
+        self._scheduler.left_round(member, Why.PASSED_OVER)
+        member.seq, member.answer, member.loss = request.seq, None, request.loss
+        member.held_at = state.moved_at = state.now
+        if member.phase is Phase.PAUSED or member.phase is Phase.STRAGGLER:
+            state.ledger.released = True
+            state.changes += 1
+        cut = state.links.bars(member.worker, state.now)
+        state.roster.move(member, Phase.CUT if cut else Phase.HELD)
+        if state.closed or member.leaving:
+            self._grants.dismiss(member)
+        elif cut:
+            self._grants.repeat(member)
+        elif not self._grants.give(member, member.seq) and (group := state.roster.group_of(member)):
+            if not self._scheduler.start_local(group):
+                self._grants.recall(group.members if state.ledger.tokens >= 1 else state.ledger.lent)
 
-    def _node_leave(self, node: int, reason: str) -> None:
-        self.changes += 1
-        for member in [m for m in self.members.values() if m.join.node == node]:
+    def _takes_back(self, member: Member, dropped: int) -> bool:
+        """Whether a member that asks again has dropped the round of its answer, and so needs another answer.
+
+        Only the member knows: it may have completed a round that failed for others, and then used its grant.
+        """
+        answer = member.answer
+        if answer is None or answer.round is None or answer.round.id != dropped:
+            return False
+        self._scheduler.left_round(member, Why.DROPPED)
+        self.state.ledger.revoke(member)
+        return True
+
+    def _request_ahead(self, member: Member, request: Request) -> None:
+        """Grant more to a member that still has iterations to make, or forget that it asked."""
+        self.state.ledger.use(member, request.done)
+        self._scheduler.committed(member, request.committed)
+        most = self.state.plan.run.lookahead + 1 - member.granted
+        current = member.phase is Phase.BUSY and member.round is None and not member.leaving
+        if current and request.seq > member.seq and most > 0:
+            self._grants.give(member, request.seq, most)
+
+    def _pause(self, member: Member, pause: Pause) -> None:
+        steps_aside = member.live or member.phase is Phase.STRAGGLER or member.phase is Phase.CUT
+        if steps_aside and pause.seq >= member.seq:
+            if pause.seq > member.seq:  # one later than the last known was answered before a restart
+                member.seq, member.answer = pause.seq, None
+            self.state.changes += 1
+            self._settle(member, pause.done)
+            self._scheduler.committed(member, pause.committed)
+            self._scheduler.left_round(member, Why.PAUSED)
+            self.state.roster.move(member, Phase.PAUSED)
+        self.state.answer(member, Paused(pause.seq))
+
+    def _settle(self, member: Member, done: int) -> None:
+        state = self.state
+        group = state.roster.group_of(member)
+        state.ledger.settle(member, done, group, stopping=bool(state.stopping))
+
+    def _check_data(self, member: Member, digest: str) -> None:
+        digests = self.state.roster.digests
+        self.state.changes += digest not in digests
+        other = digests.setdefault(digest, member)
+        if other is not member:
+            self._refuse(member, Why.SAME_BATCHES(worker=member.worker, other=other.worker))
+
+    # -- joining -----------------------------------------------------------------------------------------------
+
+    def _join(self, join: Join) -> None:
+        state = self.state
+        old = state.roster.members.get(join.worker)
+        if old is not None and old.join.incarnation == join.incarnation:
+            old.heard_at = state.now
+            if state.closed and not self._welcoming:
+                state.answer(old, Over(state.stopping))
+                self._remove(old, Why.RUN_OVER())
+            else:
+                self._welcome([old])
+        elif state.stopping and not state.failed:
+            self._answer_to(join, Over(state.stopping))
+            state.note(Why.TOO_LATE(worker=join.worker))
+        elif reason := self._objection(join, old):
+            self._answer_to(join, Refused(reason))
+            state.note(Why.IS_REFUSED(worker=join.worker, reason=reason))
+        elif old is not None and state.now - old.heard_at < state.plan.run.lease_s / 2:
+            contested = Why.NAME_CONTESTED(worker=join.worker, heard_s=state.now - old.heard_at)
+            self._answer_to(join, Waiting(0, contested))
+        else:
+            if old is not None:
+                self._remove(old, Why.REPLACED())
+            self._admit(join)
+
+    def _objection(self, join: Join, old: Member | None) -> Reason:
+        """Return why a worker cannot join, or no reason; ``old`` is the member of its name."""
+        state = self.state
+        if state.failed:
+            return state.failed
+        if state.roster.has_ended(join.worker, join.incarnation):
+            return Why.CAME_BACK(worker=join.worker)
+        if old is not None:
+            if old.challenger[0] != join.incarnation:
+                old.challenger = (join.incarnation, state.now)
+            if old.heard_at > old.challenger[1]:
+                return Why.NAME_TAKEN(worker=join.worker, heard_s=state.now - old.heard_at)
+        return objection(join, next((m.join for m in state.roster.members.values() if m is not old), None))
+
+    def _admit(self, join: Join) -> None:
+        state, members = self.state, self.state.roster.members
+        if not members:
+            self._few_since = state.now
+        member = Member(join, state.now)
+        state.roster.add(member)
+        state.changes += 1
+        state.note(Why.JOINS(worker=join.worker, address=join.address, joined=state.joined()))
+        if not self._welcoming and len(members) >= state.plan.run.workers:
+            self._welcoming = True
+            self._few_since = state.now  # from now on it is their first requests that are waited for
+            self._welcome(list(members.values()))
+        else:
+            self._welcome([member])
+
+    def _welcome(self, members: list[Member]) -> None:
+        state = self.state
+        if not self._welcoming:
+            for member in members:
+                state.answer(member, Waiting(0, state.joined()))
+            return
+        everybody = sorted(state.roster.members.values(), key=by_place)
+        ranks = {member: rank for rank, member in enumerate(everybody)}
+        size = max(len(everybody), state.plan.run.workers if state.roster.generation is None else 0)
+        first = next(iter(state.roster.members.values())).join
+        for member in members:
+            _, warned = different_versions(first, member.join)
+            warnings = (warned,) if warned else ()
+            state.answer(member, Welcome(state.run, self._plan_json, ranks[member], size, warnings))
+
+    def _end_waiting_for_first_round(self) -> None:
+        """Go on without those who joined and never asked; with too few workers, refuse everybody."""
+        state = self.state
+        members, waited_s = state.roster.members, state.plan.run.join_timeout_s
+        if len(members) >= state.plan.run.workers:
+            for member in state.roster.within(Phase.JOINED):
+                self._remove(member, Why.NEVER_ASKED(waited_s=waited_s))
+            return
+        reason = Why.TOO_FEW(waited_s=waited_s, joined=state.joined())
+        for member in list(members.values()):
+            self._refuse(member, reason)
+        self._welcoming = False
+
+    # -- leaving -----------------------------------------------------------------------------------------------
+
+    def _refuse(self, member: Member, reason: Reason) -> None:
+        self.state.answer(member, Refused(reason))
+        self._remove(member, Why.REFUSED(reason=reason))
+
+    def _node_leave(self, node: int, reason: Reason) -> None:
+        state = self.state
+        state.changes += 1
+        for member in [m for m in state.roster.members.values() if m.join.node == node]:
             member.leaving = reason
             if member.held or member.phase is Phase.CUT:
-                self._dismiss(member)
+                self._grants.dismiss(member)
             elif member.phase is Phase.PAUSED:
-                self.roster.move(member, Phase.ENDED)
-            self._recall([member])
-
-    def _leave_out_late(self) -> None:
-        """Let the next round start without those for which all others have waited for too long.
-
-        Whoever is in an open round is not late: that round completes or fails by its own deadlines. And while only
-        late ones have the run's model the others wait on: they would begin anew, and what was learnt were lost.
-        """
-        if self.open or not 0 < self.roster.held < self.roster.live:
-            return
-        late = [m for m in self.members.values() if m.phase is Phase.BUSY]
-        if not self.stopping and any(m.synced for m in late) and not any(m.synced for m in self._held()):
-            return
-        round_id = self.rounds["local"] + self.rounds["global"] + 1
-        reason = wording.left_out(late, round_id, self.plan.run.patience_s)
-        self._out.notes.append(reason)
-        self.changes += 1
-        self._end_generation(reason)
-        for member in late:
-            member.granted = max(1, member.granted)
-            self.roster.move(member, Phase.LATE)
-        late[0].granted += self.unheard
-        self.unheard = 0
-
-    def _fail_stuck_rounds(self) -> None:
-        """Fail the open rounds if nobody has moved for longer than any exchange can take by its own deadlines."""
-        run = self.plan.run
-        longest_s = run.patience_s + EXCHANGE_STEPS * run.exchange_timeout_s
-        if not self.open or not run.patience_s or self._now - self._moved_at < longest_s:
-            return
-        self._moved_at = self._now
-        for opened in list(self.open.values()):
-            self._fail(opened, f"{wording.named(opened.waiting)} did not complete it within {longest_s:g} s")
+                state.roster.move(member, Phase.ENDED)
+            self._grants.recall([member])
 
     def _evict_silent(self) -> None:
-        """Evict those whose lease is over; but not yet the last ones that have the run's model.
-
-        If all of them are silent, it is rather this server whose link is down, or a local server that is frozen.
-        """
-        run = self.plan.run
-        holders = self.roster.holders() if self.count else []
-        quiet_s = self._now - max((m.heard_at for m in holders), default=self._now)
-        spared = run.lease_s < quiet_s <= max(run.lease_s, run.server_timeout_s)
-        if spared and not self._spares:
-            self._out.notes.append(wording.all_silent(holders, quiet_s, run.server_timeout_s))
-        if (
-            self._spares and quiet_s <= run.lease_s
-        ):  # one is heard again: the others' messages are on their way
-            for member in holders:
-                member.heard_at = max(member.heard_at, self._now - quiet_s)
-        self._spares = spared
-        for member in [m for m in self.members.values() if self._now - m.heard_at > run.lease_s]:
-            if spared and member in holders:
-                continue
+        """Evict those whose lease is over."""
+        state, run, before = self.state, self.state.plan.run, self.state.roster.spared
+        expired = state.roster.expired(state.now, run, trained=state.ledger.count > 0)
+        if not before and (spared := state.roster.spared):
+            quiet_s = state.now - max(m.heard_at for m in spared)
+            words = {"quiet_s": quiet_s, "who": named(spared), "timeout_s": run.server_timeout_s}
+            state.note(Why.ALL_SILENT(**words))
+        for member in expired:
             granted = member.granted
-            self._remove(member, f"nothing was heard from it for {self._now - member.heard_at:.0f} s")
-            member.silent, member.granted = True, granted
+            self._remove(member, Why.SILENT(quiet_s=state.now - member.heard_at))
+            member.granted = granted
 
-    def _returned(self, message: Upward) -> Member | None:
-        """Take a worker back that was evicted for its silence, if nobody else has the run's model."""
-        member = self.roster.left.get(message.worker)
-        if member is None or member.join.incarnation != message.incarnation or message.worker in self.members:
-            return None
-        if not (member.silent and member.synced) or self.closed or self.roster.holders():
-            return None
-        self._ended.discard((member.worker, member.join.incarnation))
-        self.roster.restore(member)
-        self.roster.move(member, Phase.LATE)
-        member.silent = False
-        self.changes += 1
-        self._out.notes.append(f"{member.worker} is back, and has the run's model")
-        return member
-
-    def _remove(self, member: Member, reason: str) -> None:
+    def _remove(self, member: Member, reason: Reason) -> None:
         """End a member's incarnation: its grant goes back, its round has failed, its generation is over."""
-        self._report(member, member.done)
+        state = self.state
+        self._settle(member, member.done)
         in_generation = member.rank >= 0 and member.phase is not Phase.ENDED
-        self.roster.remove(member)
-        self.changes += 1
-        self._ended.add((member.worker, member.join.incarnation))
-        self.digests = {digest: m for digest, m in self.digests.items() if m is not member}
-        self._few_since = self._now
-        self._out.notes.append(f"{member.worker} leaves: {reason} ({member.done} iterations)")
-        self._left_round(member, f"it left the run: {reason}")
+        state.roster.remove(member, reason)
+        state.changes += 1
+        self._few_since = state.now
+        state.note(Why.LEAVES(worker=member.worker, reason=reason, done=member.done))
+        self._scheduler.left_round(member, Why.GONE, reason=reason)
         if in_generation:
-            self._end_generation(f"{member.worker} left: {reason}")
-
-    def _known(self, message: Upward) -> Member | None:
-        return self.members[message.worker] if self.knows(message.worker, message.incarnation) else None
+            self._scheduler.end_generation(Why.MEMBER_LEFT(worker=member.worker, reason=reason))

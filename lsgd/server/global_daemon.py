@@ -37,7 +37,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, Poller
-from lsgd.server.coordinator import Coordinator, Decision
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import (
     EXIT_AT_ONCE,
     GUARD_EVERY_S,
@@ -55,6 +55,7 @@ from lsgd.server.memento import capture, restore
 from lsgd.server.rendezvous import Rendezvous
 from lsgd.server.report import report
 from lsgd.server.rounds import abridged
+from lsgd.server.state import Decision, RunState
 
 KEEP_EVERY_S = 1.0
 """How often counts alone are written to the journal, in seconds."""
@@ -93,6 +94,7 @@ class GlobalDaemon:
 
     def __init__(self, coordinator: Coordinator, listener: Listener, journal: Journal | None = None) -> None:
         self.coordinator = coordinator
+        self._state = coordinator.state
         self._listener = listener
         self._journal = journal
         self._kept = (-1, -1)  # changes and count as the journal has them
@@ -111,7 +113,7 @@ class GlobalDaemon:
         """Serve until the run is over and return the exit code."""
         poller = Poller(self._listener, signals.wakeup)
         ticked_at = guarded_at = 0.0
-        while not self.coordinator.over:
+        while not self._state.over:
             poller.wait(TICK_S)
             now = time.monotonic()
             for peer, frames in self._listener.receive():
@@ -121,7 +123,7 @@ class GlobalDaemon:
             if signals.at_once:
                 say("second signal: ending at once, without a consensus model")
                 return EXIT_AT_ONCE
-            if signals.first and not self.coordinator.stopping:
+            if signals.first and not self._state.stopping:
                 self._act(self.coordinator.handle(StopRun(f"the global server got {signals.first}"), now))
             if now - ticked_at >= TICK_S:
                 self._act(self.coordinator.tick(now))
@@ -133,16 +135,16 @@ class GlobalDaemon:
             self._keep(now)
             self._flush()
         self._keep(time.monotonic())
-        reason = self.coordinator.stopping
+        reason = self._state.stopping
         self._dismiss_nodes(poller, reason)
         self._finish_journal()
-        end = ", without a consensus" if self.coordinator.in_vain else ""
-        say(f"the run is over{end}: {reason}; {self.coordinator.count} iterations")
-        return 1 if self.coordinator.failed else 0
+        end = ", without a consensus" if self._state.in_vain else ""
+        say(f"the run is over{end}: {reason}; {self._state.ledger.count} iterations")
+        return 1 if self._state.failed else 0
 
     def _guard(self, now: float) -> bool:
         """Forget who is gone, say who was refused; drop all connections if the memory fills, and return whether."""
-        self._routes = {who: peer for who, peer in self._routes.items() if self.coordinator.knows(*who)}
+        self._routes = {who: peer for who, peer in self._routes.items() if self._state.roster.find(*who)}
         self._refusals.say(self._listener, now)
         if not self._memory.overgrown():
             return False
@@ -198,10 +200,10 @@ class GlobalDaemon:
                 self._hello(peer, message, now)
             case StatusQuery(incarnation):
                 worker = _worker_socket(incarnation) if incarnation else b""
-                self._send(peer, worker, Status(report(self.coordinator, now)))
+                self._send(peer, worker, Status(report(self._state, now)))
             case StopRun():
                 self._act(self.coordinator.handle(message, now))
-                self._send(peer, b"", Status(report(self.coordinator, now)))
+                self._send(peer, b"", Status(report(self._state, now)))
             case ChangeSetting(name, value):
                 self._change(peer, name, value, now)
             case NodeLeave(node, incarnation):
@@ -236,7 +238,7 @@ class GlobalDaemon:
             self._send(peer, b"", Refused(str(error)))
             return
         self._act(self.coordinator.tick(now))
-        self._send(peer, b"", Status(report(self.coordinator, now)))
+        self._send(peer, b"", Status(report(self._state, now)))
 
     def _hello(self, peer: bytes, hello: NodeHello, now: float) -> None:
         known = self._nodes.get(hello.node)
@@ -248,7 +250,7 @@ class GlobalDaemon:
             if known is None or known.hello.incarnation != hello.incarnation:
                 say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)
-            self._send(peer, b"", NodeWelcome(self.coordinator.run))
+            self._send(peer, b"", NodeWelcome(self._state.run))
             return
         if self._challengers.get(hello.node, (0, now))[0] != hello.incarnation:
             self._challengers[hello.node] = (hello.incarnation, now)
@@ -263,8 +265,8 @@ class GlobalDaemon:
 
     def _rendezvous_for(self, message: Put | Get, peer: bytes) -> None:
         self._routes[message.worker, message.incarnation] = peer
-        generation = self.coordinator.generation
-        if generation is None or not self.coordinator.knows(message.worker, message.incarnation):
+        generation = self._state.roster.generation
+        if generation is None or not self._state.roster.find(message.worker, message.incarnation):
             return
         self._rendezvous.begin(generation.number)
         if isinstance(message, Put):
@@ -281,13 +283,13 @@ class GlobalDaemon:
 
     def _keep(self, now: float) -> None:
         """Write what has been decided to the journal, before any of it is sent; counts now and then."""
-        coordinator = self.coordinator
-        state = (coordinator.changes, coordinator.count)
-        due = state[0] != self._kept[0] or (state != self._kept and now - self._kept_at > KEEP_EVERY_S)
+        state = self._state
+        version = (state.changes, state.ledger.count)
+        due = version[0] != self._kept[0] or (version != self._kept and now - self._kept_at > KEEP_EVERY_S)
         if self._journal is None or not due or now < self._retry_at:
             return
         try:
-            self._journal.save(capture(coordinator, now), list(coordinator.elections))
+            self._journal.save(capture(state, now), list(state.book.elections))
         except (sqlite3.Error, OSError) as error:
             if not self._retry_at:
                 complain(
@@ -299,7 +301,7 @@ class GlobalDaemon:
             return
         if self._retry_at:
             say(f"the journal {self._journal.path} is written again")
-        self._kept, self._kept_at, self._retry_at = state, now, 0.0
+        self._kept, self._kept_at, self._retry_at = version, now, 0.0
 
     def _finish_journal(self) -> None:
         """Leave nothing to go on with: the run is over, and all know."""
@@ -312,9 +314,8 @@ class GlobalDaemon:
             self._journal.remove()
 
     def _send_worker(self, worker: str, incarnation: int, message: Downward) -> None:
-        match message:
-            case Go() | Stop() if message.round is not None and self.coordinator.knows(worker, incarnation):
-                message = abridged(message, self.coordinator.members[worker])
+        if isinstance(message, Go | Stop) and (member := self._state.roster.find(worker, incarnation)):
+            message = abridged(message, member)
         if peer := self._routes.get((worker, incarnation)):
             self._send(peer, _worker_socket(incarnation), message)
 
@@ -355,21 +356,21 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Co
             f"is over. Its workers save what they are; go on from that with RESUME=1 (lsgd launch --resume)"
         )
     if journal is None or kept is None:
-        return Coordinator(plan, run=secrets.token_hex(6))
-    state, elections = kept
+        return Coordinator(RunState(plan, secrets.token_hex(6)))
+    saved, elections = kept
     try:
-        coordinator = restore(state, time.monotonic())
+        state = restore(saved, time.monotonic())
     except ConfigError as error:
         raise ConfigError(
             f"the journal {journal.path} cannot be gone on with: {error}; take the lsgd that wrote it, or delete "
             f"{journal.path.name}* to begin a new run"
         ) from None
-    coordinator.elections.extend(elections)
+    state.book.elections.extend(elections)
     say(
-        f"goes on with run {coordinator.run} of the journal {journal.path}, with its plan: "
-        f"{coordinator.count} iterations, {len(coordinator.members)} workers"
+        f"goes on with run {state.run} of the journal {journal.path}, with its plan: "
+        f"{state.ledger.count} iterations, {len(state.roster.members)} workers"
     )
-    return coordinator
+    return Coordinator(state)
 
 
 def announce(address: str, plan: Plan, keys: Path | None) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lsgd.protocol.messages import Round
-from lsgd.server.members import Member
+from lsgd.server.reasons import Reason, Why
+from lsgd.server.roster import Member
 
 MAX_ELECTIONS = 4096
 """How many of the last rounds the history keeps."""
@@ -36,20 +37,18 @@ class Election:
     losses: dict[str, float | None]
 
 
-def election(round: Round, leader: Member, members: Sequence[Member], count: int, seconds: float) -> Election:
+def election(order: Round, leader: Member, members: Sequence[Member], seconds: float) -> Election:
     """Return the history's entry for a round that is being ordered."""
     losses = {m.worker: m.loss for m in members[:MAX_LOSSES]} | {leader.worker: leader.loss}
-    node = leader.join.node if round.scope == "local" else -1
-    return Election(round.id, round.scope, node, leader.worker, count, seconds, losses)
+    node = leader.join.node if order.scope == "local" else -1
+    return Election(order.id, order.scope, node, leader.worker, order.count, seconds, losses)
 
 
-def line(entry: Election, *, final: bool) -> str:
+def line(entry: Election, *, final: bool) -> Reason:
     """Return the line that tells people of a round."""
-    where = f" of node{entry.group}" if entry.scope == "local" else ""
-    purpose = " makes the consensus" if final else ""
+    where = f" of node{entry.group}" if entry.scope == "local" else " makes the consensus" if final else ""
     loss = entry.losses[entry.worker]
     known = "no loss yet" if loss is None else f"loss {loss:.4g}"
-    return (
-        f"{entry.scope} round {entry.round}{where}{purpose}: leader {entry.worker} ({known}), "
-        f"{entry.count} iterations"
+    return Why.ROUND(
+        scope=entry.scope, id=entry.round, where=where, worker=entry.worker, loss=known, count=entry.count
     )

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lsgd.server.reasons import CHECK, NO_REASON, Reason, Why
+
 MAX_EXACT = 16
 """Up to so many different sets of broken links the largest part is found for sure."""
 
@@ -15,13 +17,11 @@ MAX_NAMED = 4
 """How many pairs a sentence names."""
 
 RETRY_AFTER_S = 60.0
-"""A member that was left out is let in again after so long, or ``exchange_timeout_s`` if that is less; then after twice
+"""A member that was evicted is let in again after so long, or ``exchange_timeout_s`` if that is less; then after twice
 as long, and so on."""
 
 MAX_RETRIES = 10
 """The longest such wait is so many times the first. A link that has held for as long again counts as mended."""
-
-CHECK = "check the cable, the route and the firewall between them (lsgd doctor)"
 
 Pair = tuple[int, int]
 
@@ -37,7 +37,7 @@ def connected(size: int, broken: Iterable[Pair], holders: Collection[int]) -> fr
 
     One of ``holders``, those that have the run's model, is in it if there is any. Of the parts with one it is the
     largest; of equally large ones that with the most holders; of those the one with the lowest ranks, that is, on
-    the nodes with the lowest indices. Nobody is left out without need: each of the others cannot reach somebody in it.
+    the nodes with the lowest indices. Nobody is evicted without need: each of the others cannot reach somebody in it.
 
     Members with the same broken links, such as all those of a node that is cut off, count as one in the search. With
     more than :data:`MAX_EXACT` of these, whoever has the fewest broken links comes first.
@@ -76,7 +76,7 @@ def connected(size: int, broken: Iterable[Pair], holders: Collection[int]) -> fr
     return frozenset(rank for first in found for rank in parts[first])
 
 
-def told(names: Sequence[str], broken: Sequence[Pair]) -> str:
+def told(names: Sequence[str], broken: Sequence[Pair]) -> Reason:
     """Say which members cannot reach each other; nodes, where none of the one can reach any of the other.
 
     Args:
@@ -94,7 +94,7 @@ def told(names: Sequence[str], broken: Sequence[Pair]) -> str:
         else:
             words += [f"{names[a]} and {names[b]}" for a, b in pairs]
     more = f" (and {len(words) - MAX_NAMED} more pairs)" if len(words) > MAX_NAMED else ""
-    return f"{', '.join(words[:MAX_NAMED])} cannot reach each other{more}"
+    return Why.UNREACHABLE(pairs=", ".join(words[:MAX_NAMED]), more=more)
 
 
 def whole_nodes(names: Sequence[str], some: Collection[int]) -> str:
@@ -107,42 +107,42 @@ def whole_nodes(names: Sequence[str], some: Collection[int]) -> str:
 
 @dataclass(slots=True)
 class _Cut:
-    """Why a worker was left out, until when, and for how long in all."""
+    """Why a worker was evicted, until when, and for how long in all."""
 
-    words: str
+    reason: Reason
     until: float
     wait_s: float
 
 
 class Links:
-    """Who was left out of the run because of a broken link. Times are seconds of the coordinator's clock.
+    """Who was evicted because of a broken link. Times are seconds of the coordinator's clock.
 
     Args:
-        retry_s: how long a worker is left out the first time.
+        retry_s: how long a worker is evicted the first time.
     """
 
     def __init__(self, retry_s: float) -> None:
         self._retry_s = min(RETRY_AFTER_S, retry_s)
         self._cuts: dict[str, _Cut] = {}
 
-    def cut(self, workers: Iterable[str], words: str, now: float) -> float:
-        """Leave workers out because of what ``words`` says; return for how long."""
+    def cut(self, workers: Iterable[str], reason: Reason, now: float) -> float:
+        """Evict workers for this reason; return for how long."""
         longest_s = MAX_RETRIES * self._retry_s
         self._cuts = {worker: cut for worker, cut in self._cuts.items() if now < cut.until + longest_s}
         waits_s = []
         for worker in workers:
             before = self._cuts.get(worker)
             wait_s = min(longest_s, 2 * before.wait_s if before else self._retry_s)
-            self._cuts[worker] = _Cut(words, now + wait_s, wait_s)
+            self._cuts[worker] = _Cut(reason, now + wait_s, wait_s)
             waits_s.append(wait_s)
         return max(waits_s)
 
     def bars(self, worker: str, now: float) -> bool:
-        """Whether a worker is left out now."""
+        """Whether a worker is evicted now."""
         return worker in self._cuts and now < self._cuts[worker].until
 
     def suspects(self, workers: Iterable[str], now: float) -> bool:
-        """Whether one of these workers was left out not long ago."""
+        """Whether one of these workers was evicted not long ago."""
         since = now - MAX_RETRIES * self._retry_s
         return bool(self._cuts) and any(w in self._cuts and self._cuts[w].until > since for w in workers)
 
@@ -151,18 +151,22 @@ class Links:
         for cut in self._cuts.values():
             cut.until = min(cut.until, now)
 
-    def words(self, worker: str, now: float) -> str:
-        """Say what a worker that was left out waits for."""
+    def words(self, worker: str, now: float) -> Reason:
+        """Say what a worker that was evicted waits for."""
         cut = self._cuts.get(worker)
         left_s = cut.until - now if cut else 0.0
         when = f"in {left_s:.0f} s" if left_s > 0 else "in the next global round"
-        why = f"{cut.words}, and the run goes on" if cut else "the run goes on"
-        return f"{why} without {worker}; {CHECK}; it is tried again {when}"
+        reason = cut.reason if cut else NO_REASON
+        why = f"{reason}, and " if reason else ""
+        return Why.CUT(why=why, worker=worker, when=when, reason=reason, check=CHECK)
 
     def capture(self, now: float) -> dict[str, list[Any]]:
         """Return the state as JSON can have it."""
-        return {worker: [cut.words, cut.until - now, cut.wait_s] for worker, cut in self._cuts.items()}
+        return {w: [*cut.reason.to_json(), cut.until - now, cut.wait_s] for w, cut in self._cuts.items()}
 
     def restore(self, state: dict[str, list[Any]], now: float) -> None:
         """Take over what :meth:`capture` has returned."""
-        self._cuts = {worker: _Cut(words, now + left_s, s) for worker, (words, left_s, s) in state.items()}
+        self._cuts = {
+            worker: _Cut(Reason(words, code), now + left_s, wait_s)
+            for worker, (words, code, left_s, wait_s) in state.items()
+        }

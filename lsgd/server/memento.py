@@ -1,9 +1,9 @@
-"""The coordinator's state as plain data, and back: what a global server that is started again goes on with.
+"""The state of a run as plain data, and back: what a global server that is started again goes on with.
 
 Captured are rounds, generations and members, with what each has reported so far; not every single grant (but those
-of members that were left out), and no tokens. So a restored coordinator has nothing to grant until all live members
-have asked, and with that have reported what they did in the meantime: then no grant is outstanding, the count is
-exact, and a global round comes. An open round is answered the same, to those that ask for it again.
+of members that were evicted), and no tokens. So a restored run has nothing to grant until all live members have
+asked, and with that have reported what they did in the meantime: then no grant is outstanding, the count is exact,
+and a global round comes. An open round is answered the same, to those that ask for it again.
 """
 
 import dataclasses
@@ -13,157 +13,149 @@ from typing import Any
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import Plan, algorithm_of, table_of
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop
-from lsgd.server.coordinator import Coordinator
-from lsgd.server.members import Member, OpenRound, Phase
+from lsgd.server.phases import Phase
+from lsgd.server.reasons import Reason, Why
+from lsgd.server.roster import Member, OpenRound, Roster, finite
+from lsgd.server.rounds import RoundBook
+from lsgd.server.state import RunState
+from lsgd.server.tokens import Ledger
 
-VERSION = 4
+VERSION = 5
 """Of the form of the data."""
 
-AGAIN = "the global server was started again"
+_KEPT = ("rank", "synced", "done", "committed", "times_leader")
+"""Of a member, as it is."""
 
 
-def capture(coordinator: Coordinator, now: float) -> dict[str, Any]:
+def capture(state: RunState, now: float) -> dict[str, Any]:
     """Return the state of a run, as JSON can have it."""
-    started = coordinator.started_at
-    generation = coordinator.generation
+    roster, ledger, book, course = state.roster, state.ledger, state.book, state.course
     return {
         "version": VERSION,
-        "run": coordinator.run,
-        "plan": coordinator.plan.to_json(),
-        "closed": coordinator.closed,
-        "stopping": coordinator.stopping,
-        "final": coordinator.final,
-        "broken": coordinator.broken,
-        "failures": coordinator.failures,
-        "count": coordinator.count,
-        "unheard": _unheard(coordinator),
-        "rounds": coordinator.rounds,
-        "elapsed_s": None if started is None else now - started,
-        "phase": coordinator.course.number,
-        "algorithm": table_of(coordinator.course.algorithm),
-        "next_algorithm": table_of(coordinator.course.next_algorithm),
-        "generation": None if generation is None else dataclasses.asdict(generation),
+        "run": state.run,
+        "plan": state.plan.to_json(),
+        "closed": state.closed,
+        "stopping": state.stopping.to_json(),
+        "failed": state.failed.to_json(),
+        "count": ledger.count,
+        "base": ledger.base,
+        "unheard": ledger.at_risk(roster.members.values()),
+        "rounds": book.ordered,
+        "failures": book.failures,
+        "final": book.final,
+        "elapsed_s": None if state.started_at is None else now - state.started_at,
+        "phase": course.number,
+        "algorithm": table_of(course.algorithm),
+        "next_algorithm": table_of(course.next_algorithm),
+        "generation": None if roster.generation is None else dataclasses.asdict(roster.generation),
+        "broken": roster.broken.to_json(),
         "open": [
-            {"round": _round(o.round), "waiting": sorted(m.worker for m in o.waiting)}
-            for o in coordinator.open.values()
+            {"round": _fields(o.round), "waiting": sorted(m.worker for m in o.waiting)}
+            for o in book.open.values()
         ],
-        "members": [_member(m) for m in coordinator.members.values()],
-        "digests": {digest: m.worker for digest, m in coordinator.digests.items()},
-        "left": [_member(m) for m in coordinator.roster.left.values()],
-        "made": coordinator.roster.made,
-        "links": coordinator.links.capture(now),
+        "members": [_member(m) for m in roster.members.values()],
+        "digests": {digest: m.worker for digest, m in roster.digests.items()},
+        "left": [_member(m) for m in roster.left.values()],
+        "made": roster.made,
+        "links": state.links.capture(now),
     }
 
 
-def restore(state: dict[str, Any], now: float) -> Coordinator:
-    """Return a coordinator with the state that :func:`capture` returned.
+def restore(saved: dict[str, Any], now: float) -> RunState:
+    """Return the state that :func:`capture` has captured. Nobody has been silent, and nobody has waited yet.
 
     Raises:
-        ConfigError: the state is of another version, or no state.
+        ConfigError: the data is of another version, or no state.
     """
-    if state.get("version") != VERSION:
-        raise ConfigError(f"it is of version {state.get('version')}, this lsgd reads version {VERSION}")
+    if saved.get("version") != VERSION:
+        raise ConfigError(f"it is of version {saved.get('version')}, this lsgd reads version {VERSION}")
     try:
-        return _restore(state, now)
+        return _state_of(saved, now)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"it holds no state of a run: {error!r}") from None
 
 
-def _restore(state: dict[str, Any], now: float) -> Coordinator:
-    coordinator = Coordinator(Plan.from_json(state["plan"]), state["run"])
-    coordinator.stopping, coordinator.final = state["stopping"], state["final"]
-    coordinator.closed, coordinator.failures = state["closed"], state["failures"]
-    coordinator.broken, coordinator.count = state["broken"], state["count"]
-    coordinator.unheard = state["unheard"]
-    coordinator.rounds = dict(state["rounds"])
-    coordinator.started_at = None if state["elapsed_s"] is None else now - state["elapsed_s"]
-    algorithms = [algorithm_of(state[key], "the journal") for key in ("algorithm", "next_algorithm")]
-    coordinator.course.resume(state["phase"], *algorithms)
-    coordinator.links.restore(state["links"], now)
-    roster = coordinator.roster
-    roster.made = dict(state["made"])
-    roster.left = {m.worker: m for m in (_member_of(saved, now) for saved in state["left"])}
-    for saved in state["members"]:
-        roster.add(_member_of(saved, now))
-    coordinator.digests = {digest: roster.members[worker] for digest, worker in state["digests"].items()}
-    if state["generation"] is not None:
-        saved = state["generation"]
-        lists = {name: tuple(saved[name]) for name in ("nodes", "node_sizes", "indices")}
-        roster.generation = Generation(**{**saved, **lists})
-    for opened in state["open"]:
-        _reopen(coordinator, opened)
-    coordinator.resume(now)
-    return coordinator
+def _state_of(saved: dict[str, Any], now: float) -> RunState:
+    generation = Generation(**_of_lists(saved["generation"])) if saved["generation"] else None
+    members = {m.worker: m for m in (_member_of(each, now) for each in saved["members"])}
+    opened = []
+    for each in saved["open"]:
+        order = Round(**_of_lists(each["round"] | {"generation": generation}))
+        opened.append(OpenRound(order, {members[name] for name in each["waiting"]}))
+    state = RunState(
+        Plan.from_json(saved["plan"]),
+        saved["run"],
+        now=now,
+        roster=Roster(
+            members.values(),
+            [_member_of(each, now) for each in saved["left"]],
+            saved["made"],
+            generation,
+            Reason(*saved["broken"]),
+            {digest: members[worker] for digest, worker in saved["digests"].items()},
+        ),
+        ledger=Ledger(saved["count"], saved["base"], saved["unheard"]),
+        book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened),
+        started_at=None if saved["elapsed_s"] is None else now - saved["elapsed_s"],
+        stopping=Reason(*saved["stopping"]),
+        failed=Reason(*saved["failed"]),
+        closed_at=now if saved["closed"] else math.inf,
+    )
+    algorithms = [algorithm_of(saved[key], "the journal") for key in ("algorithm", "next_algorithm")]
+    state.course.resume(saved["phase"], *algorithms)
+    state.links.restore(saved["links"], now)
+    for each in opened:
+        _answer_again(state, each)
+    return state
 
 
-def _reopen(coordinator: Coordinator, saved: dict[str, Any]) -> None:
-    """Open a round again, for those who had not completed it."""
-    round = _round_of(saved["round"], coordinator.generation)
-    waiting = {coordinator.members[name] for name in saved["waiting"]}
-    coordinator.open[round.id] = opened = OpenRound(round, waiting)
-    for member in waiting:
+def _answer_again(state: RunState, opened: OpenRound) -> None:
+    """Give those who had not completed a round the answer that ordered it."""
+    order, again = opened.round, Why.AGAIN()
+    for member in opened.waiting:
         member.round, member.seq = opened, member.seq + 1
-        member.answer = (
-            Stop(member.seq, round, AGAIN)
-            if round.final
-            else Go(member.seq, round, coordinator.progress(0.0), AGAIN)
-        )
-
-
-def _unheard(coordinator: Coordinator) -> int:
-    """Return the most iterations that live members can make before anything else is captured."""
-    granted = sum(m.granted for m in coordinator.members.values() if m.live)
-    return coordinator.unheard + int(coordinator.tokens) + granted
+        go = Go(member.seq, order, state.progress(state.now), again)
+        member.answer = Stop(member.seq, order, again) if order.final else go
 
 
 def _member(member: Member) -> dict[str, Any]:
-    return {
+    return {name: getattr(member, name) for name in (*_KEPT, "granted", "seq")} | {
         "join": dataclasses.asdict(member.join),
         "phase": member.phase.name,
-        "rank": member.rank,
-        "synced": member.synced,
-        "granted": member.granted,
-        "leaving": member.leaving,
-        "seq": member.seq,
-        "done": member.done,
-        "committed": member.committed,
-        "loss": _finite(member.loss),
-        "times_leader": member.times_leader,
-        "silent": member.silent,
+        "loss": finite(member.loss),
+        "leaving": member.leaving.to_json(),
+        "left": member.left.to_json(),
     }
 
 
 def _member_of(saved: dict[str, Any], now: float) -> Member:
-    member = Member(Join(**saved["join"]), now)
-    member.phase = Phase[saved["phase"]]
-    member.seq = saved["seq"]
-    if member.live or member.phase in (Phase.LATE, Phase.CUT):
+    member = Member(
+        Join(**saved["join"]),
+        now,
+        Phase[saved["phase"]],
+        seq=saved["seq"],
+        loss=saved["loss"],
+        leaving=Reason(*saved["leaving"]),
+        left=Reason(*saved["left"]),
+        **{name: saved[name] for name in _KEPT},
+    )
+    if member.live or member.phase in (Phase.STRAGGLER, Phase.CUT):
         member.seq -= (
             1  # whether or not its last answer has arrived, it may ask for it as if for the first time
         )
     if member.live or member.phase is Phase.CUT:
         member.phase = Phase.BUSY
-    elif member.phase is Phase.LATE or saved["silent"]:
+    elif member.phase is Phase.STRAGGLER or member.was_silent:
         member.granted = saved["granted"]  # it is not waited for: what it may make is set aside
-    for name in ("rank", "synced", "leaving", "done", "committed", "loss", "times_leader", "silent"):
-        setattr(member, name, saved[name])
     return member
 
 
-def _round(round: Round) -> dict[str, Any]:
-    return {
-        field.name: getattr(round, field.name)
-        for field in dataclasses.fields(round)
-        if field.name != "generation"
-    }
+def _fields(order: Round) -> dict[str, Any]:
+    """Return all but the generation, which is kept once."""
+    names = (field.name for field in dataclasses.fields(order))
+    return {name: getattr(order, name) for name in names if name != "generation"}
 
 
-def _round_of(saved: dict[str, Any], generation: Generation | None) -> Round:
-    assert generation is not None
-    lists = {"leaders": tuple(saved["leaders"]), "new": tuple(saved["new"])}
-    return Round(**{**saved, **lists}, generation=generation)
-
-
-def _finite(loss: float | None) -> float | None:
-    """Return a loss as JSON can have it."""
-    return loss if loss is not None and math.isfinite(loss) else None
+def _of_lists(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a message, whose lists are tuples."""
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}

@@ -1,38 +1,45 @@
 """The state of a run as JSON text, for ``lsgd status`` and for what a training script writes at its end."""
 
 import json
-import math
 from dataclasses import asdict
 from typing import Any
 
 from lsgd.protocol.messages import MAX_NBYTES
-from lsgd.server.coordinator import Coordinator
 from lsgd.server.history import Election
-from lsgd.server.members import Member, Phase, by_place
+from lsgd.server.phases import Phase
+from lsgd.server.roster import Member, Roster, by_place, finite
+from lsgd.server.state import RunState
 
 MAX_LEADERS = 1000
 """Most rounds of the history that a report has; of a longer one, every second, third, ... is left out."""
 
+_STATES = {Phase.HELD: "held", Phase.BUSY: "live", Phase.STRAGGLER: "straggler", Phase.CUT: "cut"}
 
-def report(coordinator: Coordinator, now: float) -> str:
+
+def report(state: RunState, now: float) -> str:
     """Return the run's state; docs/operations.md describes the keys."""
-    started = coordinator.started_at
-    elections = list(coordinator.elections)
+    roster, book = state.roster, state.book
+    reason = state.stopping or state.waits_for(now)
+    elections = list(book.elections)
     step = -(-len(elections) // MAX_LEADERS) or 1
     document = {
-        "run": coordinator.run,
-        "state": _state(coordinator),
-        "reason": coordinator.stopping or coordinator.waits_for(now),
-        "algorithm": coordinator.course.algorithm.name,
-        "count": coordinator.count,
-        "iterations": coordinator.plan.run.iterations,
-        "progress": coordinator.progress(now),
-        "seconds": 0.0 if started is None else now - started,
-        "rounds_local": coordinator.rounds["local"],
-        "rounds_global": coordinator.rounds["global"],
-        "generation": coordinator.generation.number if coordinator.generation else 0,
-        "groups": len(coordinator.groups),
-        "members": [_line(coordinator, m, now) for m in _everybody(coordinator)],
+        "run": state.run,
+        "state": _state(state),
+        "reason": reason,
+        "code": reason.code,
+        "algorithm": state.course.algorithm.name,
+        "count": state.ledger.count,
+        "iterations": state.plan.run.iterations,
+        "progress": state.progress(now),
+        "seconds": 0.0 if state.started_at is None else now - state.started_at,
+        "rounds_local": book.ordered["local"],
+        "rounds_global": book.ordered["global"],
+        "generation": roster.generation.number if roster.generation else 0,
+        "groups": len(roster.groups),
+        "events": state.events,
+        "members": [
+            _line(roster, m, now) for m in sorted((roster.left | roster.members).values(), key=by_place)
+        ],
         "leaders": [_entry(election) for election in elections[::-step][::-1]],
     }
     text = json.dumps(document)
@@ -42,40 +49,29 @@ def report(coordinator: Coordinator, now: float) -> str:
     return text
 
 
-def _everybody(coordinator: Coordinator) -> list[Member]:
-    """Return all members, those that are gone too, in the order of ranks."""
-    roster = coordinator.roster
-    return sorted((roster.left | roster.members).values(), key=by_place)
-
-
-def _line(coordinator: Coordinator, member: Member, now: float) -> dict[str, Any]:
-    here = coordinator.members.get(member.worker) is member
-    states = {Phase.HELD: "held", Phase.BUSY: "live", Phase.LATE: "late", Phase.CUT: "cut"}
-    state = states.get(member.phase, "away") if here else "left"
+def _line(roster: Roster, member: Member, now: float) -> dict[str, Any]:
+    here = roster.members.get(member.worker) is member
     return {
         "worker": member.worker,
         "node": member.join.node,
         "rank": member.rank if here else -1,
-        "state": state,
-        "done": coordinator.roster.made.get(member.worker, 0) + (member.done if here else 0),
-        "loss": _finite(member.loss),
+        "state": _STATES.get(member.phase, "away") if here else "left",
+        "reason": member.left,
+        "code": member.left.code,
+        "done": roster.made.get(member.worker, 0) + (member.done if here else 0),
+        "loss": finite(member.loss),
         "times_leader": member.times_leader,
         "heard_s_ago": round(now - member.heard_at, 3),
     }
 
 
 def _entry(election: Election) -> dict[str, Any]:
-    return {**asdict(election), "losses": {w: _finite(loss) for w, loss in election.losses.items()}}
+    return {**asdict(election), "losses": {w: finite(loss) for w, loss in election.losses.items()}}
 
 
-def _finite(loss: float | None) -> float | None:
-    """Return a loss as JSON can have it: one that is no number is none."""
-    return loss if loss is not None and math.isfinite(loss) else None
-
-
-def _state(coordinator: Coordinator) -> str:
-    if coordinator.final or coordinator.over:
+def _state(state: RunState) -> str:
+    if state.book.final or state.over:
         return "over"
-    if coordinator.stopping:
+    if state.stopping:
         return "stopping"
-    return "running" if coordinator.generation else "waiting"
+    return "running" if state.roster.generation else "waiting"

@@ -1,74 +1,153 @@
-"""Who leads a round, who gives state, and who takes it: pure choices from what the members have reported."""
+"""The round book: which rounds are open, completed and failed; and who leads one, gives state in it, and takes it."""
 
+import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from lsgd.protocol.messages import Generation, Go, Round, Stop
-from lsgd.server.members import Group, Member, elect
+from lsgd.plan.run import RunSettings
+from lsgd.protocol.messages import Go, Round, Stop
+from lsgd.server.history import MAX_ELECTIONS, Election
+from lsgd.server.roster import Group, Member, OpenRound, elect
+
+MAX_FAILED_ROUNDS = 10
+"""So many failed rounds without a completed global one between them end the run."""
+
+
+class RoundBook:
+    """The rounds of a run.
+
+    An open round is waited for by at least one member, and each member that is in a round waits in that one, under
+    the answer that ordered it; beside the one that makes the consensus none is open (:meth:`check`).
+
+    Args:
+        ordered: how many so far, by scope.
+        failures: failed rounds since the last completed global one.
+        final: the round that makes the consensus has been ordered.
+        opened: those that are open.
+
+    Attributes:
+        open: the rounds that have not been completed by all, by id.
+        fresh: no round of the generation has been ordered yet.
+        elections: the last rounds.
+    """
+
+    def __init__(
+        self,
+        ordered: dict[str, int] | None = None,
+        failures: int = 0,
+        final: bool = False,
+        opened: Iterable[OpenRound] = (),
+    ) -> None:
+        self.ordered = dict(ordered or {"local": 0, "global": 0})
+        self.failures, self.final = failures, final
+        self.open = {each.round.id: each for each in opened}
+        self.fresh = False
+        self.elections: deque[Election] = deque(maxlen=MAX_ELECTIONS)
+        self._saved_at = 0  # global rounds before the last one that was completed with a checkpoint
+        self._saved_at_s = -math.inf  # when that was; of a server that was started again nobody knows
+
+    @property
+    def next_id(self) -> int:
+        """The id of the next round."""
+        return self.ordered["local"] + self.ordered["global"] + 1
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether too many rounds have failed in a row."""
+        return self.failures >= MAX_FAILED_ROUNDS
+
+    def begin(self, now: float) -> None:
+        """Note that the first round is ordered, from which checkpoints by time count."""
+        self._saved_at_s = now
+
+    def checkpoint_due(self, run: RunSettings, now: float) -> bool:
+        """Whether a checkpoint is to be written in a global round that is ordered now."""
+        every, every_s = run.checkpoint_every, run.checkpoint_every_s
+        by_rounds = every > 0 and self.ordered["global"] - self._saved_at >= every
+        return by_rounds or (every_s > 0 and now - self._saved_at_s >= every_s)
+
+    def order(self, order: Round, members: Iterable[Member]) -> None:
+        """Open a round of ``members``."""
+        assert order.scope == "local" or not self.open
+        opened = OpenRound(order, set(members))
+        self.open[order.id] = opened
+        self.ordered[order.scope] += 1
+        self.final |= order.final
+        self.fresh = False
+        for member in opened.waiting:
+            member.round = opened
+
+    def complete(self, member: Member, round_id: int, now: float) -> OpenRound | None:
+        """Note that a member has completed a round, and return the round if it was in it."""
+        member.committed = max(member.committed, round_id)
+        opened = member.round
+        if opened is None or opened.round.id != round_id:
+            return None
+        member.round, member.met = None, opened.round.generation.number
+        member.synced |= opened.round.scope == "global"
+        opened.waiting.remove(member)
+        if not opened.waiting:
+            del self.open[round_id]
+            if opened.round.scope == "global":
+                self.failures = 0
+            if opened.round.checkpoint:
+                self._saved_at, self._saved_at_s = opened.round.exchanges, now
+        return opened
+
+    def fail(self, opened: OpenRound, *, counts: bool) -> None:
+        """Close a round that somebody could not complete; ``counts``: it is the first of its generation to fail."""
+        del self.open[opened.round.id]
+        for member in opened.waiting:
+            member.round = None
+        self.final &= not opened.round.final
+        self.failures += counts
+
+    def check(self, members: Iterable[Member]) -> None:
+        """Assert what holds between two messages."""
+        assert {m for opened in self.open.values() for m in opened.waiting} == {m for m in members if m.round}
+        assert not self.final or len(self.open) <= 1
+        for id, opened in self.open.items():
+            assert id == opened.round.id < self.next_id and opened.waiting
+            for member in opened.waiting:
+                assert member.round is opened and member.committed < id and member.rank >= 0
+                assert member.answer is not None and member.answer.round is opened.round
 
 
 def abridged(answer: Go | Stop, member: Member) -> Go | Stop:
     """Return an answer without the members of a generation where its worker knows them."""
-    round = answer.round
-    if round is None or round.generation.number != member.met:
+    order = answer.round
+    if order is None or order.generation.number != member.met:
         return answer
-    generation = replace(round.generation, nodes=(), node_sizes=(), indices=())
-    return replace(answer, round=replace(round, generation=generation))
+    generation = replace(order.generation, nodes=(), node_sizes=(), indices=())
+    return replace(answer, round=replace(order, generation=generation))
 
 
-def compose(
-    generation: Generation,
-    members: Sequence[Member],
-    groups: Iterable[Group],
-    *,
-    id: int,
-    scope: str,
-    exchanges: int,
-    copies: bool,
-    final: bool,
-    algorithm: str,
-    count: int,
-    checkpoint: bool,
-    probe: bool,
-) -> tuple[Round, Member]:
-    """Return a round and its leader.
+class Roles(NamedTuple):
+    """Who leads a round, who on each node (ranks, -1: nobody), who gives state, and who takes it (ranks)."""
+
+    leader: Member
+    leaders: tuple[int, ...]
+    source: Member
+    new: tuple[int, ...]
+
+
+def roles(members: Sequence[Member], groups: Iterable[Group], nodes: int, *, copies: bool) -> Roles:
+    """Choose from what the members have reported.
 
     Args:
-        generation: of the members.
         members: who take part, in rank order.
         groups: theirs; the generation's others have no leader in this round.
-        id: of the round.
-        scope: ``local`` or ``global``.
-        exchanges: global rounds before this one.
+        nodes: of the generation.
         copies: all members take the source's model, not only newcomers.
-        final: the round makes the consensus.
-        algorithm: its settings, as text.
-        count: iterations made so far.
-        checkpoint: the members save what they are.
-        probe: they first see whether all of them can reach each other.
     """
     synced = [m for m in members if m.synced]
     # The state of the most advanced round is the one to go on from; of equal ones, the leader's.
     source = min(synced or members, key=lambda m: (-m.committed, m.electable_loss, m.place))
-    new = [m for m in members if m is not source and (copies or not m.synced)]
-    # A newcomer has no model worth following, unless it is the one that all start from.
-    leader = elect(synced or [source])
-    leaders = [-1] * len(generation.node_sizes)
+    new = [m.rank for m in members if m is not source and (copies or not m.synced)]
+    leaders = [-1] * nodes
     for group in groups:
         leaders[group.index] = elect([m for m in group.members if m.synced] or group.members).rank
-    round = Round(
-        id=id,
-        generation=generation,
-        scope=scope,
-        leader=leader.rank,
-        leaders=tuple(leaders),
-        exchanges=exchanges,
-        new=tuple(m.rank for m in new),
-        source=source.rank,
-        final=final,
-        algorithm=algorithm if scope == "global" else "",
-        count=count,
-        checkpoint=checkpoint,
-        probe=probe,
-    )
-    return round, leader
+    # A newcomer has no model worth following, unless it is the one that all start from.
+    return Roles(elect(synced or [source]), tuple(leaders), source, tuple(new))

@@ -179,7 +179,7 @@ def state(process: Process) -> str:
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "stuck"])
-def test_a_worker_that_falls_silent_is_left_out_and_only_another_process_takes_its_place(
+def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_its_place(
     cluster, fault
 ) -> None:
     server, locals_ = cluster.start("--workers", "3", "--lease-s", "2", *EVERY)
@@ -206,7 +206,7 @@ def test_a_worker_that_falls_silent_is_left_out_and_only_another_process_takes_i
         victim.send(signal.SIGCONT)
         assert victim.wait() == LeftOutError.exit_code
         assert re.search(
-            r"ends with exit code 76: node0/worker2 is not in run \w+: it was left out", victim.output
+            r"ends with exit code 76: node0/worker2 is not in run \w+: it was evicted", victim.output
         )
         assert cluster.status()["generation"] == 2
     again = cluster.worker("crash", 0, 2, "--sleep", 0.01)
@@ -218,17 +218,17 @@ def test_a_worker_that_falls_silent_is_left_out_and_only_another_process_takes_i
     assert len({cluster.result(0, index)["model"] for index in range(3)}) == 1
 
 
-def test_a_worker_that_computes_for_too_long_is_left_out_and_comes_back(cluster) -> None:
+def test_a_worker_that_computes_for_too_long_is_evicted_and_comes_back(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", "--patience-s", "1", *EVERY)
     other = cluster.worker("crash", 0, 0, "--sleep", 0.01)
     slow = cluster.worker("crash", 0, 1, "--sleep", 0.01, "--stall-at", 10, "--stall", 3)
-    told = r"node0/worker1 is left out of round \d+: the others waited 1 s for it"
+    told = r"node0/worker1 is evicted from round \d+: the others waited 1 s for it"
     server.says(told)
     slow.says(rf"generation 1 is over: {told}")
     trains(cluster)
     assert "goes on" not in slow.output
     (member,) = (m for m in cluster.status()["members"] if m["worker"] == "node0/worker1")
-    assert member["state"] == "late" and member["heard_s_ago"] < 3
+    assert member["state"] == "straggler" and member["heard_s_ago"] < 3
     server.says(r"generation 3: 2 workers on 1 node")
     trains(cluster)
     assert finish(cluster, server, other, slow, *locals_) == steps(cluster)

@@ -18,7 +18,7 @@ def test_a_pause_that_is_not_heard_costs_the_others_their_patience(cluster: Clus
     kill(run.server)
     pauses.says("node0/worker1 pauses without the servers' knowing, so that others may wait: ")
     run.start_again()
-    run.server.says(r"node0/worker1 is left out of round \d+: the others waited 1 s for it")
+    run.server.says(r"node0/worker1 is evicted from round \d+: the others waited 1 s for it")
     trains(cluster)
     run.server.says(r"generation \d+: 2 workers on 1 node")
     until(lambda: len(steps.read_text().split()) > 21, "it is back")

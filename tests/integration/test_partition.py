@@ -32,7 +32,7 @@ def lsgd(host: Host, keys: Path, *arguments: str) -> str:
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_node_that_is_cut_off_is_left_out_and_comes_back_when_the_wire_does(tmp_path: Path) -> None:
+def test_a_node_that_is_cut_off_is_evicted_and_comes_back_when_the_link_does(tmp_path: Path) -> None:
     with Testbed(2) as testbed:
 
         def status() -> dict[str, Any]:

@@ -24,8 +24,13 @@ from lsgd.protocol.messages import (
     Waiting,
     Welcome,
 )
-from lsgd.server.coordinator import Coordinator, Decision
-from lsgd.server.members import Phase
+from lsgd.server.coordinator import Coordinator
+from lsgd.server.phases import Phase
+from lsgd.server.reasons import Reason
+from lsgd.server.roster import Roster
+from lsgd.server.rounds import RoundBook
+from lsgd.server.state import Decision, RunState
+from lsgd.server.tokens import Ledger
 from lsgd.settings import AlgorithmSettings, Schedule
 
 
@@ -71,12 +76,11 @@ class Bench:
 
     def __init__(self, *places: str, plan: Plan | None = None, **settings: object) -> None:
         self.coordinator = Coordinator(
-            plan or make_plan(**{"workers": max(len(places), 1), **settings}),  # type: ignore[arg-type]
-            "run",
+            RunState(plan or make_plan(**{"workers": max(len(places), 1), **settings}), "run")  # type: ignore[arg-type]
         )
         self.now = 100.0
         self.got: dict[str, list[Downward]] = {}
-        self.notes: list[str] = []
+        self.notes: list[Reason] = []
         self.seqs: dict[str, int] = {}
         self.done: dict[str, int] = {}
         self.committed: dict[str, int] = {}
@@ -84,8 +88,33 @@ class Bench:
         for place in places:
             self.join(place)
 
+    @property
+    def state(self) -> RunState:
+        return self.coordinator.state
+
+    @property
+    def roster(self) -> Roster:
+        return self.state.roster
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.state.ledger
+
+    @property
+    def book(self) -> RoundBook:
+        return self.state.book
+
+    @property
+    def codes(self) -> list[str]:
+        """The codes of what the last call told people."""
+        return [note.code for note in self.notes]
+
+    def waits(self, after_s: float = 0.0) -> str:
+        """Return the code of what is waited for."""
+        return self.state.waits_for(self.now + after_s).code
+
     def act(self, decision: Decision) -> dict[str, list[Downward]]:
-        check_invariants(self.coordinator)
+        check_invariants(self.state)
         self.notes = decision.notes
         self.got = {}
         for worker, incarnation, message in decision.answers:
@@ -180,7 +209,7 @@ class Bench:
         return self.say(Data(*self.who(place), digest))
 
     def member(self, place: str):  # type: ignore[no-untyped-def]
-        return self.coordinator.members[self.who(place)[0]]
+        return self.roster.members[self.who(place)[0]]
 
     def only(self, place: str) -> Downward:
         """Return the single answer that the last call gave to a worker."""
@@ -209,90 +238,50 @@ def started(*places: str, **settings: object) -> Bench:
     return bench
 
 
-def check_invariants(coordinator: Coordinator) -> None:
-    """Recompute every count that the coordinator keeps, and check what must hold between its events."""
-    roster, members = coordinator.roster, coordinator.members
-    everybody = list(members.values())
-    assert all(name == m.worker for name, m in members.items())
-    assert roster.live == sum(m.phase in (Phase.HELD, Phase.BUSY) for m in everybody)
-    assert roster.held == sum(m.phase is Phase.HELD for m in everybody)
-    assert roster.paused == sum(m.phase is Phase.PAUSED for m in everybody)
-    _check_generation(coordinator)
-    assert all(m.answer is None and m.round is None for m in everybody if m.phase is Phase.CUT)
-    _check_rounds(coordinator)
-    _check_tokens(coordinator)
-    _check_nobody_waits_in_vain(coordinator)
-    assert coordinator._describe_wait(0.0)
+def check_invariants(state: RunState) -> None:
+    """Check what must hold between two messages, and that whoever can be answered has been."""
+    state.check()
+    _check_generation(state)
+    _check_nobody_waits_in_vain(state)
+    assert state._what_is_waited_for(0.0)
 
 
-def _check_generation(coordinator: Coordinator) -> None:
-    generation, everybody = coordinator.generation, list(coordinator.members.values())
+def _check_generation(state: RunState) -> None:
+    roster, everybody = state.roster, list(state.roster.members.values())
     inside = [m for m in everybody if m.rank >= 0]
-    if generation is None:
-        assert not inside and not coordinator.groups and not coordinator.broken
+    if roster.generation is None:
+        assert not inside and not roster.groups and not roster.broken
         return
     assert len({m.rank for m in inside}) == len(inside)
-    assert all(generation.members[m.rank] == m.worker for m in inside)
-    assert coordinator.roster.absent == len(generation.members) - sum(m.live for m in inside)
-    if not coordinator.broken and not any(m.phase is Phase.ENDED for m in inside):
-        gone = set(generation.members) - {m.worker for m in inside}
-        assert not gone or any(m.leaving for m in everybody) or coordinator.roster.absent
-    groups = list(coordinator.groups.values())
-    assert tuple(len(g.members) for g in groups) == generation.node_sizes
-    assert [m.worker for g in groups for m in g.members] == list(generation.members)
-    assert [g.index for g in groups] == list(range(len(groups)))
-    for group in groups:
-        assert group.held == sum(m.held for m in inside if m.join.node == group.node)
-        assert group.tokens >= 0
-    assert coordinator.broken or all(m.rank >= 0 for m in everybody if m.synced)
+    if not roster.broken and not any(m.phase is Phase.ENDED for m in inside):
+        gone = set(roster.generation.members) - {m.worker for m in inside}
+        assert not gone or any(m.leaving for m in everybody) or roster.absent
+    assert tuple(len(g.members) for g in roster.groups.values()) == roster.generation.node_sizes
 
 
-def _check_rounds(coordinator: Coordinator) -> None:
-    for id, opened in coordinator.open.items():
-        assert id == opened.round.id and opened.waiting
-        for member in opened.waiting:
-            assert coordinator.members[member.worker] is member
-            assert member.round is opened and member.phase is Phase.BUSY
-            assert member.answer is not None and member.answer.round is opened.round
-            assert member.rank >= 0 and member.committed < id
-    waiting = {m for opened in coordinator.open.values() for m in opened.waiting}
-    assert waiting == {m for m in coordinator.members.values() if m.round is not None}
-    assert not coordinator.final or coordinator.closed or len(coordinator.open) == 1
-
-
-def _check_tokens(coordinator: Coordinator) -> None:
-    run = coordinator.plan.run
-    granted = sum(m.granted for m in coordinator.members.values())
-    assert all(m.phase in (Phase.BUSY, Phase.LATE) for m in coordinator.members.values() if m.granted)
-    assert coordinator.tokens >= 0
-    assert not coordinator.stopping or coordinator.tokens == 0
-    if run.iterations:
-        assert coordinator.tokens <= max(0, run.iterations - coordinator.count - granted)
-
-
-def _check_nobody_waits_in_vain(coordinator: Coordinator) -> None:
+def _check_nobody_waits_in_vain(state: RunState) -> None:
     """No held request could be answered now."""
-    roster, everybody = coordinator.roster, list(coordinator.members.values())
+    roster, tokens, everybody = state.roster, state.ledger.tokens, list(state.roster.members.values())
     for member in everybody:
         group = roster.group_of(member)
-        if member.held and member.synced and group and not coordinator.course.schedule.lockstep:
-            assert coordinator.tokens < 1 or group.tokens < 1
+        if member.held and member.synced and group and not state.course.schedule.lockstep:
+            assert tokens < 1 or group.tokens < 1
         if member.held or member.phase is Phase.CUT:
-            assert not coordinator.closed
-    if not coordinator.broken and not roster.absent:
-        for group in coordinator.groups.values():
+            assert not state.closed
+    if not roster.broken and not roster.absent:
+        for group in roster.groups.values():
             complete = group.held == len(group.members) and group.tokens < 1
-            assert not complete or coordinator.tokens < len(group.members)
+            assert not complete or tokens < len(group.members)
     if roster.live and roster.held == roster.live:
         assert (
-            coordinator.final
+            state.book.final
             or roster.paused
-            or coordinator._lost_at
+            or state.lost_at
             or (
                 not any(m.synced for m in everybody if m.live)
-                and any(m.synced or m.committed for m in everybody if m.phase is Phase.LATE)
+                and any(m.synced or m.committed for m in everybody if m.phase is Phase.STRAGGLER)
             )
-            or (coordinator.generation is None and roster.live < coordinator.plan.run.workers)
+            or (roster.generation is None and roster.live < state.plan.run.workers)
         )
 
 

@@ -31,8 +31,9 @@ from lsgd.protocol.messages import (
     Waiting,
     Welcome,
 )
-from lsgd.server.coordinator import Coordinator, Decision
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.memento import capture, restore
+from lsgd.server.state import Decision, RunState
 
 from .helpers import check_invariants, greeting
 
@@ -145,7 +146,7 @@ class SimulatedWorker:
 
     def ask_ahead(self) -> None:
         most = self.run.plan.run.lookahead
-        lockstep = self.run.coordinator.course.schedule.lockstep
+        lockstep = self.run.state.course.schedule.lockstep
         if most and self.left <= self.last_grant // 2 and self.ahead is None and not lockstep:
             self.ahead = self.seq + 1
             self.say(
@@ -286,7 +287,7 @@ class SimulatedRun:
     ) -> None:
         self.plan, self.faults = plan, faults or Faults()
         self.random = random.Random(seed)
-        self.coordinator = Coordinator(plan, "run")
+        self.coordinator = Coordinator(RunState(plan, "run"))
         self.now = 0.0
         self.steps = 0
         self.rounds: dict[int, Round] = {}
@@ -296,7 +297,7 @@ class SimulatedRun:
         self.let_go: set[tuple[str, int, int]] = set()  # requests whose answer nobody waits for any more
         self.notes: list[str] = []
         self.clean_leaves: set[tuple[str, int]] = set()
-        self.kills = self.late = self.slow_steps = self.cuts = 0
+        self.kills = self.stragglers = self.slow_steps = self.cuts = 0
         self.forgotten: Counter[tuple[str, int]] = (
             Counter()
         )  # steps reported, and not yet in the journal at a kill
@@ -316,6 +317,10 @@ class SimulatedRun:
                 self.add(node, index)
         for _ in range(latecomers):
             self.after(self.random.uniform(1.0, 30.0), self.add_latecomer)
+
+    @property
+    def state(self) -> RunState:
+        return self.coordinator.state
 
     # -- time and network --------------------------------------------------------------------------------------
 
@@ -353,7 +358,7 @@ class SimulatedRun:
 
     def _deliver(self, message: Upward) -> None:
         who = (message.worker, message.incarnation)
-        member = self.coordinator.members.get(message.worker)
+        member = self.state.roster.members.get(message.worker)
         known = member is not None and member.join.incarnation == message.incarnation
         kept = self.act(self.coordinator.handle(message, self.now))
         if kept and isinstance(message, Leave):
@@ -363,8 +368,8 @@ class SimulatedRun:
 
     def act(self, decision: Decision) -> bool:
         """Do as the global server does with a decision; return whether it lived to journal it."""
-        check_invariants(self.coordinator)
-        assert self.coordinator.count <= self.plan.run.iterations
+        check_invariants(self.state)
+        assert self.state.ledger.count <= self.plan.run.iterations
         dies = (
             self.now - self._started_at > LEAST_UP_S
             and self.kills < MOST_KILLS
@@ -376,8 +381,8 @@ class SimulatedRun:
             return False
         self._keep()
         self.notes += decision.notes
-        self.late += sum(" left out of round " in note for note in decision.notes)
-        self.failed |= {int(n.split()[1]) for n in decision.notes if n.startswith("round ")}
+        self.stragglers += sum(note.code == "evicted" for note in decision.notes)
+        self.failed |= {int(n.split()[1]) for n in decision.notes if n.code.startswith("round_fails")}
         self._check_rounds(decision)
         if killed != "kept":
             for worker, incarnation, message in decision.answers:
@@ -397,16 +402,16 @@ class SimulatedRun:
 
     def _keep(self) -> None:
         """Write the journal, by the rule of the global server: when what has to be kept has changed."""
-        if self.coordinator.changes != self._kept:
-            self._journal = json.dumps(capture(self.coordinator, self.now))
-            self._kept = self.coordinator.changes
+        if self.state.changes != self._kept:
+            self._journal = json.dumps(capture(self.state, self.now))
+            self._kept = self.state.changes
 
     def kill(self) -> None:
         """Lose the coordinator; what it was sent is lost, what it has sent arrives now or never."""
         self.kills += 1
         self._down = True
         kept = {(m["join"]["worker"], m["join"]["incarnation"]): m["done"] for m in self._saved_members()}
-        for member in self.coordinator.members.values():
+        for member in self.state.roster.members.values():
             who = (member.worker, member.join.incarnation)
             self.forgotten[who] += member.done - kept.get(who, 0)
         under_way, self._under_way = self._under_way, {}
@@ -419,13 +424,13 @@ class SimulatedRun:
         return list(json.loads(self._journal)["members"])
 
     def _restart(self) -> None:
-        elections = self.coordinator.elections  # they have a table of their own in the journal
-        self.coordinator = restore(json.loads(self._journal), self.now)
-        self.coordinator.elections = elections
-        self._kept = self.coordinator.changes
+        elections = self.state.book.elections  # they have a table of their own in the journal
+        self.coordinator = Coordinator(restore(json.loads(self._journal), self.now))
+        self.state.book.elections = elections
+        self._kept = self.state.changes
         self._down = False
         self._started_at = self.now
-        check_invariants(self.coordinator)
+        check_invariants(self.state)
 
     def _check_rounds(self, decision: Decision) -> None:
         """A new round goes to all its members in one decision, once to each, the same object."""
@@ -442,10 +447,10 @@ class SimulatedRun:
             members = self.members_of(round)
             assert sorted(worker for worker, _ in pairs) == sorted(members)
             if round.scope == "global":
-                live = {m.worker for m in self.coordinator.members.values() if m.live}
-                end = min(self.plan.run.iterations, self.coordinator.course.end)
-                late = sum(m.granted for m in self.coordinator.members.values() if not m.live)
-                left = end - self.coordinator.count - late
+                live = {m.worker for m in self.state.roster.members.values() if m.live}
+                end = min(self.plan.run.iterations, self.state.course.end)
+                out = sum(m.granted for m in self.state.roster.members.values() if not m.live)
+                left = end - self.state.ledger.count - out
                 assert set(members) == live or len(members) == left < len(live)
             assert round.leader >= 0 and round.source >= 0
             assert not round.new or self.first_of_generation(round)
@@ -530,9 +535,9 @@ class SimulatedRun:
     def go(self, most_s: float = 3000.0) -> "SimulatedRun":
         """Run until the coordinator is over."""
         self._tick()
-        while not self.coordinator.over:
+        while not self.state.over:
             assert self._events and self.now < most_s, self._story()
-            if not self._down and not self.coordinator.members and self.now > 40.0:
+            if not self._down and not self.state.roster.members and self.now > 40.0:
                 self.coordinator.stop("everybody has left")
             self.now, _, event = heapq.heappop(self._events)
             event()
@@ -548,7 +553,7 @@ class SimulatedRun:
         return "\n".join(
             [
                 f"not over at {self.now:.1f}",
-                self.coordinator.waits_for(self.now),
+                self.state.waits_for(self.now),
                 str(states),
                 *self.notes[-30:],
             ]

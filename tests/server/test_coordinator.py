@@ -30,9 +30,9 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server.coordinator import LINGER_S
 from lsgd.server.history import MAX_LOSSES
-from lsgd.server.members import MAX_LEFT, Member, Roster
-from lsgd.server.rounds import abridged
-from lsgd.server.scheduler import MAX_FAILED_ROUNDS
+from lsgd.server.reasons import NO_REASON
+from lsgd.server.roster import MAX_LEFT, Member, Roster
+from lsgd.server.rounds import MAX_FAILED_ROUNDS, abridged
 from lsgd.settings import AlgorithmSettings
 
 from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_plan, started
@@ -43,7 +43,7 @@ from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_
 def test_join_waits_for_the_others_then_all_are_welcome() -> None:
     bench = Bench(workers=2)
     assert bench.join("01")["01"] == [Waiting(0, "1 of 2 workers have joined")]
-    assert bench.coordinator.waits_for(bench.now) == "1 of 2 workers have joined"
+    assert bench.waits() == "joining"
     answers = bench.join("00")
     assert bench.notes == ["node0/worker0 joins from 10.0.0.1; 2 of 2 workers have joined"]
     welcomes = {place: answers[place][0] for place in ("00", "01")}
@@ -57,12 +57,12 @@ def test_join_said_again_is_answered_again() -> None:
     assert bench.join("00") == first
     bench.join("01")
     assert isinstance(bench.join("00")["00"][0], Welcome)
-    assert len(bench.coordinator.members) == 2
+    assert len(bench.roster.members) == 2
 
 
 def test_more_workers_than_wanted_belong_to_the_first_round() -> None:
     bench = Bench("00", "01", "10", workers=2)
-    assert bench.coordinator.waits_for(bench.now).startswith("the first round waits for the first request of")
+    assert bench.waits() == "first_requests"
     bench.ask("10")
     assert not bench.got
     bench.ask("00")
@@ -71,34 +71,38 @@ def test_more_workers_than_wanted_belong_to_the_first_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "code", "reason"),
     [
         (
             {"versions": {"lsgd": "1.0.0", "torch": "2.12.0"}},
+            "software",
             "its software differs: torch 2.12.0 on node1, 2.13.0 on node0; install the same release on both",
         ),
         (
             {"model": "other", "model_summary": "3 tensors, 13 numbers"},
+            "model",
             "its model differs from node0/worker0's: 3 tensors, 13 numbers against 2 tensors, 12 numbers; "
             "build the same model on every worker",
         ),
         (
             {"address": "127.0.0.1"},
+            "loopback",
             "node1/worker0 can be reached at 127.0.0.1 and node0/worker0 at 10.0.0.1: one of them is on the "
             "loopback interface; connect every node's local server by the global server's real address",
         ),
         (
             {"address": "::1"},
+            "loopback",
             "node1/worker0 can be reached at ::1 and node0/worker0 at 10.0.0.1: one of them is on the "
             "loopback interface; connect every node's local server by the global server's real address",
         ),
     ],
 )
-def test_a_worker_that_does_not_fit_is_refused(changes: dict[str, object], reason: str) -> None:
+def test_a_worker_that_does_not_fit_is_refused(changes: dict[str, object], code: str, reason: str) -> None:
     bench = Bench("00", workers=2)
     assert bench.join("10", **changes)["10"] == [Refused(reason)]
-    assert bench.notes == [f"node1/worker0 is refused, {reason}"]
-    assert len(bench.coordinator.members) == 1
+    assert bench.codes == [f"is_refused.{code}"]
+    assert len(bench.roster.members) == 1
 
 
 @pytest.mark.parametrize(
@@ -136,10 +140,8 @@ def test_two_living_workers_of_one_name_are_refused() -> None:
     bench.say(Heartbeat("node0/worker0", 1))
     (refused,) = bench.say(twin)["00"]
     assert isinstance(refused, Refused)
-    assert refused.reason.startswith(
-        "node0/worker0 is in the run already (heard 0.0 s ago); two workers cannot"
-    )
-    assert bench.coordinator.members["node0/worker0"].join.incarnation == 1
+    assert refused.reason.code == "name_taken"
+    assert bench.roster.members["node0/worker0"].join.incarnation == 1
 
 
 def test_a_restarted_worker_takes_its_own_name_over() -> None:
@@ -151,30 +153,26 @@ def test_a_restarted_worker_takes_its_own_name_over() -> None:
         assert isinstance(bench.say(greeting(0, 0, 2))["00"][0], Waiting)
     bench.now += 1.0
     assert isinstance(bench.say(greeting(0, 0, 2))["00"][0], Welcome)
-    assert bench.coordinator.members["node0/worker0"].join.incarnation == 2
+    assert bench.roster.members["node0/worker0"].join.incarnation == 2
 
 
 def test_who_has_left_cannot_come_back_as_the_same_process() -> None:
     bench = started("00", "01")
     bench.leave("01", did=True)
-    assert bench.coordinator.count == 1
+    assert bench.ledger.count == 1
     (refused,) = bench.join("01")["01"]
-    assert refused == Refused(
-        "this process of node0/worker1 has left the run already, or was left out of it; start it again"
-    )
+    assert isinstance(refused, Refused) and refused.reason.code == "came_back"
     bench.ask("01")
-    assert bench.only("01") == LeftOut(
-        "node0/worker1 is not in run run: it was left out, or belongs to an earlier run; start it again",
-        "run",
-    )
+    answer = bench.only("01")
+    assert isinstance(answer, LeftOut) and (answer.reason.code, answer.run) == ("unknown", "run")
     bench.heartbeat("01")
-    assert not bench.got and bench.coordinator.count == 1
+    assert not bench.got and bench.ledger.count == 1
 
 
 def test_waiting_for_others_ends_in_time() -> None:
     bench = Bench("00", workers=2, join_timeout_s=30)
     bench.tick(29)
-    assert len(bench.coordinator.members) == 1
+    assert len(bench.roster.members) == 1
     bench.leave("00")
     bench.now += 100
     bench.join("00", 2)
@@ -183,7 +181,7 @@ def test_waiting_for_others_ends_in_time() -> None:
     bench.tick(1)
     reason = "after 30 s only 1 of 2 workers have joined; start the others, or a run of fewer (--workers)"
     assert bench.got["00"] == [Refused(reason)]
-    assert not bench.coordinator.members
+    assert not bench.roster.members
     assert isinstance(bench.join("00", 3)["00"][0], Waiting)
 
 
@@ -193,9 +191,7 @@ def test_one_that_joins_and_never_asks_is_waited_for_so_long_and_no_longer() -> 
     bench.tick(30)
     assert not bench.notes
     bench.tick(1)
-    assert bench.notes == [
-        "node0/worker1 leaves: it did not ask for its first iteration for 30 s (0 iterations)"
-    ]
+    assert bench.codes == ["leaves.never_asked"]
     bench.join("01", 2)
     bench.ask("01")
     assert bench.round("00", "01").id == 1
@@ -205,7 +201,7 @@ def test_one_that_leaves_before_the_first_round_is_waited_for_anew() -> None:
     bench = Bench("00", "01", join_timeout_s=30)
     bench.ask("00")
     bench.leave("01")
-    assert bench.coordinator.waits_for(bench.now) == "1 of 2 workers have joined"
+    assert bench.waits() == "joining"
     bench.join("01", 2)
     bench.ask("01")
     assert bench.round("00", "01").id == 1
@@ -215,15 +211,14 @@ def test_one_that_leaves_before_the_first_round_is_waited_for_anew() -> None:
 def test_stopped_before_the_first_round(welcomed: bool) -> None:
     bench = Bench("00", workers=1 if welcomed else 2)
     bench.say(StopRun("enough"))
-    assert bench.notes == ["stopping: enough"]
-    assert bench.coordinator.waits_for(bench.now) == "the run is over: enough"
+    assert bench.codes == ["stopping.ordered"] and bench.waits() == "ended.ordered"
     if welcomed:
         assert isinstance(bench.join("00")["00"][0], Welcome)
         assert bench.ask("00")["00"] == [Stop(1, None, "enough")]
         bench.leave("00")
     else:
         assert bench.join("00")["00"] == [Over("enough")]
-    assert bench.coordinator.over
+    assert bench.state.over
     assert bench.join("01")["01"] == [Over("enough")]
 
 
@@ -231,7 +226,7 @@ def test_stopped_with_nobody_there() -> None:
     bench = Bench(workers=1)
     bench.coordinator.stop("enough")
     bench.tick()
-    assert bench.notes == ["stopping: enough"] and bench.coordinator.over
+    assert bench.codes == ["stopping.ordered"] and bench.state.over
 
 
 # -- tokens and rounds -----------------------------------------------------------------------------------------
@@ -244,7 +239,7 @@ def test_first_round_starts_all_from_the_model_of_rank_0() -> None:
     assert (round.id, round.scope, round.exchanges, round.final) == (1, "global", 0, False)
     assert (round.source, round.new, round.leader, round.leaders) == (0, (1, 2), 0, (0, 2))
     assert round.generation.node_sizes == (2, 1) and round.generation.backend == "gloo"
-    assert bench.got["00"][0].reason == "global round 1: all 3 members are held"  # type: ignore[union-attr]
+    assert bench.got["00"][0].reason.code == "global_round"  # type: ignore[union-attr]
     assert bench.notes == [
         "generation 1: 3 workers on 2 nodes, over gloo",
         "global round 1: leader node0/worker0 (no loss yet), 0 iterations",
@@ -271,18 +266,16 @@ def test_token_by_token_to_a_local_and_a_global_round() -> None:
         for place in places:
             (go,) = bench.ask(place)[place]
             assert isinstance(go, Go) and go.round is None
-            assert go.reason == "the run and the group have a token left"
+            assert go.reason.code == "token"
     bench.ask("00")
     assert not bench.got
-    assert bench.coordinator.waits_for(bench.now) == (
+    assert bench.state.waits_for(bench.now) == (
         "the next round waits 0.0 s for node0/worker1, node1/worker0, node1/worker1"
     )
     bench.ask("01")
     local = bench.round("00", "01")
     assert (local.scope, local.leader, local.leaders, local.new) == ("local", 0, (0, -1), ())
-    assert bench.got["01"][0].reason == (  # type: ignore[union-attr]
-        "local round 2: all 2 members on node0 are held, their queue is empty"
-    )
+    assert bench.got["01"][0].reason.code == "local_round"  # type: ignore[union-attr]
     assert bench.notes == ["local round 2 of node0: leader node0/worker0 (no loss yet), 14 iterations"]
     # The other group is not held up: it may train on, and so may this one.
     assert not bench.ask("10")
@@ -292,21 +285,21 @@ def test_token_by_token_to_a_local_and_a_global_round() -> None:
     for _ in range(3):
         for place in places:
             bench.ask(place)
-    assert bench.coordinator.tokens == 0
+    assert bench.ledger.tokens == 0
     bench.ask_all(*places)
     last = bench.round(*places)
     assert (last.id, last.scope, last.exchanges) == (4, "global", 1)
-    assert bench.coordinator.count == 32
-    assert bench.coordinator.rounds == {"local": 2, "global": 2}
+    assert bench.ledger.count == 32
+    assert bench.book.ordered == {"local": 2, "global": 2}
 
 
 def test_a_fast_worker_takes_more_of_the_tokens() -> None:
     bench = started("00", "01", period=8, local_period=8)
     while bench.ask("00").get("00"):
         pass
-    assert bench.coordinator.members["node0/worker0"].done == 15
+    assert bench.roster.members["node0/worker0"].done == 15
     assert bench.ask("01") and bench.round("00", "01").scope == "global"
-    assert bench.coordinator.count == 16
+    assert bench.ledger.count == 16
 
 
 def test_one_group_has_no_local_rounds() -> None:
@@ -315,7 +308,7 @@ def test_one_group_has_no_local_rounds() -> None:
         bench.ask_all("00", "01")
     bench.ask_all("00", "01")
     assert bench.round("00", "01").id == 2
-    assert bench.coordinator.rounds == {"local": 0, "global": 2}
+    assert bench.book.ordered == {"local": 0, "global": 2}
 
 
 def test_equal_periods_have_no_local_rounds() -> None:
@@ -323,7 +316,7 @@ def test_equal_periods_have_no_local_rounds() -> None:
     for _ in range(4):
         bench.ask_all("00", "10")
     assert bench.round("00", "10").scope == "global"
-    assert bench.coordinator.rounds == {"local": 0, "global": 2}
+    assert bench.book.ordered == {"local": 0, "global": 2}
 
 
 def test_what_the_run_has_left_is_too_little_for_a_local_round() -> None:
@@ -331,18 +324,18 @@ def test_what_the_run_has_left_is_too_little_for_a_local_round() -> None:
     places = ("00", "01", "02", "10")
     bench = started(*places, period=2, local_period=1)
     bench.ask("10")
-    assert bench.round("10").scope == "local" and bench.coordinator.tokens == 3
+    assert bench.round("10").scope == "local" and bench.ledger.tokens == 3
     bench.complete_all("10")
     bench.ask("10")
     bench.complete_all("10")
-    assert bench.coordinator.tokens == 2
+    assert bench.ledger.tokens == 2
     for place in ("00", "01", "02"):
         assert not bench.ask(place)
     bench.ask("10")
     bench.complete_all("10")
     bench.ask("10")
     bench.complete_all("10")
-    assert bench.coordinator.tokens == 0
+    assert bench.ledger.tokens == 0
     bench.ask("10")
     assert bench.round(*places).scope == "global"
 
@@ -362,10 +355,10 @@ def test_the_last_fill_is_exact(limit: int) -> None:
                     bench.ask(place)
             elif member.phase.name == "JOINED":
                 bench.ask(place)
-        finals += [m.answer for m in bench.coordinator.members.values() if isinstance(m.answer, Stop)]
-    assert bench.coordinator.count == limit
+        finals += [m.answer for m in bench.roster.members.values() if isinstance(m.answer, Stop)]
+    assert bench.ledger.count == limit
     assert finals and all(f.round is not None and f.round.final for f in finals)
-    assert finals[0].reason == f"all {limit} iterations are made"
+    assert finals[0].reason.code == "all_made"
 
 
 def test_the_last_iterations_go_to_those_who_have_the_model() -> None:
@@ -377,7 +370,7 @@ def test_the_last_iterations_go_to_those_who_have_the_model() -> None:
     bench.ask("01")
     round = bench.round("00", "01", "02")
     assert round.new == (2,) and round.generation.number == 2
-    assert bench.coordinator.tokens == 0  # 4 are made, 3 are granted
+    assert bench.ledger.tokens == 0  # 4 are made, 3 are granted
     bench.complete_all("00", "01")
     bench.fail("02", round.id)
     bench.ask("02", same=True, dropped=round.id)
@@ -395,7 +388,15 @@ def test_lockstep_stops_when_too_few_are_left_for_all() -> None:
     bench.complete_all("00", "01")
     bench.ask_all("00", "01")
     assert bench.round("00", "01").final
-    assert bench.notes[0] == ("stopping: 2 of 3 iterations are made, too few are left for one of each worker")
+    assert bench.codes[0] == "stopping.rest_too_small"
+
+
+def test_lockstep_makes_no_iteration_of_a_grant_that_came_back() -> None:
+    bench = started("00", "01", algorithm=Lockstep())
+    bench.pause("00", did=False)
+    assert bench.ledger.tokens == 1
+    bench.ask("01")
+    assert bench.round("01").scope == "global"
 
 
 def test_lockstep_begins_a_generation_with_one_model() -> None:
@@ -457,10 +458,10 @@ def test_a_changed_setting_counts_from_the_next_global_round_on() -> None:
     bench.coordinator.change("period", "4")
     bench.ask_all("00", "01")
     assert bench.notes == []
-    assert bench.coordinator.tokens == 0
+    assert bench.ledger.tokens == 0
     bench.ask_all("00", "01")
     assert json.loads(bench.round("00", "01").algorithm)["period"] == 4
-    assert bench.coordinator.tokens == 6
+    assert bench.ledger.tokens == 6
 
 
 def test_a_change_is_told_and_a_wrong_one_refused() -> None:
@@ -483,8 +484,8 @@ def test_a_limit_lowered_in_the_run_holds_for_what_is_not_granted(limit: int, co
         for place in ("00", "01"):
             if not bench.member(place).held and isinstance(bench.member(place).answer, Go):
                 bench.ask(place)
-    assert bench.coordinator.count == count
-    assert bench.coordinator.final
+    assert bench.ledger.count == count
+    assert bench.book.final
 
 
 # -- elections -------------------------------------------------------------------------------------------------
@@ -509,7 +510,7 @@ def test_the_lowest_finite_loss_leads(losses: tuple[float | None, ...], leader: 
         bench.ask(place, loss=loss)
     assert bench.round(*places).leader == leader
     assert bench.member(places[leader]).times_leader == 1 + (leader == 0)
-    assert bench.coordinator.elections[-1].worker == f"node0/worker{leader}"
+    assert bench.book.elections[-1].worker == f"node0/worker{leader}"
 
 
 def test_history_of_a_large_run_is_bounded() -> None:
@@ -517,7 +518,7 @@ def test_history_of_a_large_run_is_bounded() -> None:
     bench = started(*places, period=1, local_period=1)
     for place in places:
         bench.ask(place, loss=0.1 if place == "97" else 0.5)
-    election = bench.coordinator.elections[-1]
+    election = bench.book.elections[-1]
     assert (election.worker, election.scope, election.group) == ("node9/worker7", "global", -1)
     assert len(election.losses) == MAX_LOSSES + 1 and election.losses["node9/worker7"] == 0.1
 
@@ -530,7 +531,7 @@ def test_the_same_request_gets_the_same_answer() -> None:
     answer = bench.ask("00")["00"]
     for _ in range(100):
         assert bench.ask("00", same=True)["00"] == answer
-    assert bench.coordinator.count == 1
+    assert bench.ledger.count == 1
 
 
 def test_a_held_request_said_again_hears_what_it_waits_for() -> None:
@@ -545,10 +546,10 @@ def test_a_late_request_changes_nothing() -> None:
     bench = started("00", "01", period=8, local_period=8)
     bench.ask("00")
     bench.ask("00")
-    before = bench.coordinator.count
+    before = bench.ledger.count
     for seq in (1, 0, -5):
         assert not bench.say(Request("node0/worker0", 1, seq, 10, 1, 0, 0.1))
-    assert bench.coordinator.count == before and not bench.member("00").held
+    assert bench.ledger.count == before and not bench.member("00").held
 
 
 @pytest.mark.parametrize("seq", [0, -1])
@@ -569,9 +570,9 @@ def test_a_request_that_says_what_it_completed_stands_for_a_lost_done() -> None:
     bench.ask_all("00", "01")
     bench.committed.update({"00": 1, "01": 1})
     bench.ask("00")
-    assert list(bench.coordinator.open) == [1]
+    assert list(bench.book.open) == [1]
     bench.ask("01")
-    assert not bench.coordinator.open and bench.member("01").synced
+    assert not bench.book.open and bench.member("01").synced
 
 
 def test_a_request_that_passes_its_round_over_fails_it() -> None:
@@ -579,8 +580,8 @@ def test_a_request_that_passes_its_round_over_fails_it() -> None:
     bench.ask_all("00", "01")
     bench.complete("00", 1)
     bench.ask("01")
-    assert bench.notes[0] == "round 1 failed: node0/worker1: it passed the round over"
-    assert bench.coordinator.broken
+    assert bench.codes[0] == "round_fails.passed_over"
+    assert bench.roster.broken
 
 
 # -- pausing ---------------------------------------------------------------------------------------------------
@@ -589,37 +590,37 @@ def test_a_request_that_passes_its_round_over_fails_it() -> None:
 def test_iterations_made_alone_count_and_are_taken_from_the_queue() -> None:
     bench = started("00", "01", period=4, local_period=4, iterations=20)
     bench.ask("00")  # its answer is lost, and the servers fall silent: it makes three on its own
-    assert (bench.coordinator.count, bench.coordinator.tokens) == (1, 5)
+    assert (bench.ledger.count, bench.ledger.tokens) == (1, 5)
     bench.done["00"] += 3
     before = bench.only("00")
     assert bench.ask("00", same=True) == {"00": [before]}
-    assert (bench.coordinator.count, bench.coordinator.tokens) == (4, 2)
+    assert (bench.ledger.count, bench.ledger.tokens) == (4, 2)
     bench.ask("00")
-    assert (bench.coordinator.count, bench.coordinator.tokens) == (5, 1)
+    assert (bench.ledger.count, bench.ledger.tokens) == (5, 1)
     bench.done["01"] += 3
     bench.ask("01")
-    assert (bench.coordinator.count, bench.coordinator.tokens) == (9, 0)
+    assert (bench.ledger.count, bench.ledger.tokens) == (9, 0)
 
 
 def test_iterations_made_alone_can_overshoot_the_limit_and_then_the_run_ends() -> None:
     bench = started("00", "01", period=4, local_period=4, iterations=4)
     bench.done["00"] += 5
     bench.ask("00")
-    assert bench.coordinator.count == 6
+    assert bench.ledger.count == 6
     bench.ask("01")
-    assert bench.coordinator.count == 7
-    assert bench.round("00", "01").final and bench.coordinator.stopping == "all 4 iterations are made"
+    assert bench.ledger.count == 7
+    assert bench.round("00", "01").final and bench.state.stopping.code == "all_made"
 
 
 def test_an_unused_grant_goes_back_and_wakes_who_is_held() -> None:
     bench = started("00", "01", period=2, local_period=2)
     bench.ask("00")
     bench.ask("01")
-    assert bench.coordinator.tokens == 0
+    assert bench.ledger.tokens == 0
     assert not bench.ask("01")
     bench.pause("00", did=False)
     assert bench.got["01"] == [Go(3, None, 0.0, "the run and the group have a token left")]
-    assert bench.coordinator.count == 3
+    assert bench.ledger.count == 3
 
 
 def test_rounds_go_on_without_who_pauses_and_it_takes_the_model_when_it_returns() -> None:
@@ -651,21 +652,21 @@ def test_a_pause_said_twice_or_late_changes_nothing() -> None:
     bench = started("00", "01", period=8, local_period=8)
     assert bench.pause("00")["00"] == [Paused(1)]
     assert bench.pause("00", did=False)["00"] == [Paused(1)]
-    assert bench.coordinator.roster.paused == 1 and bench.coordinator.count == 1
+    assert bench.roster.paused == 1 and bench.ledger.count == 1
     assert bench.ask("00", same=True)["00"] == [bench.member("00").answer]  # a late copy
-    assert bench.coordinator.roster.paused == 1
+    assert bench.roster.paused == 1
     seq = bench.seqs["00"]
     bench.ask("00", did=False)
     bench.seqs["00"] = seq
     assert bench.pause("00", did=False)["00"] == [Paused(seq)]
-    assert bench.coordinator.roster.paused == 0
+    assert bench.roster.paused == 0
 
 
 def test_a_pause_instead_of_a_round_fails_it() -> None:
     bench = Bench("00", "01")
     bench.ask_all("00", "01")
     bench.pause("01", did=False)
-    assert bench.notes[0] == "round 1 failed: node0/worker1: it paused instead"
+    assert bench.codes[0] == "round_fails.paused"
     assert isinstance(bench.got["00"][0], GenerationOver)
 
 
@@ -674,7 +675,7 @@ def test_newcomers_do_not_begin_anew_while_who_has_the_model_pauses() -> None:
     bench.pause("00")
     bench.join("01")
     assert not bench.ask("01")
-    assert bench.coordinator.waits_for(bench.now) == "the next round waits for node0/worker0, which paused"
+    assert bench.waits() == "away"
     bench.tick(60)
     assert bench.member("01").held
     bench.ask("00", did=False)
@@ -688,10 +689,10 @@ def test_newcomers_begin_anew_when_nothing_was_learned() -> None:
     bench.ask("01")
     bench.leave("00")
     assert bench.round("01").source == 0
-    assert "nobody who has completed the last global round is left" in bench.notes
+    assert "no_holder" in bench.codes
     bench.complete_all("01")
     bench.pause("01")
-    assert bench.coordinator.waits_for(bench.now + 1) == "nobody waits; 1 worker is in the run"
+    assert bench.waits(1) == "nobody"
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------
@@ -701,7 +702,7 @@ def test_a_leave_ends_the_generation_and_the_others_go_on() -> None:
     bench = started("00", "01", "10", period=8, local_period=4)
     bench.ask("01")
     bench.leave("01", did=True, failed=True, reason="ValueError: no such file")
-    assert bench.notes == ["node0/worker1 leaves: failed: ValueError: no such file (2 iterations)"]
+    assert bench.codes == ["leaves.failed"]
     over = GenerationOver(1, "node0/worker1 left: failed: ValueError: no such file")
     assert bench.got == {"00": [over], "10": [over]}
     assert isinstance(bench.ask("00")["00"][0], Go)
@@ -710,12 +711,10 @@ def test_a_leave_ends_the_generation_and_the_others_go_on() -> None:
     while "00" not in bench.ask("10"):
         pass
     assert bench.round("00", "10").generation.number == 2
-    assert bench.notes[0] == (
-        "generation 2: 2 workers on 2 nodes, over gloo (node0/worker1 left: failed: ValueError: no such file)"
-    )
+    assert bench.codes[0] == "generation.member_left.failed"
 
 
-def test_a_silent_worker_is_left_out_and_its_grant_goes_back() -> None:
+def test_a_silent_worker_is_evicted_and_its_grant_goes_back() -> None:
     bench = started("00", "01", period=2, local_period=2, lease_s=5, iterations=6)
     bench.ask("01")
     bench.incarnations.pop("01")
@@ -724,7 +723,7 @@ def test_a_silent_worker_is_left_out_and_its_grant_goes_back() -> None:
     bench.tick(5)
     assert bench.member("00").held
     bench.tick(1)
-    assert "node0/worker1 leaves: nothing was heard from it for 6 s (1 iterations)" in bench.notes
+    assert "leaves.silent" in bench.codes
     assert isinstance(bench.got["00"][-1], Go)
 
 
@@ -732,10 +731,10 @@ def test_time_that_the_coordinator_itself_was_away_is_nobodys_silence() -> None:
     bench = started("00", "01", lease_s=10)
     bench.now += 1000
     bench.act(bench.coordinator.tick(bench.now))
-    assert len(bench.coordinator.members) == 2
+    assert len(bench.roster.members) == 2
     bench.incarnations.pop("01")
     bench.tick(11)
-    assert len(bench.coordinator.members) == 1
+    assert len(bench.roster.members) == 1
 
 
 def test_a_node_that_is_ended_sends_its_workers_home() -> None:
@@ -762,8 +761,8 @@ def test_who_has_left_is_remembered_with_all_that_its_incarnations_made() -> Non
     bench.ask("01")
     bench.ask("00")
     bench.leave("01", did=True)
-    assert bench.coordinator.roster.made == {"node0/worker1": 2}
-    assert bench.coordinator.roster.left["node0/worker1"].join.incarnation == 2
+    assert bench.roster.made == {"node0/worker1": 2}
+    assert bench.roster.left["node0/worker1"].join.incarnation == 2
 
 
 def test_only_so_many_of_those_who_have_left_are_remembered() -> None:
@@ -771,7 +770,7 @@ def test_only_so_many_of_those_who_have_left_are_remembered() -> None:
     for index in range(MAX_LEFT + 2):
         member = Member(greeting(0, index), 0.0)
         roster.add(member)
-        roster.remove(member)
+        roster.remove(member, NO_REASON)
     assert len(roster.left) == len(roster.made) == MAX_LEFT
     assert next(iter(roster.left)) == "node0/worker2"
 
@@ -784,10 +783,8 @@ def test_two_workers_with_the_same_batches() -> None:
     bench.data("01", "another")
     bench.data("01", "digest")
     (refused,) = [m for m in bench.got["01"] if isinstance(m, Refused)]
-    assert refused.reason.startswith(
-        "node0/worker1 and node0/worker0 draw the same batches, so that one of them"
-    )
-    assert "node0/worker1" not in bench.coordinator.members
+    assert refused.reason.code == "same_batches"
+    assert "node0/worker1" not in bench.roster.members
     bench.leave("00")
     bench.data("02", "digest")
     assert "02" not in bench.got
@@ -802,17 +799,17 @@ def test_a_failed_round_is_made_again_by_all() -> None:
     first = bench.round("00", "01")
     bench.complete("00", 1)
     bench.fail("01", 1, "peer node0/worker0 closed")
-    assert bench.notes == ["round 1 failed: node0/worker1: peer node0/worker0 closed"]
+    assert bench.codes == ["round_fails.error"]
     over = GenerationOver(1, "node0/worker1: peer node0/worker0 closed")
     assert bench.got == {"00": [over], "01": [over]}
-    assert bench.coordinator.tokens == 0
+    assert bench.ledger.tokens == 0
     assert not bench.ask("01", same=True, dropped=1)
     bench.ask("00")  # made its iteration
     second = bench.round("00", "01")
     assert second.generation.number == 2 and second.id == 2 and second.exchanges == 1
     assert (second.source, second.new) == (0, (1,))  # the most advanced has the state
     assert first.generation.members == second.generation.members
-    assert bench.coordinator.count == 1
+    assert bench.ledger.count == 1
 
 
 def test_an_answer_stands_until_it_is_said_to_be_dropped() -> None:
@@ -821,20 +818,21 @@ def test_an_answer_stands_until_it_is_said_to_be_dropped() -> None:
     bench.ask_all("00", "01")
     bench.fail("01", 1)
     over, go = bench.ask("00", same=True)["00"]
-    assert over == GenerationOver(1, "its round failed") and go == bench.member("00").answer
+    assert isinstance(over, GenerationOver) and over.reason.code == "round_failed"
+    assert go == bench.member("00").answer
     assert not bench.member("00").held
     bench.complete("00", 1)
     assert bench.ask("00", same=True)["00"] == [go]
     bench.ask("01", same=True, dropped=1)
     bench.ask("00")
-    assert bench.round("00", "01").id == 2 and bench.coordinator.count == 1
+    assert bench.round("00", "01").id == 2 and bench.ledger.count == 1
 
 
 def test_dropped_by_a_request_only() -> None:
     bench = Bench("00", "01", period=8, local_period=8)
     bench.ask_all("00", "01")
     bench.ask("00", same=True, dropped=1)
-    assert bench.notes[0] == "round 1 failed: node0/worker0: it could not complete it"
+    assert bench.codes[0] == "round_fails.dropped"
     assert bench.member("00").held
 
 
@@ -847,7 +845,7 @@ def test_a_late_word_of_an_old_round_changes_nothing() -> None:
     assert bench.round("00", "01").id == 2
     bench.say(Done("node0/worker0", 1, 1, False, "late"))
     bench.say(Done("node0/worker0", 1, 1, True, ""))
-    assert list(bench.coordinator.open) == [2] and not bench.coordinator.broken
+    assert list(bench.book.open) == [2] and not bench.roster.broken
 
 
 def test_a_failed_local_round_brings_a_global_one() -> None:
@@ -866,10 +864,7 @@ def test_who_dies_in_a_round_fails_it() -> None:
     bench = Bench("00", "01")
     bench.ask_all("00", "01")
     bench.leave("01", failed=True, reason="killed")
-    assert bench.notes == [
-        "node0/worker1 leaves: failed: killed (0 iterations)",
-        "round 1 failed: node0/worker1: it left the run: failed: killed",
-    ]
+    assert bench.codes == ["leaves.failed", "round_fails.gone.failed"]
     bench.ask("00", same=True, dropped=1)
     assert bench.round("00").generation.members == ("node0/worker0",)
 
@@ -885,7 +880,7 @@ def test_rounds_that_fail_for_ever_end_the_run() -> None:
     reason = "10 rounds in a row failed, the last because node0/worker1: no route to host"
     stop = Stop(1, None, reason, failed=True)
     assert bench.got == {"00": [stop], "01": [stop]}
-    assert bench.coordinator.closed and bench.coordinator.in_vain and bench.coordinator.count == 0
+    assert bench.state.closed and bench.state.in_vain and bench.ledger.count == 0
 
 
 def test_a_completed_global_round_forgives_the_failed_ones() -> None:
@@ -899,7 +894,7 @@ def test_a_completed_global_round_forgives_the_failed_ones() -> None:
         else:
             bench.complete_all("00", "01")
             bench.ask_all("00", "01")
-    assert not bench.coordinator.stopping
+    assert not bench.state.stopping
 
 
 # -- the end ---------------------------------------------------------------------------------------------------
@@ -909,26 +904,21 @@ def test_a_stop_lets_granted_iterations_finish_then_makes_the_consensus() -> Non
     bench = started("00", "01", period=8, local_period=8)
     bench.ask("00")
     bench.say(StopRun("enough"))
-    assert bench.coordinator.tokens == 0 and not bench.got
+    assert bench.ledger.tokens == 0 and not bench.got
     assert not bench.ask("00")
     bench.ask("01")
     round = bench.round("00", "01")
     assert round.final and bench.got["00"] == [Stop(3, round, "enough")]
-    assert (
-        bench.notes[-1]
-        == "global round 2 makes the consensus: leader node0/worker0 (no loss yet), 3 iterations"
-    )
+    assert bench.codes[-1] == "round"
     bench.complete("00", 2)
-    assert (
-        bench.coordinator.waits_for(bench.now + 1) == "the last round waits until node0/worker1 completed it"
-    )
+    assert bench.waits(1) == "consensus"
     bench.complete("01", 2)
-    assert bench.coordinator.waits_for(bench.now + 2) == "the run is over: enough"
+    assert bench.waits(2) == "ended.ordered"
     bench.leave("00")
     assert not bench.got  # nobody's generation ends by that
-    assert not bench.coordinator.over
+    assert not bench.state.over
     bench.leave("01")
-    assert bench.coordinator.over
+    assert bench.state.over
 
 
 def test_a_stop_while_a_round_is_open() -> None:
@@ -939,17 +929,17 @@ def test_a_stop_while_a_round_is_open() -> None:
     bench.ask("00")
     bench.complete("01", 1)
     bench.ask("01")
-    assert bench.round("00", "01").final and bench.coordinator.count == 2
+    assert bench.round("00", "01").final and bench.ledger.count == 2
 
 
 def test_stop_by_time() -> None:
     bench = started("00", seconds=10)
     bench.tick(4)
-    assert bench.coordinator.progress(bench.now) == pytest.approx(0.4)
-    assert not bench.coordinator.stopping
+    assert bench.state.progress(bench.now) == pytest.approx(0.4)
+    assert not bench.state.stopping
     bench.tick(6)
-    assert bench.notes == ["stopping: the time of 10 s is over"]
-    assert bench.coordinator.progress(bench.now + 100) == 1.0
+    assert bench.codes == ["stopping.time_over"]
+    assert bench.state.progress(bench.now + 100) == 1.0
     bench.ask("00")
     assert bench.round("00").final
 
@@ -957,7 +947,7 @@ def test_stop_by_time() -> None:
 def test_progress_by_count() -> None:
     bench = started("00", iterations=10, period=4, local_period=4)
     bench.ask("00")
-    assert bench.coordinator.progress(bench.now) == 0.1
+    assert bench.state.progress(bench.now) == 0.1
 
 
 def test_the_last_round_waits_a_while_for_who_pauses() -> None:
@@ -965,7 +955,7 @@ def test_the_last_round_waits_a_while_for_who_pauses() -> None:
     bench.pause("01")
     bench.coordinator.stop("enough")
     assert not bench.ask("00")
-    assert bench.coordinator.waits_for(bench.now) == "the next round waits for node0/worker1, which paused"
+    assert bench.waits() == "away"
     bench.tick(19)
     assert bench.member("00").held
     bench.tick(1)
@@ -1012,7 +1002,7 @@ def test_a_last_round_that_fails_is_made_again() -> None:
     bench.complete("00", first.id)
     bench.leave("00")
     bench.fail("01", first.id)
-    assert not bench.coordinator.final
+    assert not bench.book.final
     bench.ask("01", same=True, dropped=first.id)
     bench.ask("02", same=True, dropped=first.id)
     second = bench.round("01", "02")
@@ -1020,7 +1010,7 @@ def test_a_last_round_that_fails_is_made_again() -> None:
     for place in ("01", "02"):
         bench.complete_all(place)
         bench.leave(place)
-    assert bench.coordinator.over
+    assert bench.state.over
 
 
 def test_the_run_ends_though_somebody_does_not_leave() -> None:
@@ -1030,22 +1020,22 @@ def test_the_run_ends_though_somebody_does_not_leave() -> None:
     bench.complete_all("00", "01")
     bench.leave("00")
     bench.tick(LINGER_S)
-    assert not bench.coordinator.over
+    assert not bench.state.over
     bench.tick(1)
-    assert bench.coordinator.over
+    assert bench.state.over
 
 
 def test_what_is_waited_for_in_words() -> None:
     bench = started("00", "01", "02", "03", "04", "05", period=1, local_period=1)
-    assert bench.coordinator.waits_for(bench.now) == "nobody waits; 6 workers are in the run"
+    assert bench.state.waits_for(bench.now) == "nobody waits; 6 workers are in the run"
     bench.ask("00")
-    assert bench.coordinator.waits_for(bench.now + 3.2) == (
+    assert bench.state.waits_for(bench.now + 3.2) == (
         "the next round waits 3.2 s for node0/worker1, node0/worker2, node0/worker3, node0/worker4 and 1 more"
     )
     bench.ask_all("01", "02", "03", "04", "05")
     bench.complete("00", 2)
     bench.ask("00")
-    assert bench.coordinator.waits_for(bench.now + 4).endswith("and 1 more (round 2 is not completed yet)")
+    assert bench.state.waits_for(bench.now + 4).endswith("and 1 more (round 2 is not completed yet)")
 
 
 def test_members_go_to_whom_they_are_news() -> None:

@@ -46,8 +46,7 @@ def test_clean_run_makes_exactly_its_iterations(
 ) -> None:
     faults = Faults(delay_s=delay_s, double=0.2 * double)
     run = SimulatedRun(plan_for(sizes, periods, limit, lookahead=lookahead), sizes, seed, faults).go()
-    coordinator = run.coordinator
-    assert coordinator.count == run.steps == limit
+    assert run.state.ledger.count == run.steps == limit
     assert sum(w.done for w in run.workers) == limit
     assert not run.failed
     assert {len(answers) for answers in run.answered.values()} == {1}
@@ -80,11 +79,10 @@ def test_anything_may_go_wrong(
     limit = 200
     plan = plan_for(sizes, periods, limit, patience_s=5.0, lookahead=lookahead)
     run = SimulatedRun(plan, sizes, seed, faults, latecomers).go()
-    coordinator = run.coordinator
-    assert coordinator.count <= limit
+    assert run.state.ledger.count <= limit
     unclean = sum((w.name, w.incarnation) not in run.clean_leaves for w in run.workers)
     # What was made since the last request that has arrived is lost with its worker.
-    assert 0 <= run.steps - coordinator.count <= unclean * (1 + 2 * lookahead)
+    assert 0 <= run.steps - run.state.ledger.count <= unclean * (1 + 2 * lookahead)
 
 
 @simulated
@@ -111,8 +109,8 @@ def test_a_global_server_that_is_killed_and_started_again_makes_exactly_its_iter
     faults = Faults(0, 0.2 * double, delay_s, pause, pause, kill=0.1, exchange_timeout_s=10.0)
     run = SimulatedRun(plan_for(sizes, periods, limit, lookahead=lookahead), sizes, seed, faults).go()
     assume(run.kills)
-    assert run.coordinator.run == "run"
-    assert run.coordinator.count == run.steps == sum(w.done for w in run.workers) == limit
+    assert run.state.run == "run"
+    assert run.state.ledger.count == run.steps == sum(w.done for w in run.workers) == limit
     if not pause:  # nobody but the server fails: so does no round, and the generation stays the first
         assert not run.failed and not run.unfinished()
         assert {r.generation.number for r in run.rounds.values() if not r.final} <= {1}
@@ -129,10 +127,10 @@ def test_anything_may_go_wrong_while_the_global_server_is_killed_too(
     limit = 200
     plan = plan_for(sizes, periods, limit, patience_s=5.0, lookahead=lookahead)
     run = SimulatedRun(plan, sizes, seed, replace(faults, kill=0.05), latecomers).go()
-    assert run.coordinator.count <= limit
+    assert run.state.ledger.count <= limit
     unclean = [w for w in run.workers if (w.name, w.incarnation) not in run.clean_leaves]
     most = sum(1 + 2 * lookahead + run.forgotten[w.name, w.incarnation] for w in unclean)
-    assert 0 <= run.steps - run.coordinator.count <= most
+    assert 0 <= run.steps - run.state.ledger.count <= most
     assert run.unfinished() <= run.failed
 
 
@@ -147,9 +145,9 @@ def test_broken_links_end_no_run_and_cost_no_iteration(
     plan = plan_for(sizes, periods, 200, lookahead=lookahead, exchange_timeout_s=2.0)
     run = SimulatedRun(plan, sizes, seed, faults).go()
     assume(run.cuts)
-    assert run.coordinator.count <= 200 and not run.coordinator.in_vain
+    assert run.state.ledger.count <= 200 and not run.state.in_vain
     unclean = sum((w.name, w.incarnation) not in run.clean_leaves for w in run.workers)
-    assert 0 <= run.steps - run.coordinator.count <= unclean * (1 + 2 * lookahead)
+    assert 0 <= run.steps - run.state.ledger.count <= unclean * (1 + 2 * lookahead)
 
 
 @simulated
@@ -163,11 +161,11 @@ def test_a_slow_worker_costs_the_others_no_more_than_their_patience(
     run = SimulatedRun(plan, sizes, seed)
     run.workers[0].slow = 0.1
     run.go()
-    assume(run.late)
+    assume(run.stragglers)
     # What it was granted may be out when the run ends, and counts if it comes before all have left.
     out = 1 + (0 if lockstep else lookahead)
-    assert run.coordinator.count <= run.steps <= run.coordinator.count + out
-    assert 0 <= 300 - run.coordinator.count <= out + lockstep * (sum(sizes) - 1)
+    assert run.state.ledger.count <= run.steps <= run.state.ledger.count + out
+    assert 0 <= 300 - run.state.ledger.count <= out + lockstep * (sum(sizes) - 1)
     # Each slow step costs the others their patience once at most; the rest is what they train and exchange.
     assert run.now <= 300 * (0.75 + 0.3) + run.slow_steps * (5.0 + 1.0) + 30.0
     assert not run.failed
@@ -179,7 +177,7 @@ def test_lockstep_every_iteration_is_a_round(sizes: list[int], seed: int, limit:
     plan = make_plan(algorithm=Lockstep(), workers=sum(sizes), iterations=limit)
     run = SimulatedRun(plan, sizes, seed).go()
     n = sum(sizes)
-    assert run.coordinator.count == run.steps == limit // n * n
+    assert run.state.ledger.count == run.steps == limit // n * n
     assert len(run.rounds) == limit // n + 1
     assert len({w.done for w in run.workers}) == 1
 
@@ -193,11 +191,11 @@ def test_rounds_come_as_often_as_the_periods_say(
     period, local_period = periods
     n, globals_wanted = sum(sizes), 5
     run = SimulatedRun(plan_for(sizes, periods, globals_wanted * period * n), sizes, seed).go()
-    assert run.coordinator.rounds["global"] >= globals_wanted + 1
+    assert run.state.book.ordered["global"] >= globals_wanted + 1
     # An early global round gives up at most what did not cover the smallest held group.
-    assert run.coordinator.rounds["global"] <= globals_wanted * (1 + max(sizes) / (period * n)) + 2
+    assert run.state.book.ordered["global"] <= globals_wanted * (1 + max(sizes) / (period * n)) + 2
     standing_for = [len(run.members_of(r)) * local_period for r in run.rounds.values() if not r.final]
-    most_unused = run.coordinator.rounds["global"] * n * local_period
+    most_unused = run.state.book.ordered["global"] * n * local_period
     # The last iterations, fewer than there are members, come without a round.
     assert -n < sum(standing_for) - run.steps <= most_unused
 
@@ -218,7 +216,7 @@ def test_equal_groups_have_period_over_local_period_local_rounds(nodes: int, siz
         worker.step_s = 0.1
     run.go()
     global_rounds = sum(not r.final for r in run.rounds.values() if r.scope == "global")
-    local_rounds = run.coordinator.rounds["local"] / nodes + global_rounds
+    local_rounds = run.state.book.ordered["local"] / nodes + global_rounds
     assert period / local_period - 0.05 <= local_rounds / global_rounds <= period / local_period + 0.5
 
 
@@ -241,8 +239,8 @@ def test_a_phase_ends_exactly_where_it_is_to(sizes: list[int], first: int, secon
     )
     plan = Plan(RunSettings(workers=sum(sizes), iterations=first + second), phases)
     run = SimulatedRun(plan, sizes, seed).go()
-    assert run.coordinator.count == run.steps == first + second
-    counts = {e.round: e.count for e in run.coordinator.elections}
+    assert run.state.ledger.count == run.steps == first + second
+    counts = {e.round: e.count for e in run.state.book.elections}
     for round in run.rounds.values():
         if round.scope == "global" and not round.final:
             period = json.loads(round.algorithm)["period"]

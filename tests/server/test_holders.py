@@ -8,8 +8,9 @@ from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Go, LeftOut, Refused, Stop, StopRun
-from lsgd.server.members import Phase
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.memento import capture, restore
+from lsgd.server.phases import Phase
 
 from .helpers import Bench, started
 
@@ -20,7 +21,7 @@ def trained(*places: str, **settings: object) -> Bench:
     """Return a run that has made iterations, each of its workers busy with one."""
     bench = started(*places, **{**TIMES, "period": 4, "local_period": 4, **settings})
     bench.ask_all(*places)
-    assert bench.coordinator.count == len(places)
+    assert bench.ledger.count == len(places)
     return bench
 
 
@@ -32,25 +33,22 @@ def test_the_last_holders_are_not_evicted_when_all_are_silent() -> None:
     bench = trained("00", "01")
     back = fall_silent(bench, "00", "01")
     bench.tick(11)
-    assert set(bench.coordinator.members) == {"node0/worker0", "node0/worker1"}
-    assert bench.notes == [
-        "nothing was heard for 11 s from node0/worker0, node0/worker1, and nobody else has the run's model: is the "
-        "network of this machine down, or a local server frozen? Waits 60 s for them in all"
-    ]
+    assert set(bench.roster.members) == {"node0/worker0", "node0/worker1"}
+    assert bench.codes == ["all_silent"]
     bench.tick(30)
     assert bench.notes == []
     bench.incarnations["00"] = back["00"]
     bench.tick(9)  # one is heard again, and the other has its lease
     bench.incarnations |= back
     bench.ask_all("00", "01")
-    assert bench.coordinator.count == 4 and isinstance(bench.got["01"][-1], Go)
+    assert bench.ledger.count == 4 and isinstance(bench.got["01"][-1], Go)
 
 
 def test_a_silent_worker_is_evicted_while_another_has_the_model() -> None:
     bench = trained("00", "01")
     fall_silent(bench, "01")
     bench.tick(11)
-    assert "node0/worker1 leaves: nothing was heard from it for 11 s (1 iterations)" in bench.notes
+    assert "leaves.silent" in bench.codes
 
 
 def test_a_newcomer_that_is_heard_does_not_cost_the_model() -> None:
@@ -59,7 +57,7 @@ def test_a_newcomer_that_is_heard_does_not_cost_the_model() -> None:
     bench.join("10")
     bench.ask("10")
     bench.tick(50)
-    assert bench.member("10").held and "node0/worker0" in bench.coordinator.members
+    assert bench.member("10").held and "node0/worker0" in bench.roster.members
     bench.incarnations |= back
     while "10" not in bench.ask("00"):
         pass
@@ -73,25 +71,25 @@ def test_holders_that_were_evicted_come_back_with_the_model() -> None:
     bench.join("10")
     bench.ask("10")
     bench.tick(61)
-    assert set(bench.coordinator.members) == {"node1/worker0"} and bench.member("10").held
-    assert "the run's model is lost after 2 iterations" in bench.coordinator.waits_for(bench.now + 1)
+    assert set(bench.roster.members) == {"node1/worker0"} and bench.member("10").held
+    assert bench.waits(1) == "model_lost"
     bench.incarnations |= back
     bench.heartbeat("01")
-    assert bench.notes == ["node0/worker1 is back, and has the run's model"]
-    assert bench.member("01").phase is Phase.LATE
+    assert bench.codes == ["back"]
+    assert bench.member("01").phase is Phase.STRAGGLER
     bench.ask("00")  # another one has the model, so that this one is to join anew
     assert isinstance(bench.only("00"), LeftOut)
     bench.ask("01")
     round = bench.round("01", "10")
     assert (round.source, round.new, round.count) == (0, (1,), 3)
-    assert bench.coordinator.roster.made["node0/worker1"] == 0
+    assert bench.roster.made["node0/worker1"] == 0
 
 
 def test_who_left_by_itself_does_not_come_back() -> None:
     bench = trained("00")
     bench.leave("00")
     bench.heartbeat("00")
-    assert not bench.coordinator.members
+    assert not bench.roster.members
     bench.ask("00")
     assert isinstance(bench.only("00"), LeftOut)
 
@@ -101,7 +99,7 @@ def test_an_evicted_holder_comes_back_to_a_server_that_was_started_again() -> No
     bench.tick(1)
     back = fall_silent(bench, "00")
     bench.tick(61)
-    bench.coordinator = restore(capture(bench.coordinator, bench.now), bench.now)
+    bench.coordinator = Coordinator(restore(capture(bench.state, bench.now), bench.now))
     bench.incarnations |= back
     bench.ask("00")
     assert bench.round("00").count == 2
@@ -111,7 +109,7 @@ def test_newcomers_alone_go_back_to_the_checkpoint_of_the_most_iterations() -> N
     bench = trained("00", "01")
     bench.leave("00", did=True)
     bench.leave("01", did=True)
-    assert bench.coordinator.count == 4
+    assert bench.ledger.count == 4
     bench.join("10", resumed=2)
     bench.ask("10")
     assert bench.notes[0] == (
@@ -120,7 +118,7 @@ def test_newcomers_alone_go_back_to_the_checkpoint_of_the_most_iterations() -> N
     )
     round = bench.round("10")
     assert (round.count, round.source, round.new) == (2, 0, ())
-    assert bench.coordinator.count == 2
+    assert bench.ledger.count == 2
 
 
 def test_a_run_without_a_model_waits_for_a_worker_with_a_checkpoint_and_then_fails() -> None:
@@ -136,8 +134,8 @@ def test_a_run_without_a_model_waits_for_a_worker_with_a_checkpoint_and_then_fai
     assert bench.member("00").held
     bench.tick(2)
     (refused,) = bench.got["00"]
-    assert isinstance(refused, Refused) and "RESUME=1" in refused.reason
-    assert bench.coordinator.failed == bench.coordinator.stopping == refused.reason
+    assert isinstance(refused, Refused) and refused.reason.code == "model_lost"
+    assert bench.state.failed == bench.state.stopping == refused.reason
 
 
 def test_a_run_whose_workers_are_all_there_without_a_model_fails_at_once() -> None:
@@ -146,9 +144,9 @@ def test_a_run_whose_workers_are_all_there_without_a_model_fails_at_once() -> No
     bench.join("00", incarnation=2)
     bench.ask("00")
     assert isinstance(bench.got["00"][-1], Refused)
-    assert bench.join("01")["01"] == [Refused(bench.coordinator.failed)], "it is told of the failure too"
+    assert bench.join("01")["01"] == [Refused(bench.state.failed)], "it is told of the failure too"
     bench.leave("00")
-    assert bench.coordinator.over
+    assert bench.state.over
 
 
 def test_a_plan_may_let_a_lost_run_begin_anew() -> None:
@@ -160,7 +158,7 @@ def test_a_plan_may_let_a_lost_run_begin_anew() -> None:
         "the workers that had the run's model after 2 iterations are gone, and there is no checkpoint: IT BEGINS ANEW "
         "with a new model (restart_from_scratch)"
     )
-    assert bench.round("00").count == 0 and bench.coordinator.count == 0
+    assert bench.round("00").count == 0 and bench.ledger.count == 0
 
 
 def test_an_older_model_of_the_run_is_better_than_none() -> None:
@@ -185,7 +183,7 @@ def test_a_stop_waits_for_the_model_and_then_fails_the_run() -> None:
     bench.tick(30)
     bench.say(StopRun("enough"))
     bench.tick(15)
-    assert not bench.coordinator.final and not bench.coordinator.failed
+    assert not bench.book.final and not bench.state.failed
     bench.tick(10)
     assert isinstance(bench.got["10"][-1], Refused)
     bench.incarnations |= back
@@ -201,7 +199,7 @@ def test_a_stop_waits_for_a_straggler_that_alone_has_the_model() -> None:
     assert bench.member("10").held
     bench.say(StopRun("enough"))
     bench.tick(1)
-    assert bench.member("00").phase is Phase.LATE and not bench.coordinator.final
+    assert bench.member("00").phase is Phase.STRAGGLER and not bench.book.final
     bench.ask("00")
     assert isinstance(bench.got["00"][-1], Stop) and bench.round_of("10").source == 0
 
@@ -213,9 +211,9 @@ def test_a_run_goes_back_to_the_phase_of_its_checkpoint() -> None:
     for _ in range(5):
         bench.complete_all("00") if bench.member("00").round else None
         bench.ask("00")
-    assert (bench.coordinator.course.number, bench.coordinator.count) == (1, 5)
+    assert (bench.state.course.number, bench.ledger.count) == (1, 5)
     bench.leave("00", did=True)
     bench.join("00", incarnation=2, resumed=3)
     bench.ask("00")
-    assert (bench.coordinator.course.number, bench.coordinator.count) == (0, 3)
+    assert (bench.state.course.number, bench.ledger.count) == (0, 3)
     assert bench.round("00").algorithm.startswith('{"name": "local"')

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsgd.protocol.messages import Go, NodeLeave, Stop, StopRun, Waiting
-from lsgd.server.links import CHECK, MAX_EXACT, Links, connected, pairs_of, told, whole_nodes
+from lsgd.server.links import MAX_EXACT, Links, connected, pairs_of, told, whole_nodes
+from lsgd.server.reasons import CHECK
 from lsgd.server.report import report
 
 from .helpers import Bench, Lockstep, make_plan
@@ -15,7 +16,7 @@ from .test_memento import reborn
 
 NAMES = ("node0/worker0", "node0/worker1", "node1/worker0", "node1/worker1", "node2/worker0")
 
-# -- who is left out -------------------------------------------------------------------------------------------
+# -- who is evicted ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def works(part: frozenset[int], broken: list[tuple[int, int]]) -> bool:
 
 
 @given(matrices(40))
-def test_all_that_are_kept_reach_each_other_and_nobody_is_left_out_without_need(
+def test_all_that_are_kept_reach_each_other_and_nobody_is_evicted_without_need(
     matrix: tuple[int, list[tuple[int, int]], set[int]],
 ) -> None:
     size, broken, holders = matrix
@@ -121,7 +122,7 @@ def test_the_words_name_nodes_where_no_worker_of_one_reaches_the_other(broken, w
     assert told(NAMES, broken) == words
 
 
-def test_those_left_out_are_named_by_their_node_if_all_of_it_are() -> None:
+def test_those_evicted_are_named_by_their_node_if_all_of_it_are() -> None:
     assert whole_nodes(NAMES, {0, 2, 3}) == "node0/worker0, node1"
 
 
@@ -176,13 +177,13 @@ def ask_again(bench: Bench, dropped: int, *places: str) -> None:
         bench.ask(place, same=True, dropped=dropped)
 
 
-def test_after_a_failed_round_the_links_are_probed_and_whoever_is_cut_off_is_left_out() -> None:
+def test_after_a_failed_round_the_links_are_probed_and_whoever_is_cut_off_is_evicted() -> None:
     bench = three()
     bench.fail("10", 3, broken=(1, 2))
     pair = "node1 and node2 cannot reach each other"
     assert bench.notes == [
         f"round 3 failed: {pair}",
-        f"node2 left out for 10 s, the others go on: {pair}; {CHECK}",
+        f"node2 evicted for 10 s, the others go on: {pair}; {CHECK}",
     ]
     bench.fail("20", 3, broken=(1, 2))  # all of them find the same
     assert not bench.notes
@@ -190,10 +191,10 @@ def test_after_a_failed_round_the_links_are_probed_and_whoever_is_cut_off_is_lef
     assert bench.only("20") == Waiting(
         2, f"{pair}, and the run goes on without node2/worker0; {CHECK}; it is tried again in 10 s"
     )
-    assert '"state": "cut"' in report(bench.coordinator, bench.now)
+    assert '"state": "cut"' in report(bench.state, bench.now)
     ask_again(bench, 3, "00", "10")
     round = bench.round("00", "10")
-    assert round.id == 4 and not round.probe and bench.coordinator.failures == 0
+    assert round.id == 4 and not round.probe and bench.book.failures == 0
     assert f"generation 3: 2 workers on 2 nodes, over gloo ({pair})" in bench.notes
 
 
@@ -210,7 +211,7 @@ def test_it_is_tried_again_later_in_a_round_that_is_probed_and_takes_over_the_mo
     round = bench.round("00", "10", "20")
     assert round.probe and round.new == (2,)
     bench.fail("20", 6, broken=(1, 2))  # it is still broken
-    assert "left out for 20 s" in bench.notes[1]
+    assert "evicted for 20 s" in bench.notes[1]
     ask_again(bench, 6, "00", "10", "20")
     bench.complete_all("00", "10")
     bench.tick(20.0)
@@ -224,11 +225,11 @@ def test_a_pair_counts_only_in_a_round_that_was_to_be_probed() -> None:
     bench = Bench("00", "10")
     bench.ask_all("00", "10")
     bench.fail("10", 1, broken=(0, 1))
-    assert bench.notes == ["round 1 failed: node1/worker0: peer closed"]
+    assert bench.codes == ["round_fails.error"]
     ask_again(bench, 1, "00", "10")
     bench.fail("00", 2, broken=(0, 0))
-    assert bench.notes == ["round 2 failed: node0/worker0: peer closed"]
-    assert bench.coordinator.failures == 2
+    assert bench.codes == ["round_fails.error"]
+    assert bench.book.failures == 2
 
 
 def test_who_has_the_runs_model_is_kept_even_where_newcomers_are_more() -> None:
@@ -243,7 +244,7 @@ def test_who_has_the_runs_model_is_kept_even_where_newcomers_are_more() -> None:
     bench.fail("30", 2)
     ask_again(bench, 2, "00", "10", "30")
     bench.fail("30", 3, broken=(0, 2, 1, 2))
-    assert bench.notes[1].startswith("node0, node1 left out for 10 s")
+    assert bench.notes[1].startswith("node0, node1 evicted for 10 s")
     ask_again(bench, 3, "00", "10", "30")
     assert bench.round_of("30").generation.members == ("node3/worker0",)
 
@@ -263,7 +264,7 @@ def test_the_last_round_is_tried_with_them_and_made_without_them() -> None:
     assert round.final
     bench.complete_all("00", "10")
     assert bench.only("20") == Stop(2, None, "enough", failed=True)
-    assert bench.coordinator.closed and not bench.coordinator.in_vain
+    assert bench.state.closed and not bench.state.in_vain
 
 
 def test_who_is_cut_off_after_the_last_round_is_told_at_once() -> None:
@@ -280,11 +281,11 @@ def test_it_may_pause_and_is_cut_off_when_it_asks_again() -> None:
     bench.fail("10", 3, broken=(1, 2))
     ask_again(bench, 3, "20")
     bench.pause("20", did=False)
-    assert bench.coordinator.roster.paused == 1
+    assert bench.roster.paused == 1
     bench.ask("20", did=False)
-    assert isinstance(bench.only("20"), Waiting) and bench.coordinator.roster.paused == 0
+    assert isinstance(bench.only("20"), Waiting) and bench.roster.paused == 0
     bench.ask("20", same=True)
-    assert "node1 and node2 cannot" in bench.only("20").reason
+    assert bench.only("20").reason.code == "cut.unreachable"
 
 
 def test_if_the_others_leave_it_goes_on_alone() -> None:
@@ -330,7 +331,7 @@ def test_with_gradients_it_is_the_same() -> None:
     bench.fail("20", 2, broken=(0, 2))
     ask_again(bench, 2, "00", "10", "20")
     assert isinstance(bench.only("20"), Waiting)
-    assert bench.coordinator.generation.members == ("node0/worker0", "node1/worker0")
+    assert bench.roster.generation.members == ("node0/worker0", "node1/worker0")
 
 
 def test_only_the_first_round_of_a_generation_is_a_probe() -> None:
@@ -348,7 +349,7 @@ def test_only_the_first_round_of_a_generation_is_a_probe() -> None:
     round = bench.round("10", "11")
     assert round.scope == "local" and not round.probe
     bench.fail("11", round.id, broken=(0, 2))
-    assert bench.notes == [f"round {round.id} failed: node1/worker1: peer closed"]
+    assert bench.codes == ["round_fails.error"]
 
 
 def test_one_without_the_model_does_not_wait_until_those_with_it_are_tried_again() -> None:

@@ -3,19 +3,19 @@
 import pytest
 
 from lsgd.protocol.messages import Go, NodeLeave, Pause, Recall, Request, Stop, StopRun
-from lsgd.server.members import Phase
+from lsgd.server.phases import Phase
 
 from .helpers import Bench, Lockstep, Waiting, started
 
 
 def test_what_is_asked_for_ahead_is_granted_beside_what_is_to_be_made() -> None:
     bench = started("00", "01", period=4, local_period=4)
-    assert bench.coordinator.tokens == 6
+    assert bench.ledger.tokens == 6
     assert bench.ask_ahead("00") == Go(2, None, 0.0, "the run and the group have a token left", 1)
-    assert (bench.member("00").granted, bench.coordinator.tokens) == (2, 5)
+    assert (bench.member("00").granted, bench.ledger.tokens) == (2, 5)
     # The next one says that the first is made; the second is being made.
     assert bench.ask_ahead("00", did=1) is not None
-    assert (bench.coordinator.count, bench.member("00").granted, bench.coordinator.tokens) == (1, 2, 4)
+    assert (bench.ledger.count, bench.member("00").granted, bench.ledger.tokens) == (1, 2, 4)
 
 
 def test_no_more_is_granted_ahead_than_the_plan_says() -> None:
@@ -28,7 +28,7 @@ def test_no_more_is_granted_ahead_than_the_plan_says() -> None:
 
 def test_a_grant_ahead_is_a_quarter_of_an_equal_share_at_most() -> None:
     bench = started("00", "01", "10", period=41, local_period=41, lookahead=50)
-    assert bench.coordinator.tokens == 120
+    assert bench.ledger.tokens == 120
     granted = [bench.ask_ahead("00"), bench.ask_ahead("01"), bench.ask_ahead("10")]
     assert [go.iterations for go in granted if go] == [10, 9, 8]
     few = started("00", "01", "10", period=45, local_period=9, lookahead=50)
@@ -51,9 +51,9 @@ def test_a_grant_ahead_that_was_lost_is_given_again_and_what_was_made_counts_onc
     bench.done["00"] += 1
     assert bench.ask("00", same=True)["00"] == [granted]
     assert granted is not None and granted.iterations == 2
-    assert (bench.coordinator.count, bench.member("00").granted) == (1, 2)
+    assert (bench.ledger.count, bench.member("00").granted) == (1, 2)
     assert bench.ask("00", same=True)["00"] == [granted]
-    assert (bench.coordinator.count, bench.coordinator.tokens) == (1, 14)
+    assert (bench.ledger.count, bench.ledger.tokens) == (1, 14)
 
 
 def test_a_request_ahead_that_comes_late_changes_nothing() -> None:
@@ -64,7 +64,7 @@ def test_a_request_ahead_that_comes_late_changes_nothing() -> None:
     bench.ask("00")
     bench.pause("00")
     assert bench.say(Request(*bench.who("00"), 9, 0, 1, 0, None, ahead=True)) == {}
-    assert bench.member("00").phase is Phase.PAUSED and bench.coordinator.count == 3
+    assert bench.member("00").phase is Phase.PAUSED and bench.ledger.count == 3
 
 
 def test_nothing_is_granted_ahead_in_a_round_that_is_not_completed() -> None:
@@ -74,7 +74,7 @@ def test_nothing_is_granted_ahead_in_a_round_that_is_not_completed() -> None:
     bench.complete("00", 1)
     assert bench.ask_ahead("00") is not None
     bench.committed["01"] = 1  # its word of that is lost
-    assert bench.ask_ahead("01") is not None and not bench.coordinator.open
+    assert bench.ask_ahead("01") is not None and not bench.book.open
 
 
 def test_where_every_iteration_is_a_round_nothing_is_granted_ahead() -> None:
@@ -86,22 +86,22 @@ def test_where_every_iteration_is_a_round_nothing_is_granted_ahead() -> None:
 def test_what_was_granted_ahead_and_not_made_goes_back(how: str) -> None:
     bench = started("00", "01", period=41, local_period=41, lookahead=9)
     granted = bench.ask_ahead("00")
-    assert granted is not None and (granted.iterations, bench.coordinator.tokens) == (9, 71)
+    assert granted is not None and (granted.iterations, bench.ledger.tokens) == (9, 71)
     if how == "asks":  # it was asked for what it has, and has made three
         bench.done["00"] += 2
         bench.ask("00")
-        assert bench.member("00").granted == 1 and bench.coordinator.tokens == 80 - 2 - 1
+        assert bench.member("00").granted == 1 and bench.ledger.tokens == 80 - 2 - 1
     elif how == "pauses":
         bench.say(Pause(*bench.who("00"), 3, 3, 1))
-        assert bench.coordinator.tokens == 80 - 2
+        assert bench.ledger.tokens == 80 - 2
     elif how == "leaves":
         bench.leave("00", did=True)
-        assert bench.coordinator.tokens == 80
+        assert bench.ledger.tokens == 80
     else:
         bench.incarnations.pop("00")
         bench.tick(20.0)
-        assert bench.coordinator.tokens == 80 + 1
-    assert bench.coordinator.count == {"asks": 3, "pauses": 3, "leaves": 1, "dies": 0}[how]
+        assert bench.ledger.tokens == 80 + 1
+    assert bench.ledger.count == {"asks": 3, "pauses": 3, "leaves": 1, "dies": 0}[how]
 
 
 def test_who_has_more_than_its_next_iteration_is_asked_for_it_when_others_are_held() -> None:
@@ -136,17 +136,17 @@ def test_a_stop_and_the_end_of_a_node_ask_for_what_was_granted_ahead() -> None:
     bench.ask("00")
     assert isinstance(bench.only("00"), Stop)
     bench.ask("10")
-    assert bench.round_of("10").final and bench.coordinator.count == 3
+    assert bench.round_of("10").final and bench.ledger.count == 3
 
 
-def test_who_is_left_out_has_what_it_was_granted_ahead_set_aside() -> None:
+def test_who_is_evicted_has_what_it_was_granted_ahead_set_aside() -> None:
     bench = started("00", "01", period=3, local_period=3, iterations=8, patience_s=30.0)
     assert bench.ask_ahead("01") is not None
     while bench.member("00").phase is Phase.BUSY:
         bench.ask("00")
     bench.tick(31.0)
-    assert bench.member("01").phase is Phase.LATE and bench.member("01").granted == 2
+    assert bench.member("01").phase is Phase.STRAGGLER and bench.member("01").granted == 2
     # It says that it has made one: what is set aside for it is one less, and it gets no more before it asks.
-    count = bench.coordinator.count
+    count = bench.ledger.count
     assert bench.ask_ahead("01", did=1) is None
-    assert (bench.coordinator.count, bench.member("01").granted) == (count + 1, 1)
+    assert (bench.ledger.count, bench.member("01").granted) == (count + 1, 1)

@@ -1,4 +1,4 @@
-"""What becomes of a worker that lives and keeps all others waiting: it is left out, and comes back by asking."""
+"""What becomes of a worker that keeps all others waiting: it is evicted from rounds, and comes back by asking."""
 
 import json
 
@@ -10,8 +10,9 @@ from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import GenerationOver, Go, NodeLeave, Stop, StopRun, Waiting
-from lsgd.server.members import Phase
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.memento import capture, restore
+from lsgd.server.phases import Phase
 from lsgd.server.report import report
 
 from .helpers import Bench, Lockstep, check_invariants, make_plan
@@ -25,12 +26,12 @@ def started(*places: str, **settings: object) -> Bench:
     return bench
 
 
-def left_out(*, asks: tuple[str, ...] = ("00", "02"), late: str = "01", **settings: object) -> Bench:
-    """Return one of two periods in which a worker is left out, and the others are in their next round."""
+def with_a_straggler(*, asks: tuple[str, ...] = ("00", "02"), late: str = "01", **settings: object) -> Bench:
+    """Return one of two periods in which a worker is evicted, and the others are in their next round."""
     bench = started(*sorted({*asks, late}), **{"period": 1, "local_period": 1, **settings})
     bench.ask_all(*asks)
     bench.tick(30.0)
-    assert bench.member(late).phase is Phase.LATE
+    assert bench.member(late).phase is Phase.STRAGGLER
     return bench
 
 
@@ -42,22 +43,22 @@ def test_the_round_starts_without_who_kept_all_others_waiting_and_both_sides_hea
     bench.tick(29.0)
     assert bench.member("00").held and bench.member("01").phase is Phase.BUSY
     bench.tick(1.0)
-    told = "node0/worker1 is left out of round 2: the others waited 30 s for it"
+    told = "node0/worker1 is evicted from round 2: the others waited 30 s for it"
     assert bench.notes[:2] == [told, f"generation 2: 2 workers on 1 node, over gloo ({told})"]
     assert bench.got["01"] == [GenerationOver(1, told)]
     for place in ("00", "02"):
         over, go = bench.got[place]
         assert over == GenerationOver(1, told)
         assert go.round.generation.members == ("node0/worker0", "node0/worker2") and go.round.new == ()
-    states = {m["worker"]: m["state"] for m in json.loads(report(bench.coordinator, bench.now))["members"]}
-    assert states == {"node0/worker0": "live", "node0/worker1": "late", "node0/worker2": "live"}
+    states = {m["worker"]: m["state"] for m in json.loads(report(bench.state, bench.now))["members"]}
+    assert states == {"node0/worker0": "live", "node0/worker1": "straggler", "node0/worker2": "live"}
 
 
 def test_what_it_made_counts_when_it_comes_back_and_it_takes_the_model_over() -> None:
-    bench = left_out(iterations=100)
-    assert bench.coordinator.count == 2
+    bench = with_a_straggler(iterations=100)
+    assert bench.ledger.count == 2
     bench.ask("01")
-    assert bench.coordinator.count == 3 and "01" not in bench.got
+    assert bench.ledger.count == 3 and "01" not in bench.got
     assert bench.member("01").held and not bench.member("01").synced
     bench.complete_all("00", "02")
     bench.ask_all("00", "02")
@@ -66,12 +67,12 @@ def test_what_it_made_counts_when_it_comes_back_and_it_takes_the_model_over() ->
 
 
 def test_it_costs_the_others_their_patience_once() -> None:
-    bench = left_out()
+    bench = with_a_straggler()
     for _ in range(3):
         bench.complete_all("00", "02")
         bench.ask_all("00", "02")
         bench.round("00", "02")
-    assert bench.member("01").phase is Phase.LATE
+    assert bench.member("01").phase is Phase.STRAGGLER
 
 
 def test_patience_of_0_has_no_end() -> None:
@@ -98,12 +99,12 @@ def test_who_is_in_an_open_round_is_not_late_until_it_has_failed() -> None:
         bench.ask("00")
     assert bench.member("00").held
     bench.tick(100.0)
-    assert bench.member("01").phase is Phase.BUSY and bench.coordinator.open
+    assert bench.member("01").phase is Phase.BUSY and bench.book.open
     bench.complete("01", 1)
     bench.tick(29.0)
     assert bench.member("01").phase is Phase.BUSY
     bench.tick(1.0)
-    assert bench.member("01").phase is Phase.LATE
+    assert bench.member("01").phase is Phase.STRAGGLER
 
 
 def test_lockstep_leaves_out_who_never_comes_to_its_round_and_takes_it_in_again() -> None:
@@ -117,7 +118,7 @@ def test_lockstep_leaves_out_who_never_comes_to_its_round_and_takes_it_in_again(
     bench.ask("01", same=True)  # it asks for what it has been answered, and hears that this is over
     assert isinstance(bench.got["01"][0], GenerationOver)
     bench.ask("01", same=True, dropped=1)
-    assert bench.member("01").held and bench.coordinator.count == 0
+    assert bench.member("01").held and bench.ledger.count == 0
     bench.complete_all("00", "02")
     bench.ask_all("00", "02")
     assert bench.round("00", "01", "02").new == (1,)
@@ -125,15 +126,15 @@ def test_lockstep_leaves_out_who_never_comes_to_its_round_and_takes_it_in_again(
 
 @pytest.mark.parametrize("how", ["asks", "pauses", "leaves", "dies"])
 def test_the_limit_is_kept_with_an_iteration_that_is_out(how: str) -> None:
-    bench = left_out(iterations=8)
+    bench = with_a_straggler(iterations=8)
     for _ in range(2):
         bench.complete_all("00", "02")
         bench.ask_all("00", "02")
     assert bench.only("00").round is None  # the seventh; the eighth is with the one that is late
     bench.ask("00")
-    assert bench.coordinator.count == 7
-    assert bench.coordinator.stopping == (
-        "7 of 8 iterations are made, the last are with node0/worker1, left out since"
+    assert bench.ledger.count == 7
+    assert bench.state.stopping == (
+        "7 of 8 iterations are made, the last are with node0/worker1, evicted since"
     )
     final = bench.round("00", "02")
     assert final.final
@@ -146,22 +147,22 @@ def test_the_limit_is_kept_with_an_iteration_that_is_out(how: str) -> None:
     else:
         bench.incarnations.pop("01")
         bench.tick(11.0)
-    assert bench.coordinator.count == 7 + (how != "dies")
+    assert bench.ledger.count == 7 + (how != "dies")
     bench.complete_all("00", "02")
     if how == "asks":
-        assert bench.only("01") == Stop(2, None, bench.coordinator.stopping)
+        assert bench.only("01") == Stop(2, None, bench.state.stopping)
 
 
 def test_a_grant_that_comes_back_unused_is_granted_again() -> None:
-    bench = left_out(iterations=8)
+    bench = with_a_straggler(iterations=8)
     bench.ask("01", did=False)
-    assert bench.coordinator.count == 2 and bench.coordinator.tokens == 0
+    assert bench.ledger.count == 2 and bench.ledger.tokens == 0
     for _ in range(2):
         bench.complete_all(*(p for p in ("00", "01", "02") if bench.member(p).round))
         bench.ask_all("00", "02", *(["01"] if bench.member("01").phase is Phase.BUSY else []))
-    assert bench.coordinator.count == 7
+    assert bench.ledger.count == 7
     assert isinstance(bench.only("00"), Go) and bench.only("00").round is None  # the eighth
-    assert not bench.coordinator.stopping
+    assert not bench.state.stopping
 
 
 def test_the_only_ones_with_the_model_are_waited_for_but_not_by_the_last_round() -> None:
@@ -172,12 +173,12 @@ def test_the_only_ones_with_the_model_are_waited_for_but_not_by_the_last_round()
     assert bench.member("01").held and bench.member("00").phase is Phase.BUSY
     bench.say(StopRun("enough"))
     bench.tick(1.0)
-    assert bench.member("00").phase is Phase.LATE and not bench.coordinator.final
-    assert bench.coordinator.waits_for(bench.now + 1) == (
+    assert bench.member("00").phase is Phase.STRAGGLER and not bench.book.final
+    assert bench.state.waits_for(bench.now + 1) == (
         "the next round waits for node0/worker0: nobody else has the run's model"
     )
     bench.tick(30.0)
-    assert bench.round_of("01").final and bench.coordinator.count == 0  # nothing was learned
+    assert bench.round_of("01").final and bench.ledger.count == 0  # nothing was learned
 
 
 def test_a_first_round_that_failed_leaves_no_model_to_wait_for() -> None:
@@ -195,39 +196,39 @@ def test_the_last_round_does_not_wait_longer_for_it() -> None:
     bench.ask_all("00", "02")
     bench.tick(30.0)
     assert bench.round_of("00").final and bench.round_of("02").final
-    assert any("node0/worker1 is left out of round 2" in note for note in bench.notes)
+    assert "evicted" in bench.codes
 
 
 def test_a_phase_ends_without_the_iterations_that_are_out() -> None:
     phases = (PlanPhase(LocalSettings(period=1), 6), PlanPhase(LeaderSettings(period=8, local_period=8)))
     plan = Plan(RunSettings(workers=3, iterations=100, patience_s=30.0), phases)
-    bench = left_out(plan=plan)
-    assert (bench.coordinator.count, bench.coordinator.course.number) == (2, 0)
+    bench = with_a_straggler(plan=plan)
+    assert (bench.ledger.count, bench.state.course.number) == (2, 0)
     bench.complete_all("00", "02")
     bench.ask_all("00", "02")  # four are made, one is out, one is left
-    assert bench.coordinator.course.number == 0
+    assert bench.state.course.number == 0
     bench.ask(next(p for p in ("00", "02") if bench.member(p).phase is Phase.BUSY))
-    assert (bench.coordinator.count, bench.coordinator.course.number) == (5, 1)
+    assert (bench.ledger.count, bench.state.course.number) == (5, 1)
     bench.ask("01")
-    assert bench.coordinator.count == 6
+    assert bench.ledger.count == 6
 
 
 def test_its_node_leaves_while_it_is_late() -> None:
-    bench = left_out()
+    bench = with_a_straggler()
     bench.say(NodeLeave(0, 5, "node0 is to end"))
     bench.ask("01")
-    assert bench.only("01") == Stop(2, None, "node0 is to end") and bench.coordinator.count == 3
+    assert bench.only("01") == Stop(2, None, "node0 is to end") and bench.ledger.count == 3
 
 
-def test_several_are_left_out_together_and_a_newcomer_is_no_reason_to_wait_longer() -> None:
+def test_several_are_evicted_together_and_a_newcomer_is_no_reason_to_wait_longer() -> None:
     bench = started("00", "01", "02", "03", "04", "05", period=1, local_period=1)
     bench.ask("00")
     bench.tick(30.0)
     assert bench.notes[0] == (
-        "node0/worker1, node0/worker2, node0/worker3, node0/worker4 and 1 more are left out of round 2: "
+        "node0/worker1, node0/worker2, node0/worker3, node0/worker4 and 1 more are evicted from round 2: "
         "the others waited 30 s for them"
     )
-    assert bench.coordinator.count == 1
+    assert bench.ledger.count == 1
 
 
 def test_a_server_that_was_frozen_itself_has_not_waited() -> None:
@@ -237,24 +238,24 @@ def test_a_server_that_was_frozen_itself_has_not_waited() -> None:
     bench.tick(29.0)
     assert bench.member("01").phase is Phase.BUSY
     bench.tick(1.0)
-    assert bench.member("01").phase is Phase.LATE
+    assert bench.member("01").phase is Phase.STRAGGLER
 
 
 def reborn(bench: Bench) -> Bench:
-    saved = json.loads(json.dumps(capture(bench.coordinator, bench.now)))
-    bench.coordinator = restore(saved, bench.now)
-    check_invariants(bench.coordinator)
+    saved = json.loads(json.dumps(capture(bench.state, bench.now)))
+    bench.coordinator = Coordinator(restore(saved, bench.now))
+    check_invariants(bench.state)
     return bench
 
 
 @pytest.mark.parametrize("did", [True, False])
 def test_one_that_is_late_still_is_when_the_server_was_started_again(did: bool) -> None:
-    bench = reborn(left_out(iterations=100))
-    assert bench.member("01").phase is Phase.LATE and bench.member("01").granted == 1
-    before = bench.coordinator.changes
+    bench = reborn(with_a_straggler(iterations=100))
+    assert bench.member("01").phase is Phase.STRAGGLER and bench.member("01").granted == 1
+    before = bench.state.changes
     bench.ask("01", did=did)
-    assert bench.member("01").held and bench.coordinator.count == 2 + did
-    assert bench.coordinator.changes > before
+    assert bench.member("01").held and bench.ledger.count == 2 + did
+    assert bench.state.changes > before
     bench.complete_all("00", "02")
     bench.ask_all("00", "02")
     assert bench.round("00", "01", "02").new == (1,)
@@ -262,21 +263,21 @@ def test_one_that_is_late_still_is_when_the_server_was_started_again(did: bool) 
 
 def test_what_one_may_have_made_before_the_server_died_is_set_aside() -> None:
     bench = started("00", "01", iterations=12, period=4, local_period=4)
-    saved = capture(bench.coordinator, bench.now)
+    saved = capture(bench.state, bench.now)
     for _ in range(4):
         bench.ask("01")  # it goes on, and the journal hears nothing of it
-    assert (bench.coordinator.count, bench.coordinator.tokens) == (4, 2)
-    bench.coordinator = restore(json.loads(json.dumps(saved)), bench.now)
+    assert (bench.ledger.count, bench.ledger.tokens) == (4, 2)
+    bench.coordinator = Coordinator(restore(json.loads(json.dumps(saved)), bench.now))
     bench.ask("00")
     assert isinstance(bench.ask("00", same=True)["00"][-1], Waiting)
     reborn(bench)
     bench.ask("00", same=True)
     bench.tick(30.0)
     # Of twelve, one is made, and what was granted and left of the first eight may be out.
-    assert (bench.coordinator.count, bench.member("01").granted) == (1, 9)
-    assert bench.coordinator.tokens + 1 <= 12 - 1 - 9
+    assert (bench.ledger.count, bench.member("01").granted) == (1, 9)
+    assert bench.ledger.tokens + 1 <= 12 - 1 - 9
     bench.ask("01")
-    assert bench.coordinator.count == 6 and bench.member("01").granted == 0
+    assert bench.ledger.count == 6 and bench.member("01").granted == 0
 
 
 def test_a_round_that_nobody_moves_in_fails_by_a_deadline_of_its_own() -> None:
@@ -287,10 +288,10 @@ def test_a_round_that_nobody_moves_in_fails_by_a_deadline_of_its_own() -> None:
     bench.tick(89.0)  # its exchange may have ten steps of 6 s
     assert not bench.notes and bench.member("01").phase is Phase.BUSY
     bench.tick(1.0)
-    assert bench.notes[0] == "round 2 failed: node0/worker1 did not complete it within 90 s"
+    assert bench.codes[0] == "round_fails.stuck"
     assert bench.got["01"][0] == GenerationOver(1, "node0/worker1 did not complete it within 90 s")
     bench.tick(30.0)
-    assert bench.member("01").phase is Phase.LATE
+    assert bench.member("01").phase is Phase.STRAGGLER
     assert bench.round("00", "02").new == ()
 
 
@@ -298,4 +299,4 @@ def test_without_patience_no_round_fails_by_time() -> None:
     bench = started("00", "01", period=1, local_period=1, exchange_timeout_s=1.0, patience_s=0.0)
     bench.ask_all("00", "01")
     bench.tick(1000.0)
-    assert not bench.notes and len(bench.coordinator.open) == 1
+    assert not bench.notes and len(bench.book.open) == 1

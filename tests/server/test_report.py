@@ -14,13 +14,14 @@ def read(bench: Bench) -> dict:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return json.loads(report(bench.coordinator, bench.now), parse_constant=refuse)
+    return json.loads(report(bench.state, bench.now), parse_constant=refuse)
 
 
 def test_a_run_from_its_beginning_to_its_end() -> None:
     bench = Bench("00", workers=2, iterations=100, period=4, local_period=4)
     waiting = read(bench)
     assert (waiting["state"], waiting["reason"]) == ("waiting", "1 of 2 workers have joined")
+    assert (waiting["code"], waiting["events"]) == ("joining", {"joins": 1})
     assert (waiting["generation"], waiting["seconds"], waiting["progress"]) == (0, 0.0, 0.0)
 
     bench.join("10")
@@ -38,11 +39,27 @@ def test_a_run_from_its_beginning_to_its_end() -> None:
     assert (running["algorithm"], running["iterations"], running["run"]) == ("leader", 100, "run")
 
     bench.say(StopRun("enough"))
-    assert (read(bench)["state"], read(bench)["reason"]) == ("stopping", "enough")
+    stopping = read(bench)
+    assert (stopping["state"], stopping["reason"], stopping["code"]) == ("stopping", "enough", "ordered")
     bench.ask("00")
     assert [m["state"] for m in read(bench)["members"]] == ["held", "live"]
     bench.ask("10")
     assert read(bench)["state"] == "over"
+
+
+def test_who_left_is_there_with_the_reason_and_events_are_counted() -> None:
+    bench = Bench("00", "01", period=4, local_period=4)
+    bench.ask_all("00", "01")
+    bench.leave("01", failed=True, reason="ValueError: no such file")
+    here, gone = read(bench)["members"]
+    assert (here["reason"], here["code"]) == ("", "")
+    assert (gone["state"], gone["reason"], gone["code"]) == (
+        "left",
+        "failed: ValueError: no such file",
+        "failed",
+    )
+    events = read(bench)["events"]
+    assert (events["joins"], events["leaves.failed"], events["round_fails.gone.failed"]) == (2, 1, 1)
 
 
 def test_a_loss_that_is_no_number_is_still_json() -> None:
@@ -58,12 +75,12 @@ def test_a_long_history_is_thinned_out_and_fits_in_a_message() -> None:
     places = [f"{node}{index}" for node in range(8) for index in range(9)]
     bench = Bench(*places, period=4, local_period=4)
     bench.ask_all(*places)
-    entry = bench.coordinator.elections[0]
-    bench.coordinator.elections.clear()
+    entry = bench.book.elections[0]
+    bench.book.elections.clear()
     losses = {f"node{i}/worker{i}": 0.1 + i / 7 for i in range(64)}
     for number in range(3500):
-        bench.coordinator.elections.append(type(entry)(number, "global", -1, "w", number, 1.0, losses))
-    text = report(bench.coordinator, bench.now)
+        bench.book.elections.append(type(entry)(number, "global", -1, "w", number, 1.0, losses))
+    text = report(bench.state, bench.now)
     leaders = json.loads(text)["leaders"]
     assert len(text) < MAX_NBYTES
     assert len(leaders) <= MAX_LEADERS

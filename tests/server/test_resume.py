@@ -3,6 +3,7 @@
 import pytest
 
 from lsgd.protocol.messages import Go, Stop, StopRun
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.memento import capture, restore
 
 from .helpers import Bench, Lockstep, make_plan
@@ -27,13 +28,13 @@ def test_the_count_goes_on_from_the_highest_checkpoint_and_those_without_it_take
         "goes on after 200 iterations, from checkpoints of node0/worker1, node1/worker1; "
         "taking over their model: node0/worker0, node1/worker0"
     )
-    assert bench.coordinator.count == 200
+    assert bench.ledger.count == 200
     bench.complete_all("00", "01", "10", "11")
     for _ in range(4):
         bench.ask_all("00", "01", "10", "11")
         if bench.member("00").round is not None:
             bench.complete_all("00", "01", "10", "11")
-    assert bench.coordinator.count == 216
+    assert bench.ledger.count == 216
 
 
 def test_checkpoints_of_all_members_leave_no_newcomer() -> None:
@@ -62,7 +63,7 @@ def test_the_most_iterations_count_whoever_has_them() -> None:
 
 
 def test_a_count_that_cannot_be_is_none() -> None:
-    assert resumed(0, w00=-5).coordinator.count == 0
+    assert resumed(0, w00=-5).ledger.count == 0
 
 
 def test_a_worker_that_comes_later_does_not_change_the_count() -> None:
@@ -75,7 +76,7 @@ def test_a_worker_that_comes_later_does_not_change_the_count() -> None:
         if bench.member("00").round is not None and "01" not in bench.got:
             bench.complete_all("00")
     assert bench.round("00", "01").new == (1,)
-    assert bench.coordinator.count == 68
+    assert bench.ledger.count == 68
 
 
 @pytest.mark.parametrize("algorithm", [None, Lockstep()])
@@ -174,6 +175,6 @@ def test_a_checkpoint_by_time_that_failed_with_its_round_is_written_in_the_next(
 def test_a_server_that_was_started_again_has_a_checkpoint_written_soon() -> None:
     bench = bench_of(None)
     assert rounds_at(bench, 0.0, 1.0) == [False, False]
-    bench.coordinator = restore(capture(bench.coordinator, bench.now), 5.0)
+    bench.coordinator = Coordinator(restore(capture(bench.state, bench.now), 5.0))
     bench.now = 5.0
     assert rounds_at(bench, 1.0, 2.0) == [True, False]

@@ -1,0 +1,159 @@
+"""Every reason that the global server gives: a short code for programs, and words for people."""
+
+import enum
+from typing import Self
+
+
+class Reason(str):
+    """Words for people, which are its text, and a code for programs, such as ``leaves.silent``.
+
+    Attributes:
+        code: names of :class:`Why` in lower case, from the outermost to the innermost, with dots between them.
+    """
+
+    __slots__ = ("code",)
+    code: str
+
+    def __new__(cls, words: str = "", code: str = "") -> Self:
+        """Return the reason; without words it is false, and stands for none."""
+        reason = super().__new__(cls, words)
+        reason.code = code
+        return reason
+
+    def to_json(self) -> list[str]:
+        """Return the arguments that make it anew."""
+        return [str(self), self.code]
+
+
+NO_REASON = Reason()
+
+CHECK = "check the cable, the route and the firewall between them (lsgd doctor)"
+
+
+@enum.unique
+class Why(enum.Enum):
+    """The codes, and their words with places for values. A call fills the places.
+
+    Where one of the values is called ``reason``, its code follows: ``leaves.silent``.
+    """
+
+    # The run stops, or fails.
+    ORDERED = "{order}"
+    TIME_OVER = "the time of {seconds:g} s is over"
+    ALL_MADE = "all {limit:.0f} iterations are made"
+    ALL_MADE_BEFORE = (
+        "all {limit:.0f} iterations were made before it was resumed; raise iterations to go on "
+        "(LSGD_ITERATIONS, or --iterations of lsgd-server)"
+    )
+    REST_IS_OUT = "{count} of {limit:.0f} iterations are made, the last are with {who}, evicted since"
+    REST_TOO_SMALL = "{count} of {limit:.0f} iterations are made, too few are left for one of each worker"
+    ROUNDS_FAIL = "{failures} rounds in a row failed, the last because {reason}"
+    MODEL_LOST = (
+        "the run's model is lost after {count} iterations: the workers that had it are gone, and no worker that is "
+        "here has a checkpoint; start the run again with RESUME=1 (lsgd launch --resume) where there are checkpoints, "
+        "or let the plan begin anew by itself with restart_from_scratch = true"
+    )
+
+    # A worker or its request is refused.
+    WRONG_NAME = "it is the worker {index} of node{node} and calls itself {worker}, not {name}"
+    SOFTWARE = "its software differs: {versions}; install the same release on both"
+    MODEL = "its model differs from {first}'s: {theirs} against {ours}; build the same model on every worker"
+    LOOPBACK = (
+        "{worker} can be reached at {theirs} and {first} at {ours}: one of them is on the loopback interface; "
+        "connect every node's local server by the global server's real address"
+    )
+    NAME_TAKEN = (
+        "{worker} is in the run already (heard {heard_s:.1f} s ago); two workers cannot have one name: give each "
+        "machine its own --node and each worker its own LSGD_LOCAL_RANK"
+    )
+    CAME_BACK = "this process of {worker} has left the run already, or was evicted; start it again"
+    SAME_BATCHES = (
+        "{worker} and {other} draw the same batches, so that one of them learns nothing of its own: take "
+        "worker.loader(dataset, ...), which gives each its shard, or seed the shuffling by rank"
+    )
+    TOO_FEW = "after {waited_s:g} s only {joined}; start the others, or a run of fewer (--workers)"
+    UNKNOWN = "{worker} is not in run {run}: it was evicted, or belongs to an earlier run; start it again"
+
+    # A worker leaves, or a round fails.
+    LEFT = "{farewell}"
+    FAILED = "failed: {error}"
+    SILENT = "nothing was heard from it for {quiet_s:.0f} s"
+    NEVER_ASKED = "it did not ask for its first iteration for {waited_s:g} s"
+    REPLACED = "another process has taken its place"
+    RUN_OVER = "the run is over"
+    REFUSED = "refused, {reason}"
+    NODE_ENDS = "{notice}"
+    ERROR = "{worker}: {error}"
+    PASSED_OVER = "{worker}: it passed the round over"
+    PAUSED = "{worker}: it paused instead"
+    DROPPED = "{worker}: it could not complete it"
+    GONE = "{worker}: it left the run: {reason}"
+    STUCK = "{who} did not complete it within {longest_s:g} s"
+    UNREACHABLE = "{pairs} cannot reach each other{more}"
+    MEMBER_LEFT = "{worker} left: {reason}"
+    ROUND_FAILED = "its round failed"
+
+    # A request waits.
+    JOINING = "{here} of {wanted} workers have joined"
+    STARTED = "{here} worker{are} in the run"
+    NAME_CONTESTED = (
+        "another process was {worker} until {heard_s:.1f} s ago; this one takes its place if it stays silent"
+    )
+    CUT = "{why}the run goes on without {worker}; {check}; it is tried again {when}"
+    ENDED = "the run is over: {reason}"
+    FIRST_REQUESTS = "the first round waits for the first request of {who}"
+    CONSENSUS = "the last round waits until {who} completed it"
+    BUSY = "the next round waits {waited_s:.1f} s for {who}{open_round}"
+    AWAY = "the next round waits for {who}, which paused"
+    MODEL_AWAY = "the next round waits for {who}: nobody else has the run's model"
+    NOBODY = "nobody waits; {joined}"
+
+    # A request is granted.
+    TOKEN = "the run and the group have a token left"
+    LOCAL_ROUND = "local round {id}: all {members} members on node{node} are held, their queue is empty"
+    GLOBAL_ROUND = "global round {id}: all {members} members are held"
+    AGAIN = "the global server was started again"
+
+    # Something has happened.
+    JOINS = "{worker} joins from {address}; {joined}"
+    TOO_LATE = "{worker} comes too late: the run is ending"
+    IS_REFUSED = "{worker} is refused, {reason}"
+    LEAVES = "{worker} leaves: {reason} ({done} iterations)"
+    BACK = "{worker} is back, and has the run's model"
+    STOPPING = "stopping: {reason}"
+    CHANGED = "{name} is to be {text}"
+    ROUND = "{scope} round {id}{where}: leader {worker} ({loss}), {count} iterations"
+    ROUND_FAILS = "round {id} failed: {reason}"
+    EVICTED = "{who} {are} evicted from round {id}: the others waited {patience_s:g} s for {them}"
+    EVICTED_LINK = "{who} evicted for {wait_s:g} s, the others go on: {reason}; {check}"
+    PHASE = "phase {number}: {algorithm}, from iteration {count} on"
+    GENERATION = "generation {number}: {workers} on {nodes}, over {backend}{why}"
+    RESUMED = "goes on after {count} iterations, from checkpoints of {holders}{takers}"
+    NO_HOLDER = "nobody who has completed the last global round is left"
+    GONE_BACK = (
+        "the workers that had the run's model after {count} iterations are gone: it goes back to checkpoints of "
+        "{resumed} iterations; {lost} are made again"
+    )
+    BEGUN_ANEW = (
+        "the workers that had the run's model after {count} iterations are gone, and there is no checkpoint: "
+        "IT BEGINS ANEW with a new model (restart_from_scratch)"
+    )
+    ALL_SILENT = (
+        "nothing was heard for {quiet_s:.0f} s from {who}, and nobody else has the run's model: is the network of "
+        "this machine down, or a local server frozen? Waits {timeout_s:g} s for them in all"
+    )
+
+    @property
+    def code(self) -> str:
+        """The code, but for that of an inner reason."""
+        return self.name.lower()
+
+    def __call__(self, **values: object) -> Reason:
+        """Return the reason with these values in its words."""
+        codes = (self.code, getattr(values.get("reason"), "code", ""))
+        return Reason(self.value.format(**values), ".".join(filter(None, codes)))
+
+
+def number_of(count: int, what: str) -> str:
+    """Return how many there are of something: ``1 worker``, ``2 workers``."""
+    return f"{count} {what}{'s' * (count != 1)}"

@@ -1,0 +1,340 @@
+"""Who takes part: the record of each worker, of each group, and of the current generation."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lsgd.plan.run import RunSettings
+from lsgd.protocol.messages import Generation, Go, Join, Round, Stop
+from lsgd.server.phases import Phase
+from lsgd.server.reasons import NO_REASON, Reason, Why
+
+MAX_LEFT = 4096
+"""How many workers that are gone are remembered."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One incarnation of a worker, from its join to its leave.
+
+    Args:
+        join: its greeting.
+        heard_at: when it last said anything, in seconds of the coordinator's clock.
+        phase: where it stands; changed by :meth:`Roster.move` only.
+        rank: in the current generation; -1 outside it.
+        held_at: when its last request began to be held.
+        granted: iterations granted to it and not yet reported done; of a STRAGGLER that was not heard since the
+            server was started again, as many as it may have made. Changed by the ledger only, as ``done`` is.
+        done: iterations it has reported.
+        synced: it has completed the last global round, so that it has the run's model.
+        leaving: why its node is going away.
+        left: why it left.
+        seq: number of its last request.
+        answer: to that request; None while there is none.
+        round: the round it was ordered into, until it completes it or the round fails.
+        committed: the last round it has completed.
+        loss: as it last reported it.
+        met: number of the last generation of which it has completed a round, and so has the names.
+        times_leader: rounds that it led.
+        challenger: incarnation of another process that claims its name, and since when.
+    """
+
+    join: Join
+    heard_at: float
+    phase: Phase = Phase.JOINED
+    rank: int = -1
+    held_at: float = 0.0
+    granted: int = 0
+    done: int = 0
+    synced: bool = False
+    leaving: Reason = NO_REASON
+    left: Reason = NO_REASON
+    seq: int = 0
+    answer: Go | Stop | None = None
+    round: "OpenRound | None" = None
+    committed: int = 0
+    loss: float | None = None
+    met: int = 0
+    times_leader: int = 0
+    challenger: tuple[int, float] = (0, 0.0)
+
+    @property
+    def worker(self) -> str:
+        """Its name."""
+        return self.join.worker
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Node and index: the order of ranks."""
+        return (self.join.node, self.join.index)
+
+    @property
+    def held(self) -> bool:
+        """Whether its request waits for an answer."""
+        return self.phase is Phase.HELD
+
+    @property
+    def live(self) -> bool:
+        """Whether rounds wait for it."""
+        return self.phase.live
+
+    @property
+    def was_silent(self) -> bool:
+        """Whether it has left because nothing was heard from it: its process may be alive all the same."""
+        return self.left.code == Why.SILENT.code
+
+    @property
+    def electable_loss(self) -> float:
+        """Its loss, infinite where there is none or where it is not finite, so that it is never preferred."""
+        loss = finite(self.loss)
+        return math.inf if loss is None else loss
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The members of the generation on one node, and their queue of tokens.
+
+    Args:
+        node: index of the machine.
+        index: the node's place among the generation's nodes.
+        members: in rank order.
+        tokens: iterations until the next local round; infinite where there are no local rounds.
+        held: how many of the members are.
+    """
+
+    node: int
+    index: int
+    members: list[Member] = field(default_factory=list)
+    tokens: float = 0.0
+    held: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class OpenRound:
+    """A round whose answers have left, until all its members have completed it or one has failed."""
+
+    round: Round
+    waiting: set[Member]
+
+
+class Roster:
+    """The members of the run and of its current generation, with the counts that every decision needs.
+
+    The counts always fit the members; a group's members have the ranks and the node of the generation; only members
+    of the generation have the run's model, while it lasts (:meth:`check`).
+
+    Args:
+        members: all that are in the run.
+        left: the last incarnation of those that are gone; of the last :data:`MAX_LEFT`.
+        made: iterations of the incarnations that are gone, by name; of the same ones.
+        generation: the current one, or the last.
+        broken: why the generation is over; none while it lasts.
+        digests: of their first batches, by whom they were said first.
+
+    Attributes:
+        groups: of the generation, by node.
+        live: how many members are HELD or BUSY.
+        held: how many are HELD.
+        paused: how many are PAUSED.
+        absent: how many of the generation's members are not live, those that are gone included.
+        spared: those that have the run's model, while all of them are silent and are waited for all the same.
+    """
+
+    def __init__(
+        self,
+        members: Iterable[Member] = (),
+        left: Iterable[Member] = (),
+        made: Mapping[str, int] | None = None,
+        generation: Generation | None = None,
+        broken: Reason = NO_REASON,
+        digests: Mapping[str, Member] | None = None,
+    ) -> None:
+        self.members = {m.worker: m for m in members}
+        self.left = {m.worker: m for m in left}
+        self.made = dict(made or {})
+        self.generation, self.broken = generation, broken
+        self.digests = dict(digests or {})
+        self.spared: set[Member] = set()
+        self.groups: dict[int, Group] = {}
+        self._ended = {(m.worker, m.join.incarnation) for m in self.left.values()}
+        for rank, name in enumerate(generation.members if generation else ()):
+            member = self.members.get(name)
+            if member is None or member.rank != rank:  # gone: its place stays until the next generation
+                member = self.left[name]
+            self._to_group(member)
+        phases = [m.phase for m in self.members.values()]
+        self.live = sum(phase.live for phase in phases)
+        self.held, self.paused = phases.count(Phase.HELD), phases.count(Phase.PAUSED)
+        inside = sum(m.live and m.rank >= 0 for m in self.members.values())
+        self.absent = len(generation.members) - inside if generation else 0
+
+    def _to_group(self, member: Member) -> Group:
+        group = self.groups.setdefault(member.join.node, Group(member.join.node, len(self.groups)))
+        group.members.append(member)
+        return group
+
+    # -- who is who --------------------------------------------------------------------------------------------
+
+    def find(self, worker: str, incarnation: int) -> Member | None:
+        """Return the member that is this process of a worker."""
+        member = self.members.get(worker)
+        return member if member is not None and member.join.incarnation == incarnation else None
+
+    def has_ended(self, worker: str, incarnation: int) -> bool:
+        """Whether this process of a worker has left, and cannot come back."""
+        return (worker, incarnation) in self._ended
+
+    def within(self, *phases: Phase) -> list[Member]:
+        """Return the members in one of these phases."""
+        return [m for m in self.members.values() if m.phase in phases]
+
+    def holders(self) -> list[Member]:
+        """Return the members that have the run's model and have not been told to stop."""
+        return [m for m in self.members.values() if m.synced and m.phase is not Phase.ENDED]
+
+    def group_of(self, member: Member) -> Group | None:
+        """Return the member's group in the current generation, None outside it."""
+        return self.groups[member.join.node] if member.rank >= 0 else None
+
+    # -- phases ------------------------------------------------------------------------------------------------
+
+    def move(self, member: Member, phase: Phase) -> None:
+        """Change a member's phase, the only way to do so.
+
+        Raises:
+            RuntimeError: the one cannot follow the other.
+        """
+        before = member.phase
+        if phase is before:
+            return
+        if phase not in before.next:
+            raise RuntimeError(f"{member.worker} is {before.name}, and cannot become {phase.name}")
+        self._set(member, phase)
+
+    def _set(self, member: Member, phase: Phase) -> None:
+        before, member.phase = member.phase, phase
+        live = phase.live - before.live
+        held = (phase is Phase.HELD) - (before is Phase.HELD)
+        self.live += live
+        self.held += held
+        self.paused += (phase is Phase.PAUSED) - (before is Phase.PAUSED)
+        if member.rank >= 0:
+            self.groups[member.join.node].held += held
+            self.absent -= live
+
+    # -- joining and leaving -----------------------------------------------------------------------------------
+
+    def add(self, member: Member) -> None:
+        """Take in a worker that has joined."""
+        self.members[member.worker] = member
+
+    def remove(self, member: Member, reason: Reason) -> None:
+        """Let go of a member; its place in the generation stays, absent, until the next one."""
+        self._set(member, Phase.ENDED)
+        member.left = reason
+        del self.members[member.worker]
+        self.left.pop(member.worker, None)
+        self.left[member.worker] = member
+        self.made[member.worker] = self.made.get(member.worker, 0) + member.done
+        self._ended.add((member.worker, member.join.incarnation))
+        self.digests = {digest: m for digest, m in self.digests.items() if m is not member}
+        if len(self.left) > MAX_LEFT:
+            oldest = next(iter(self.left))
+            del self.left[oldest], self.made[oldest]
+
+    def take_back(self, worker: str, incarnation: int) -> Member | None:
+        """Return a worker to the run, as a STRAGGLER, that left it for its silence, if it alone has the run's model."""
+        member = self.left.get(worker)
+        if member is None or member.join.incarnation != incarnation or worker in self.members:
+            return None
+        if not member.was_silent or not member.synced or self.holders():
+            return None
+        del self.left[worker]
+        self.made[worker] -= member.done
+        self._ended.discard((worker, incarnation))
+        member.rank, member.left = -1, NO_REASON
+        self.add(member)
+        self.move(member, Phase.STRAGGLER)
+        return member
+
+    # -- leases ------------------------------------------------------------------------------------------------
+
+    def expired(self, now: float, run: RunSettings, *, trained: bool) -> list[Member]:
+        """Return the members whose lease is over; but not yet the last ones that have the model of a ``trained`` run.
+
+        If all of those are silent, it is rather this server whose link is down, or a local server that is frozen.
+        """
+        holders = self.holders() if trained else []
+        quiet_s = now - max((m.heard_at for m in holders), default=now)
+        if (
+            self.spared and quiet_s <= run.lease_s
+        ):  # one is heard again: the others' messages are on their way
+            for member in holders:
+                member.heard_at = max(member.heard_at, now - quiet_s)
+        spared = run.lease_s < quiet_s <= max(run.lease_s, run.server_timeout_s)
+        self.spared = set(holders) if spared else set()
+        return [m for m in self.members.values() if now - m.heard_at > run.lease_s and m not in self.spared]
+
+    # -- generations -------------------------------------------------------------------------------------------
+
+    def begin_generation(self, members: list[Member]) -> Generation:
+        """Make ``members``, all of them held and in rank order, the generation."""
+        for member in self.members.values():
+            member.rank = -1
+        self.groups, self.absent, self.broken = {}, 0, NO_REASON
+        for rank, member in enumerate(members):
+            member.rank = rank
+            self._to_group(member).held += 1
+        gpus = [m.join.gpu for m in members]
+        self.generation = Generation.of(
+            self.generation.number + 1 if self.generation else 1,
+            [m.place for m in members],
+            "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo",
+        )
+        return self.generation
+
+    def end_generation(self, reason: Reason) -> list[Member]:
+        """End the generation, unless that has happened; return its members that have to hear of it."""
+        if self.generation is None or self.broken:
+            return []
+        self.broken = reason
+        return [m for m in self.members.values() if m.rank >= 0 and m.phase is not Phase.ENDED]
+
+    def check(self) -> None:
+        """Assert that the counts fit the members, and the generation fits its groups."""
+        everybody = list(self.members.values())
+        inside = sorted((m for m in everybody if m.rank >= 0), key=lambda m: m.rank)
+        names = self.generation.members if self.generation else ()
+        assert all(name == m.worker for name, m in self.members.items())
+        assert self.live == len(self.within(Phase.HELD, Phase.BUSY))
+        assert self.held == len(self.within(Phase.HELD))
+        assert self.paused == len(self.within(Phase.PAUSED))
+        assert self.absent == len(names) - sum(m.live for m in inside)
+        assert [names[m.rank] for m in inside] == [m.worker for m in inside]
+        assert [m.worker for g in self.groups.values() for m in g.members] == list(names)
+        for index, group in enumerate(self.groups.values()):
+            assert group.index == index
+            assert group.held == sum(m.held for m in inside if m.join.node == group.node)
+        assert self.broken or all(m.rank >= 0 for m in everybody if m.synced)
+
+
+def by_place(member: Member) -> tuple[int, int]:
+    """Sort key: the order of ranks."""
+    return member.place
+
+
+def elect(members: list[Member]) -> Member:
+    """Return the member with the lowest loss; of equal ones, and where nobody has a loss, the first in rank order."""
+    return min(members, key=lambda m: (m.electable_loss, m.place))
+
+
+def finite(loss: float | None) -> float | None:
+    """Return a loss as JSON can have it, and as it can be compared: one that is no number is none."""
+    return loss if loss is not None and math.isfinite(loss) else None
+
+
+def named(members: Iterable[Member], most: int = 4) -> str:
+    """Return the names of the first ``most`` members in rank order, and how many more there are."""
+    ordered = sorted(members, key=by_place)
+    names = ", ".join(m.worker for m in ordered[:most])
+    return names + (f" and {len(ordered) - most} more" if len(ordered) > most else "")

@@ -1,0 +1,166 @@
+"""The state of a run: all that its coordinator knows. The coordinator changes it; memento and report read it."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from lsgd.plan.plan import Plan
+from lsgd.protocol.messages import Downward
+from lsgd.server.course import Course
+from lsgd.server.links import Links
+from lsgd.server.phases import Phase
+from lsgd.server.reasons import NO_REASON, Reason, Why
+from lsgd.server.roster import MAX_LEFT, Member, Roster, named
+from lsgd.server.rounds import RoundBook
+from lsgd.server.tokens import Ledger
+
+WAIT_WORDS_S = 0.2
+"""For how long the sentence that says what is waited for is kept."""
+
+
+@dataclass(slots=True)
+class Decision:
+    """What to do now: answers by (worker, incarnation), in order, and what has happened, for people."""
+
+    answers: list[tuple[str, int, Downward]] = field(default_factory=list)
+    notes: list[Reason] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class RunState:
+    """What is known of a run.
+
+    Args:
+        plan: its settings.
+        run: its identity.
+        now: seconds of a clock that never goes back, as of the last message or tick.
+        roster: who takes part.
+        ledger: what was granted and made.
+        book: the rounds.
+        started_at: when the first round was ordered.
+        stopping: why the run ends; none while it goes on.
+        failed: why it ends without what it has learnt; none as a rule.
+        closed_at: since when whoever still asks is told to leave; infinite before.
+
+    Attributes:
+        course: where in the plan it is.
+        links: who cannot reach whom.
+        over: nobody is waited for any more.
+        changes: counts what a journal has to keep before the answers leave.
+        moved_at: when a member last asked, or completed a round.
+        lost_at: when nobody, and no checkpoint, was found to have the run's model; 0: never.
+        events: how often this server has told of each, by its code.
+        decision: what to do, as far as it is decided.
+    """
+
+    plan: Plan
+    run: str
+    now: float = 0.0
+    roster: Roster = field(default_factory=Roster)
+    ledger: Ledger = field(default_factory=Ledger)
+    book: RoundBook = field(default_factory=RoundBook)
+    started_at: float | None = None
+    stopping: Reason = NO_REASON
+    failed: Reason = NO_REASON
+    closed_at: float = math.inf
+    course: Course = field(init=False)
+    links: Links = field(init=False)
+    over: bool = False
+    changes: int = 0
+    moved_at: float = field(init=False)
+    lost_at: float = 0.0
+    events: Counter[str] = field(default_factory=Counter)
+    decision: Decision = field(default_factory=Decision)
+    _wait: tuple[float, Reason] = (-math.inf, NO_REASON)
+
+    def __post_init__(self) -> None:
+        self.course = Course(self.plan.phases)
+        self.links = Links(self.plan.run.exchange_timeout_s)
+        self.moved_at = self.now
+
+    @property
+    def closed(self) -> bool:
+        """Whether whoever still asks is told to leave."""
+        return self.closed_at < math.inf
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether the run has ended without a consensus, since its rounds kept failing."""
+        return self.closed and self.book.hopeless
+
+    def progress(self, now: float) -> float:
+        """Return the share of the run that is made, 0 to 1; 0 for one without an end."""
+        run = self.plan.run
+        elapsed_s = 0.0 if self.started_at is None else now - self.started_at
+        by_count = self.ledger.count / run.iterations if run.iterations else 0.0
+        by_time = elapsed_s / run.seconds if run.seconds else 0.0
+        return min(1.0, max(by_count, by_time))
+
+    # -- what leaves -------------------------------------------------------------------------------------------
+
+    def note(self, event: Reason) -> None:
+        """Tell people, and count it."""
+        self.decision.notes.append(event)
+        self.events[event.code] += 1
+
+    def answer(self, member: Member, message: Downward) -> None:
+        """Tell a member."""
+        self.decision.answers.append((member.worker, member.join.incarnation, message))
+
+    # -- in words ----------------------------------------------------------------------------------------------
+
+    def joined(self) -> Reason:
+        """Say how many workers have joined; once the run has started, how many there are."""
+        here, wanted = len(self.roster.members), self.plan.run.workers
+        if self.roster.generation is not None:
+            return Why.STARTED(here=here, are="s are" if here != 1 else " is")
+        return Why.JOINING(here=here, wanted=max(here, wanted))
+
+    def waits_for(self, now: float) -> Reason:
+        """Say what the held requests wait for."""
+        if now - self._wait[0] > WAIT_WORDS_S:
+            self._wait = (now, self._what_is_waited_for(now))
+        return self._wait[1]
+
+    def _what_is_waited_for(self, now: float) -> Reason:
+        members = self.roster.members.values()
+        if self.closed:
+            return Why.ENDED(reason=self.stopping)
+        if self.roster.generation is None:
+            if len(members) < self.plan.run.workers:
+                return self.joined()
+            return Why.FIRST_REQUESTS(who=named(self.roster.within(Phase.JOINED)))
+        if self.lost_at:
+            return Why.MODEL_LOST(count=self.ledger.count)
+        if self.book.final:
+            return Why.CONSENSUS(who=named(m for m in members if m.round is not None))
+        if not self.roster.held:
+            return Why.NOBODY(joined=self.joined())
+        if busy := self.roster.within(Phase.BUSY):
+            waited_s = now - min(m.held_at for m in members if m.held)
+            unfinished = f" (round {max(self.book.open)} is not completed yet)" if self.book.open else ""
+            return Why.BUSY(waited_s=waited_s, who=named(busy), open_round=unfinished)
+        if paused := self.roster.within(Phase.PAUSED):
+            return Why.AWAY(who=named(paused))
+        return Why.MODEL_AWAY(who=named(self.roster.within(Phase.STRAGGLER)))
+
+    def all_made(self, limit: float, out: list[Member]) -> Reason:
+        """Say that no iteration is left to grant: the last ones were granted to those that are ``out``."""
+        count = self.ledger.count
+        if count < limit:
+            return Why.REST_IS_OUT(count=count, limit=limit, who=named(out))
+        return (Why.ALL_MADE if self.roster.generation else Why.ALL_MADE_BEFORE)(limit=limit)
+
+    def check(self) -> None:
+        """Assert the invariants of its parts, and those between them; tests do so after every message."""
+        roster, ledger = self.roster, self.ledger
+        members = list(roster.members.values())
+        roster.check()
+        self.book.check(members)
+        reported = sum(m.done for m in members) + sum(roster.made.values())
+        assert ledger.count == ledger.base + reported or len(roster.left) == MAX_LEFT  # some are forgotten
+        ledger.check(self.plan.run.iterations, members, roster.groups.values())
+        assert not self.stopping or ledger.tokens == 0
+        assert all(m.phase in (Phase.BUSY, Phase.STRAGGLER) for m in members if m.granted)
+        assert all(m.phase is Phase.BUSY for m in members if m.round)
+        assert all(m.answer is None for m in members if m.phase is Phase.CUT)
