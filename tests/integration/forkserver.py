@@ -10,6 +10,7 @@ are lines on standard input, JSON objects with ``program`` (a module, or the pat
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -29,6 +30,7 @@ def serve() -> str:
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
+    gc.freeze()  # what is there is not looked through, and so not copied, in the processes
     tell({"ready": os.getpid()})
     while True:
         ready, _, _ = select([sys.stdin, wakes], [], [])

@@ -154,7 +154,7 @@ class Cluster:
 
     server_forks = ForkServer("lsgd.server.cli")
     # The first optimizer imports torch._dynamo, and it takes as long as all of torch.
-    worker_forks = ForkServer("torch", "torch._dynamo", "lsgd.client", "lsgd.client.worker")
+    worker_forks = ForkServer("torch", "torch._dynamo", "lsgd.plan.options", "lsgd.client.worker")
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
