@@ -12,10 +12,6 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-sys.path.insert(0, str(EXAMPLES))  # as python examples/digits.py does
-
-import digits  # noqa: E402
-import report  # noqa: E402
 
 NO_EXCHANGE = """
 iterations = 1500
@@ -48,7 +44,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(tmp_path: Path) -> None:
+def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, report, tmp_path: Path) -> None:
     plan = tmp_path / "no_exchange.toml"
     plan.write_text(NO_EXCHANGE)
     output = train(EXAMPLES / "digits.toml", tmp_path / "exchange")
@@ -76,7 +72,7 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(tmp_path: Pat
     assert report.accuracy(model, digits.datasets()[1]) == result["test_accuracy"]
 
 
-def test_the_plain_script_with_its_few_lines_trains_and_saves(tmp_path: Path) -> None:
+def test_the_plain_script_with_its_few_lines_trains_and_saves(digits, report, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text("iterations = 1200\n")
     train(plan, tmp_path / "run", "plain_lsgd.py")
