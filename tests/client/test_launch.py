@@ -23,6 +23,8 @@ from lsgd.client.launcher.place import Place, find_place, resolve
 from lsgd.errors import ConfigError
 from lsgd.protocol.keys import KeyRing
 
+from ..integration.running import LIGHT
+
 TRAIN = """
 import json, os, sys, torch
 from pathlib import Path
@@ -64,7 +66,7 @@ class Node:
         self.run_dir = folder / "run"
         self.token = uuid.uuid4().hex
         (folder / "train.py").write_text(script)
-        environ = {**os.environ, "LAUNCHED": self.token, **variables}
+        environ = {**os.environ, **LIGHT, "LAUNCHED": self.token, **variables}
         options = ["--device", "cpu", "--run-dir", str(self.run_dir), *arguments]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lsgd.client", "launch", *options, "--", "python", "train.py", *program],

@@ -1,6 +1,7 @@
 """The example on one machine: the exchange makes the average of the workers good, and nothing else does."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from .running import LIGHT
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -32,7 +35,12 @@ def train(plan: Path, run_dir: Path, script: str = "digits.py") -> str:
     launch = [sys.executable, "-m", "lsgd.client", "launch", *options, "--run-dir", run_dir]
     command = [*launch, "--", sys.executable, EXAMPLES / script]
     done = subprocess.run(
-        command, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=run_dir.parent,
+        env={**os.environ, **LIGHT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
