@@ -24,11 +24,6 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest tests first, so that no core is idle at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
 def example(name: str) -> Callable[[], ModuleType]:
     """Return the fixture of a module of examples/, which takes a second to import."""
 

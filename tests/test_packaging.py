@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.xdist_group("packaging")  # they share an environment
 LINKS = ("server", "client", "kernels")
 ENTRY_POINTS = {"lsgd": "lsgd.client.cli.commands:main", "lsgd-server": "lsgd.server.cli:main"}
 

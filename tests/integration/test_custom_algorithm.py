@@ -12,7 +12,6 @@ import pytest
 from .running import SCRIPTS
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.xdist_group("custom_algorithm")  # they share an installation
 PACKAGE = ROOT / "examples" / "custom_algorithm"
 
 
