@@ -159,6 +159,7 @@ def test_the_diff_in_the_docs_is_the_real_one() -> None:
     assert shown.splitlines() == real
 
 
+@pytest.mark.slow
 def test_the_plain_script_learns(digits, tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, EXAMPLES / "plain.py"], cwd=tmp_path, env=environ, check=True)

@@ -172,6 +172,7 @@ class TestEnvironment:
         assert f"apt install python3.{sys.version_info.minor}-venv" in reason
 
 
+@pytest.mark.slow
 class TestTrain:
     """scripts/train.sh, with the real launcher, servers and workers."""
 

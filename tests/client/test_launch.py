@@ -145,6 +145,7 @@ def program(folder: Path, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
+@pytest.mark.slow
 class TestNode:
     """Real servers, real workers."""
 
@@ -293,6 +294,7 @@ if sys.argv[1] == "outside":
 """
 
 
+@pytest.mark.slow
 class TestEnds:
     """What is made of a run whose processes die, fail or come too late."""
 

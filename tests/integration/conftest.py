@@ -8,6 +8,14 @@ import pytest
 from .running import Cluster
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Count every test with a run of its own among the slow ones."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Servers and workers for one test."""

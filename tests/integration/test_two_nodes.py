@@ -130,6 +130,7 @@ def test_node_1_may_start_first_and_waits_for_its_token_in_a_folder_that_both_se
     assert (result["workers"], result["groups"], result["iterations"]) == (4, 2, 200)
 
 
+@pytest.mark.alone
 def test_while_one_node_is_in_a_local_round_the_other_keeps_training(tmp_path: Path) -> None:
     script = tmp_path / "times.py"
     script.write_text(ITERATION_TIMES)
