@@ -123,6 +123,7 @@ class TestEnvironment:
         assert not (checkout.root / ".venv" / "rest").exists()
         assert checkout.use() == ""
 
+    @pytest.mark.slow
     def test_is_made_by_one_process_at_a_time(self, checkout):
         with (checkout.root / ".venv.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -552,6 +552,7 @@ class TestPlace:
         assert resolve("localhost", nodes=2) == "127.0.1.1"
 
 
+@pytest.mark.slow
 class TestDevices:
     """One device for each worker, and what to do where torch cannot use the GPUs."""
 

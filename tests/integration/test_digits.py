@@ -80,6 +80,7 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, repor
     assert report.accuracy(model, digits.datasets()[1]) == result["test_accuracy"]
 
 
+@pytest.mark.slow
 def test_the_plain_script_with_its_few_lines_trains_and_saves(digits, report, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text("iterations = 1200\n")
