@@ -1,24 +1,36 @@
 #!/usr/bin/env bash
 # Checks everything: style, types, tests, and their coverage. The first call makes .venv.
-# Arguments go to pytest, and only pytest runs then:   bash scripts/test.sh tests/client -k launch
+#   bash scripts/test.sh            all of it, as continuous integration does
+#   bash scripts/test.sh --fast     what to run before a commit: no test that is slow or needs root
+#   bash scripts/test.sh ARGUMENTS  only pytest, with these:  bash scripts/test.sh tests/client -k launch
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dev examples
 cd -- "$root"
+export PYTHONDONTWRITEBYTECODE=  # the many processes that tests start read what the first one has compiled
 
-if (($#)); then
+if (($#)) && [[ $1 != --fast ]]; then
     exec "$python" -m pytest "$@"
 fi
+# Many tests wait for others more than they compute: one process more than there are cores keeps the cores busy.
+several=("--numprocesses=$(($(nproc) + 1))" --dist=worksteal)
+
 "$python" -m ruff check
 "$python" -m ruff format --check
-"$python" -m mypy
-# What decides for everybody is tested to the last branch; the rest runs without being traced, which takes time.
-# Two processes share the files, but for tests of network namespaces, which count bytes and see what is left behind.
-two=(--numprocesses=2 --dist=loadfile)
-decides=(tests/server tests/lsgd/test_messages.py tests/lsgd/test_plan.py tests/lsgd/test_settings.py)
-"$python" -m pytest "${two[@]}" "${decides[@]}" --cov --cov-report=
+"$python" -m mypy &
+types=$!
+
+if (($#)); then
+    wait "$types"
+    exec "$python" -m pytest "${several[@]}" -m "not slow and not alone and not root"
+fi
+# What decides for everybody is tested to the last branch, by tests that are cheap to trace.
+decides=(tests/server/test_{coordinator,holders,links,lookahead,memento,patience,phases,rendezvous,report,resume}.py
+    tests/lsgd/test_{messages,plan,settings}.py)
+"$python" -m pytest "${decides[@]}" --cov --cov-report=
+wait "$types"
 for module in server/{admission,coordinator,grants,history,links,phases,reasons,roster,rounds,scheduler,state,tokens} protocol/messages plan/plan; do
     "$python" -m coverage report --fail-under=100 --show-missing --include="*/$module.py"
 done
-"$python" -m pytest "${two[@]}" "${decides[@]/#/--ignore=}" -m "not root" --durations=20
-"$python" -m pytest -m root --durations=10
+"$python" -m pytest "${several[@]}" "${decides[@]/#/--ignore=}" -m "not alone" --durations=20
+"$python" -m pytest -m alone --durations=10

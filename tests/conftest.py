@@ -1,15 +1,38 @@
 """What all tests have in common."""
 
+import importlib
 import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, settings
 
 # Whoever runs the tests may ignore signals, as nohup and a shell's background jobs do. Every process that a test starts
 # would inherit that, and some of them are sent just these.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The same examples every time: what a change breaks is seen with the change. Others are looked for by
-# bash scripts/test.sh --hypothesis-profile=default
-settings.register_profile("repeatable", derandomize=True)
+# The same examples every time: what a change breaks is seen with the change. "search" looks for others, and for more
+# (CONTRIBUTING.md). No example has a deadline: a busy machine is no failure.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile(
+    "search", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("repeatable")
+
+
+def example(name: str) -> Callable[[], ModuleType]:
+    """Return the fixture of a module of examples/, which takes a second to import."""
+
+    @pytest.fixture(scope="session", name=name)
+    def module() -> ModuleType:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # as python examples/digits.py does
+        return importlib.import_module(name)
+
+    return module
+
+
+chart, digits, report = map(example, ("chart", "digits", "report"))

@@ -34,6 +34,7 @@ def test_no_python_stands_outside_the_fences():
     assert found == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "why"), list(examples()))
 def test_an_example(code, why, tmp_path):
     script = tmp_path / "example.py"

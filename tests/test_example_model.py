@@ -8,22 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from matplotlib.colors import to_rgb
-from matplotlib.image import imread
 from rich.console import Console
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-sys.path.insert(0, str(EXAMPLES))  # as python examples/digits.py does
-
-import chart  # noqa: E402
-import digits  # noqa: E402
-import report  # noqa: E402
 
 
 def election(round: int, scope: str, group: int, worker: str, count: int) -> dict[str, Any]:
@@ -72,7 +66,7 @@ def status() -> dict[str, Any]:
     }
 
 
-def test_the_split_is_fixed_and_disjoint() -> None:
+def test_the_split_is_fixed_and_disjoint(digits) -> None:
     train, test = digits.datasets()
     assert (len(train), len(test)) == (1437, 360)
     assert train.tensors[0].shape == (1437, 1, 8, 8)
@@ -83,14 +77,14 @@ def test_the_split_is_fixed_and_disjoint() -> None:
     assert len(images.unique(dim=0)) == 1797  # the data has no image twice, so neither do the two parts
 
 
-def test_the_network_has_batch_norm_and_ten_convolutions() -> None:
+def test_the_network_has_batch_norm_and_ten_convolutions(digits) -> None:
     model = digits.network()
     assert sum(isinstance(layer, nn.Conv2d) for layer in model) == 10
     assert sum(isinstance(layer, nn.BatchNorm2d) for layer in model) == 10
     assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
 
 
-def test_accuracy_is_the_share_classified_right_and_leaves_the_model_in_training() -> None:
+def test_accuracy_is_the_share_classified_right_and_leaves_the_model_in_training(digits, report) -> None:
     class Constant(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -106,7 +100,7 @@ def test_accuracy_is_the_share_classified_right_and_leaves_the_model_in_training
     assert model.training
 
 
-def test_the_summary_holds_what_a_reader_needs(status: dict[str, Any]) -> None:
+def test_the_summary_holds_what_a_reader_needs(report, status: dict[str, Any]) -> None:
     result = report.summary(status, 0.99, 0.98, 0.05)
     assert json.loads(json.dumps(result)) == result
     assert result["test_accuracy"] == 0.99 and result["leader_accuracy"] == 0.98
@@ -117,7 +111,7 @@ def test_the_summary_holds_what_a_reader_needs(status: dict[str, Any]) -> None:
     assert result["leaders"] == status["leaders"]
 
 
-def test_the_results_are_told_in_a_table_and_two_sentences(status: dict[str, Any]) -> None:
+def test_the_results_are_told_in_a_table_and_two_sentences(report, status: dict[str, Any]) -> None:
     result = report.summary(status, 0.9875, 0.95, None)
     text = io.StringIO()
     Console(file=text, width=80).print(report.table(result))
@@ -132,7 +126,10 @@ def test_the_results_are_told_in_a_table_and_two_sentences(status: dict[str, Any
     assert without_leader.endswith("0.9875 of the average")
 
 
-def test_the_picture_shows_who_led_when(status: dict[str, Any], tmp_path: Path) -> None:
+def test_the_picture_shows_who_led_when(chart, status: dict[str, Any], tmp_path: Path) -> None:
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
     chart.draw(status, tmp_path / "curve.png")
     picture = imread(tmp_path / "curve.png")[:, :, :3]
     rows = {}
@@ -146,8 +143,10 @@ def test_the_picture_shows_who_led_when(status: dict[str, Any], tmp_path: Path) 
 
 
 def test_the_picture_of_a_run_without_rounds_is_empty_but_there(
-    status: dict[str, Any], tmp_path: Path
+    chart, status: dict[str, Any], tmp_path: Path
 ) -> None:
+    from matplotlib.image import imread
+
     chart.draw({**status, "count": 0, "leaders": []}, tmp_path / "curve.png")
     assert imread(tmp_path / "curve.png").shape[2] == 4
 
@@ -160,13 +159,14 @@ def test_the_diff_in_the_docs_is_the_real_one() -> None:
     assert shown.splitlines() == real
 
 
-def test_the_plain_script_learns(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_plain_script_learns(digits, tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, EXAMPLES / "plain.py"], cwd=tmp_path, env=environ, check=True)
-    assert digits_known(tmp_path / "model.pt") > 0.98
+    assert digits_known(digits, tmp_path / "model.pt") > 0.98
 
 
-def digits_known(path: Path) -> float:
+def digits_known(digits: ModuleType, path: Path) -> float:
     """Return the share of all digits that the saved model of the plain scripts knows."""
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     model.load_state_dict(torch.load(path, weights_only=True))

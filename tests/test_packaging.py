@@ -26,6 +26,9 @@ def modules() -> set[str]:
     return {str(path.relative_to(ROOT)) for path in found} | {"lsgd/py.typed"}
 
 
+slow = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build both from a copy as a zip download makes it, the wheel from the sdist; return the folder they are in.
@@ -86,6 +89,7 @@ def run(python: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@slow
 def test_wheel_has_the_package_and_nothing_else(built):
     (path,) = built.glob("*.whl")
     with zipfile.ZipFile(path) as wheel:
@@ -98,6 +102,7 @@ def test_wheel_has_the_package_and_nothing_else(built):
     assert any(name.endswith("/licenses/LICENSE") for name in metadata)
 
 
+@slow
 def test_sdist_has_what_the_wheel_is_built_from(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as sdist:
@@ -108,6 +113,7 @@ def test_sdist_has_what_the_wheel_is_built_from(built):
     assert names - generated == modules() | {"pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
 
 
+@slow
 def test_commands_of_the_installed_wheel(installed):
     for name in ENTRY_POINTS:
         assert "Usage: " in run(installed, str(installed.parent / name), "--help")
@@ -120,6 +126,7 @@ def test_the_three_names_at_the_top_lead_to_the_package():
         assert (ROOT / name).is_symlink() and (ROOT / name).resolve() == ROOT / "lsgd" / name
 
 
+@slow
 def test_the_installed_wheel_trains(installed, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -148,6 +155,7 @@ def test_the_installed_wheel_trains(installed, tmp_path):
     assert "the run is over: all 40 iterations are made; 40 iterations" in output
 
 
+@slow
 def test_every_module_of_the_installed_wheel_can_be_imported(installed):
     names = [name.removesuffix(".py").replace("/", ".") for name in sorted(modules()) if name.endswith(".py")]
     names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]

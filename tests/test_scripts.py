@@ -122,6 +122,7 @@ class TestEnvironment:
         assert not (checkout.root / ".venv" / "rest").exists()
         assert checkout.use() == ""
 
+    @pytest.mark.slow
     def test_is_made_by_one_process_at_a_time(self, checkout):
         with (checkout.root / ".venv.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -171,6 +172,7 @@ class TestEnvironment:
         assert f"apt install python3.{sys.version_info.minor}-venv" in reason
 
 
+@pytest.mark.slow
 class TestTrain:
     """scripts/train.sh, with the real launcher, servers and workers."""
 

@@ -102,6 +102,7 @@ def holders(namespaces: set[str]) -> list[int]:
 
 @root
 @needs_root
+@pytest.mark.alone
 @pytest.mark.parametrize("delay_ms", [0.0, 5.0])
 def test_a_transfer_takes_as_long_as_the_rate_says(delay_ms: float) -> None:
     """No transfer is faster; a busy machine makes some slower, but not all."""
@@ -126,6 +127,7 @@ def test_a_transfer_takes_as_long_as_the_rate_says(delay_ms: float) -> None:
 
 @root
 @needs_root
+@pytest.mark.alone
 def test_a_round_trip_takes_twice_the_delay() -> None:
     with Testbed(2, delay_ms=20) as testbed, listen(testbed.hosts[1], ECHO):
         lines = testbed.hosts[0].run([sys.executable, "-c", ROUND_TRIPS, testbed.hosts[1].address])

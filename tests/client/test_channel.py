@@ -270,12 +270,26 @@ def test_messages_keep_their_order_while_the_server_is_away(server, channel, tmp
         server.listener = again.listener
 
 
-def test_heartbeats_come_whatever_the_worker_is_busy_with(server, channel) -> None:
+class Clock:
+    """Stands for the module ``time``; it moves when it is told to."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_heartbeat_comes_every_second_whatever_the_worker_is_busy_with(server, monkeypatch) -> None:
+    monkeypatch.setattr(module, "time", clock := Clock())
+    channel = Channel(server.listener.address, 7, silence_s=20.0)
     channel.start_heartbeat("node0/worker0")
-    started_at = time.monotonic()
-    server.hears(3, Heartbeat)
-    assert 1.5 < time.monotonic() - started_at < 10
-    assert server.got == [Heartbeat("node0/worker0", 7)] * len(server.got)
+    for beats in range(1, 4):
+        server.hears(beats, Heartbeat)
+        channel.send(StatusQuery(beats))  # the thread comes past the heartbeat before it sends this
+        server.hears(beats, StatusQuery)
+        assert server.got.count(Heartbeat("node0/worker0", 7)) == beats
+        clock.now += 1.0
+    channel.close()
 
 
 def test_what_was_sent_before_the_close_arrives(server) -> None:
@@ -319,3 +333,4 @@ def test_it_says_that_the_local_server_is_silent_whatever_that_said_before(
     server.hears(1)
     server.say(Waiting(1, "the global server has been silent", away=True))
     until(lambda: "the local server at" in caplog.text, "it says which server is silent")
+    channel.silence_s = 0.0  # the question waits no longer

@@ -85,6 +85,7 @@ def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
     assert all(said.endswith("something above has to be mended first") for _, said in results)
 
 
+@pytest.mark.alone
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_the_rate_and_the_round_trip_are_those_of_the_wire() -> None:

@@ -338,6 +338,7 @@ def test_no_thread_is_left_when_a_group_that_forms_is_cut(switchboard) -> None:
     assert run(switchboard, (2,), work, missing=[1], timeout_s=60.0) == [True]
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_while_a_group_forms_keeps_its_exit_code() -> None:
     said = subprocess.run(
         [sys.executable, "-m", "tests.client._forming", "2"],

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from itertools import product
 
 import pytest
@@ -40,6 +39,10 @@ def run(switchboard, node_sizes, work, *, number=1, missing=(), timeout_s=20.0):
             group.close()
 
     return together(member, ranks)
+
+
+HOUR_S = 3600.0
+"""A deadline that a test which passes does not wait for."""
 
 
 def test_the_bytes_that_each_member_sends_and_receives_are_counted(switchboard) -> None:
@@ -155,12 +158,10 @@ def test_each_generation_has_groups_of_its_own(switchboard) -> None:
 
 
 def test_a_member_that_never_comes_ends_the_others_in_time(switchboard) -> None:
-    started_at = time.monotonic()
     errors = run(
         switchboard, (2, 1), lambda g: g.all_reduce(torch.ones(1)).wait(), missing=[2], timeout_s=1.0
     )
     assert [type(error) for error in errors] == [ExchangeError] * 2
-    assert time.monotonic() - started_at < 10
 
 
 def test_a_member_that_goes_frees_its_neighbours_at_once(switchboard) -> None:
@@ -168,12 +169,11 @@ def test_a_member_that_goes_frees_its_neighbours_at_once(switchboard) -> None:
         group.all_reduce(torch.ones(1)).wait()
         if group.rank == 0:
             return None
-        started_at = time.monotonic()
         with pytest.raises(ExchangeError, match=r"all_reduce: waited .* then gave up"):
             group.all_reduce(torch.ones(1)).wait()
-        return time.monotonic() - started_at < 5
+        return True
 
-    assert run(switchboard, (2,), work) == [None, True]
+    assert run(switchboard, (2,), work, timeout_s=HOUR_S) == [None, True]
 
 
 @pytest.mark.parametrize("length", [1, 100_000])
@@ -198,23 +198,24 @@ def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(switchboard, 
 
 def test_a_cut_frees_who_waits_for_a_silent_peer(switchboard) -> None:
     """Long before the deadline, and without the peer's doing anything."""
-    waiting, freed = threading.Event(), threading.Event()
+    was_cut, freed = threading.Event(), threading.Event()
 
-    def work(group: TorchGroup) -> float:
+    def work(group: TorchGroup) -> bool:
+        def cut() -> None:
+            was_cut.set()
+            group.cut()
+
         group.all_reduce(torch.ones(3)).wait()
         if group.rank == 1:
-            assert freed.wait(30)
-            return 0.0
-        threading.Timer(0.5, group.cut).start()
-        waiting.set()
-        started_at = time.monotonic()
+            return freed.wait(30)
+        threading.Timer(0.2, cut).start()
         with pytest.raises(ExchangeError, match="all_reduce: waited"):
             group.all_reduce(torch.ones(3)).wait()
+        assert was_cut.is_set()
         freed.set()
-        return time.monotonic() - started_at
+        return True
 
-    waited_s, _ = run(switchboard, (2,), work, timeout_s=60.0)
-    assert waiting.is_set() and 0.4 < waited_s < 20
+    assert run(switchboard, (2,), work, timeout_s=HOUR_S) == [True, True]
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -231,18 +232,15 @@ def test_a_cut_frees_who_waits_for_a_member_that_does_not_connect(switchboard, m
 
     monkeypatch.setattr(store.ServerStore, "get", get_or_hang)
 
-    def work(group: TorchGroup) -> float:
+    def work(group: TorchGroup) -> bool:
         if group.rank != silent:
-            threading.Timer(0.5, group.cut).start()
-        started_at = time.monotonic()
+            threading.Timer(0.2, group.cut).start()
         with pytest.raises(ExchangeError, match="all_reduce: waited" if group.rank != silent else "it dies"):
             group.all_reduce(torch.ones(3)).wait()
         freed.set()
-        return time.monotonic() - started_at
+        return True
 
-    assert (
-        max(run(switchboard, (2,), work, timeout_s=1.0)) < 4.0
-    )  # Gloo's deadline to connect is five times that
+    assert run(switchboard, (2,), work, timeout_s=20.0) == [True, True]
     until(
         lambda: all(t.name != "lsgd-build" for t in threading.enumerate()), "what was left to itself ends too"
     )

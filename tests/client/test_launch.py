@@ -23,6 +23,8 @@ from lsgd.client.launcher.place import Place, find_place, resolve
 from lsgd.errors import ConfigError
 from lsgd.protocol.keys import KeyRing
 
+from ..integration.running import LIGHT
+
 TRAIN = """
 import json, os, sys, torch
 from pathlib import Path
@@ -64,7 +66,7 @@ class Node:
         self.run_dir = folder / "run"
         self.token = uuid.uuid4().hex
         (folder / "train.py").write_text(script)
-        environ = {**os.environ, "LAUNCHED": self.token, **variables}
+        environ = {**os.environ, **LIGHT, "LAUNCHED": self.token, **variables}
         options = ["--device", "cpu", "--run-dir", str(self.run_dir), *arguments]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lsgd.client", "launch", *options, "--", "python", "train.py", *program],
@@ -143,6 +145,7 @@ def program(folder: Path, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
+@pytest.mark.slow
 class TestNode:
     """Real servers, real workers."""
 
@@ -291,6 +294,7 @@ if sys.argv[1] == "outside":
 """
 
 
+@pytest.mark.slow
 class TestEnds:
     """What is made of a run whose processes die, fail or come too late."""
 
@@ -548,6 +552,7 @@ class TestPlace:
         assert resolve("localhost", nodes=2) == "127.0.1.1"
 
 
+@pytest.mark.slow
 class TestDevices:
     """One device for each worker, and what to do where torch cannot use the GPUs."""
 

@@ -19,7 +19,7 @@ from ..integration.running import Cluster
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     """A global server and one node without workers."""
-    made = Cluster(tmp_path_factory.mktemp("servers"), None)
+    made = Cluster(tmp_path_factory.mktemp("servers"))
     made.start("--workers", "2", "--algorithm", "local", "--period", "8", "--iterations", "100")
     yield made
     made.close()
@@ -88,7 +88,7 @@ def test_a_change(lsgd):
 
 
 def test_stop_before_the_start_ends_the_servers(tmp_path):
-    cluster = Cluster(tmp_path, None)
+    cluster = Cluster(tmp_path)
     try:
         server = cluster.start_global("--workers", "2")
         done = CliRunner().invoke(main, ["stop", "--connect", cluster.address, "--reason", "not today"])
@@ -149,7 +149,7 @@ def test_a_command_takes_a_token_and_says_when_it_needs_one(tmp_path, monkeypatc
     needs = CliRunner().invoke(main, ["status", "--connect", "tcp://192.0.2.1:1"])
     assert needs.exit_code == 1 and "a token is needed" in needs.output
     ring = KeyRing.make(tmp_path / "keys", ["operator"])
-    cluster = Cluster(tmp_path, None)
+    cluster = Cluster(tmp_path)
     try:
         cluster.start_global("--keys", str(ring.folder))
         token = str(token_path("operator", ring.folder))

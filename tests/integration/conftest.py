@@ -5,20 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from .running import Cluster, ForkServer
+from .running import Cluster
 
 
-@pytest.fixture(scope="session")
-def forks() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Count every test with a run of its own among the slow ones."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, forks: ForkServer) -> Iterator[Cluster]:
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Servers and workers for one test."""
-    made = Cluster(tmp_path, forks)
+    made = Cluster(tmp_path)
     yield made
     made.close()
 
@@ -26,7 +27,7 @@ def cluster(tmp_path: Path, forks: ForkServer) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def open_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Servers of a run of one worker without an end: a test joins it in this process, and leaves it."""
-    made = Cluster(tmp_path_factory.mktemp("run"), None)
+    made = Cluster(tmp_path_factory.mktemp("run"))
     made.start("--workers", "1", "--period", "4", "--local-period", "4", "--restart-from-scratch", "true")
     yield made
     made.close()

@@ -1,13 +1,17 @@
-"""Imports torch and lsgd once, then forks a process for each worker script that a test asks for.
+"""Imports what servers and worker scripts need once, then forks a process for each that a test asks for.
 
-A script so starts in milliseconds instead of seconds. Otherwise it is a process like any other: started at the top
-level of this module, with a standard output, an environment and an exit code of its own.
+It so starts in milliseconds instead of seconds. Otherwise it is a process like any other: started at the top level of
+this module, with a standard output, an environment and an exit code of its own.
 
-Requests are lines on standard input, JSON objects with ``script``, ``arguments``, ``environ`` and ``log``. Answers are
-lines on standard output: ``{"started": pid}`` to each, and ``{"ended": pid, "code": code}`` as scripts end.
+The arguments are the modules to import; a server of forks that is to start ``lsgd-server`` imports no torch. Requests
+are lines on standard input, JSON objects with ``program`` (a module, or the path of a script), ``arguments``,
+``environ`` and ``log``. Answers are lines on standard output: ``{"started": pid}`` to each, and
+``{"ended": pid, "code": code}`` as they end.
 """
 
 import ctypes
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -15,21 +19,18 @@ import signal
 import sys
 from select import select
 
-import torch
-import torch._dynamo  # the first optimizer imports it, and it takes as long as all of torch
-
-import lsgd.client
-
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def serve() -> str:
-    """Fork until standard input ends; return the script to run, in the process that is to run it."""
-    assert lsgd.client and torch.get_num_threads() == 1
+    """Fork until standard input ends; return the program to run, in the process that is to run it."""
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
+    gc.freeze()  # what is there is not looked through, and so not copied, in the processes
     tell({"ready": os.getpid()})
     while True:
         ready, _, _ = select([sys.stdin, wakes], [], [])
@@ -43,7 +44,7 @@ def serve() -> str:
             request = json.loads(line)
             if (pid := os.fork()) == 0:
                 become(**request)
-                return str(request["script"])
+                return str(request["program"])
             tell({"started": pid})
 
 
@@ -59,8 +60,8 @@ def reap() -> None:
         tell({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def become(script: str, arguments: list[str], environ: dict[str, str], log: str) -> None:
-    """Make this process what a shell would have made for the script; it ends with the server of forks."""
+def become(program: str, arguments: list[str], environ: dict[str, str], log: str) -> None:
+    """Make this process what a shell would have made for the program; it ends with the server of forks."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -71,7 +72,7 @@ def become(script: str, arguments: list[str], environ: dict[str, str], log: str)
     os.dup2(output, 2)
     os.environ.clear()
     os.environ.update(environ)
-    sys.argv = [script, *arguments]
+    sys.argv = [program, *arguments]
 
 
 def tell(answer: dict[str, int]) -> None:
@@ -80,4 +81,8 @@ def tell(answer: dict[str, int]) -> None:
 
 
 if __name__ == "__main__":
-    runpy.run_path(serve(), run_name="__main__")
+    program = serve()
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -1,5 +1,6 @@
 """Real servers and real worker processes, each ended by its id and seen to be gone."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from lsgd.protocol.sockets import Link, Poller
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "workers"
 DEADLINE_S = 40.0
+LIGHT = {"PYTHONPATH": os.pathsep.join([str(HERE / "light"), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
+"""Variables of processes that train and compile nothing: they start in half the time (light/sitecustomize.py)."""
 
 
 def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
@@ -83,31 +86,46 @@ class Process:
 
 
 class ForkServer:
-    """Starts worker scripts (forkserver.py)."""
+    """Starts programs by forks (forkserver.py); it starts itself with the first of them.
 
-    def __init__(self) -> None:
+    Args:
+        modules: to import before the first fork.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        self._process: subprocess.Popen[bytes] | None = None
+        self._codes: dict[int, int] = {}
+        self._started: list[int] = []
+
+    def start(self, program: str, arguments: list[str], environ: Mapping[str, str], log: Path) -> Process:
+        """Start a module, or a script by its path."""
+        if self._process is None:
+            self._process = self._begin()
+        request = {"program": program, "arguments": arguments, "environ": dict(environ), "log": str(log)}
+        self._requests.write(json.dumps(request).encode() + b"\n")
+        self._requests.flush()
+        pid = until(self._take_started, f"{program} starts")
+        return Process(log.stem, pid, log, lambda: self._code(pid))
+
+    def _begin(self) -> subprocess.Popen[bytes]:
         environ = {**os.environ, **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}}
-        self._process = subprocess.Popen(
-            [sys.executable, HERE / "forkserver.py"],
+        process = subprocess.Popen(
+            [sys.executable, HERE / "forkserver.py", *self._modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,
         )
-        assert self._process.stdin and self._process.stdout
-        self._requests, self._answers = self._process.stdin, self._process.stdout
+        assert process.stdin and process.stdout
+        self._requests, self._answers = process.stdin, process.stdout
         assert "ready" in json.loads(self._answers.readline())
         os.set_blocking(self._answers.fileno(), False)
-        self._codes: dict[int, int] = {}
-        self._started: list[int] = []
-
-    def start(self, script: Path, arguments: list[str], environ: Mapping[str, str], log: Path) -> Process:
-        request = {"script": str(script), "arguments": arguments, "environ": dict(environ), "log": str(log)}
-        self._requests.write(json.dumps(request).encode() + b"\n")
-        self._requests.flush()
-        pid = until(self._take_started, f"{script} starts")
-        return Process(log.stem, pid, log, lambda: self._code(pid))
+        atexit.register(self.close)
+        return process
 
     def close(self) -> None:
+        """End the server of forks."""
+        assert self._process is not None
         self._requests.close()
         self._process.wait(DEADLINE_S)
         self._answers.close()
@@ -134,19 +152,25 @@ class Cluster:
 
     Args:
         folder: of logs, and the workers' run folder.
-        forks: starts the workers.
     """
 
-    def __init__(self, folder: Path, forks: ForkServer | None) -> None:
+    server_forks = ForkServer("lsgd.server.cli")
+    # The first optimizer imports torch._dynamo, and it takes as long as all of torch.
+    worker_forks = ForkServer("torch", "torch._dynamo", "lsgd.plan.options", "lsgd.client.worker")
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.address = ""
-        self._forks = forks
         self._sockets = Path(tempfile.mkdtemp(prefix="lsgd-test-", dir="/tmp"))
         self.processes: list[Process] = []
 
-    def server(self, name: str, *arguments: str, **variables: str) -> Process:
+    def server(self, name: str, *arguments: str) -> Process:
         """Start ``lsgd-server`` with these arguments."""
-        log = self.folder / f"{name}-{len(self.processes)}.log"
+        return self._start(self.server_forks, "lsgd.server", name, arguments, {})
+
+    def fresh_server(self, name: str, *arguments: str, **variables: str) -> Process:
+        """The same in an interpreter of its own, which has what the system and these variables give it."""
+        log = self._log(name)
         with log.open("wb") as stream:
             popen = subprocess.Popen(
                 [sys.executable, "-m", "lsgd.server", *arguments],
@@ -155,7 +179,8 @@ class Cluster:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
             )
-        return self._started(Process(name, popen.pid, log, popen.poll))
+        self.processes.append(Process(name, popen.pid, log, popen.poll))
+        return self.processes[-1]
 
     def start_global(self, *arguments: str, listen: str = "tcp://127.0.0.1:0") -> Process:
         """Start the global server and note its address."""
@@ -177,19 +202,14 @@ class Cluster:
         self, script: str, node: int = 0, index: int = 0, *arguments: object, **variables: str
     ) -> Process:
         """Start a script of workers/ as a worker."""
-        assert self._forks is not None
-        environ = {
-            **os.environ,
+        variables = {
             "LSGD_LOCAL": self.local_address(node),
             "LSGD_LOCAL_RANK": str(index),
             "LSGD_RUN_DIR": str(self.folder),
-            "PYTHONUNBUFFERED": "1",
             **variables,
         }
-        log = self.folder / f"worker{node}.{index}-{len(self.processes)}.log"
-        return self._started(
-            self._forks.start(SCRIPTS / f"{script}.py", [str(a) for a in arguments], environ, log)
-        )
+        program = str(SCRIPTS / f"{script}.py")
+        return self._start(self.worker_forks, program, f"worker{node}.{index}", arguments, variables)
 
     def start(self, *arguments: str, nodes: int = 1) -> tuple[Process, list[Process]]:
         """Start the global server and a local one for each node."""
@@ -217,9 +237,20 @@ class Cluster:
         """Return what a worker has written down as its result."""
         return json.loads((self.folder / f"node{node}-worker{index}.json").read_text())
 
-    def _started(self, process: Process) -> Process:
-        self.processes.append(process)
-        return process
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}-{len(self.processes)}.log"
+
+    def _start(
+        self,
+        forks: ForkServer,
+        program: str,
+        name: str,
+        arguments: Sequence[object],
+        variables: Mapping[str, str],
+    ) -> Process:
+        environ = {**os.environ, **variables}
+        self.processes.append(forks.start(program, [str(a) for a in arguments], environ, self._log(name)))
+        return self.processes[-1]
 
     def close(self) -> None:
         """End what still runs, the workers first."""

@@ -228,7 +228,7 @@ def command(cluster: Cluster, name: str, *arguments: str) -> str:
 @pytest.fixture(scope="module")
 def one_worker(tmp_path_factory):
     """Servers of runs of one worker that exchange gradients; a test joins in this process."""
-    made = Cluster(tmp_path_factory.mktemp("run"), None)
+    made = Cluster(tmp_path_factory.mktemp("run"))
     made.start("--workers", "1", "--algorithm", "qsgd")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LSGD_LOCAL", made.local_address(0))

@@ -13,7 +13,7 @@ from benchmarks.testbed import Testbed
 from lsgd.plan.plan import algorithm_of
 from lsgd.settings import AlgorithmSettings
 
-from .running import SCRIPTS
+from .running import LIGHT, SCRIPTS
 from .test_two_nodes import ROOT, finish, start
 
 pytestmark = [
@@ -72,7 +72,9 @@ def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> 
     command = ("--", sys.executable, str(SCRIPTS / "wire.py"), str(tmp_path))
     with Testbed(WORKERS, rate_mbit=4000) as testbed:
         settings = {"NUM_GROUPS": str(WORKERS), "NUM_WORKERS": "1", "PLAN": str(tmp_path / "plan.toml")}
-        settings["PYTHONPATH"] = str(ROOT)  # its worker counts as the benchmarks do
+        settings["PYTHONPATH"] = os.pathsep.join(
+            [LIGHT["PYTHONPATH"], str(ROOT)]
+        )  # it counts as benchmarks do
         finish([start(host, tmp_path, *command, **settings) for host in testbed.hosts])
     members = [sent_by_phase(tmp_path / f"sent{rank}") for rank in range(WORKERS)]
     assert [settings.name for settings, _ in members[0]] == [table["name"] for table in ALGORITHMS]

@@ -86,7 +86,7 @@ def test_a_worker_without_it_is_refused_with_the_line_that_mends_it(installed, c
     """It leaves at once: the servers wait for another one."""
     path = with_path(installed)["PYTHONPATH"]
     arguments = ["--algorithm", "soft", "--workers", "1", "--iterations", "8"]
-    server = cluster.server(
+    server = cluster.fresh_server(
         "global", "--global", "--listen", "tcp://127.0.0.1:0", *arguments, PYTHONPATH=path
     )
     cluster.address = server.says(r"global server on (\S+),")[1]

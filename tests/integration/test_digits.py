@@ -1,6 +1,7 @@
 """The example on one machine: the exchange makes the average of the workers good, and nothing else does."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from .running import LIGHT
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-sys.path.insert(0, str(EXAMPLES))  # as python examples/digits.py does
-
-import digits  # noqa: E402
-import report  # noqa: E402
 
 NO_EXCHANGE = """
 iterations = 1500
@@ -36,7 +35,12 @@ def train(plan: Path, run_dir: Path, script: str = "digits.py") -> str:
     launch = [sys.executable, "-m", "lsgd.client", "launch", *options, "--run-dir", run_dir]
     command = [*launch, "--", sys.executable, EXAMPLES / script]
     done = subprocess.run(
-        command, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=run_dir.parent,
+        env={**os.environ, **LIGHT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -48,7 +52,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(tmp_path: Path) -> None:
+def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, report, tmp_path: Path) -> None:
     plan = tmp_path / "no_exchange.toml"
     plan.write_text(NO_EXCHANGE)
     output = train(EXAMPLES / "digits.toml", tmp_path / "exchange")
@@ -76,7 +80,8 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(tmp_path: Pat
     assert report.accuracy(model, digits.datasets()[1]) == result["test_accuracy"]
 
 
-def test_the_plain_script_with_its_few_lines_trains_and_saves(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_plain_script_with_its_few_lines_trains_and_saves(digits, report, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text("iterations = 1200\n")
     train(plan, tmp_path / "run", "plain_lsgd.py")

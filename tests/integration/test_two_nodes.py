@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.testbed import Host, Testbed
 
+from .running import LIGHT
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.root,
@@ -46,6 +48,7 @@ def start(
     """Run train.sh (or ``script``) on ``host`` as its node, with results in a folder of its own below ``folder``."""
     environ = {
         **os.environ,
+        **LIGHT,
         "PYTHON": sys.executable,
         "IP_ADDR": "10.77.0.1",
         "NUM_GROUPS": "2",
@@ -127,6 +130,7 @@ def test_node_1_may_start_first_and_waits_for_its_token_in_a_folder_that_both_se
     assert (result["workers"], result["groups"], result["iterations"]) == (4, 2, 200)
 
 
+@pytest.mark.alone
 def test_while_one_node_is_in_a_local_round_the_other_keeps_training(tmp_path: Path) -> None:
     script = tmp_path / "times.py"
     script.write_text(ITERATION_TIMES)
@@ -151,7 +155,7 @@ def test_while_one_node_is_in_a_local_round_the_other_keeps_training(tmp_path: P
 @pytest.mark.slow
 def test_the_script_for_two_nodes_trains_over_a_slow_wire(tmp_path: Path) -> None:
     name = os.path.relpath(tmp_path / "run", ROOT / "runs")
-    environ = {**os.environ, "PYTHON": sys.executable, "RUN_NAME": name, "LSGD_ITERATIONS": "100"}
+    environ = {**os.environ, **LIGHT, "PYTHON": sys.executable, "RUN_NAME": name, "LSGD_ITERATIONS": "100"}
     environ["LSGD_KEYS"] = str(tmp_path / "keys")
     script = ["bash", ROOT / "scripts/two_nodes.sh", "--rate-mbit", "100", "--delay-ms", "5"]
     done = subprocess.run(

@@ -22,6 +22,7 @@ def nvrtc():
     pytest.skip("nvidia-cuda-nvrtc is not installed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_source_compiles(nvrtc, architecture):
     program = ctypes.c_void_p()

@@ -5,17 +5,15 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from lsgd.kernels import Layout, Quantized
 from lsgd.kernels.layout import DTYPES
 
-FAST = settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors],
-)
+from ..search import examples
+
+FAST = examples(40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors])
 FLOAT_MAX = np.finfo(np.float32).max
 
 

@@ -4,11 +4,13 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.kernels import Layout, NonFiniteError, Quantized, dequantize, payload_nbytes, quantize
+
+from ..search import examples
 
 X = torch.linspace(-3, 5, 5000)
 WHOLE = bytes(quantize(X, block=1000).payload.tolist())
@@ -98,7 +100,7 @@ def test_layout_that_was_agreed_on():
 
 
 @given(st.binary(max_size=200) | st.integers(0, 255).map(lambda n: WHOLE[:32] + bytes(n)))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_any_bytes_decode_or_are_refused(content):
     try:
         q = Quantized.from_payload(tensor(content))
@@ -108,7 +110,7 @@ def test_any_bytes_decode_or_are_refused(content):
 
 
 @given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=8))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_flipped_bytes_decode_or_are_refused(changes):
     content = bytearray(WHOLE)
     for place, value in changes:

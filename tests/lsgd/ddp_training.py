@@ -1,7 +1,7 @@
 """A plain DistributedDataParallel script for torchrun: trains with a communication hook and prints what came out.
 
-Usage: ddp_training.py HOOK, where HOOK is none, quantized, feedback, stochastic or overflow: with feedback, a
-GradScaler, and a gradient that is infinite on the last rank in one step.
+Usage: ddp_training.py HOOK..., one after the other in the same processes. A HOOK is none, quantized, feedback,
+stochastic or overflow: with feedback, a GradScaler, and a gradient that is infinite on the last rank in one step.
 """
 
 import hashlib
@@ -20,8 +20,7 @@ STEPS, BATCH, FEATURES, CLASSES = 150, 32, 20, 5
 OVERFLOW_STEP = 20
 
 
-def main(hook: str) -> None:
-    dist.init_process_group("gloo")
+def train(hook: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     centers = torch.randn(CLASSES, FEATURES)
@@ -54,8 +53,14 @@ def main(hook: str) -> None:
     dist.all_gather_object(digests, hashlib.sha256(bits).hexdigest())
     residuals = len(state.residuals) if hook != "none" else 0
     if rank == 0:
-        found = {"loss": final_loss, "digests": digests, "residuals": residuals}
+        found = {"hook": hook, "loss": final_loss, "digests": digests, "residuals": residuals}
         print(json.dumps({**found, "scale": scaler.get_scale()}))
+
+
+def main(hooks: list[str]) -> None:
+    dist.init_process_group("gloo")
+    for hook in hooks:
+        train(hook)
     dist.destroy_process_group()
     # On a busy machine torch's own threads abort the end of the interpreter now and then, without any hook of ours too.
     sys.stdout.flush()
@@ -63,4 +68,4 @@ def main(hook: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -18,50 +18,42 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 SCRIPT = Path(__file__).with_name("ddp_training.py")
 
 
+def torchrun(processes, *hooks):
+    """Run the script under torchrun; return what came out of each hook."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, str(SCRIPT), *hooks], env=environ, capture_output=True, text=True, timeout=220
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {result["hook"]: result for result in found}
+
+
 @pytest.fixture(scope="module")
-def train():
-    """Run the script under torchrun, once for each (hook, processes)."""
-    results = {}
-
-    def run(hook, processes=2):
-        if (hook, processes) not in results:
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={processes}",
-            ]
-            environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            done = subprocess.run(
-                [*command, str(SCRIPT), hook], env=environ, capture_output=True, text=True, timeout=110
-            )
-            assert done.returncode == 0, done.stderr
-            line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
-            results[hook, processes] = json.loads(line)
-        return results[hook, processes]
-
-    return run
+def trained():
+    """What came out of each hook in two processes."""
+    return torchrun(2, "none", "quantized", "feedback", "stochastic", "overflow")
 
 
 @pytest.mark.parametrize("hook", ["quantized", "feedback", "stochastic"])
-def test_same_bits_and_the_loss_of_ddp(train, hook):
-    plain, quantized = train("none"), train(hook)
+def test_same_bits_and_the_loss_of_ddp(trained, hook):
+    plain, quantized = trained["none"], trained[hook]
     assert len(set(quantized["digests"])) == 1
     assert quantized["digests"] != plain["digests"]  # it did something
     assert quantized["loss"] == pytest.approx(plain["loss"], rel=0.01)
     assert quantized["residuals"] >= 2 if hook == "feedback" else quantized["residuals"] == 0
 
 
-def test_an_overflow_on_one_rank_skips_one_step_on_all(train):
-    plain, overflowed = train("none"), train("overflow")
+def test_an_overflow_on_one_rank_skips_one_step_on_all(trained):
+    plain, overflowed = trained["none"], trained["overflow"]
     assert len(set(overflowed["digests"])) == 1
     assert overflowed["scale"] == 4.0  # halved once
     assert overflowed["loss"] == pytest.approx(plain["loss"], rel=0.05)  # with one step less
 
 
-def test_an_odd_number_of_processes(train):
-    assert len(set(train("feedback", 3)["digests"])) == 1
+def test_an_odd_number_of_processes():
+    assert len(set(torchrun(3, "feedback")["feedback"]["digests"])) == 1
 
 
 def test_without_torch_distributed():

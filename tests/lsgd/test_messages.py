@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lsgd.errors import ProtocolError
@@ -32,6 +32,8 @@ from lsgd.protocol.messages import (
     encode,
     kind_of,
 )
+
+from ..search import examples
 
 CLASSES = typing.get_args(Message)
 GREETINGS = (Where, Join, NodeHello)
@@ -81,7 +83,7 @@ def frame_of(message: Message, **changes: Any) -> bytes:
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 @given(data=st.data())
-@settings(max_examples=25)
+@examples(25)
 def test_every_message_survives_the_trip(cls: type, data: st.DataObject) -> None:
     message = data.draw(any_of(cls))
     frame = encode(message)
@@ -97,7 +99,7 @@ def test_every_class_has_a_kind_and_refused_is_kind_0() -> None:
 
 
 @given(any_message, st.data())
-@settings(max_examples=400)
+@examples(400)
 def test_a_mutated_frame_is_a_message_or_a_protocol_error(message: Message, data: st.DataObject) -> None:
     frame = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -133,7 +135,7 @@ values = st.recursive(
 
 
 @given(st.integers(-1, len(CLASSES) + 1) | values, st.lists(values, max_size=12))
-@settings(max_examples=150)
+@examples(150)
 def test_well_formed_nonsense_is_a_protocol_error_if_anything(kind: object, fields: list[object]) -> None:
     _decodes_or_is_refused(msgpack.packb([kind, *fields]))
 
@@ -169,7 +171,7 @@ WRONG: dict[Any, list[Any]] = {
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 @given(data=st.data())
-@settings(max_examples=5)
+@examples(5)
 def test_no_field_takes_another_type(cls: type, data: st.DataObject) -> None:
     message = data.draw(any_of(cls))
     hints = typing.get_type_hints(cls)

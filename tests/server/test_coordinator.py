@@ -30,6 +30,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server.coordinator import LINGER_S
 from lsgd.server.history import MAX_LOSSES
+from lsgd.server.phases import Phase
 from lsgd.server.reasons import NO_REASON
 from lsgd.server.roster import MAX_LEFT, Member, Roster
 from lsgd.server.rounds import MAX_FAILED_ROUNDS, abridged
@@ -1047,3 +1048,21 @@ def test_members_go_to_whom_they_are_news() -> None:
     assert len(encode(abridged(go, known))) < len(encode(go))
     known.met = 0
     assert abridged(go, known) is go
+
+
+def test_a_process_that_the_run_has_never_heard_of_is_told_so() -> None:
+    bench = started("00")
+    (answer,) = bench.say(Request("node7/worker7", 1, 1, 0, 0, 0, None))["77"]
+    assert isinstance(answer, LeftOut)
+
+
+def test_rounds_of_two_groups_that_fail_together_are_one_failure() -> None:
+    bench = started("00", "01", "10", "11", period=8, local_period=2)
+    for place in ("00", "01", "10", "11"):
+        while bench.member(place).phase is Phase.BUSY and bench.member(place).round is None:
+            bench.ask(place)
+    first, second = (bench.member(place).round.round.id for place in ("00", "10"))
+    assert first != second
+    bench.fail("00", first)
+    bench.fail("10", second)
+    assert bench.coordinator.failures == 1

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, assume, example, given, settings
+from hypothesis import HealthCheck, Phase, assume, example, given
 from hypothesis import strategies as st
 
 from lsgd.algorithms.leader import LeaderSettings
@@ -12,6 +12,7 @@ from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 
+from ..search import examples
 from .helpers import Lockstep, make_plan
 from .simulated_run import Faults, SimulatedRun
 
@@ -21,9 +22,8 @@ lookaheads = st.sampled_from([0, 1, 1, 2, 5, 40])
 seeds = st.integers(0, 2**32)
 probability = st.sampled_from([0.0, 0.02, 0.1])
 # A seed does not shrink: a failing run is small enough to read, and says its story.
-simulated = settings(
-    max_examples=30,
-    deadline=None,
+simulated = examples(
+    30,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )

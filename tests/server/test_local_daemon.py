@@ -39,7 +39,7 @@ from .helpers import greeting
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path, None)
+    made = Cluster(tmp_path)
     yield made
     made.close()
 

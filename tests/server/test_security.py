@@ -39,7 +39,7 @@ def ring(tmp_path: Path) -> KeyRing:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path, None)
+    made = Cluster(tmp_path)
     yield made
     made.close()
 
@@ -254,7 +254,8 @@ def test_a_server_takes_as_many_descriptors_as_it_may_have(cluster) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
     try:
-        started = cluster.start_global()
+        started = cluster.fresh_server("global", "--global", "--listen", "tcp://127.0.0.1:0")
+        started.says("global server on")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert resource.prlimit(started.pid, resource.RLIMIT_NOFILE) == (min(hard, MAX_DESCRIPTORS), hard)
