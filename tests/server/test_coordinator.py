@@ -1065,4 +1065,4 @@ def test_rounds_of_two_groups_that_fail_together_are_one_failure() -> None:
     assert first != second
     bench.fail("00", first)
     bench.fail("10", second)
-    assert bench.coordinator.failures == 1
+    assert bench.book.failures == 1
