@@ -39,7 +39,7 @@ def _draw_losses(axes: Axes, status: dict[str, Any], colors: dict[str, str]) -> 
     axes.set_ylabel("training loss, mean of the last batches")
     axes.grid(True, which="major", alpha=0.3)
     axes.set_title(
-        f"{len(colors)} workers in {status['groups']} group{'s' * (status['groups'] != 1)}: "
+        f"{len(colors)} workers in {status['nodes']} node{'s' * (status['nodes'] != 1)}: "
         f"{status['count']} iterations, {status['rounds_local']} local and {status['rounds_global']} global rounds",
         fontsize=11,
     )
@@ -48,8 +48,8 @@ def _draw_losses(axes: Axes, status: dict[str, Any], colors: dict[str, str]) -> 
 def _draw_leaders(axes: Axes, status: dict[str, Any], colors: dict[str, str]) -> None:
     """Draw a bar for each level of leaders, in the colour of the worker that leads."""
     levels = _levels(status)
-    for height, (scope, group) in enumerate(levels):
-        elections = [e for e in status["leaders"] if (e["scope"], e["group"]) == (scope, group)]
+    for height, (scope, node) in enumerate(levels):
+        elections = [e for e in status["leaders"] if (e["scope"], e["node"]) == (scope, node)]
         starts = [e["count"] for e in elections]
         ends = [*starts[1:], status["count"]]
         spans = [(start, end - start) for start, end in zip(starts, ends, strict=True)]
@@ -65,12 +65,12 @@ def _draw_leaders(axes: Axes, status: dict[str, Any], colors: dict[str, str]) ->
 
 
 def _levels(status: dict[str, Any]) -> list[tuple[str, int]]:
-    """Return (scope, group) of every kind of round that took place, that of all workers first."""
-    return sorted({(e["scope"], e["group"]) for e in status["leaders"]})
+    """Return (scope, node) of every kind of round that took place, that of all workers first."""
+    return sorted({(e["scope"], e["node"]) for e in status["leaders"]})
 
 
-def _level_name(scope: str, group: int) -> str:
-    return "leader of all" if scope == "global" else f"leader of node{group}"
+def _level_name(scope: str, node: int) -> str:
+    return "leader of all" if scope == "global" else f"leader of node{node}"
 
 
 def _changes(status: dict[str, Any], scope: str) -> list[dict[str, Any]]:

@@ -116,7 +116,7 @@ def summary(
         "test_accuracy": test_accuracy,
         "leader_accuracy": leader_accuracy,
         "workers": len(members),
-        "groups": status["groups"],
+        "nodes": status["nodes"],
         "seconds": status["seconds"],
         "iterations": status["count"],
         "iterations_per_worker": {member["worker"]: member["done"] for member in members},

@@ -90,8 +90,8 @@ class QuantizedState:
         if old is None or old.shape != gradient.shape:
             old = torch.zeros_like(gradient, dtype=torch.float32)
         new = old.clone()
-        spoilt = (yield from self._all_reduce.stages(gradient, gradient, seed, new)) != 0
-        self.residuals[bucket] = torch.where(spoilt, old, new)
+        non_finite = (yield from self._all_reduce.stages(gradient, gradient, seed, new)) != 0
+        self.residuals[bucket] = torch.where(non_finite, old, new)
 
     def submit(
         self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], *, is_last: bool

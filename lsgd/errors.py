@@ -51,7 +51,7 @@ class NoConsensusError(ExchangeError):
     exit_code = 74  # EX_IOERR; of a worker whose script does not handle it
 
 
-class LeftOutError(JoinError):
+class EvictedError(JoinError):
     """The run evicted this worker, which was silent for too long. Started again, it joins as a newcomer."""
 
     exit_code = 76  # of a worker whose script does not handle it

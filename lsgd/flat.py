@@ -71,10 +71,10 @@ class FlatParameters:
         ]
 
     def _move(self, name: str, parameter: nn.Parameter, buffer: int, offset: int) -> Slot:
-        window = _window(self.buffers[buffer], offset, parameter.data)
-        window.copy_(parameter.data)
-        parameter.data = window
-        return Slot(name, parameter, buffer, offset, window.data_ptr())
+        view = _view(self.buffers[buffer], offset, parameter.data)
+        view.copy_(parameter.data)
+        parameter.data = view
+        return Slot(name, parameter, buffer, offset, view.data_ptr())
 
     def check(self) -> None:
         """Check that every parameter still is a view of its buffer, and that no frozen one became trainable.
@@ -95,9 +95,9 @@ class FlatParameters:
                     f"only those that require gradients at the join are exchanged"
                 )
 
-    def windows(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return views of other buffers of the same layout, shaped like the parameters, in the order of ``slots``."""
-        return [_window(buffers[s.buffer], s.offset, s.parameter.data) for s in self.slots]
+        return [_view(buffers[s.buffer], s.offset, s.parameter.data) for s in self.slots]
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
@@ -140,7 +140,7 @@ def _padded(numel: int, element_size: int) -> int:
     return -(-numel // unit) * unit
 
 
-def _window(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
+def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
     """Return a slice of ``buffer`` as a tensor with the shape and strides of ``like`` and a storage of its own."""
     flat = from_dlpack(buffer[offset : offset + like.numel()])
     dense = torch.empty_like(like, device="meta")  # has like's strides if it is dense, else contiguous ones

@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
 
-def election(round: int, scope: str, group: int, worker: str, count: int) -> dict[str, Any]:
+def election(round: int, scope: str, node: int, worker: str, count: int) -> dict[str, Any]:
     losses = {"node0/worker0": 1 / (count + 1), "node0/worker1": 2 / (count + 1)}
     return {
         "round": round,
         "scope": scope,
-        "group": group,
+        "node": node,
         "worker": worker,
         "count": count,
         "seconds": count / 100,
@@ -58,7 +58,7 @@ def status() -> dict[str, Any]:
         "seconds": 12.5,
         "rounds_local": 0,
         "rounds_global": 2,
-        "groups": 1,
+        "nodes": 1,
         "members": members,
         "leaders": leaders,
         "state": "over",
@@ -105,7 +105,7 @@ def test_the_summary_holds_what_a_reader_needs(report, status: dict[str, Any]) -
     assert json.loads(json.dumps(result)) == result
     assert result["test_accuracy"] == 0.99 and result["leader_accuracy"] == 0.98
     assert result["iterations"] == sum(result["iterations_per_worker"].values()) == 900
-    assert (result["workers"], result["groups"]) == (2, 1)
+    assert (result["workers"], result["nodes"]) == (2, 1)
     assert (result["rounds_local"], result["rounds_global"]) == (0, 2)
     assert result["relative_distance_before_last_average"] == 0.05
     assert result["leaders"] == status["leaders"]

@@ -36,29 +36,29 @@ class Method:
     Args:
         name: of the method, as the table and the members have it.
         compared_with: the methods whose time is divided by this one's.
-        number_nbytes: bytes of a number that is sent.
+        element_nbytes: bytes of a number that is sent.
         all_reduce: rather than a broadcast.
     """
 
     name: str
     compared_with: Sequence[str]
-    number_nbytes: float
+    element_nbytes: float
     all_reduce: bool
 
     def sent_nbytes(self, size: int, numel: int) -> float:
         """Return what a member has to send, as the mean over all."""
-        return (2 if self.all_reduce else 1) * (size - 1) / size * numel * self.number_nbytes
+        return (2 if self.all_reduce else 1) * (size - 1) / size * numel * self.element_nbytes
 
     def busiest_nbytes(self, size: int, numel: int) -> float:
         """Return what the member that has most to send has to."""
-        return self.sent_nbytes(size, numel) if self.all_reduce else numel * self.number_nbytes
+        return self.sent_nbytes(size, numel) if self.all_reduce else numel * self.element_nbytes
 
 
 METHODS = (
     Method("all-reduce, float32", (), 4.0, True),
     Method("all-reduce, float16", ("all-reduce, float32",), 2.0, True),
     Method(
-        "all-reduce, 8 bits", ("all-reduce, float32", "all-reduce, float16"), MinMax8().number_nbytes, True
+        "all-reduce, 8 bits", ("all-reduce, float32", "all-reduce, float16"), MinMax8().element_nbytes, True
     ),
     Method("broadcast, Gloo's", (), 4.0, False),
     Method("broadcast", ("broadcast, Gloo's",), 4.0, False),

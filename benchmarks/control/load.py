@@ -25,7 +25,7 @@ from lsgd.protocol.messages import (
     kind_of,
     worker_name,
 )
-from lsgd.protocol.sockets import Link, Poller
+from lsgd.protocol.sockets import Connector, Poller
 
 START_WITHIN_S = 60.0
 WARM_UP_S = 0.3
@@ -43,7 +43,7 @@ class Node:
 
     def __init__(self, address: str, node: int, workers: int) -> None:
         self._node = node
-        self._link = Link(address, f"node{node}#1".encode())
+        self._link = Connector(address, f"node{node}#1".encode())
         self._poller = Poller(self._link)
         self._names = {node * workers + index + 1: worker_name(node, index) for index in range(workers)}
         self._seqs = dict.fromkeys(self._names, 0)

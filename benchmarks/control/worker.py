@@ -29,7 +29,7 @@ from lsgd.protocol.messages import (
     encode,
     worker_name,
 )
-from lsgd.protocol.sockets import Link, Poller
+from lsgd.protocol.sockets import Connector, Poller
 
 START_WITHIN_S = 60.0
 HEARTBEAT_S = 1.0
@@ -53,7 +53,7 @@ class SocketWorker:
     """
 
     def __init__(self, address: str, join: Join, lookahead: int) -> None:
-        self.link = Link(address, str(join.incarnation).encode())
+        self.link = Connector(address, str(join.incarnation).encode())
         self.waits_s: list[float] = []
         self.iterating = False
         self._join = join

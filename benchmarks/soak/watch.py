@@ -6,7 +6,7 @@ import time
 
 from lsgd.client.cli.operate import ask
 from lsgd.errors import LsgdError
-from lsgd.protocol.keys import OPERATOR, link_keys
+from lsgd.protocol.keys import OPERATOR, connector_keys
 from lsgd.protocol.messages import StatusQuery
 
 PERIOD_S = 0.5
@@ -17,7 +17,7 @@ def main() -> None:
     address = sys.argv[1]
     while True:
         try:
-            status = ask(address, StatusQuery(0), link_keys(address, None, OPERATOR, insecure=False))
+            status = ask(address, StatusQuery(0), connector_keys(address, None, OPERATOR, insecure=False))
         except LsgdError as error:
             status = {"error": str(error)}
         status.pop("leaders", None)

@@ -49,16 +49,16 @@ class Soft(Algorithm):
         self.settings = settings
         self._sums: list[Tensor] = []
 
-    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+    def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Make new scratch tensors: a failed exchange may still write to the old ones."""
         self._sums = empty_sums(parameters)
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
         """Average the models; change them when all means have arrived."""
-        if round is None:
+        if order is None:
             return
-        contribute(parameters, self._sums, round.id)
+        contribute(parameters, self._sums, order.id)
         for total in self._sums:
             group.all_reduce(total).wait()
         if divide(self._sums, group.size):

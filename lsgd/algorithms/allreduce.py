@@ -44,7 +44,7 @@ class AllReduce(GradientAlgorithm):
         self.settings = settings
 
     def reduce(
-        self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round
+        self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round
     ) -> Iterator[None]:
         """Average one bucket; divided first, so that float16 sums do not overflow.
 

@@ -37,16 +37,16 @@ class Algorithm:
     spans_backward: ClassVar[bool] = False
     """Whether :meth:`after_backward` completes a round; else :meth:`before_forward` does."""
 
-    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+    def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Begin a generation, in its first round: rebuild what depends on the members.
 
         Newcomers already have the model of ``round.source``, and all members have its :meth:`shared_state`.
         """
 
-    def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
         """Exchange models, or begin to; called before an iteration's forward pass."""
 
-    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, round: Round | None) -> None:
+    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
         """Exchange gradients, or write exchanged models back; called between backward pass and optimizer."""
 
     def after_step(self, parameters: Flat) -> None:

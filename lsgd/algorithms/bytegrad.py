@@ -47,11 +47,11 @@ class ByteGrad(QuantizedGradient):
         return group.across if self.settings.hierarchical else group
 
     def reduce(
-        self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round
+        self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round
     ) -> Iterator[None]:
         """Average one bucket inside the node, then between nodes, and broadcast it inside."""
         if not self.settings.hierarchical:
-            yield from self.quantized_mean(gradient, result, index, round)
+            yield from self.quantized_mean(gradient, result, index, order)
             return
         nodes = len(group.node_sizes)
         result.copy_(gradient)
@@ -60,7 +60,7 @@ class ByteGrad(QuantizedGradient):
         group.node.all_reduce(result).wait()
         if nodes > 1:
             if group.across is not None:
-                yield from self.quantized_mean(result, result, index, round)
+                yield from self.quantized_mean(result, result, index, order)
             else:
                 yield from repeat(None, STAGES - 1)
             group.node.broadcast(result, 0)

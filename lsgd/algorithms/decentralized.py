@@ -75,19 +75,19 @@ class DecentralizedSGD(Algorithm):
         """Whether an exchange is pending."""
         return self._background.busy
 
-    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+    def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Forget a pending exchange of the last generation."""
         self._background = Background()
         self._sums = empty_sums(parameters)
         self._received = empties(self._sums)
 
-    def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
         """Begin the exchange."""
-        if round is not None and parameters:
-            self._background.start(lambda: self._exchange(parameters, group, round), parameters[0].device)
+        if order is not None and parameters:
+            self._background.start(lambda: self._exchange(parameters, group, order), parameters[0].device)
 
     @no_grad
-    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, round: Round | None) -> None:
+    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
         """Wait for the exchange and write the means back."""
         self.settle(parameters)
 
@@ -101,32 +101,32 @@ class DecentralizedSGD(Algorithm):
             for x, mean in zip(parameters, self._sums, strict=True):
                 x.copy_(mean[:-1])
 
-    def _exchange(self, parameters: Flat, group: Group, round: Round) -> None:
-        contribute(parameters, self._sums, round.id)
-        models = self._add_up(group, round)
+    def _exchange(self, parameters: Flat, group: Group, order: Round) -> None:
+        contribute(parameters, self._sums, order.id)
+        models = self._add_up(group, order)
         self._changed = models > 1 and divide(self._sums, models)
 
-    def _add_up(self, group: Group, round: Round) -> int:
+    def _add_up(self, group: Group, order: Round) -> int:
         """Replace the sums by those over all models to average; return their number."""
         if not self.settings.hierarchical:
-            return self._between(group, group.rank, [1] * group.size, round)
+            return self._between(group, group.rank, [1] * group.size, order)
         sizes = group.node_sizes
         for total in self._sums:
             group.node.all_reduce(total).wait()
-        models = self._between(group.across, node_index(group.rank, sizes), sizes, round)
+        models = self._between(group.across, node_index(group.rank, sizes), sizes, order)
         if len(sizes) > 1:
             for total in self._sums:
                 group.node.broadcast(total, 0)
         return models
 
-    def _between(self, units: Group | None, unit: int, sizes: Sequence[int], round: Round) -> int:
+    def _between(self, units: Group | None, unit: int, sizes: Sequence[int], order: Round) -> int:
         """Add the sums of ``unit`` and its peer, or of all units; a unit is a node or a worker.
 
         Args:
             units: the members that exchange; None on a member that only waits for the result.
             unit: index of this member's unit.
             sizes: models in the sum of each.
-            round: the round of the exchange.
+            order: the round of the exchange.
 
         Returns:
             The number of models in the result.
@@ -136,7 +136,7 @@ class DecentralizedSGD(Algorithm):
                 for total in self._sums:
                     units.all_reduce(total).wait()
             return sum(sizes)
-        peer = shift_one_peer(unit, len(sizes), round.exchanges)
+        peer = shift_one_peer(unit, len(sizes), order.exchanges)
         if peer is None:
             if units is not None:  # all members build the group together, also those without a peer
                 units.exchange({}, {})

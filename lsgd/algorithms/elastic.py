@@ -62,18 +62,18 @@ class ElasticSGD(Algorithm):
         self.master = clones(parameters)
         self._scratch: list[Tensor] = []
 
-    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+    def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Make new scratch tensors."""
         self._scratch = empties(self.master)
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
         """Average the models, then move each toward the master and the master toward the mean."""
-        if round is None:
+        if order is None:
             return
         finite = all_finite(parameters)
         if not finite:
-            log.warning("round %d: this worker's model is not finite; it takes the master's", round.id)
+            log.warning("round %d: this worker's model is not finite; it takes the master's", order.id)
         for x, m, mean in zip(parameters, self.master, self._scratch, strict=True):
             mean.copy_(x if finite else m).div_(group.size)
             group.all_reduce(mean).wait()

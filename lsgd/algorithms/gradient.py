@@ -67,7 +67,7 @@ class GradientAlgorithm(Algorithm):
         self._results: dict[int, Tensor] = {}
         self._under_way = Pipeline()
 
-    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+    def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Forget the exchanges of the last generation."""
         self._results = {}
         self._under_way = Pipeline()
@@ -76,18 +76,18 @@ class GradientAlgorithm(Algorithm):
         """Return the slices of the flat gradients to exchange, in this order."""
         return list(buckets(gradients, self._bucket_nbytes))
 
-    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, round: Round | None) -> None:
+    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
         """Exchange all buckets now."""
-        if round is None:
+        if order is None:
             return
         buckets = self.buckets(gradients)
         for index, bucket in enumerate(buckets):
-            self.exchange_bucket(bucket, index, group, round)
+            self.exchange_bucket(bucket, index, group, order)
         self.complete()
         self.finish(buckets)
 
     @no_grad
-    def exchange_bucket(self, gradient: Tensor, index: int, group: Group, round: Round) -> None:
+    def exchange_bucket(self, gradient: Tensor, index: int, group: Group, order: Round) -> None:
         """Begin to exchange one bucket, and advance those before it; the result is kept until :meth:`finish`.
 
         Raises:
@@ -96,7 +96,7 @@ class GradientAlgorithm(Algorithm):
         result = self._results.get(index)
         if result is None or result.shape != gradient.shape:
             result = self._results[index] = torch.empty_like(gradient)
-        self._under_way.begin(self.reduce(gradient, result, index, group, round))
+        self._under_way.begin(self.reduce(gradient, result, index, group, order))
 
     @no_grad
     def complete(self) -> None:
@@ -114,7 +114,7 @@ class GradientAlgorithm(Algorithm):
             gradient.copy_(self._results[index])
 
     def reduce(
-        self, gradient: Tensor, result: Tensor, index: int, group: Group, round: Round
+        self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round
     ) -> Iterator[None]:
         """Write to ``result`` what replaces ``gradient``, with the same bits on all members.
 

@@ -72,7 +72,7 @@ class LeaderSettings(AlgorithmSettings):
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """One worker sends its model to all others, directly or relayed."""
         codec = codec_of(self.compression, self.block)
-        return (workers - 1) / workers * numel * codec.number_nbytes / self.period
+        return (workers - 1) / workers * numel * codec.element_nbytes / self.period
 
     def create(self, parameters: Flat, run: str = "") -> LeaderSGD:
         """Return the algorithm."""
@@ -113,7 +113,7 @@ class LeaderSGD(Algorithm):
         """The model of the node's leader, as of the last round; empty if there is only one level."""
         return self._local.model if self._local is not None else []
 
-    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+    def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """The node's leader starts as the global leader; the first round of a generation is global."""
         two_levels = len(group.node_sizes) > 1 and self.settings.local_period < self.settings.period
         self._global = _LeaderCopy(self._global.model, self.settings)
@@ -121,20 +121,20 @@ class LeaderSGD(Algorithm):
         self._background = Background()
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
         """Take over the leaders' models and pull toward them, or begin to."""
-        if round is None:
+        if order is None:
             return
         self.settle(parameters)
         # The global leader also leads its node, so its local pull does not move it. So both models can be sent
         # before either pull, and nothing changes until both have arrived.
         transfers = []
         if self._local is not None:
-            leader = round.leaders[node_index(group.rank, group.node_sizes)]
+            leader = order.leaders[node_index(group.rank, group.node_sizes)]
             first = node_ranks(group.rank, group.node_sizes).start
             transfers.append((self._local, group.node, leader - first))
-        if round.scope == "global":
-            transfers.append((self._global, group, round.leader))
+        if order.scope == "global":
+            transfers.append((self._global, group, order.leader))
         for copy, members, source in transfers:
             if members.rank == source:
                 copy.prepare(parameters, members)
@@ -143,7 +143,7 @@ class LeaderSGD(Algorithm):
             for copy, members, source in transfers:
                 copy.transfer(members, source)
 
-        self._scope, self._round_id, self._steps_left = round.scope, round.id, self.settings.delay
+        self._scope, self._round_id, self._steps_left = order.scope, order.id, self.settings.delay
         if self._steps_left and parameters:
             self._background.start(transfer, parameters[0].device)
         else:

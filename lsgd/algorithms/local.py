@@ -42,7 +42,7 @@ class LocalSettings(AlgorithmSettings):
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """The model's change twice, except the worker's own share."""
         codec = codec_of(self.compression, self.block)
-        return 2 * (workers - 1) / workers * numel * codec.number_nbytes / self.period
+        return 2 * (workers - 1) / workers * numel * codec.element_nbytes / self.period
 
     def create(self, parameters: Flat, run: str = "") -> LocalSGD:
         """Return the algorithm."""
@@ -81,33 +81,33 @@ class LocalSGD(Algorithm):
         self._scratch: list[Tensor] = []
         self._all_reduce: QuantizedAllReduce | None = None
 
-    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+    def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Make new scratch tensors."""
         self._scratch = empties(parameters)
         codec = codec_of(self.settings.compression, self.settings.block)
         self._all_reduce = None if codec.lossless else QuantizedAllReduce(group, codec)
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
         """Average the models' changes and take the outer step."""
-        if round is None:
+        if order is None:
             return
         finite = all_finite(parameters)
         if not finite:
-            log.warning("round %d: this worker's model is not finite; it takes the common one", round.id)
+            log.warning("round %d: this worker's model is not finite; it takes the common one", order.id)
         for index, (x, c, change) in enumerate(zip(parameters, self.common, self._scratch, strict=True)):
             torch.sub(x, c, out=change) if finite else change.zero_()
-            self._average(change, index, group, round)
+            self._average(change, index, group, order)
         lr, momentum = self.settings.outer_lr, self.settings.outer_momentum
         for x, c, v, change in zip(parameters, self.common, self.velocity, self._scratch, strict=True):
             v.mul_(momentum).add_(change)
             c.add_(change, alpha=lr).add_(v, alpha=lr * momentum)
             x.copy_(c)
 
-    def _average(self, change: Tensor, index: int, group: Group, round: Round) -> None:
+    def _average(self, change: Tensor, index: int, group: Group, order: Round) -> None:
         """Replace ``change`` by its mean over all members, with the same bits on all."""
         if self._all_reduce is not None:
-            self._all_reduce(change, change, (self._run, round.id, index))
+            self._all_reduce(change, change, (self._run, order.id, index))
         else:
             change.div_(group.size)
             group.all_reduce(change).wait()

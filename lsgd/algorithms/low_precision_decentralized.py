@@ -52,7 +52,7 @@ class LowPrecisionDecentralizedSettings(AlgorithmSettings):
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """The model's change to each neighbor."""
         neighbors = len(_GRAPHS[self.topology](workers)[0])
-        return neighbors * numel * self.make_codec().number_nbytes / self.interval
+        return neighbors * numel * self.make_codec().element_nbytes / self.interval
 
     def create(self, parameters: Flat, run: str = "") -> LowPrecisionDecentralizedSGD:
         """Return the algorithm."""
@@ -91,7 +91,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self._received: dict[int, list[Tensor]] = {}
 
     @no_grad
-    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+    def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Exchange models at full precision with the new neighbors."""
         hierarchical = self.settings.hierarchical
         sizes = group.node_sizes if hierarchical else (1,) * group.size
@@ -103,7 +103,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self._sent = [self._codec.empty(x.numel(), x.device) for x in parameters]
 
         model = clones(parameters)
-        if self._average(parameters, group, round):
+        if self._average(parameters, group, order):
             copy_all(model, [total[:-1] for total in self._sums])
         units = group.across if hierarchical else group
         copies: dict[int, list[Tensor]] = {}
@@ -115,29 +115,29 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self._received = {j: empties(self._sent) for j in copies}
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, round: Round | None) -> None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
         """Mix the models, exchange the changes, and apply them."""
-        if round is None:
+        if order is None:
             return
         current = [total[:-1] for total in self._sums]
-        if not self._average(parameters, group, round):
+        if not self._average(parameters, group, order):
             copy_all(current, self.model)
         if not self._neighbors:
             copy_all(self.model, current)
         else:
-            self._exchange(current, group, round)
+            self._exchange(current, group, order)
         copy_all(parameters, self.model)
 
-    def _average(self, parameters: Flat, group: Group, round: Round) -> bool:
+    def _average(self, parameters: Flat, group: Group, order: Round) -> bool:
         """Write the node's mean model (or this worker's) to the scratch sums; False if none is finite."""
-        contribute(parameters, self._sums, round.id)
+        contribute(parameters, self._sums, order.id)
         if not self.settings.hierarchical:
             return divide(self._sums, 1)
         for total in self._sums:
             group.node.all_reduce(total).wait()
         return divide(self._sums, group.node.size)
 
-    def _exchange(self, current: Flat, group: Group, round: Round) -> None:
+    def _exchange(self, current: Flat, group: Group, order: Round) -> None:
         """Exchange the changes; once all have arrived, apply them to the model and the copies."""
         units = group.across if self.settings.hierarchical else group
         if units is not None:
@@ -145,7 +145,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
                 z = self._change(index, now)
                 seed = None
                 if self.settings.rounding == "stochastic":
-                    seed = seed_of(self._run, round.id, self._unit, index)
+                    seed = seed_of(self._run, order.id, self._unit, index)
                 payload = self._sent[index]
                 self._codec.encode(z, payload, seed)
                 received = {j: payloads[index] for j, payloads in self._received.items()}

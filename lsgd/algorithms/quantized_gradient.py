@@ -40,7 +40,7 @@ class QuantizedGradientSettings(GradientSettings):
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """Each gradient twice, except the worker's own share."""
-        return 2 * (workers - 1) / workers * numel * self.make_codec().number_nbytes
+        return 2 * (workers - 1) / workers * numel * self.make_codec().element_nbytes
 
 
 class QuantizedGradient(GradientAlgorithm):
@@ -62,11 +62,11 @@ class QuantizedGradient(GradientAlgorithm):
         self._flags: list[Tensor] = []
         self._all_reduce: QuantizedAllReduce | None = None
 
-    def reset(self, parameters: Flat, group: Group, round: Round) -> None:
+    def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Drop the residuals if the members have changed."""
-        super().reset(parameters, group, round)
-        if round.generation.members != self._members:
-            self._members, self._residuals = round.generation.members, {}
+        super().reset(parameters, group, order)
+        if order.generation.members != self._members:
+            self._members, self._residuals = order.generation.members, {}
         self._new_residuals, self._flags = {}, []
         taking_part = self.quantizing_group(group)
         settings = self.settings
@@ -83,7 +83,7 @@ class QuantizedGradient(GradientAlgorithm):
         """Return the members that exchange payloads; None on a member that does not."""
         return group
 
-    def quantized_mean(self, x: Tensor, result: Tensor, index: int, round: Round) -> Iterator[None]:
+    def quantized_mean(self, x: Tensor, result: Tensor, index: int, order: Round) -> Iterator[None]:
         """Write the quantized mean (or sum, by the settings) of bucket ``index`` to ``result``, in stages."""
         assert self._all_reduce is not None
         residual = None
@@ -93,7 +93,7 @@ class QuantizedGradient(GradientAlgorithm):
                 old = self._residuals[index] = torch.zeros_like(x, dtype=torch.float32)
             residual = self._new_residuals.setdefault(index, torch.empty_like(old))
             residual.copy_(old)
-        flags = yield from self._all_reduce.stages(x, result, (self._run, round.id, index), residual)
+        flags = yield from self._all_reduce.stages(x, result, (self._run, order.id, index), residual)
         self._flags.append(flags)
 
     def finish(self, buckets: Flat) -> None:

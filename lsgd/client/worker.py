@@ -23,9 +23,9 @@ from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.steps import Steps
 from lsgd.client.iteration.tally import Timings
 from lsgd.errors import (
+    EvictedError,
     ExchangeError,
     JoinError,
-    LeftOutError,
     LsgdError,
     NoConsensusError,
     NonFiniteError,
@@ -225,7 +225,7 @@ class Worker:
         Raises:
             DetachedError: a parameter was replaced since the join.
             JoinError: the servers refuse this worker, such as for the data of another one.
-            LeftOutError: the run goes on without this worker (exit code 76: ``lsgd launch`` starts it again).
+            EvictedError: the run goes on without this worker (exit code 76: ``lsgd launch`` starts it again).
             ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).
             NoConsensusError: the run has ended for this worker without a consensus (exit code 74).
 
@@ -358,12 +358,12 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.leave(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
-        if isinstance(error, ServerLostError | LeftOutError | NoConsensusError):
+        if isinstance(error, ServerLostError | EvictedError | NoConsensusError):
             self._exit(error)
         if error is None and self.stopped and (values := self._checkpoints.non_finite()):
             self._exit(self._non_finite(values))
 
-    def _exit(self, error: ServerLostError | LeftOutError | NoConsensusError | NonFiniteError) -> NoReturn:
+    def _exit(self, error: ServerLostError | EvictedError | NoConsensusError | NonFiniteError) -> NoReturn:
         logger.error("%s ends with exit code %d: %s", self.name, error.exit_code, error)
         raise SystemExit(error.exit_code) from error
 

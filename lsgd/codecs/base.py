@@ -143,7 +143,7 @@ class Codec:
         return torch.empty(self.nbytes(numel), dtype=torch.uint8, device=device)
 
     @property
-    def number_nbytes(self) -> float:
+    def element_nbytes(self) -> float:
         """Bytes of an element in a large vector."""
         return (self.nbytes(2 * LARGE) - self.nbytes(LARGE)) / LARGE
 

@@ -9,7 +9,7 @@ _DONE = object()
 
 
 class Pipeline:
-    """Exchanges whose stages overlap: the wire carries one while another waits for the latency of its messages.
+    """Exchanges whose stages overlap: the link carries one while another waits for the latency of its messages.
 
     An exchange is an iterator that yields where nothing is left to do but to wait for what travels. Each one that
     begins takes those before it one stage further, so that members which begin the same ones in the same order do the
@@ -23,7 +23,7 @@ class Pipeline:
         """Begin an exchange, and go on with those before it.
 
         Raises:
-            ExchangeError: one of them failed on the wire; none of those under way is of use any more.
+            ExchangeError: one of them failed on the network; none of those under way is of use any more.
         """
         self._under_way.append(stages)
         self._go_on()
@@ -32,7 +32,7 @@ class Pipeline:
         """See all through that are under way.
 
         Raises:
-            ExchangeError: one failed on the wire.
+            ExchangeError: one failed on the network.
         """
         while self._under_way:
             self._go_on()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PIECE_NBYTES = 64 << 10
 MAX_PIECES = 16
 """A message between two workers travels in up to 16 pieces of at least 64 KiB, all receives posted first: Gloo then
-comes within 5 % of the wire, against 30 to 100 % over it for one large message (measured)."""
+comes within 5 % of the link's throughput, against 30 to 100 % over it for one large message (measured)."""
 
 RELAYED_PIECES = 8
 """A message that all members pass on to each other has up to so many pieces for each, if that is more than 16: the

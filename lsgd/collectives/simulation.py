@@ -225,8 +225,8 @@ class SimulatedWorker:
         """Return a worker that trains ``model``, whose parameters and gradients move into flat tensors."""
         flat = FlatParameters(model)
         gradients = [torch.zeros_like(x) for x in flat.buffers]
-        for slot, window in zip(flat.slots, flat.windows(gradients), strict=True):
-            slot.parameter.grad = window
+        for slot, view in zip(flat.slots, flat.views(gradients), strict=True):
+            slot.parameter.grad = view
         return cls(
             group, settings, flat.buffers, gradients, optimizer, buffers=floating_buffers(model), run=run
         )
@@ -237,31 +237,31 @@ class SimulatedWorker:
         Args:
             compute_loss: makes the forward pass of the next batch and returns its loss, one number.
         """
-        round = None
+        order = None
         if self.steps % self._schedule.local_period == 0 or self.steps % self._schedule.period == 0:
-            round = self._elect("global" if self.steps % self._schedule.period == 0 else "local")
+            order = self._elect("global" if self.steps % self._schedule.period == 0 else "local")
             if self.steps == 0:
-                self.begin(round)
+                self.begin(order)
             else:
                 self.algorithm.settle(self.parameters)
-            for buffer in self._buffers if round.scope == "global" else ():
+            for buffer in self._buffers if order.scope == "global" else ():
                 self.average(buffer)
-        return self.iterate(round, compute_loss)
+        return self.iterate(order, compute_loss)
 
-    def begin(self, round: Round) -> None:
+    def begin(self, order: Round) -> None:
         """Begin a generation: take over the state that all share from the source, and reset the algorithm."""
         for tensor in self.algorithm.shared_state():
-            self.group.broadcast(tensor, round.source)
-        self.algorithm.reset(self.parameters, self.group, round)
+            self.group.broadcast(tensor, order.source)
+        self.algorithm.reset(self.parameters, self.group, order)
 
-    def iterate(self, round: Round | None, compute_loss: Callable[[], Tensor]) -> float:
+    def iterate(self, order: Round | None, compute_loss: Callable[[], Tensor]) -> float:
         """Make one step with this round, or with none, and return its loss."""
-        self.algorithm.before_forward(self.parameters, self.group, round)
+        self.algorithm.before_forward(self.parameters, self.group, order)
         for gradient in self.gradients:
             gradient.zero_()
         loss = compute_loss()
         loss.backward()  # type: ignore[no-untyped-call]
-        self.algorithm.after_backward(self.parameters, self.gradients, self.group, round)
+        self.algorithm.after_backward(self.parameters, self.gradients, self.group, order)
         self.optimizer.step()
         self.algorithm.after_step(self.parameters)
         self._losses.append(float(loss.detach()))

@@ -92,7 +92,7 @@ class QuantizedAllReduce:
             int32, shape (1,): not zero if some member's ``x`` held NaN or Inf; equal on all members of two or more.
 
         Raises:
-            ExchangeError: it failed on the wire; ``out`` and ``residual`` are undefined.
+            ExchangeError: it failed on the network; ``out`` and ``residual`` are undefined.
         """
         stages = self.stages(x, out, seed, residual)
         while True:

@@ -52,10 +52,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         names = [p.algorithm.name for p in self.phases if p.algorithm.schedule().lockstep]
-        if self.run.unsupervised_iterations and names:
+        if self.run.offline_iterations and names:
             raise ConfigError(
-                f"unsupervised_iterations = {self.run.unsupervised_iterations}, but every iteration of {names[0]} is a "
-                f"round of all workers, so no worker can make one on its own; set unsupervised_iterations to 0"
+                f"offline_iterations = {self.run.offline_iterations}, but every iteration of {names[0]} is a "
+                f"round of all workers, so no worker can make one on its own; set offline_iterations to 0"
             )
 
     @property

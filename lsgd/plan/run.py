@@ -66,7 +66,7 @@ class RunSettings:
         low=0,
         high=1 << 20,
     )
-    unsupervised_iterations: int = setting(
+    offline_iterations: int = setting(
         0,
         "iterations that a worker makes on its own while its servers are silent, before it waits",
         low=0,

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lsgd.errors import ConfigError
-from lsgd.protocol.sockets import KEY_NBYTES, LinkKeys, new_key_pair, public_key
+from lsgd.protocol.sockets import KEY_NBYTES, ConnectorKeys, new_key_pair, public_key
 
 TOKEN_VARIABLE = "LSGD_TOKEN"
 KEYS_VARIABLE = "LSGD_KEYS"
@@ -147,7 +147,7 @@ class KeyRing:
         self._names, self._read_at = names, stamp
 
 
-def parse_token(text: str, origin: str) -> LinkKeys:
+def parse_token(text: str, origin: str) -> ConnectorKeys:
     """Return the keys in a token.
 
     Raises:
@@ -164,7 +164,7 @@ def parse_token(text: str, origin: str) -> LinkKeys:
             f"{origin} does not contain a token; `lsgd keygen` makes one, a line that begins {_PREFIX}:node1:..."
         )
     secret = keys[KEY_NBYTES:]
-    return LinkKeys(name, keys[:KEY_NBYTES], public_key(secret), secret)
+    return ConnectorKeys(name, keys[:KEY_NBYTES], public_key(secret), secret)
 
 
 def listener_keys(address: str, folder: Path | None, *, insecure: bool) -> KeyRing | None:
@@ -190,7 +190,7 @@ def listener_keys(address: str, folder: Path | None, *, insecure: bool) -> KeyRi
     return KeyRing(default_folder())
 
 
-def link_keys(address: str, path: Path | None, name: str, *, insecure: bool) -> LinkKeys | None:
+def connector_keys(address: str, path: Path | None, name: str, *, insecure: bool) -> ConnectorKeys | None:
     """Return the keys that a connection to ``address`` needs; None if it needs none, or with ``insecure``.
 
     Args:
@@ -219,7 +219,7 @@ def link_keys(address: str, path: Path | None, name: str, *, insecure: bool) -> 
     return _of(parse_token(_read_private(path), f"the token {path}"), name)
 
 
-def _of(keys: LinkKeys, name: str) -> LinkKeys:
+def _of(keys: ConnectorKeys, name: str) -> ConnectorKeys:
     if keys.name != name and name != OPERATOR:
         raise ConfigError(f"this is {name}, but the token is that of {keys.name}; use {name}'s")
     return keys

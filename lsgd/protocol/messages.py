@@ -413,7 +413,7 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class Evicted:
     """This process is no longer in the run ``run``, or never was: it was evicted, for ``reason``. A new one may join.
 
     A worker of another run must ignore it: its server was started again without its journal.
@@ -494,7 +494,7 @@ Upward = Join | Data | Request | Heartbeat | Done | Pause | Leave | Put | Get
 Downward = (
     Welcome
     | Left
-    | LeftOut
+    | Evicted
     | Over
     | Paused
     | Refused
@@ -542,7 +542,7 @@ _CLASSES: tuple[type, ...] = (
     Value,
     Status,
     Paused,
-    LeftOut,
+    Evicted,
     Recall,
     Over,
 )

@@ -53,7 +53,7 @@ _BACKLOG = 512
 
 
 @dataclass(frozen=True)
-class LinkKeys:
+class ConnectorKeys:
     """What a link needs: the listener's public key, and a pair of its own, as bytes.
 
     Args:
@@ -248,7 +248,7 @@ class Listener(_Socket):
         return True
 
 
-class Link(_Socket):
+class Connector(_Socket):
     """A socket that connects to one listener, and again whenever the connection is lost.
 
     Args:
@@ -260,7 +260,7 @@ class Link(_Socket):
         ConfigError: the address is not one.
     """
 
-    def __init__(self, address: str, name: bytes, keys: LinkKeys | None = None) -> None:
+    def __init__(self, address: str, name: bytes, keys: ConnectorKeys | None = None) -> None:
         super().__init__(zmq.DEALER, address)
         self._socket.setsockopt(zmq.IDENTITY, name)
         # Nothing is queued for a listener that is away, to arrive stale.
@@ -349,7 +349,7 @@ class Wakeup:
 class Poller:
     """Waits until one of some sockets has something to receive."""
 
-    def __init__(self, *sources: Listener | Link | Wakeup) -> None:
+    def __init__(self, *sources: Listener | Connector | Wakeup) -> None:
         self._poller = zmq.Poller()
         self._listeners = [source for source in sources if isinstance(source, Listener)]
         for source in sources:

@@ -15,8 +15,8 @@ from lsgd.errors import ConfigError
 from lsgd.plan.options import plan_options
 from lsgd.plan.plan import Plan, read
 from lsgd.protocol.descriptors import raise_descriptor_limit
-from lsgd.protocol.keys import KeyRing, is_local, link_keys, listener_keys, node_name
-from lsgd.protocol.sockets import DEFAULT_PORT, Link, Listener, default_local_address
+from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
+from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
 from lsgd.server import global_daemon, local_daemon
 from lsgd.server.daemon import Signals, complain
 from lsgd.server.journal import Journal
@@ -167,11 +167,11 @@ def _serve_local(
     node: int, address: str, global_address: str, token_path: Path | None, *, insecure: bool
 ) -> int:
     signals = Signals()
-    keys = link_keys(global_address, token_path, node_name(node), insecure=insecure)
+    keys = connector_keys(global_address, token_path, node_name(node), insecure=insecure)
     incarnation = secrets.randbits(63)
     with (
         Listener(address) as listener,
-        Link(global_address, f"node{node}#{incarnation}".encode(), keys) as link,
+        Connector(global_address, f"node{node}#{incarnation}".encode(), keys) as link,
     ):
         local_daemon.announce(node, listener.address, global_address)
         return local_daemon.LocalDaemon(node, incarnation, listener, link).run(signals)

@@ -2,13 +2,13 @@
 
 No socket, no clock, no thread: a message and the time go in, answers and notes come out. The rules:
 
-1.  Every iteration is asked for. A Go takes one token of the run and one of the worker's group for each, both or
+1.  Every iteration is asked for. A Go takes one token of the run and one of the worker's node for each, both or
     neither; a request that finds none is held. One that is made ahead is granted or forgotten; it gets at most a
     quarter of an equal share of what is left, and who has more than the next iteration is asked for it when
     others are held.
-2.  A group's round starts when its members are all held, its queue is empty and the run's queue covers them.
-3.  When all live members are held and no group's round can start, the global round starts, whatever is left.
-4.  A round refills the queues it stands for (to period x members, to local_period x group), then takes. The last
+2.  A node's round starts when its members are all held, its queue is empty and the run's queue covers them.
+3.  When all live members are held and no node's round can start, the global round starts, whatever is left.
+4.  A round refills the queues it stands for (to period x members, to local_period x its members), then takes. The last
     iterations, fewer than there are members, are granted without a round.
 5.  The count is the sum of the iterations that members report done. A grant that was not used goes back.
 6.  Membership changes at global rounds only, with a new generation. A generation one of whose members is gone,
@@ -34,10 +34,10 @@ from dataclasses import replace
 from lsgd.protocol.messages import (
     Data,
     Done,
+    Evicted,
     Go,
     Join,
     Leave,
-    LeftOut,
     NodeLeave,
     Over,
     Pause,
@@ -51,7 +51,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server.admission import different_versions, objection
 from lsgd.server.grants import Grants
-from lsgd.server.phases import Phase
+from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, by_place, named
 from lsgd.server.scheduler import Scheduler
@@ -104,7 +104,7 @@ class Coordinator:
                 self._from_member(member, message)
             case Request(worker) | Pause(worker):
                 unknown = Why.UNKNOWN(worker=worker, run=self.state.run)
-                self._answer_to(message, LeftOut(unknown, self.state.run))
+                self._answer_to(message, Evicted(unknown, self.state.run))
         return self._decide()
 
     def tick(self, now: float) -> Decision:
@@ -156,7 +156,7 @@ class Coordinator:
         decision, self.state.decision = self.state.decision, Decision()
         return decision
 
-    def _answer_to(self, asked: Join | Request | Pause, answer: Refused | Over | Waiting | LeftOut) -> None:
+    def _answer_to(self, asked: Join | Request | Pause, answer: Refused | Over | Waiting | Evicted) -> None:
         """Answer one who is no member."""
         self.state.decision.answers.append((asked.worker, asked.incarnation, answer))
 
@@ -208,18 +208,18 @@ class Coordinator:
         self._scheduler.left_round(member, Why.PASSED_OVER)
         member.seq, member.answer, member.loss = request.seq, None, request.loss
         member.held_at = state.moved_at = state.now
-        if member.phase is Phase.PAUSED or member.phase is Phase.STRAGGLER:
+        if member.state is MemberState.PAUSED or member.state is MemberState.STRAGGLER:
             state.ledger.released = True
             state.changes += 1
         cut = state.links.bars(member.worker, state.now)
-        state.roster.move(member, Phase.CUT if cut else Phase.HELD)
+        state.roster.move(member, MemberState.CUT if cut else MemberState.HELD)
         if state.closed or member.leaving:
             self._grants.dismiss(member)
         elif cut:
             self._grants.repeat(member)
-        elif not self._grants.give(member, member.seq) and (group := state.roster.group_of(member)):
-            if not self._scheduler.start_local(group):
-                self._grants.recall(group.members if state.ledger.tokens >= 1 else state.ledger.lent)
+        elif not self._grants.give(member, member.seq) and (queue := state.roster.queue_of(member)):
+            if not self._scheduler.start_local(queue):
+                self._grants.recall(queue.members if state.ledger.tokens >= 1 else state.ledger.lent)
 
     def _takes_back(self, member: Member, dropped: int) -> bool:
         """Whether a member that asks again has dropped the round of its answer, and so needs another answer.
@@ -238,12 +238,12 @@ class Coordinator:
         self.state.ledger.use(member, request.done)
         self._scheduler.committed(member, request.committed)
         most = self.state.plan.run.lookahead + 1 - member.granted
-        current = member.phase is Phase.BUSY and member.round is None and not member.leaving
+        current = member.state is MemberState.BUSY and member.round is None and not member.leaving
         if current and request.seq > member.seq and most > 0:
             self._grants.give(member, request.seq, most)
 
     def _pause(self, member: Member, pause: Pause) -> None:
-        steps_aside = member.live or member.phase is Phase.STRAGGLER or member.phase is Phase.CUT
+        steps_aside = member.live or member.state is MemberState.STRAGGLER or member.state is MemberState.CUT
         if steps_aside and pause.seq >= member.seq:
             if pause.seq > member.seq:  # one later than the last known was answered before a restart
                 member.seq, member.answer = pause.seq, None
@@ -251,13 +251,13 @@ class Coordinator:
             self._settle(member, pause.done)
             self._scheduler.committed(member, pause.committed)
             self._scheduler.left_round(member, Why.PAUSED)
-            self.state.roster.move(member, Phase.PAUSED)
+            self.state.roster.move(member, MemberState.PAUSED)
         self.state.answer(member, Paused(pause.seq))
 
     def _settle(self, member: Member, done: int) -> None:
         state = self.state
-        group = state.roster.group_of(member)
-        state.ledger.settle(member, done, group, stopping=bool(state.stopping))
+        queue = state.roster.queue_of(member)
+        state.ledger.settle(member, done, queue, stopping=bool(state.stopping))
 
     def _check_data(self, member: Member, digest: str) -> None:
         digests = self.state.roster.digests
@@ -341,7 +341,7 @@ class Coordinator:
         state = self.state
         members, waited_s = state.roster.members, state.plan.run.join_timeout_s
         if len(members) >= state.plan.run.workers:
-            for member in state.roster.within(Phase.JOINED):
+            for member in state.roster.within(MemberState.JOINED):
                 self._remove(member, Why.NEVER_ASKED(waited_s=waited_s))
             return
         reason = Why.TOO_FEW(waited_s=waited_s, joined=state.joined())
@@ -360,10 +360,10 @@ class Coordinator:
         state.changes += 1
         for member in [m for m in state.roster.members.values() if m.join.node == node]:
             member.leaving = reason
-            if member.held or member.phase is Phase.CUT:
+            if member.held or member.state is MemberState.CUT:
                 self._grants.dismiss(member)
-            elif member.phase is Phase.PAUSED:
-                state.roster.move(member, Phase.ENDED)
+            elif member.state is MemberState.PAUSED:
+                state.roster.move(member, MemberState.ENDED)
             self._grants.recall([member])
 
     def _evict_silent(self) -> None:
@@ -383,7 +383,7 @@ class Coordinator:
         """End a member's incarnation: its grant goes back, its round has failed, its generation is over."""
         state = self.state
         self._settle(member, member.done)
-        in_generation = member.rank >= 0 and member.phase is not Phase.ENDED
+        in_generation = member.rank >= 0 and member.state is not MemberState.ENDED
         state.roster.remove(member, reason)
         state.changes += 1
         self._few_since = state.now

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from lsgd.protocol.messages import GenerationOver, Go, Recall, Refused, Round, Stop, Waiting
-from lsgd.server.phases import Phase
+from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member
 from lsgd.server.state import RunState
@@ -27,20 +27,20 @@ class Grants:
         Returns whether they had.
         """
         state = self._state
-        group = state.roster.group_of(member)
-        if group is None or not member.synced or not state.ledger.has_token(group):
+        queue = state.roster.queue_of(member)
+        if queue is None or not member.synced or not state.ledger.has_token(queue):
             return False
         if state.course.schedule.lockstep:  # every iteration is a round: a grant that came back is no token
             return False
         member.seq = seq
-        iterations = state.ledger.grant(member, group, most, state.roster.live)
+        iterations = state.ledger.grant(member, queue, most, state.roster.live)
         self._go(member, None, _TOKEN, iterations)
         return True
 
     def order(self, member: Member, order: Round, reason: Reason) -> None:
         """Answer a held request with a round and, unless it is the last one, an iteration."""
         if order.final:
-            self._reply(member, Stop(member.seq, order, self._state.stopping), Phase.BUSY)
+            self._reply(member, Stop(member.seq, order, self._state.stopping), MemberState.BUSY)
         else:
             self._go(member, order, reason, 1)
 
@@ -48,17 +48,19 @@ class Grants:
         """Answer a held request with the end; where the run has failed, so that its worker fails too."""
         state = self._state
         if state.failed:
-            state.roster.move(member, Phase.ENDED)
+            state.roster.move(member, MemberState.ENDED)
             state.answer(member, Refused(state.failed))
             return
-        failed = not member.leaving and (state.in_vain or member.phase is Phase.CUT)
-        self._reply(member, Stop(member.seq, None, member.leaving or state.stopping, failed), Phase.ENDED)
+        failed = not member.leaving and (state.in_vain or member.state is MemberState.CUT)
+        self._reply(
+            member, Stop(member.seq, None, member.leaving or state.stopping, failed), MemberState.ENDED
+        )
 
     def repeat(self, member: Member) -> None:
         """Answer the same request again."""
         state, answer = self._state, member.answer
         if answer is None:
-            cut = member.phase is Phase.CUT
+            cut = member.state is MemberState.CUT
             reason = state.links.words(member.worker, state.now) if cut else state.waits_for(state.now)
             state.answer(member, Waiting(member.seq, reason))
             return
@@ -76,10 +78,10 @@ class Grants:
 
     def _go(self, member: Member, order: Round | None, reason: Reason, iterations: int) -> None:
         progress = self._state.progress(self._state.now)
-        self._reply(member, Go(member.seq, order, progress, reason, iterations), Phase.BUSY)
+        self._reply(member, Go(member.seq, order, progress, reason, iterations), MemberState.BUSY)
 
-    def _reply(self, member: Member, answer: Go | Stop, phase: Phase) -> None:
+    def _reply(self, member: Member, answer: Go | Stop, state: MemberState) -> None:
         """Answer a held request; the same request gets the same answer from now on."""
         member.answer = answer
-        self._state.roster.move(member, phase)
+        self._state.roster.move(member, state)
         self._state.answer(member, answer)

@@ -21,7 +21,7 @@ class Election:
     Args:
         round: its id.
         scope: ``local`` or ``global``.
-        group: the node that a local round was of; -1 for a global round.
+        node: that a local round was of; -1: a global one.
         worker: who led it.
         count: the run's iterations when it was ordered.
         seconds: since the run's first round.
@@ -30,7 +30,7 @@ class Election:
 
     round: int
     scope: str
-    group: int
+    node: int
     worker: str
     count: int
     seconds: float
@@ -46,7 +46,7 @@ def election(order: Round, leader: Member, members: Sequence[Member], seconds: f
 
 def line(entry: Election, *, final: bool) -> Reason:
     """Return the line that tells people of a round."""
-    where = f" of node{entry.group}" if entry.scope == "local" else " makes the consensus" if final else ""
+    where = f" of node{entry.node}" if entry.scope == "local" else " makes the consensus" if final else ""
     loss = entry.losses[entry.worker]
     known = "no loss yet" if loss is None else f"loss {loss:.4g}"
     return Why.ROUND(

@@ -28,7 +28,7 @@ from lsgd.protocol.messages import (
     kind_of,
 )
 from lsgd.protocol.processes import Processes
-from lsgd.protocol.sockets import Link, Listener, Poller
+from lsgd.protocol.sockets import Connector, Listener, Poller
 from lsgd.server.daemon import EXIT_AT_ONCE, LAST_WORDS_S, TICK_S, Refusals, Signals, complain, say
 
 HELLO_EVERY_S = 1.0
@@ -66,7 +66,7 @@ class LocalDaemon:
         link: to the global server, under the name ``node0#incarnation``.
     """
 
-    def __init__(self, node: int, incarnation: int, listener: Listener, link: Link) -> None:
+    def __init__(self, node: int, incarnation: int, listener: Listener, link: Connector) -> None:
         self._node = node
         self._incarnation = incarnation
         self._listener = listener

@@ -13,7 +13,7 @@ from typing import Any
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import Plan, algorithm_of, table_of
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop
-from lsgd.server.phases import Phase
+from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, OpenRound, Roster, finite
 from lsgd.server.rounds import RoundBook
@@ -121,7 +121,7 @@ def _answer_again(state: RunState, opened: OpenRound) -> None:
 def _member(member: Member) -> dict[str, Any]:
     return {name: getattr(member, name) for name in (*_KEPT, "granted", "seq")} | {
         "join": dataclasses.asdict(member.join),
-        "phase": member.phase.name,
+        "state": member.state.name,
         "loss": finite(member.loss),
         "leaving": member.leaving.to_json(),
         "left": member.left.to_json(),
@@ -132,20 +132,20 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
     member = Member(
         Join(**saved["join"]),
         now,
-        Phase[saved["phase"]],
+        MemberState[saved["state"]],
         seq=saved["seq"],
         loss=saved["loss"],
         leaving=Reason(*saved["leaving"]),
         left=Reason(*saved["left"]),
         **{name: saved[name] for name in _KEPT},
     )
-    if member.live or member.phase in (Phase.STRAGGLER, Phase.CUT):
+    if member.live or member.state in (MemberState.STRAGGLER, MemberState.CUT):
         member.seq -= (
             1  # whether or not its last answer has arrived, it may ask for it as if for the first time
         )
-    if member.live or member.phase is Phase.CUT:
-        member.phase = Phase.BUSY
-    elif member.phase is Phase.STRAGGLER or member.was_silent:
+    if member.live or member.state is MemberState.CUT:
+        member.state = MemberState.BUSY
+    elif member.state is MemberState.STRAGGLER or member.was_silent:
         member.granted = saved["granted"]  # it is not waited for: what it may make is set aside
     return member
 

@@ -109,7 +109,7 @@ class Why(enum.Enum):
     NOBODY = "nobody waits; {joined}"
 
     # A request is granted.
-    TOKEN = "the run and the group have a token left"
+    TOKEN = "the run and the node have a token left"
     LOCAL_ROUND = "local round {id}: all {members} members on node{node} are held, their queue is empty"
     GLOBAL_ROUND = "global round {id}: all {members} members are held"
     AGAIN = "the global server was started again"

@@ -6,14 +6,19 @@ from typing import Any
 
 from lsgd.protocol.messages import MAX_NBYTES
 from lsgd.server.history import Election
-from lsgd.server.phases import Phase
+from lsgd.server.member_states import MemberState
 from lsgd.server.roster import Member, Roster, by_place, finite
 from lsgd.server.state import RunState
 
 MAX_LEADERS = 1000
 """Most rounds of the history that a report has; of a longer one, every second, third, ... is left out."""
 
-_STATES = {Phase.HELD: "held", Phase.BUSY: "live", Phase.STRAGGLER: "straggler", Phase.CUT: "cut"}
+_STATES = {
+    MemberState.HELD: "held",
+    MemberState.BUSY: "live",
+    MemberState.STRAGGLER: "straggler",
+    MemberState.CUT: "cut",
+}
 
 
 def report(state: RunState, now: float) -> str:
@@ -35,7 +40,7 @@ def report(state: RunState, now: float) -> str:
         "rounds_local": book.ordered["local"],
         "rounds_global": book.ordered["global"],
         "generation": roster.generation.number if roster.generation else 0,
-        "groups": len(roster.groups),
+        "nodes": len(roster.queues),
         "events": state.events,
         "members": [
             _line(roster, m, now) for m in sorted((roster.left | roster.members).values(), key=by_place)
@@ -55,7 +60,7 @@ def _line(roster: Roster, member: Member, now: float) -> dict[str, Any]:
         "worker": member.worker,
         "node": member.join.node,
         "rank": member.rank if here else -1,
-        "state": _STATES.get(member.phase, "away") if here else "left",
+        "state": _STATES.get(member.state, "away") if here else "left",
         "reason": member.left,
         "code": member.left.code,
         "done": roster.made.get(member.worker, 0) + (member.done if here else 0),

@@ -1,4 +1,4 @@
-"""Who takes part: the record of each worker, of each group, and of the current generation."""
+"""Who takes part: the record of each worker, of each node, and of the current generation."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop
-from lsgd.server.phases import Phase
+from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import NO_REASON, Reason, Why
 
 MAX_LEFT = 4096
@@ -20,7 +20,7 @@ class Member:
     Args:
         join: its greeting.
         heard_at: when it last said anything, in seconds of the coordinator's clock.
-        phase: where it stands; changed by :meth:`Roster.move` only.
+        state: where it stands; changed by :meth:`Roster.move` only.
         rank: in the current generation; -1 outside it.
         held_at: when its last request began to be held.
         granted: iterations granted to it and not yet reported done; of a STRAGGLER that was not heard since the
@@ -41,7 +41,7 @@ class Member:
 
     join: Join
     heard_at: float
-    phase: Phase = Phase.JOINED
+    state: MemberState = MemberState.JOINED
     rank: int = -1
     held_at: float = 0.0
     granted: int = 0
@@ -71,12 +71,12 @@ class Member:
     @property
     def held(self) -> bool:
         """Whether its request waits for an answer."""
-        return self.phase is Phase.HELD
+        return self.state is MemberState.HELD
 
     @property
     def live(self) -> bool:
         """Whether rounds wait for it."""
-        return self.phase.live
+        return self.state.live
 
     @property
     def was_silent(self) -> bool:
@@ -91,7 +91,7 @@ class Member:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class NodeQueue:
     """The members of the generation on one node, and their queue of tokens.
 
     Args:
@@ -120,7 +120,7 @@ class OpenRound:
 class Roster:
     """The members of the run and of its current generation, with the counts that every decision needs.
 
-    The counts always fit the members; a group's members have the ranks and the node of the generation; only members
+    The counts always fit the members; a queue's members have the ranks and the node of the generation; only members
     of the generation have the run's model, while it lasts (:meth:`check`).
 
     Args:
@@ -132,7 +132,7 @@ class Roster:
         digests: of their first batches, by whom they were said first.
 
     Attributes:
-        groups: of the generation, by node.
+        queues: of the generation's nodes, by node.
         live: how many members are HELD or BUSY.
         held: how many are HELD.
         paused: how many are PAUSED.
@@ -155,23 +155,23 @@ class Roster:
         self.generation, self.broken = generation, broken
         self.digests = dict(digests or {})
         self.spared: set[Member] = set()
-        self.groups: dict[int, Group] = {}
+        self.queues: dict[int, NodeQueue] = {}
         self._ended = {(m.worker, m.join.incarnation) for m in self.left.values()}
         for rank, name in enumerate(generation.members if generation else ()):
             member = self.members.get(name)
             if member is None or member.rank != rank:  # gone: its place stays until the next generation
                 member = self.left[name]
-            self._to_group(member)
-        phases = [m.phase for m in self.members.values()]
-        self.live = sum(phase.live for phase in phases)
-        self.held, self.paused = phases.count(Phase.HELD), phases.count(Phase.PAUSED)
+            self._to_queue(member)
+        states = [m.state for m in self.members.values()]
+        self.live = sum(state.live for state in states)
+        self.held, self.paused = states.count(MemberState.HELD), states.count(MemberState.PAUSED)
         inside = sum(m.live and m.rank >= 0 for m in self.members.values())
         self.absent = len(generation.members) - inside if generation else 0
 
-    def _to_group(self, member: Member) -> Group:
-        group = self.groups.setdefault(member.join.node, Group(member.join.node, len(self.groups)))
-        group.members.append(member)
-        return group
+    def _to_queue(self, member: Member) -> NodeQueue:
+        queue = self.queues.setdefault(member.join.node, NodeQueue(member.join.node, len(self.queues)))
+        queue.members.append(member)
+        return queue
 
     # -- who is who --------------------------------------------------------------------------------------------
 
@@ -184,42 +184,42 @@ class Roster:
         """Whether this process of a worker has left, and cannot come back."""
         return (worker, incarnation) in self._ended
 
-    def within(self, *phases: Phase) -> list[Member]:
-        """Return the members in one of these phases."""
-        return [m for m in self.members.values() if m.phase in phases]
+    def within(self, *states: MemberState) -> list[Member]:
+        """Return the members in one of these states."""
+        return [m for m in self.members.values() if m.state in states]
 
     def holders(self) -> list[Member]:
         """Return the members that have the run's model and have not been told to stop."""
-        return [m for m in self.members.values() if m.synced and m.phase is not Phase.ENDED]
+        return [m for m in self.members.values() if m.synced and m.state is not MemberState.ENDED]
 
-    def group_of(self, member: Member) -> Group | None:
-        """Return the member's group in the current generation, None outside it."""
-        return self.groups[member.join.node] if member.rank >= 0 else None
+    def queue_of(self, member: Member) -> NodeQueue | None:
+        """Return the queue of the member's node in the current generation, None outside it."""
+        return self.queues[member.join.node] if member.rank >= 0 else None
 
-    # -- phases ------------------------------------------------------------------------------------------------
+    # -- states ------------------------------------------------------------------------------------------------
 
-    def move(self, member: Member, phase: Phase) -> None:
-        """Change a member's phase, the only way to do so.
+    def move(self, member: Member, state: MemberState) -> None:
+        """Change a member's state, the only way to do so.
 
         Raises:
             RuntimeError: the one cannot follow the other.
         """
-        before = member.phase
-        if phase is before:
+        before = member.state
+        if state is before:
             return
-        if phase not in before.next:
-            raise RuntimeError(f"{member.worker} is {before.name}, and cannot become {phase.name}")
-        self._set(member, phase)
+        if state not in before.next:
+            raise RuntimeError(f"{member.worker} is {before.name}, and cannot become {state.name}")
+        self._set(member, state)
 
-    def _set(self, member: Member, phase: Phase) -> None:
-        before, member.phase = member.phase, phase
-        live = phase.live - before.live
-        held = (phase is Phase.HELD) - (before is Phase.HELD)
+    def _set(self, member: Member, state: MemberState) -> None:
+        before, member.state = member.state, state
+        live = state.live - before.live
+        held = (state is MemberState.HELD) - (before is MemberState.HELD)
         self.live += live
         self.held += held
-        self.paused += (phase is Phase.PAUSED) - (before is Phase.PAUSED)
+        self.paused += (state is MemberState.PAUSED) - (before is MemberState.PAUSED)
         if member.rank >= 0:
-            self.groups[member.join.node].held += held
+            self.queues[member.join.node].held += held
             self.absent -= live
 
     # -- joining and leaving -----------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Roster:
 
     def remove(self, member: Member, reason: Reason) -> None:
         """Let go of a member; its place in the generation stays, absent, until the next one."""
-        self._set(member, Phase.ENDED)
+        self._set(member, MemberState.ENDED)
         member.left = reason
         del self.members[member.worker]
         self.left.pop(member.worker, None)
@@ -254,7 +254,7 @@ class Roster:
         self._ended.discard((worker, incarnation))
         member.rank, member.left = -1, NO_REASON
         self.add(member)
-        self.move(member, Phase.STRAGGLER)
+        self.move(member, MemberState.STRAGGLER)
         return member
 
     # -- leases ------------------------------------------------------------------------------------------------
@@ -281,10 +281,10 @@ class Roster:
         """Make ``members``, all of them held and in rank order, the generation."""
         for member in self.members.values():
             member.rank = -1
-        self.groups, self.absent, self.broken = {}, 0, NO_REASON
+        self.queues, self.absent, self.broken = {}, 0, NO_REASON
         for rank, member in enumerate(members):
             member.rank = rank
-            self._to_group(member).held += 1
+            self._to_queue(member).held += 1
         gpus = [m.join.gpu for m in members]
         self.generation = Generation.of(
             self.generation.number + 1 if self.generation else 1,
@@ -298,23 +298,23 @@ class Roster:
         if self.generation is None or self.broken:
             return []
         self.broken = reason
-        return [m for m in self.members.values() if m.rank >= 0 and m.phase is not Phase.ENDED]
+        return [m for m in self.members.values() if m.rank >= 0 and m.state is not MemberState.ENDED]
 
     def check(self) -> None:
-        """Assert that the counts fit the members, and the generation fits its groups."""
+        """Assert that the counts fit the members, and the generation fits its queues."""
         everybody = list(self.members.values())
         inside = sorted((m for m in everybody if m.rank >= 0), key=lambda m: m.rank)
         names = self.generation.members if self.generation else ()
         assert all(name == m.worker for name, m in self.members.items())
-        assert self.live == len(self.within(Phase.HELD, Phase.BUSY))
-        assert self.held == len(self.within(Phase.HELD))
-        assert self.paused == len(self.within(Phase.PAUSED))
+        assert self.live == len(self.within(MemberState.HELD, MemberState.BUSY))
+        assert self.held == len(self.within(MemberState.HELD))
+        assert self.paused == len(self.within(MemberState.PAUSED))
         assert self.absent == len(names) - sum(m.live for m in inside)
         assert [names[m.rank] for m in inside] == [m.worker for m in inside]
-        assert [m.worker for g in self.groups.values() for m in g.members] == list(names)
-        for index, group in enumerate(self.groups.values()):
-            assert group.index == index
-            assert group.held == sum(m.held for m in inside if m.join.node == group.node)
+        assert [m.worker for g in self.queues.values() for m in g.members] == list(names)
+        for index, queue in enumerate(self.queues.values()):
+            assert queue.index == index
+            assert queue.held == sum(m.held for m in inside if m.join.node == queue.node)
         assert self.broken or all(m.rank >= 0 for m in everybody if m.synced)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Go, Round, Stop
 from lsgd.server.history import MAX_ELECTIONS, Election
-from lsgd.server.roster import Group, Member, OpenRound, elect
+from lsgd.server.roster import Member, NodeQueue, OpenRound, elect
 
 MAX_FAILED_ROUNDS = 10
 """So many failed rounds without a completed global one between them end the run."""
@@ -133,12 +133,12 @@ class Roles(NamedTuple):
     new: tuple[int, ...]
 
 
-def roles(members: Sequence[Member], groups: Iterable[Group], nodes: int, *, copies: bool) -> Roles:
+def roles(members: Sequence[Member], queues: Iterable[NodeQueue], nodes: int, *, copies: bool) -> Roles:
     """Choose from what the members have reported.
 
     Args:
         members: who take part, in rank order.
-        groups: theirs; the generation's others have no leader in this round.
+        queues: of their nodes; the generation's others have no leader in this round.
         nodes: of the generation.
         copies: all members take the source's model, not only newcomers.
     """
@@ -147,7 +147,7 @@ def roles(members: Sequence[Member], groups: Iterable[Group], nodes: int, *, cop
     source = min(synced or members, key=lambda m: (-m.committed, m.electable_loss, m.place))
     new = [m.rank for m in members if m is not source and (copies or not m.synced)]
     leaders = [-1] * nodes
-    for group in groups:
-        leaders[group.index] = elect([m for m in group.members if m.synced] or group.members).rank
+    for queue in queues:
+        leaders[queue.index] = elect([m for m in queue.members if m.synced] or queue.members).rank
     # A newcomer has no model worth following, unless it is the one that all start from.
     return Roles(elect(synced or [source]), tuple(leaders), source, tuple(new))

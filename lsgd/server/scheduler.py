@@ -12,9 +12,9 @@ from lsgd.server.admission import origin_of
 from lsgd.server.grants import Grants
 from lsgd.server.history import election, line
 from lsgd.server.links import connected, pairs_of, told, whole_nodes
-from lsgd.server.phases import Phase
+from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import CHECK, Reason, Why, number_of
-from lsgd.server.roster import Group, Member, OpenRound, by_place, named
+from lsgd.server.roster import Member, NodeQueue, OpenRound, by_place, named
 from lsgd.server.rounds import roles
 from lsgd.server.state import RunState
 
@@ -52,7 +52,7 @@ class Scheduler:
         """Tell whoever asks to leave, from now on."""
         self._state.closed_at = self._state.now
         self._state.changes += 1
-        for member in self._state.roster.within(Phase.HELD, Phase.CUT):
+        for member in self._state.roster.within(MemberState.HELD, MemberState.CUT):
             self._grants.dismiss(member)
 
     # -- rounds that start -------------------------------------------------------------------------------------
@@ -78,19 +78,19 @@ class Scheduler:
     def _serve_held(self) -> bool:
         """Grant held requests what is in the queues and start the local rounds that can; return whether any went."""
         roster = self._state.roster
-        granted = [self._grants.give(member, member.seq) for member in roster.within(Phase.HELD)]
-        started = [self.start_local(group) for group in roster.groups.values()]
+        granted = [self._grants.give(member, member.seq) for member in roster.within(MemberState.HELD)]
+        started = [self.start_local(queue) for queue in roster.queues.values()]
         return any(granted) or any(started)
 
-    def start_local(self, group: Group) -> bool:
-        """Start a group's round if it is due; return whether it was."""
-        roster, ledger, size = self._state.roster, self._state.ledger, len(group.members)
-        if group.held < size or group.tokens >= 1 or ledger.tokens < size or roster.broken or roster.absent:
+    def start_local(self, queue: NodeQueue) -> bool:
+        """Start a node's round if it is due; return whether it was."""
+        roster, ledger, size = self._state.roster, self._state.ledger, len(queue.members)
+        if queue.held < size or queue.tokens >= 1 or ledger.tokens < size or roster.broken or roster.absent:
             return False
         ledger.begin_round(
-            group.members, ledger.tokens, [group], self._state.course.schedule.local_period - 1
+            queue.members, ledger.tokens, [queue], self._state.course.schedule.local_period - 1
         )
-        self._order("local", group.members, [group])
+        self._order("local", queue.members, [queue])
         return True
 
     def _let_back(self) -> None:
@@ -99,20 +99,22 @@ class Scheduler:
         At once of all, if they are alone, or have the run's model and those that are left have it not.
         """
         state = self._state
-        cut = state.roster.within(Phase.CUT)
-        left = state.roster.within(Phase.HELD, Phase.BUSY, Phase.STRAGGLER, Phase.PAUSED)
+        cut = state.roster.within(MemberState.CUT)
+        left = state.roster.within(
+            MemberState.HELD, MemberState.BUSY, MemberState.STRAGGLER, MemberState.PAUSED
+        )
         if not left or _model_of(cut) > _model_of(left):
             state.links.relent(state.now)
         for member in cut:
             if not state.links.bars(member.worker, state.now):
                 member.held_at = state.now
                 state.changes += 1
-                state.roster.move(member, Phase.HELD)
+                state.roster.move(member, MemberState.HELD)
 
     def _start_global(self) -> None:
         self._let_back()
         state, roster, course = self._state, self._state.roster, self._state.course
-        members = sorted(roster.within(Phase.HELD, Phase.BUSY), key=by_place)
+        members = sorted(roster.within(MemberState.HELD, MemberState.BUSY), key=by_place)
         if roster.generation is None:
             self._go_back(members)
         elif self._awaits_model(members):
@@ -129,7 +131,7 @@ class Scheduler:
                 self._close()
                 return
             self._begin_generation(members)
-            self._order("global", members, roster.groups.values(), final=True)
+            self._order("global", members, roster.queues.values(), final=True)
             return
         if course.take_up(given, len(members)):
             state.book.fresh = True
@@ -142,7 +144,7 @@ class Scheduler:
             return
         if left < len(members):
             state.ledger.begin_round(
-                [], left, roster.groups.values(), math.inf
+                [], left, roster.queues.values(), math.inf
             )  # they are granted without one
             if self._serve_held():
                 return
@@ -151,11 +153,11 @@ class Scheduler:
             members = sorted(members[: int(left)], key=by_place)
         self._begin_generation(members)
         period, local_period = course.schedule.period, course.schedule.local_period
-        local_rounds = len(roster.groups) > 1 and local_period < period
-        groups = roster.groups.values()
+        local_rounds = len(roster.queues) > 1 and local_period < period
+        queues = roster.queues.values()
         tokens = min(period * len(members), left)
-        state.ledger.begin_round(members, tokens, groups, local_period - 1 if local_rounds else math.inf)
-        self._order("global", members, groups)
+        state.ledger.begin_round(members, tokens, queues, local_period - 1 if local_rounds else math.inf)
+        self._order("global", members, queues)
 
     def _final_overdue(self) -> bool:
         """Whether the last round has waited for ``patience_s``."""
@@ -177,13 +179,13 @@ class Scheduler:
         generation = roster.begin_generation(members)
         if before is not None and not any(m.synced for m in members):
             state.note(Why.NO_HOLDER())
-        workers, nodes = number_of(len(members), "worker"), number_of(len(roster.groups), "node")
+        workers, nodes = number_of(len(members), "worker"), number_of(len(roster.queues), "node")
         words = {"backend": generation.backend, "why": f" ({reason})" if reason else "", "reason": reason}
         state.note(Why.GENERATION(number=generation.number, workers=workers, nodes=nodes, **words))
         state.book.fresh = True
 
     def _order(
-        self, scope: str, members: list[Member], groups: Iterable[Group], *, final: bool = False
+        self, scope: str, members: list[Member], queues: Iterable[NodeQueue], *, final: bool = False
     ) -> None:
         """Order a round of ``members``, all of them held, and answer them."""
         state, book, course = self._state, self._state.book, self._state.course
@@ -194,7 +196,7 @@ class Scheduler:
             book.begin(now)
         due = scope == "global" and book.checkpoint_due(state.plan.run, now)
         copies = course.schedule.identical and book.fresh
-        leader, leaders, source, new = roles(members, groups, len(generation.nodes), copies=copies)
+        leader, leaders, source, new = roles(members, queues, len(generation.nodes), copies=copies)
         order = Round(
             id=book.next_id,
             generation=generation,
@@ -243,7 +245,9 @@ class Scheduler:
         state, count = self._state, self._state.ledger.count
         if any(m.synced for m in members):
             return False
-        away = state.roster.within(Phase.JOINED, Phase.STRAGGLER, Phase.CUT, Phase.PAUSED)
+        away = state.roster.within(
+            MemberState.JOINED, MemberState.STRAGGLER, MemberState.CUT, MemberState.PAUSED
+        )
         overdue = bool(state.stopping) and self._final_overdue()
         if any(m.synced for m in away) and not overdue:
             return True
@@ -294,7 +298,7 @@ class Scheduler:
             return
         state.moved_at = state.now
         if opened.round.final:
-            state.roster.move(member, Phase.ENDED)
+            state.roster.move(member, MemberState.ENDED)
         if opened.waiting:
             return
         state.changes += 1
@@ -364,8 +368,8 @@ class Scheduler:
             return
         if state.book.open or not 0 < roster.held < roster.live:
             return
-        stragglers = roster.within(Phase.BUSY)
-        held = roster.within(Phase.HELD)
+        stragglers = roster.within(MemberState.BUSY)
+        held = roster.within(MemberState.HELD)
         if not state.stopping and any(m.synced for m in stragglers) and not any(m.synced for m in held):
             return
         are, them = ("is", "it") if len(stragglers) == 1 else ("are", "them")
@@ -376,7 +380,7 @@ class Scheduler:
         self.end_generation(reason)
         state.ledger.set_aside(stragglers)
         for member in stragglers:
-            roster.move(member, Phase.STRAGGLER)
+            roster.move(member, MemberState.STRAGGLER)
 
     def fail_stuck(self) -> None:
         """Fail the open rounds if nobody has moved for longer than any exchange can take by its own deadlines."""

@@ -8,7 +8,7 @@ from lsgd.plan.plan import Plan
 from lsgd.protocol.messages import Downward
 from lsgd.server.course import Course
 from lsgd.server.links import Links
-from lsgd.server.phases import Phase
+from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import NO_REASON, Reason, Why
 from lsgd.server.roster import MAX_LEFT, Member, Roster, named
 from lsgd.server.rounds import RoundBook
@@ -129,20 +129,20 @@ class RunState:
         if self.roster.generation is None:
             if len(members) < self.plan.run.workers:
                 return self.joined()
-            return Why.FIRST_REQUESTS(who=named(self.roster.within(Phase.JOINED)))
+            return Why.FIRST_REQUESTS(who=named(self.roster.within(MemberState.JOINED)))
         if self.lost_at:
             return Why.MODEL_LOST(count=self.ledger.count)
         if self.book.final:
             return Why.CONSENSUS(who=named(m for m in members if m.round is not None))
         if not self.roster.held:
             return Why.NOBODY(joined=self.joined())
-        if busy := self.roster.within(Phase.BUSY):
+        if busy := self.roster.within(MemberState.BUSY):
             waited_s = now - min(m.held_at for m in members if m.held)
             unfinished = f" (round {max(self.book.open)} is not completed yet)" if self.book.open else ""
             return Why.BUSY(waited_s=waited_s, who=named(busy), open_round=unfinished)
-        if paused := self.roster.within(Phase.PAUSED):
+        if paused := self.roster.within(MemberState.PAUSED):
             return Why.AWAY(who=named(paused))
-        return Why.MODEL_AWAY(who=named(self.roster.within(Phase.STRAGGLER)))
+        return Why.MODEL_AWAY(who=named(self.roster.within(MemberState.STRAGGLER)))
 
     def all_made(self, limit: float, out: list[Member]) -> Reason:
         """Say that no iteration is left to grant: the last ones were granted to those that are ``out``."""
@@ -159,8 +159,8 @@ class RunState:
         self.book.check(members)
         reported = sum(m.done for m in members) + sum(roster.made.values())
         assert ledger.count == ledger.base + reported or len(roster.left) == MAX_LEFT  # some are forgotten
-        ledger.check(self.plan.run.iterations, members, roster.groups.values())
+        ledger.check(self.plan.run.iterations, members, roster.queues.values())
         assert not self.stopping or ledger.tokens == 0
-        assert all(m.phase in (Phase.BUSY, Phase.STRAGGLER) for m in members if m.granted)
-        assert all(m.phase is Phase.BUSY for m in members if m.round)
-        assert all(m.answer is None for m in members if m.phase is Phase.CUT)
+        assert all(m.state in (MemberState.BUSY, MemberState.STRAGGLER) for m in members if m.granted)
+        assert all(m.state is MemberState.BUSY for m in members if m.round)
+        assert all(m.answer is None for m in members if m.state is MemberState.CUT)

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Iterable
 
-from lsgd.server.roster import Group, Member
+from lsgd.server.roster import Member, NodeQueue
 
 LOOKAHEAD_SHARE = 4
 """What is granted ahead is at most one part in so many of an equal share of the tokens that are left."""
 
 
 class Ledger:
-    """The exact count, the run's queue of tokens, and through the groups and members theirs.
+    """The exact count, the run's queue of tokens, and through nodes and members theirs.
 
     The count is ``base`` and what all incarnations have reported. No queue is below zero. What is left in the run's
     queue does not exceed the limit less what is made and granted (:meth:`check`).
@@ -32,48 +32,48 @@ class Ledger:
         self.lent: dict[Member, None] = {}
         self.released = False
 
-    def grant(self, member: Member, group: Group, most: int, live: int) -> int:
+    def grant(self, member: Member, queue: NodeQueue, most: int, live: int) -> int:
         """Grant ``most`` iterations, or as many as are the part of one of ``live`` members, and return how many.
 
         It is one at least: both queues have it (:meth:`has_token`).
         """
         iterations = 1
         if most > 1:
-            share = min(self.tokens / live, group.tokens / len(group.members)) / LOOKAHEAD_SHARE
+            share = min(self.tokens / live, queue.tokens / len(queue.members)) / LOOKAHEAD_SHARE
             iterations = max(1, min(most, int(share)))
         self.tokens -= iterations
-        group.tokens -= iterations
+        queue.tokens -= iterations
         member.granted += iterations
         if member.granted > 2:
             self.lent[member] = None
         return iterations
 
-    def has_token(self, group: Group) -> bool:
+    def has_token(self, queue: NodeQueue) -> bool:
         """Whether both queues have one."""
-        return self.tokens >= 1 and group.tokens >= 1
+        return self.tokens >= 1 and queue.tokens >= 1
 
     def begin_round(
-        self, members: list[Member], tokens: float, groups: Iterable[Group], per_member: float
+        self, members: list[Member], tokens: float, queues: Iterable[NodeQueue], per_member: float
     ) -> None:
         """Grant an iteration to each member of a round, from the run's queue filled to ``tokens``.
 
-        The queues of ``groups`` are filled to ``per_member``, from which the round takes nothing.
+        The ``queues`` of nodes are filled to ``per_member``, from which the round takes nothing.
         """
         self.tokens = tokens - len(members)
-        for group in groups:
-            group.tokens = per_member * len(group.members)
+        for queue in queues:
+            queue.tokens = per_member * len(queue.members)
         for member in members:
             member.granted += 1
 
-    def settle(self, member: Member, done: int, group: Group | None, *, stopping: bool) -> None:
+    def settle(self, member: Member, done: int, queue: NodeQueue | None, *, stopping: bool) -> None:
         """Count what a member has done; what it was granted and has not used goes back to the queues.
 
-        Outside a ``group`` it was evicted, and the next global round counts what is left anew.
+        Without a ``queue`` it was evicted, and the next global round counts what is left anew.
         """
         self.use(member, done)
-        if member.granted and group is not None and not stopping:
+        if member.granted and queue is not None and not stopping:
             self.tokens += member.granted
-            group.tokens += member.granted
+            queue.tokens += member.granted
             self.released = True
         member.granted = 0
 
@@ -116,9 +116,9 @@ class Ledger:
         self.base += count - self.count
         self.count = count
 
-    def check(self, limit: int, members: Iterable[Member], groups: Iterable[Group]) -> None:
+    def check(self, limit: int, members: Iterable[Member], queues: Iterable[NodeQueue]) -> None:
         """Assert what holds between two messages."""
         granted = [m.granted for m in members]
-        assert self.tokens >= 0 and all(group.tokens >= 0 for group in groups)
+        assert self.tokens >= 0 and all(queue.tokens >= 0 for queue in queues)
         assert all(iterations >= 0 for iterations in granted)
         assert self.tokens <= max(0, (limit or math.inf) - self.count - sum(granted))

@@ -13,13 +13,13 @@ import pytest
 from lsgd.client.control import channel as module
 from lsgd.client.control import notices
 from lsgd.client.control.channel import Channel
-from lsgd.errors import ExchangeError, JoinError, LeftOutError, RunOverError, ServerLostError
+from lsgd.errors import EvictedError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.protocol.messages import (
     Done,
+    Evicted,
     GenerationOver,
     Go,
     Heartbeat,
-    LeftOut,
     Over,
     Recall,
     Refused,
@@ -312,17 +312,17 @@ def test_a_server_with_another_run_counts_as_away(server, channel, ask) -> None:
     channel.run, channel.global_silence_s = "R1", 1.0
     asked = ask()
     server.hears(1)
-    until(lambda: server.say(LeftOut("who?", "R2")) or (server.hear() and asked.done()), "it gives up")
+    until(lambda: server.say(Evicted("who?", "R2")) or (server.hear() and asked.done()), "it gives up")
     with pytest.raises(ServerLostError, match=re.escape(OTHER_RUN)):
         asked.result(0)
 
 
-def test_of_its_own_run_it_is_left_out(server, channel, ask) -> None:
+def test_of_its_own_run_it_is_evicted(server, channel, ask) -> None:
     channel.run = "R1"
     asked = ask()
     server.hears(1)
-    server.say(LeftOut("it was silent", "R1"))
-    with pytest.raises(LeftOutError, match="it was silent"):
+    server.say(Evicted("it was silent", "R1"))
+    with pytest.raises(EvictedError, match="it was silent"):
         asked.result(5)
 
 

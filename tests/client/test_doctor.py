@@ -1,4 +1,4 @@
-"""``lsgd doctor``: two nodes on this machine, two on a wire of a known rate, and what it says of what is wrong."""
+"""``lsgd doctor``: two nodes on this machine, two on a link of a known rate, and what it says of what is wrong."""
 
 import asyncio
 import itertools
@@ -47,7 +47,7 @@ def test_two_nodes_that_can_train_together(port) -> None:
 
 def test_one_node_alone(port) -> None:
     code, said = examine(0, 1, port)
-    assert code == 0 and "one node: no wire to test" in said and "tensors travel on 127.0.0.1 (lo)" in said
+    assert code == 0 and "one node: no link to test" in said and "tensors travel on 127.0.0.1 (lo)" in said
 
 
 def test_a_node_that_is_missing(port, monkeypatch) -> None:

@@ -13,7 +13,7 @@ from lsgd.client.iteration.asking import Asking
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.client.iteration.tally import Tally
-from lsgd.errors import ExchangeError, LeftOutError, ServerLostError
+from lsgd.errors import EvictedError, ExchangeError, ServerLostError
 from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
@@ -270,5 +270,5 @@ def test_without_a_global_round_there_is_nothing_to_save(switchboard, tmp_path) 
     with pytest.raises(ServerLostError, match=r"nobody there; its state is saved in \S+; when the servers"):
         with rounds.saving():
             raise ServerLostError("nobody there")
-    with pytest.raises(LeftOutError, match=r"^late$"), rounds.saving():
-        raise LeftOutError("late")
+    with pytest.raises(EvictedError, match=r"^late$"), rounds.saving():
+        raise EvictedError("late")

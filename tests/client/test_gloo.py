@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsgd.client.groups import connections as wires
-from lsgd.client.groups import gloo, store
+from lsgd.client.groups import connections, gloo, store
 from lsgd.client.groups.torch_group import TorchGroup
 from lsgd.errors import ExchangeError
 
@@ -48,7 +47,7 @@ def addresses(monkeypatch):
 
 
 def listeners() -> set[tuple[str, int]]:
-    return {s.getsockname()[:2] for _, s in wires._sockets() if wires._listens(s)}
+    return {s.getsockname()[:2] for _, s in connections._sockets() if connections._listens(s)}
 
 
 def descriptors() -> int:
@@ -144,9 +143,9 @@ def test_a_process_that_was_forked_meanwhile_keeps_no_listener_at_work(
     kept: dict[int, int] = {}
 
     def keep() -> None:
-        for _, listener in wires._sockets():
+        for _, listener in connections._sockets():
             inode = os.fstat(listener.fileno()).st_ino
-            if wires._listens(listener) and listener.getsockname() in addresses and inode not in kept:
+            if connections._listens(listener) and listener.getsockname() in addresses and inode not in kept:
                 kept[inode] = os.dup(listener.fileno())
 
     with while_forming(monkeypatch, keep):
@@ -281,7 +280,7 @@ def test_an_address_is_read_as_gloo_writes_it() -> None:
         + struct.pack("!HI", 5, 0)
         + socket.inet_pton(socket.AF_INET6, "fe80::7")
     )
-    assert wires.endpoint(at_six) == ("fe80::7", 5)
+    assert connections.endpoint(at_six) == ("fe80::7", 5)
     for garbage in (b"", data[:50], data[:-1], b"\xff" * 178, data.replace(b"\x02\x00", b"\x05\x00", 1)):
         with pytest.raises(RuntimeError, match="publishes an address in a form that is not known here"):
             gloo.listens_on(garbage)
@@ -322,10 +321,10 @@ def test_a_descriptor_that_was_used_again_is_not_taken_for_the_socket_before(mon
     with socket.socket() as before, socket.socket() as after, open(os.devnull) as file:
         inode = os.fstat(before.fileno()).st_ino
         for descriptor in (after.fileno(), file.fileno(), 1 << 20):
-            monkeypatch.setattr(wires, "_descriptors", lambda d=descriptor: [(d, f"socket:[{inode}]")])
-            assert not list(wires._sockets({inode}))
-        monkeypatch.setattr(wires, "_descriptors", lambda: [(before.fileno(), f"socket:[{inode}]")])
-        assert [d for d, _ in wires._sockets({inode})] == [before.fileno()]
+            monkeypatch.setattr(connections, "_descriptors", lambda d=descriptor: [(d, f"socket:[{inode}]")])
+            assert not list(connections._sockets({inode}))
+        monkeypatch.setattr(connections, "_descriptors", lambda: [(before.fileno(), f"socket:[{inode}]")])
+        assert [d for d, _ in connections._sockets({inode})] == [before.fileno()]
 
 
 def test_no_thread_is_left_when_a_group_that_forms_is_cut(switchboard) -> None:

@@ -189,11 +189,11 @@ def test_a_failed_exchange_leaves_the_own_gradients_which_are_exchanged_again(ch
 
         def failing(gradient, result, index, *others):
             if index == 2:
-                raise ExchangeError("the wire broke")
+                raise ExchangeError("the link broke")
             return reduce(gradient, result, index, *others)
 
         bench.algorithm.reduce = failing
-        with pytest.raises(ExchangeError, match="the wire broke"):
+        with pytest.raises(ExchangeError, match="the link broke"):
             bench.backward()
         assert same(bench.gradients(), own)
         bench.algorithm.reduce = reduce

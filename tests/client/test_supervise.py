@@ -186,11 +186,11 @@ def test_killed_process_is_started_again(start, tmp_path):
         assert (tmp_path / f"{name}.log").read_text().splitlines()[:2] == ["dies", "lives"]
 
 
-def test_a_worker_that_the_run_left_out_is_started_again_however_often(start):
+def test_a_worker_that_the_run_evicted_is_started_again_however_often(start):
     dies = "n=$(cat $HERE/n 2>/dev/null || echo 0); [ $n = 2 ] && exit 0; echo $((n + 1)) >$HERE/n; exit 76"
     status, out, _ = start(worker=dies, restarts=1, patience={"EVICTED_WAIT_S": 0.1}).finish()
     assert status == 0
-    assert out.count("worker was left out of the run; it is started again in 0.1 s") == 2
+    assert out.count("worker was evicted from the run; it is started again in 0.1 s") == 2
 
 
 def test_deaths_of_long_ago_do_not_count(start):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lsgd.protocol.messages import Status, StatusQuery, decode, encode
-from lsgd.protocol.sockets import Link, Poller
+from lsgd.protocol.sockets import Connector, Poller
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "workers"
@@ -217,7 +217,7 @@ class Cluster:
 
     def ask(self, message: Any) -> Any:
         """Send a message to the global server as an operator does and return the answer."""
-        with Link(self.address, f"test{time.monotonic_ns()}".encode()) as link:
+        with Connector(self.address, f"test{time.monotonic_ns()}".encode()) as link:
             until(lambda: link.send([encode(message)]), "the global server takes a message")
             poller = Poller(link)
             end = time.monotonic() + DEADLINE_S

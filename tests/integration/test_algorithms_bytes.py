@@ -69,7 +69,7 @@ def sent_by_phase(path: Path) -> list[tuple[AlgorithmSettings, int]]:
 def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> None:
     """With the headers of every packet, and all that the servers say, which is more the longer it takes."""
     (tmp_path / "plan.toml").write_text(plan())
-    command = ("--", sys.executable, str(SCRIPTS / "wire.py"), str(tmp_path))
+    command = ("--", sys.executable, str(SCRIPTS / "sent_bytes.py"), str(tmp_path))
     with Testbed(WORKERS, rate_mbit=4000) as testbed:
         settings = {"NUM_GROUPS": str(WORKERS), "NUM_WORKERS": "1", "PLAN": str(tmp_path / "plan.toml")}
         settings["PYTHONPATH"] = os.pathsep.join(

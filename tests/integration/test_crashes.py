@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.errors import LeftOutError
+from lsgd.errors import EvictedError
 from lsgd.protocol.messages import ChangeSetting, Status
 
 from .running import Cluster, Process, until
@@ -108,7 +108,7 @@ def test_workers_wait_for_their_local_server_and_say_so(cluster) -> None:
 
 @pytest.mark.parametrize("dies", ["global", "local"])
 def test_workers_go_on_alone_for_a_while_and_the_count_stays_exact(cluster, dies) -> None:
-    run = JournaledRun(cluster, "--workers", "2", "--unsupervised-iterations", "50", *EVERY)
+    run = JournaledRun(cluster, "--workers", "2", "--offline-iterations", "50", *EVERY)
     local = cluster.start_local()
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
     trains(cluster)
@@ -204,7 +204,7 @@ def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_it
         assert victim.wait() == -signal.SIGKILL
     else:
         victim.send(signal.SIGCONT)
-        assert victim.wait() == LeftOutError.exit_code
+        assert victim.wait() == EvictedError.exit_code
         assert re.search(
             r"ends with exit code 76: node0/worker2 is not in run \w+: it was evicted", victim.output
         )

@@ -66,7 +66,7 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, repor
 
     for run, iterations in ((result, 3000), (alone, 1500)):
         assert run["iterations"] == sum(run["iterations_per_worker"].values()) == iterations
-        assert (run["workers"], run["groups"], run["rounds_local"]) == (2, 1, 0)
+        assert (run["workers"], run["nodes"], run["rounds_local"]) == (2, 1, 0)
     # One when the generation begins, one for each 64 iterations of a worker, and the last one.
     assert 3000 // 128 <= result["rounds_global"] <= 3000 // 128 + 3
     assert alone["rounds_global"] == 2

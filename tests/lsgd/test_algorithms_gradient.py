@@ -326,7 +326,7 @@ class Breaking(Noting):
         return Transfer(self._break) if what == "second 2" else noted
 
     def _break(self):
-        raise ExchangeError("the wire broke")
+        raise ExchangeError("the link broke")
 
 
 def test_what_was_under_way_when_an_exchange_failed_is_forgotten():
@@ -339,7 +339,7 @@ def test_what_was_under_way_when_an_exchange_failed_is_forgotten():
         algorithm, broken = worker.algorithm, Breaking(group)
         algorithm.reset(worker.parameters, broken, make_round([1, 1]))
         gradients = [whole * (1 + group.rank)]
-        with pytest.raises(ExchangeError, match="the wire broke"):
+        with pytest.raises(ExchangeError, match="the link broke"):
             algorithm.after_backward(worker.parameters, gradients, broken, make_round([1, 1]))
         untouched = torch.equal(gradients[0], whole * (1 + group.rank))
         fresh = Noting(group.across)  # the same members, and nothing in it of what failed

@@ -84,10 +84,10 @@ def test_after_a_failed_exchange_nothing_is_sent_that_would_be_taken_for_somethi
     futures = [torch.futures.Future() for _ in range(4)]
     buckets = ["first", "failing", "third", "later"]
     for name, future in zip(buckets, futures, strict=True):
-        error = ExchangeError("the wire broke") if name == "failing" else None
+        error = ExchangeError("the link broke") if name == "failing" else None
         state.submit(exchange(name, error), gradient, future, is_last=False)
     for future in futures:
-        with pytest.raises(ExchangeError, match="the wire broke"):
+        with pytest.raises(ExchangeError, match="the link broke"):
             future.wait()
     assert begun == ["first", "failing", "third"]
 

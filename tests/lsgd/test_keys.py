@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from lsgd.errors import ConfigError
 from lsgd.protocol.keys import (
     KeyRing,
+    connector_keys,
     default_folder,
     is_local,
-    link_keys,
     listener_keys,
     parse_token,
     token_path,
@@ -150,9 +150,11 @@ def test_which_addresses_other_machines_can_reach(address, local) -> None:
 class TestWhereKeysAreNeeded:
     def test_not_on_this_machine_unless_they_are_given(self, ring) -> None:
         assert listener_keys("tcp://127.0.0.1:1", None, insecure=False) is None
-        assert link_keys("ipc://x", None, "node0", insecure=False) is None
+        assert connector_keys("ipc://x", None, "node0", insecure=False) is None
         given_ring = listener_keys("tcp://127.0.0.1:1", ring.folder, insecure=False)
-        given_link = link_keys("tcp://127.0.0.1:1", token_path("node1", ring.folder), "node1", insecure=False)
+        given_link = connector_keys(
+            "tcp://127.0.0.1:1", token_path("node1", ring.folder), "node1", insecure=False
+        )
         assert given_ring and given_link and given_link.server == given_ring.public
 
     def test_on_the_network_always_unless_it_is_trusted(self, tmp_path) -> None:
@@ -161,25 +163,27 @@ class TestWhereKeysAreNeeded:
         ):
             listener_keys(NETWORK, None, insecure=False)
         with pytest.raises(ConfigError, match=r"a token is needed; .*copy the file node1\.token.*LSGD_TOKEN"):
-            link_keys(NETWORK, None, "node1", insecure=False)
+            connector_keys(NETWORK, None, "node1", insecure=False)
         assert listener_keys(NETWORK, None, insecure=True) is None
-        assert link_keys(NETWORK, None, "node1", insecure=True) is None
+        assert connector_keys(NETWORK, None, "node1", insecure=True) is None
         ring = KeyRing.make(default_folder(), ["node1"])
         made, own = (
             listener_keys(NETWORK, None, insecure=False),
-            link_keys(NETWORK, None, "node1", insecure=False),
+            connector_keys(NETWORK, None, "node1", insecure=False),
         )
         assert made and own and made.secret == ring.secret and made.allowed(own.public) == "node1"
 
     def test_the_variable_comes_before_the_folder(self, ring, monkeypatch) -> None:
         monkeypatch.setenv("LSGD_TOKEN", ring.token("node1"))
-        keys = link_keys(NETWORK, None, "operator", insecure=False)  # a node's token serves an operator too
+        keys = connector_keys(
+            NETWORK, None, "operator", insecure=False
+        )  # a node's token serves an operator too
         assert keys and keys.name == "node1"
         with pytest.raises(ConfigError, match="this is node0, but the token is that of node1; use node0's"):
-            link_keys(NETWORK, None, "node0", insecure=False)
+            connector_keys(NETWORK, None, "node0", insecure=False)
         monkeypatch.setenv("LSGD_TOKEN", "lsgd1:node1:abc")
         with pytest.raises(ConfigError, match="the variable LSGD_TOKEN does not contain a token"):
-            link_keys(NETWORK, None, "node1", insecure=False)
+            connector_keys(NETWORK, None, "node1", insecure=False)
 
 
 def test_the_default_folder_is_among_the_users_settings() -> None:

@@ -14,7 +14,7 @@ from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, parse_token
 from lsgd.protocol.messages import Heartbeat, encode
 from lsgd.protocol.monitor import max_strangers
-from lsgd.protocol.sockets import Link, LinkKeys, Listener, Poller, new_key_pair
+from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener, Poller, new_key_pair
 
 from ..integration.running import until
 
@@ -35,8 +35,8 @@ def listener(ring: KeyRing) -> Iterator[Listener]:
 
 
 @pytest.fixture
-def link(listener: Listener, ring: KeyRing) -> Iterator[Link]:
-    with Link(listener.address, b"node1#1", parse_token(ring.token("node1"), "the token")) as made:
+def link(listener: Listener, ring: KeyRing) -> Iterator[Connector]:
+    with Connector(listener.address, b"node1#1", parse_token(ring.token("node1"), "the token")) as made:
         yield made
 
 
@@ -44,7 +44,7 @@ def place(listener: Listener) -> tuple[str, int]:
     return "127.0.0.1", int(listener.address.rpartition(":")[2])
 
 
-def exchange(listener: Listener, link: Link) -> Callable[[], bool]:
+def exchange(listener: Listener, link: Connector) -> Callable[[], bool]:
     """Return what says a word each way, and whether both have arrived."""
     pollers = Poller(listener), Poller(link)
 
@@ -102,8 +102,8 @@ def test_reports_that_nobody_takes_do_not_block_the_socket(listener, link) -> No
 
 
 def test_a_link_that_is_refused_for_ever_takes_its_reports_when_it_receives(listener) -> None:
-    keys = LinkKeys("node1", new_key_pair()[0], *new_key_pair())  # another server's
-    with Link(listener.address, b"node1#2", keys) as link:
+    keys = ConnectorKeys("node1", new_key_pair()[0], *new_key_pair())  # another server's
+    with Connector(listener.address, b"node1#2", keys) as link:
 
         def refused() -> bool:
             list(listener.receive())
@@ -124,7 +124,7 @@ class TestTooManyStrangers:
         keys = parse_token(ring.token("node1"), "the token") if secured else None
         with (
             Listener("tcp://127.0.0.1:0", ring if secured else None) as listener,
-            Link(listener.address, b"node1#1", keys) as link,
+            Connector(listener.address, b"node1#1", keys) as link,
             contextlib.ExitStack() as stack,
         ):
             once = exchange(listener, link)

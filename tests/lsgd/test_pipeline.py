@@ -32,12 +32,12 @@ def test_what_was_under_way_when_one_failed_is_dropped():
     def exchange(failing):
         yield
         if failing:
-            raise ExchangeError("the wire broke")
+            raise ExchangeError("the link broke")
         done.append("too much")
 
     pipeline = Pipeline()
     pipeline.begin(exchange(True))
-    with pytest.raises(ExchangeError, match="the wire broke"):
+    with pytest.raises(ExchangeError, match="the link broke"):
         pipeline.begin(exchange(False))
     pipeline.complete()
     assert done == []

@@ -185,12 +185,10 @@ def test_wrong_flags() -> None:
 )
 def test_nobody_goes_on_alone_where_every_iteration_is_a_round(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.toml"
-    path.write_text(f"unsupervised_iterations = 8\n{text}")
-    with pytest.raises(
-        ConfigError, match=r"unsupervised_iterations = 8, but every iteration of \w+ is a round"
-    ):
+    path.write_text(f"offline_iterations = 8\n{text}")
+    with pytest.raises(ConfigError, match=r"offline_iterations = 8, but every iteration of \w+ is a round"):
         read(path, {}, {})
-    assert read(path, {}, {"unsupervised_iterations": 0}).plan.run.unsupervised_iterations == 0
+    assert read(path, {}, {"offline_iterations": 0}).plan.run.offline_iterations == 0
 
 
 def test_settings_that_do_not_go_together() -> None:
@@ -308,7 +306,7 @@ def plans(draw: st.DrawFn) -> Plan:
     phases = [Phase(drawn(draw, draw(algorithms)), length) for length in lengths]
     run = drawn(draw, RunSettings)
     if any(phase.algorithm.schedule().lockstep for phase in phases):
-        run = replace(run, unsupervised_iterations=0)
+        run = replace(run, offline_iterations=0)
     return Plan(run, tuple(phases))
 
 

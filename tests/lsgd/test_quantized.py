@@ -127,8 +127,8 @@ def test_what_is_not_finite_reaches_all_alike(bad):
     out = results[0][0]
     assert all(flags != 0 for _, _, flags in results)
     assert all(torch.equal(out.nan_to_num(7e7), other.nan_to_num(7e7)) for other, _, _ in results)
-    spoilt = chunk_of(77, 200, 3, 16)
-    assert out[spoilt].isnan().all() and out.isnan().sum() == 16
+    non_finite = chunk_of(77, 200, 3, 16)
+    assert out[non_finite].isnan().all() and out.isnan().sum() == 16
     assert all(flags == 0 for _, _, flags in all_reduce(inputs(3, 200)))
 
 

@@ -62,7 +62,7 @@ def test_an_algorithm_without_a_schedule_is_none() -> None:
 
 @pytest.mark.parametrize("cls", ALGORITHMS.values(), ids=lambda cls: cls.__name__)
 def test_every_algorithm_says_what_it_sends(cls: type[AlgorithmSettings]) -> None:
-    """Nothing where it is alone, and more for a larger model; tests/lsgd/test_wire.py counts it."""
+    """Nothing where it is alone, and more for a larger model; tests/lsgd/test_sent_bytes.py counts it."""
     settings = cls()
     assert 0 < settings.sent_nbytes(1000, 3) < settings.sent_nbytes(2000, 3)
     assert settings.sent_nbytes(1000, 1) == 0

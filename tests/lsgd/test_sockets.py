@@ -6,7 +6,7 @@ import pytest
 from lsgd.errors import ProtocolError
 from lsgd.protocol.messages import MAX_ITEMS, MAX_NBYTES, Heartbeat, decode, encode
 from lsgd.protocol.packing import PACKED, pack, unpack
-from lsgd.protocol.sockets import MAX_PARTS, Link, Listener, Poller
+from lsgd.protocol.sockets import MAX_PARTS, Connector, Listener, Poller
 
 FRAME = encode(Heartbeat("node0/worker0", 7))
 
@@ -63,7 +63,7 @@ def test_what_is_packed_wrongly_is_a_frame_that_no_message_is_made_of(packed):
 
 def test_frames_go_both_ways_between_sockets(tmp_path):
     there, back = [FRAME, b"", FRAME[:5]], [b"7", FRAME] * 300
-    with Listener(f"ipc://{tmp_path}/socket") as listener, Link(listener.address, b"node0#1") as link:
+    with Listener(f"ipc://{tmp_path}/socket") as listener, Connector(listener.address, b"node0#1") as link:
         while not link.send(there):
             Poller(link).wait(0.01)
         Poller(listener).wait(5)
@@ -75,7 +75,7 @@ def test_frames_go_both_ways_between_sockets(tmp_path):
 
 def test_a_message_of_more_parts_than_a_turn_takes_is_read_on_in_the_next(tmp_path):
     parts = [b"%d" % number for number in range(MAX_PARTS + 500)]
-    with Listener(f"ipc://{tmp_path}/socket") as listener, Link(listener.address, b"node0#1") as link:
+    with Listener(f"ipc://{tmp_path}/socket") as listener, Connector(listener.address, b"node0#1") as link:
         while not link.send([FRAME]):
             Poller(link).wait(0.01)
         link._socket.send_multipart(parts)

@@ -58,7 +58,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.packing import pack, unpack
-from lsgd.protocol.sockets import Link, Listener, Poller
+from lsgd.protocol.sockets import Connector, Listener, Poller
 
 ORDERS = (StopRun, ChangeSetting, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery)
 """Messages that rightly change something, or are answered at length, whoever says them."""
@@ -178,7 +178,7 @@ class Server:
         self.output.close()
 
 
-def ask(link: Link, question: bytes, answer: type, poller: Poller, first: int) -> Any:
+def ask(link: Connector, question: bytes, answer: type, poller: Poller, first: int) -> Any:
     """Say something until an answer of this type comes; ``first``: where in an answer its frames are."""
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
@@ -194,7 +194,7 @@ def ask(link: Link, question: bytes, answer: type, poller: Poller, first: int) -
 @contextmanager
 def attacking(address: str, pump: Callable[[], None]) -> Iterator[Callable[[list[bytes]], None]]:
     """Connect a peer; the value sends its frames, calling ``pump`` while the server takes no more."""
-    with Link(address, b"node0#8") as link:
+    with Connector(address, b"node0#8") as link:
 
         def send(frames: list[bytes]) -> None:
             until = time.monotonic() + DEADLINE_S
@@ -218,7 +218,7 @@ def fuzz_global(frames: int, random: random.Random) -> int:
     address = f"tcp://127.0.0.1:{free_port()}"
     server = Server("--global", "--listen", address, "--workers", "2")
     try:
-        with Link(address, b"node0#1") as link, attacking(address, lambda: None) as send:
+        with Connector(address, b"node0#1") as link, attacking(address, lambda: None) as send:
             poller = Poller(link)
             join = Join(PROTOCOL, *VICTIM, 0, 0, {}, "digest", "2 parameters", "", "127.0.0.1")
             ask(link, encode(NodeHello(PROTOCOL, 0, 1, "host", "0.1.0")), NodeWelcome, poller, 1)
@@ -254,7 +254,7 @@ def fuzz_local(frames: int, random: random.Random) -> int:
                 above.send(node[0], [f for frame in wrong for f in (random.choice([b"", b"8"]), frame)])
 
         try:
-            with Link(address, b"9") as link, attacking(address, pump) as send:
+            with Connector(address, b"9") as link, attacking(address, pump) as send:
                 poller = Poller(link)
 
                 def state() -> object:

@@ -25,7 +25,7 @@ from lsgd.protocol.messages import (
     Welcome,
 )
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.phases import Phase
+from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import Reason
 from lsgd.server.roster import Roster
 from lsgd.server.rounds import RoundBook
@@ -250,26 +250,26 @@ def _check_generation(state: RunState) -> None:
     roster, everybody = state.roster, list(state.roster.members.values())
     inside = [m for m in everybody if m.rank >= 0]
     if roster.generation is None:
-        assert not inside and not roster.groups and not roster.broken
+        assert not inside and not roster.queues and not roster.broken
         return
     assert len({m.rank for m in inside}) == len(inside)
-    if not roster.broken and not any(m.phase is Phase.ENDED for m in inside):
+    if not roster.broken and not any(m.state is MemberState.ENDED for m in inside):
         gone = set(roster.generation.members) - {m.worker for m in inside}
         assert not gone or any(m.leaving for m in everybody) or roster.absent
-    assert tuple(len(g.members) for g in roster.groups.values()) == roster.generation.node_sizes
+    assert tuple(len(g.members) for g in roster.queues.values()) == roster.generation.node_sizes
 
 
 def _check_nobody_waits_in_vain(state: RunState) -> None:
     """No held request could be answered now."""
     roster, tokens, everybody = state.roster, state.ledger.tokens, list(state.roster.members.values())
     for member in everybody:
-        group = roster.group_of(member)
+        group = roster.queue_of(member)
         if member.held and member.synced and group and not state.course.schedule.lockstep:
             assert tokens < 1 or group.tokens < 1
-        if member.held or member.phase is Phase.CUT:
+        if member.held or member.state is MemberState.CUT:
             assert not state.closed
     if not roster.broken and not roster.absent:
-        for group in roster.groups.values():
+        for group in roster.queues.values():
             complete = group.held == len(group.members) and group.tokens < 1
             assert not complete or tokens < len(group.members)
     if roster.live and roster.held == roster.live:
@@ -279,7 +279,7 @@ def _check_nobody_waits_in_vain(state: RunState) -> None:
             or state.lost_at
             or (
                 not any(m.synced for m in everybody if m.live)
-                and any(m.synced or m.committed for m in everybody if m.phase is Phase.STRAGGLER)
+                and any(m.synced or m.committed for m in everybody if m.state is MemberState.STRAGGLER)
             )
             or (roster.generation is None and roster.live < state.plan.run.workers)
         )

@@ -283,7 +283,7 @@ class SimulatedRun:
     """
 
     def __init__(
-        self, plan: Plan, groups: list[int], seed: int, faults: Faults | None = None, latecomers: int = 0
+        self, plan: Plan, queues: list[int], seed: int, faults: Faults | None = None, latecomers: int = 0
     ) -> None:
         self.plan, self.faults = plan, faults or Faults()
         self.random = random.Random(seed)
@@ -309,10 +309,10 @@ class SimulatedRun:
         self._exchanges: dict[int, Exchange] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._sizes = list(groups)
+        self._sizes = list(queues)
         self.workers: list[SimulatedWorker] = []
         self._by_identity: dict[tuple[str, int], SimulatedWorker] = {}
-        for node, size in enumerate(groups):
+        for node, size in enumerate(queues):
             for index in range(size):
                 self.add(node, index)
         for _ in range(latecomers):

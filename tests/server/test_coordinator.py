@@ -15,10 +15,10 @@ from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import (
     Done,
+    Evicted,
     GenerationOver,
     Go,
     Heartbeat,
-    LeftOut,
     NodeLeave,
     Over,
     Paused,
@@ -30,7 +30,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server.coordinator import LINGER_S
 from lsgd.server.history import MAX_LOSSES
-from lsgd.server.phases import Phase
+from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import NO_REASON
 from lsgd.server.roster import MAX_LEFT, Member, Roster
 from lsgd.server.rounds import MAX_FAILED_ROUNDS, abridged
@@ -165,7 +165,7 @@ def test_who_has_left_cannot_come_back_as_the_same_process() -> None:
     assert isinstance(refused, Refused) and refused.reason.code == "came_back"
     bench.ask("01")
     answer = bench.only("01")
-    assert isinstance(answer, LeftOut) and (answer.reason.code, answer.run) == ("unknown", "run")
+    assert isinstance(answer, Evicted) and (answer.reason.code, answer.run) == ("unknown", "run")
     bench.heartbeat("01")
     assert not bench.got and bench.ledger.count == 1
 
@@ -349,12 +349,12 @@ def test_the_last_fill_is_exact(limit: int) -> None:
     for _ in range(3 * limit + 3):
         for place in places:
             member = bench.member(place)
-            if member.phase.name == "BUSY":
+            if member.state.name == "BUSY":
                 if member.round is not None:
                     bench.complete(place, member.round.round.id)
                 if isinstance(member.answer, Go):
                     bench.ask(place)
-            elif member.phase.name == "JOINED":
+            elif member.state.name == "JOINED":
                 bench.ask(place)
         finals += [m.answer for m in bench.roster.members.values() if isinstance(m.answer, Stop)]
     assert bench.ledger.count == limit
@@ -377,7 +377,7 @@ def test_the_last_iterations_go_to_those_who_have_the_model() -> None:
     bench.ask("02", same=True, dropped=round.id)
     bench.ask_all("00", "01")  # 6 are made
     assert sorted(bench.got) == ["00"]
-    assert bench.got["00"] == [Go(4, None, 6 / 7, "the run and the group have a token left")]
+    assert bench.got["00"] == [Go(4, None, 6 / 7, "the run and the node have a token left")]
     bench.ask("00")
     assert bench.round("00", "01", "02").final
 
@@ -440,7 +440,7 @@ def test_a_phase_of_gradient_averaging_then_leader_sgd() -> None:
     assert bench.round("00", "01").new == ()
     bench.complete_all("00", "01")
     bench.ask("00")
-    assert bench.got["00"] == [Go(4, None, 0.0, "the run and the group have a token left")]
+    assert bench.got["00"] == [Go(4, None, 0.0, "the run and the node have a token left")]
 
 
 def test_a_phase_with_equal_models_begins_with_one_model() -> None:
@@ -520,7 +520,7 @@ def test_history_of_a_large_run_is_bounded() -> None:
     for place in places:
         bench.ask(place, loss=0.1 if place == "97" else 0.5)
     election = bench.book.elections[-1]
-    assert (election.worker, election.scope, election.group) == ("node9/worker7", "global", -1)
+    assert (election.worker, election.scope, election.node) == ("node9/worker7", "global", -1)
     assert len(election.losses) == MAX_LOSSES + 1 and election.losses["node9/worker7"] == 0.1
 
 
@@ -620,7 +620,7 @@ def test_an_unused_grant_goes_back_and_wakes_who_is_held() -> None:
     assert bench.ledger.tokens == 0
     assert not bench.ask("01")
     bench.pause("00", did=False)
-    assert bench.got["01"] == [Go(3, None, 0.0, "the run and the group have a token left")]
+    assert bench.got["01"] == [Go(3, None, 0.0, "the run and the node have a token left")]
     assert bench.ledger.count == 3
 
 
@@ -646,7 +646,7 @@ def test_a_short_pause_costs_nothing_but_the_pause() -> None:
     assert not bench.ask("11")  # a local round would be due
     bench.ask("00", did=False)
     assert bench.round("10", "11").scope == "local"
-    assert bench.got["00"] == [Go(2, None, 0.0, "the run and the group have a token left")]
+    assert bench.got["00"] == [Go(2, None, 0.0, "the run and the node have a token left")]
 
 
 def test_a_pause_said_twice_or_late_changes_nothing() -> None:
@@ -1053,13 +1053,13 @@ def test_members_go_to_whom_they_are_news() -> None:
 def test_a_process_that_the_run_has_never_heard_of_is_told_so() -> None:
     bench = started("00")
     (answer,) = bench.say(Request("node7/worker7", 1, 1, 0, 0, 0, None))["77"]
-    assert isinstance(answer, LeftOut)
+    assert isinstance(answer, Evicted)
 
 
 def test_rounds_of_two_groups_that_fail_together_are_one_failure() -> None:
     bench = started("00", "01", "10", "11", period=8, local_period=2)
     for place in ("00", "01", "10", "11"):
-        while bench.member(place).phase is Phase.BUSY and bench.member(place).round is None:
+        while bench.member(place).state is MemberState.BUSY and bench.member(place).round is None:
             bench.ask(place)
     first, second = (bench.member(place).round.round.id for place in ("00", "10"))
     assert first != second

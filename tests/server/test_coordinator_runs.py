@@ -16,7 +16,7 @@ from ..search import examples
 from .helpers import Lockstep, make_plan
 from .simulated_run import Faults, SimulatedRun
 
-groups = st.lists(st.integers(1, 4), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) <= 17)
+queues = st.lists(st.integers(1, 4), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) <= 17)
 periods = st.sampled_from([(1, 1), (2, 1), (8, 8), (8, 2), (12, 4), (16, 4)])
 lookaheads = st.sampled_from([0, 1, 1, 2, 5, 40])
 seeds = st.integers(0, 2**32)
@@ -34,7 +34,7 @@ def plan_for(sizes: list[int], periods: tuple[int, int], limit: int, **run: obje
 
 
 @simulated
-@given(groups, periods, lookaheads, seeds, st.integers(1, 400), st.sampled_from([0.0, 0.5]), st.booleans())
+@given(queues, periods, lookaheads, seeds, st.integers(1, 400), st.sampled_from([0.0, 0.5]), st.booleans())
 def test_clean_run_makes_exactly_its_iterations(
     sizes: list[int],
     periods: tuple[int, int],
@@ -72,7 +72,7 @@ anything = st.builds(
 
 
 @simulated
-@given(groups, periods, lookaheads, seeds, anything, st.integers(0, 5))
+@given(queues, periods, lookaheads, seeds, anything, st.integers(0, 5))
 def test_anything_may_go_wrong(
     sizes: list[int], periods: tuple[int, int], lookahead: int, seed: int, faults: Faults, latecomers: int
 ) -> None:
@@ -87,7 +87,7 @@ def test_anything_may_go_wrong(
 
 @simulated
 @given(
-    groups,
+    queues,
     periods,
     lookaheads,
     seeds,
@@ -119,7 +119,7 @@ def test_a_global_server_that_is_killed_and_started_again_makes_exactly_its_iter
 
 
 @simulated
-@given(groups, periods, lookaheads, seeds, anything, st.integers(0, 5))
+@given(queues, periods, lookaheads, seeds, anything, st.integers(0, 5))
 def test_anything_may_go_wrong_while_the_global_server_is_killed_too(
     sizes: list[int], periods: tuple[int, int], lookahead: int, seed: int, faults: Faults, latecomers: int
 ) -> None:
@@ -135,7 +135,7 @@ def test_anything_may_go_wrong_while_the_global_server_is_killed_too(
 
 
 @simulated
-@given(groups.filter(lambda sizes: sum(sizes) > 1), periods, lookaheads, seeds, probability)
+@given(queues.filter(lambda sizes: sum(sizes) > 1), periods, lookaheads, seeds, probability)
 @example(sizes=[4], periods=(1, 1), lookahead=1, seed=4887, lose=0.0)  # one goes on alone, and has no links
 @example(sizes=[2, 2, 2, 1, 2], periods=(2, 1), lookahead=5, seed=7424, lose=0.02)  # local is no probe
 def test_broken_links_end_no_run_and_cost_no_iteration(
@@ -151,7 +151,7 @@ def test_broken_links_end_no_run_and_cost_no_iteration(
 
 
 @simulated
-@given(groups.filter(lambda sizes: sum(sizes) > 1), periods, lookaheads, seeds, st.booleans())
+@given(queues.filter(lambda sizes: sum(sizes) > 1), periods, lookaheads, seeds, st.booleans())
 def test_a_slow_worker_costs_the_others_no_more_than_their_patience(
     sizes: list[int], periods: tuple[int, int], lookahead: int, seed: int, lockstep: bool
 ) -> None:
@@ -172,7 +172,7 @@ def test_a_slow_worker_costs_the_others_no_more_than_their_patience(
 
 
 @simulated
-@given(groups, seeds, st.integers(1, 60))
+@given(queues, seeds, st.integers(1, 60))
 def test_lockstep_every_iteration_is_a_round(sizes: list[int], seed: int, limit: int) -> None:
     plan = make_plan(algorithm=Lockstep(), workers=sum(sizes), iterations=limit)
     run = SimulatedRun(plan, sizes, seed).go()
@@ -183,7 +183,7 @@ def test_lockstep_every_iteration_is_a_round(sizes: list[int], seed: int, limit:
 
 
 @simulated
-@given(groups.filter(lambda sizes: len(sizes) > 1), st.sampled_from([(8, 4), (12, 4), (16, 2)]), seeds)
+@given(queues.filter(lambda sizes: len(sizes) > 1), st.sampled_from([(8, 4), (12, 4), (16, 2)]), seeds)
 def test_rounds_come_as_often_as_the_periods_say(
     sizes: list[int], periods: tuple[int, int], seed: int
 ) -> None:
@@ -231,7 +231,7 @@ def test_a_worker_twice_as_slow_makes_half_the_iterations() -> None:
 
 
 @simulated
-@given(groups, st.integers(1, 150), st.integers(1, 150), seeds)
+@given(queues, st.integers(1, 150), st.integers(1, 150), seeds)
 def test_a_phase_ends_exactly_where_it_is_to(sizes: list[int], first: int, second: int, seed: int) -> None:
     phases = (
         PlanPhase(LeaderSettings(period=8, local_period=4), first),

@@ -29,7 +29,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.packing import pack
-from lsgd.protocol.sockets import Link, Listener, Poller
+from lsgd.protocol.sockets import Connector, Listener, Poller
 from lsgd.server.daemon import EXIT_AT_ONCE
 
 from ..integration.running import Cluster, until
@@ -47,7 +47,7 @@ class Peer:
     """A connection to the global server, as a local server has one."""
 
     def __init__(self, address: str, name: str) -> None:
-        self.link = Link(address, name.encode())
+        self.link = Connector(address, name.encode())
         self.got: list[tuple[bytes, object]] = []
 
     def say(self, *frames: bytes) -> None:

@@ -7,10 +7,10 @@ from lsgd.algorithms.local import LocalSettings
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.messages import Go, LeftOut, Refused, Stop, StopRun
+from lsgd.protocol.messages import Evicted, Go, Refused, Stop, StopRun
 from lsgd.server.coordinator import Coordinator
+from lsgd.server.member_states import MemberState
 from lsgd.server.memento import capture, restore
-from lsgd.server.phases import Phase
 
 from .helpers import Bench, started
 
@@ -76,9 +76,9 @@ def test_holders_that_were_evicted_come_back_with_the_model() -> None:
     bench.incarnations |= back
     bench.heartbeat("01")
     assert bench.codes == ["back"]
-    assert bench.member("01").phase is Phase.STRAGGLER
+    assert bench.member("01").state is MemberState.STRAGGLER
     bench.ask("00")  # another one has the model, so that this one is to join anew
-    assert isinstance(bench.only("00"), LeftOut)
+    assert isinstance(bench.only("00"), Evicted)
     bench.ask("01")
     round = bench.round("01", "10")
     assert (round.source, round.new, round.count) == (0, (1,), 3)
@@ -91,7 +91,7 @@ def test_who_left_by_itself_does_not_come_back() -> None:
     bench.heartbeat("00")
     assert not bench.roster.members
     bench.ask("00")
-    assert isinstance(bench.only("00"), LeftOut)
+    assert isinstance(bench.only("00"), Evicted)
 
 
 def test_an_evicted_holder_comes_back_to_a_server_that_was_started_again() -> None:
@@ -199,7 +199,7 @@ def test_a_stop_waits_for_a_straggler_that_alone_has_the_model() -> None:
     assert bench.member("10").held
     bench.say(StopRun("enough"))
     bench.tick(1)
-    assert bench.member("00").phase is Phase.STRAGGLER and not bench.book.final
+    assert bench.member("00").state is MemberState.STRAGGLER and not bench.book.final
     bench.ask("00")
     assert isinstance(bench.got["00"][-1], Stop) and bench.round_of("10").source == 0
 

@@ -1,4 +1,4 @@
-"""The journal's file: what it keeps, whose it is, and every way in which it can be spoilt."""
+"""The journal's file: what it keeps, whose it is, and every way in which it can be damaged."""
 
 import os
 import random
@@ -114,10 +114,10 @@ def test_garbage_in_it_is_never_taken_for_a_state(path) -> None:
     rng = random.Random(0)
     damaged = 0
     for _ in range(150):
-        spoilt = bytearray(whole)
-        at = rng.randrange(len(spoilt) - 8)
-        spoilt[at : at + 8] = rng.randbytes(8)
-        path.write_bytes(spoilt)
+        damaged = bytearray(whole)
+        at = rng.randrange(len(damaged) - 8)
+        damaged[at : at + 8] = rng.randbytes(8)
+        path.write_bytes(damaged)
         journal = None
         try:
             journal = Journal(path)

@@ -30,7 +30,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.processes import pid_namespace
-from lsgd.protocol.sockets import Link, Listener, Poller
+from lsgd.protocol.sockets import Connector, Listener, Poller
 from lsgd.server.local_daemon import LAST_LEAVE_WITHIN_S
 
 from ..integration.running import Cluster, Process, until
@@ -78,7 +78,7 @@ class Below:
     """A worker's side."""
 
     def __init__(self, address: str, incarnation: int = 7) -> None:
-        self.link = Link(address, str(incarnation).encode())
+        self.link = Connector(address, str(incarnation).encode())
         self.got: list[object] = []
 
     def say(self, *messages: object) -> None:

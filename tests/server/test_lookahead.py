@@ -3,7 +3,7 @@
 import pytest
 
 from lsgd.protocol.messages import Go, NodeLeave, Pause, Recall, Request, Stop, StopRun
-from lsgd.server.phases import Phase
+from lsgd.server.member_states import MemberState
 
 from .helpers import Bench, Lockstep, Waiting, started
 
@@ -11,7 +11,7 @@ from .helpers import Bench, Lockstep, Waiting, started
 def test_what_is_asked_for_ahead_is_granted_beside_what_is_to_be_made() -> None:
     bench = started("00", "01", period=4, local_period=4)
     assert bench.ledger.tokens == 6
-    assert bench.ask_ahead("00") == Go(2, None, 0.0, "the run and the group have a token left", 1)
+    assert bench.ask_ahead("00") == Go(2, None, 0.0, "the run and the node have a token left", 1)
     assert (bench.member("00").granted, bench.ledger.tokens) == (2, 5)
     # The next one says that the first is made; the second is being made.
     assert bench.ask_ahead("00", did=1) is not None
@@ -39,9 +39,9 @@ def test_a_grant_ahead_is_a_quarter_of_an_equal_share_at_most() -> None:
 def test_a_request_ahead_that_finds_no_token_is_forgotten_and_asked_again_when_nothing_is_left() -> None:
     bench = started("00", "01", period=1, local_period=1)
     assert bench.ask_ahead("00") is None and bench.got == {}
-    assert bench.member("00").phase is Phase.BUSY and bench.member("00").seq == 1
+    assert bench.member("00").state is MemberState.BUSY and bench.member("00").seq == 1
     bench.ask("00")
-    assert bench.member("00").phase is Phase.HELD and bench.member("00").seq == 2
+    assert bench.member("00").state is MemberState.HELD and bench.member("00").seq == 2
     assert bench.round(*bench.ask("01")).scope == "global"
 
 
@@ -64,7 +64,7 @@ def test_a_request_ahead_that_comes_late_changes_nothing() -> None:
     bench.ask("00")
     bench.pause("00")
     assert bench.say(Request(*bench.who("00"), 9, 0, 1, 0, None, ahead=True)) == {}
-    assert bench.member("00").phase is Phase.PAUSED and bench.ledger.count == 3
+    assert bench.member("00").state is MemberState.PAUSED and bench.ledger.count == 3
 
 
 def test_nothing_is_granted_ahead_in_a_round_that_is_not_completed() -> None:
@@ -108,20 +108,20 @@ def test_who_has_more_than_its_next_iteration_is_asked_for_it_when_others_are_he
     bench = started("00", "01", "10", period=18, local_period=9, lookahead=2)
     assert bench.ask_ahead("01") is not None and bench.ask_ahead("10") is not None
     assert bench.member("01").granted == 3
-    while bench.member("00").phase is Phase.BUSY:
+    while bench.member("00").state is MemberState.BUSY:
         bench.ask("00")
         asked = bench.got
     # Its group has no token left, so those of its group are asked, once.
     assert asked == {"01": [Recall()]}
     assert [type(answer) for answer in bench.ask("00", same=True)["00"]] == [Waiting]
     bench.ask("01")  # it has made one of three, and gives back two
-    assert bench.got["00"] == [Go(bench.seqs["00"], None, 0.0, "the run and the group have a token left", 1)]
+    assert bench.got["00"] == [Go(bench.seqs["00"], None, 0.0, "the run and the node have a token left", 1)]
 
 
 def test_who_has_only_its_next_iteration_is_not_asked_for_it() -> None:
     bench = started("00", "01", period=4, local_period=4)
     assert bench.ask_ahead("01") is not None
-    while bench.member("00").phase is Phase.BUSY:
+    while bench.member("00").state is MemberState.BUSY:
         bench.ask("00")
         asked = bench.got
     assert asked == {}
@@ -134,7 +134,7 @@ def test_who_has_made_what_it_was_granted_ahead_is_not_asked_for_it() -> None:
         Request(*bench.who("01"), bench.seqs["01"], 1, 1, 0, None, ahead=True)
     )  # it has made one of them
     assert bench.member("01").granted == 2
-    while bench.member("00").phase is Phase.BUSY:
+    while bench.member("00").state is MemberState.BUSY:
         bench.ask("00")
     assert "01" not in bench.got
 
@@ -154,10 +154,10 @@ def test_a_stop_and_the_end_of_a_node_ask_for_what_was_granted_ahead() -> None:
 def test_who_is_evicted_has_what_it_was_granted_ahead_set_aside() -> None:
     bench = started("00", "01", period=3, local_period=3, iterations=8, patience_s=30.0)
     assert bench.ask_ahead("01") is not None
-    while bench.member("00").phase is Phase.BUSY:
+    while bench.member("00").state is MemberState.BUSY:
         bench.ask("00")
     bench.tick(31.0)
-    assert bench.member("01").phase is Phase.STRAGGLER and bench.member("01").granted == 2
+    assert bench.member("01").state is MemberState.STRAGGLER and bench.member("01").granted == 2
     # It says that it has made one: what is set aside for it is one less, and it gets no more before it asks.
     count = bench.ledger.count
     assert bench.ask_ahead("01", did=1) is None

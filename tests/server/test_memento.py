@@ -11,7 +11,7 @@ from lsgd.errors import ConfigError
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.messages import Data, Go, LeftOut, NodeLeave, Refused, Stop, StopRun, Waiting, Welcome
+from lsgd.protocol.messages import Data, Evicted, Go, NodeLeave, Refused, Stop, StopRun, Waiting, Welcome
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.memento import VERSION, capture, restore
 from lsgd.server.report import report
@@ -141,7 +141,7 @@ def test_who_has_left_stays_out_and_is_counted() -> None:
     reborn(bench)
     assert bench.ledger.count == 1
     assert isinstance(bench.say(greeting(1, 0))["10"][0], Refused)
-    assert isinstance(bench.ask("10")["10"][0], LeftOut)
+    assert isinstance(bench.ask("10")["10"][0], Evicted)
     members = {m["worker"]: m for m in json.loads(report(bench.state, bench.now))["members"]}
     assert members["node1/worker0"]["state"] == "left" and members["node1/worker0"]["done"] == 1
     bench.join("10", incarnation=2)
@@ -232,7 +232,7 @@ def test_phase_changed_settings_and_the_time_go_on() -> None:
         (lambda s: s.update(version=1), f"it is of version 1, this lsgd reads version {VERSION}"),
         (lambda s: s.pop("members"), "it holds no state of a run: KeyError"),
         (lambda s: s["open"][0].update(waiting=["nobody"]), "it holds no state of a run: KeyError"),
-        (lambda s: s["members"][0].update(phase="ASLEEP"), "it holds no state of a run: KeyError"),
+        (lambda s: s["members"][0].update(state="ASLEEP"), "it holds no state of a run: KeyError"),
         (lambda s: s["members"][0]["join"].pop("gpu"), "it holds no state of a run: TypeError"),
         (lambda s: s.update(plan="{"), "the plan is not JSON"),
         (lambda s: s.update(algorithm={"name": "hope"}), "algorithm 'hope' is unknown"),

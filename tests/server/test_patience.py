@@ -11,8 +11,8 @@ from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import GenerationOver, Go, NodeLeave, Stop, StopRun, Waiting
 from lsgd.server.coordinator import Coordinator
+from lsgd.server.member_states import MemberState
 from lsgd.server.memento import capture, restore
-from lsgd.server.phases import Phase
 from lsgd.server.report import report
 
 from .helpers import Bench, Lockstep, check_invariants, make_plan
@@ -31,7 +31,7 @@ def with_a_straggler(*, asks: tuple[str, ...] = ("00", "02"), late: str = "01", 
     bench = started(*sorted({*asks, late}), **{"period": 1, "local_period": 1, **settings})
     bench.ask_all(*asks)
     bench.tick(30.0)
-    assert bench.member(late).phase is Phase.STRAGGLER
+    assert bench.member(late).state is MemberState.STRAGGLER
     return bench
 
 
@@ -41,7 +41,7 @@ def test_the_round_starts_without_who_kept_all_others_waiting_and_both_sides_hea
     bench.tick(20.0)
     bench.ask("02")
     bench.tick(29.0)
-    assert bench.member("00").held and bench.member("01").phase is Phase.BUSY
+    assert bench.member("00").held and bench.member("01").state is MemberState.BUSY
     bench.tick(1.0)
     told = "node0/worker1 is evicted from round 2: the others waited 30 s for it"
     assert bench.notes[:2] == [told, f"generation 2: 2 workers on 1 node, over gloo ({told})"]
@@ -72,14 +72,14 @@ def test_it_costs_the_others_their_patience_once() -> None:
         bench.complete_all("00", "02")
         bench.ask_all("00", "02")
         bench.round("00", "02")
-    assert bench.member("01").phase is Phase.STRAGGLER
+    assert bench.member("01").state is MemberState.STRAGGLER
 
 
 def test_patience_of_0_has_no_end() -> None:
     bench = started("00", "01", patience_s=0.0, period=1, local_period=1)
     bench.ask("00")
     bench.tick(1000.0)
-    assert bench.member("00").held and bench.member("01").phase is Phase.BUSY
+    assert bench.member("00").held and bench.member("01").state is MemberState.BUSY
 
 
 def test_while_others_go_on_nobody_is_late() -> None:
@@ -87,7 +87,7 @@ def test_while_others_go_on_nobody_is_late() -> None:
     for _ in range(4):
         bench.ask("00")
         bench.tick(29.0)
-    assert {bench.member(place).phase for place in ("00", "01", "02")} == {Phase.BUSY}
+    assert {bench.member(place).state for place in ("00", "01", "02")} == {MemberState.BUSY}
 
 
 def test_who_is_in_an_open_round_is_not_late_until_it_has_failed() -> None:
@@ -99,12 +99,12 @@ def test_who_is_in_an_open_round_is_not_late_until_it_has_failed() -> None:
         bench.ask("00")
     assert bench.member("00").held
     bench.tick(100.0)
-    assert bench.member("01").phase is Phase.BUSY and bench.book.open
+    assert bench.member("01").state is MemberState.BUSY and bench.book.open
     bench.complete("01", 1)
     bench.tick(29.0)
-    assert bench.member("01").phase is Phase.BUSY
+    assert bench.member("01").state is MemberState.BUSY
     bench.tick(1.0)
-    assert bench.member("01").phase is Phase.STRAGGLER
+    assert bench.member("01").state is MemberState.STRAGGLER
 
 
 def test_lockstep_leaves_out_who_never_comes_to_its_round_and_takes_it_in_again() -> None:
@@ -159,7 +159,7 @@ def test_a_grant_that_comes_back_unused_is_granted_again() -> None:
     assert bench.ledger.count == 2 and bench.ledger.tokens == 0
     for _ in range(2):
         bench.complete_all(*(p for p in ("00", "01", "02") if bench.member(p).round))
-        bench.ask_all("00", "02", *(["01"] if bench.member("01").phase is Phase.BUSY else []))
+        bench.ask_all("00", "02", *(["01"] if bench.member("01").state is MemberState.BUSY else []))
     assert bench.ledger.count == 7
     assert isinstance(bench.only("00"), Go) and bench.only("00").round is None  # the eighth
     assert not bench.state.stopping
@@ -170,10 +170,10 @@ def test_the_only_ones_with_the_model_are_waited_for_but_not_by_the_last_round()
     bench.join("01")
     bench.ask("01")
     bench.tick(100.0)
-    assert bench.member("01").held and bench.member("00").phase is Phase.BUSY
+    assert bench.member("01").held and bench.member("00").state is MemberState.BUSY
     bench.say(StopRun("enough"))
     bench.tick(1.0)
-    assert bench.member("00").phase is Phase.STRAGGLER and not bench.book.final
+    assert bench.member("00").state is MemberState.STRAGGLER and not bench.book.final
     assert bench.state.waits_for(bench.now + 1) == (
         "the next round waits for node0/worker0: nobody else has the run's model"
     )
@@ -207,7 +207,7 @@ def test_a_phase_ends_without_the_iterations_that_are_out() -> None:
     bench.complete_all("00", "02")
     bench.ask_all("00", "02")  # four are made, one is out, one is left
     assert bench.state.course.number == 0
-    bench.ask(next(p for p in ("00", "02") if bench.member(p).phase is Phase.BUSY))
+    bench.ask(next(p for p in ("00", "02") if bench.member(p).state is MemberState.BUSY))
     assert (bench.ledger.count, bench.state.course.number) == (5, 1)
     bench.ask("01")
     assert bench.ledger.count == 6
@@ -236,9 +236,9 @@ def test_a_server_that_was_frozen_itself_has_not_waited() -> None:
     bench.ask("00")
     bench.now += 100.0
     bench.tick(29.0)
-    assert bench.member("01").phase is Phase.BUSY
+    assert bench.member("01").state is MemberState.BUSY
     bench.tick(1.0)
-    assert bench.member("01").phase is Phase.STRAGGLER
+    assert bench.member("01").state is MemberState.STRAGGLER
 
 
 def reborn(bench: Bench) -> Bench:
@@ -251,7 +251,7 @@ def reborn(bench: Bench) -> Bench:
 @pytest.mark.parametrize("did", [True, False])
 def test_one_that_is_late_still_is_when_the_server_was_started_again(did: bool) -> None:
     bench = reborn(with_a_straggler(iterations=100))
-    assert bench.member("01").phase is Phase.STRAGGLER and bench.member("01").granted == 1
+    assert bench.member("01").state is MemberState.STRAGGLER and bench.member("01").granted == 1
     before = bench.state.changes
     bench.ask("01", did=did)
     assert bench.member("01").held and bench.ledger.count == 2 + did
@@ -286,12 +286,12 @@ def test_a_round_that_nobody_moves_in_fails_by_a_deadline_of_its_own() -> None:
     bench.complete_all("00", "02")
     bench.ask_all("00", "02")
     bench.tick(89.0)  # its exchange may have ten steps of 6 s
-    assert not bench.notes and bench.member("01").phase is Phase.BUSY
+    assert not bench.notes and bench.member("01").state is MemberState.BUSY
     bench.tick(1.0)
     assert bench.codes[0] == "round_fails.stuck"
     assert bench.got["01"][0] == GenerationOver(1, "node0/worker1 did not complete it within 90 s")
     bench.tick(30.0)
-    assert bench.member("01").phase is Phase.STRAGGLER
+    assert bench.member("01").state is MemberState.STRAGGLER
     assert bench.round("00", "02").new == ()
 
 

@@ -31,7 +31,7 @@ def test_a_run_from_its_beginning_to_its_end() -> None:
     bench.ask("00", loss=0.5)
     running = read(bench)
     assert (running["state"], running["count"], running["rounds_global"]) == ("running", 1, 1)
-    assert (running["seconds"], running["progress"], running["groups"]) == (2.0, 0.01, 2)
+    assert (running["seconds"], running["progress"], running["nodes"]) == (2.0, 0.01, 2)
     assert [m["worker"] for m in running["members"]] == ["node0/worker0", "node1/worker0"]
     member = running["members"][0]
     assert (member["done"], member["loss"], member["rank"], member["state"]) == (1, 0.5, 0, "live")

@@ -25,7 +25,7 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.sockets import Link, LinkKeys, Poller, new_key_pair
+from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller, new_key_pair
 from lsgd.server.daemon import GUARD_EVERY_S
 
 from ..integration.running import Cluster, Process, until
@@ -49,26 +49,26 @@ def server(cluster: Cluster, ring: KeyRing) -> Process:
     return cluster.start_global("--keys", str(ring.folder), "--workers", "2")
 
 
-def keys_of(ring: KeyRing, name: str) -> LinkKeys:
+def keys_of(ring: KeyRing, name: str) -> ConnectorKeys:
     return parse_token(ring.token(name), "the token")
 
 
-def own_keys(ring: KeyRing, name: str = "node1") -> LinkKeys:
+def own_keys(ring: KeyRing, name: str = "node1") -> ConnectorKeys:
     """Return keys that the server has never heard of, under a name that it has."""
-    return LinkKeys(name, ring.public, *new_key_pair())
+    return ConnectorKeys(name, ring.public, *new_key_pair())
 
 
 def hello(node: int) -> bytes:
     return encode(NodeHello(PROTOCOL, node, 1, "here", "0.1.0"))
 
 
-def trouble_of(address: str, keys: LinkKeys | None) -> str:
+def trouble_of(address: str, keys: ConnectorKeys | None) -> str:
     """Return why a link is not let in."""
-    with Link(address, b"node1#1", keys) as link:
+    with Connector(address, b"node1#1", keys) as link:
         return until(link.trouble, "the handshake fails")
 
 
-def answer(link: Link, question: bytes) -> object:
+def answer(link: Connector, question: bytes) -> object:
     """Say something until there is an answer, and return that."""
     poller = Poller(link)
 
@@ -81,7 +81,7 @@ def answer(link: Link, question: bytes) -> object:
 
 
 def test_who_has_a_token_is_let_in_under_its_name(cluster, ring, server) -> None:
-    with Link(cluster.address, b"node1#1", keys_of(ring, "node1")) as link:
+    with Connector(cluster.address, b"node1#1", keys_of(ring, "node1")) as link:
         assert isinstance(answer(link, hello(1)), NodeWelcome)
         assert link.trouble() == ""
     status = operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "operator"))
@@ -101,7 +101,7 @@ def test_a_stranger_is_refused_and_both_sides_say_so(cluster, ring, server, who,
     keys = {
         "nobody's": own_keys(ring),
         "none": None,
-        "another server's": LinkKeys("node1", new_key_pair()[0], *new_key_pair()),
+        "another server's": ConnectorKeys("node1", new_key_pair()[0], *new_key_pair()),
     }[who]
     assert told in trouble_of(cluster.address, keys)
     with pytest.raises(JoinError, match="does not let us in"):
@@ -111,10 +111,10 @@ def test_a_stranger_is_refused_and_both_sides_say_so(cluster, ring, server, who,
 
 
 def test_a_node_cannot_speak_for_another(cluster, ring, server) -> None:
-    with Link(cluster.address, b"node0#7", keys_of(ring, "node1")) as link:
+    with Connector(cluster.address, b"node0#7", keys_of(ring, "node1")) as link:
         until(lambda: link.send([hello(0)]), "it is sent")
         server.says(r"dropped a message of node1, which calls itself b'node0#7'")
-    with Link(cluster.address, b"node1#7", keys_of(ring, "node1")) as link:
+    with Connector(cluster.address, b"node1#7", keys_of(ring, "node1")) as link:
         until(lambda: link.send([hello(0), encode(greeting(0, 0))]), "it is sent")
         server.says(r"dropped a message from b'node1#7': it speaks for node0")
         assert isinstance(answer(link, encode(StatusQuery(0))), Status)
@@ -223,7 +223,10 @@ def test_1000_idle_connections_leave_the_server_descriptors_to_go_on(cluster, ri
     raise_descriptor_limit()  # ours, for the strangers
     limit_descriptors(server, 256)
     place = ("127.0.0.1", int(cluster.address.rpartition(":")[2]))
-    with contextlib.ExitStack() as stack, Link(cluster.address, b"node1#1", keys_of(ring, "node1")) as link:
+    with (
+        contextlib.ExitStack() as stack,
+        Connector(cluster.address, b"node1#1", keys_of(ring, "node1")) as link,
+    ):
         assert isinstance(answer(link, hello(1)), NodeWelcome)
         for _ in range(1000):
             stranger = stack.enter_context(socket.socket())
@@ -237,10 +240,10 @@ def test_1000_idle_connections_leave_the_server_descriptors_to_go_on(cluster, ri
 
 
 def test_a_server_without_a_descriptor_left_serves_those_who_are_in(cluster, ring, server) -> None:
-    with Link(cluster.address, b"node1#1", keys_of(ring, "node1")) as link:
+    with Connector(cluster.address, b"node1#1", keys_of(ring, "node1")) as link:
         assert isinstance(answer(link, hello(1)), NodeWelcome)
         limit_descriptors(server, 4)
-        with Link(cluster.address, b"node0#1", keys_of(ring, "node0")) as late:
+        with Connector(cluster.address, b"node0#1", keys_of(ring, "node0")) as late:
             end = time.monotonic() + 3 * GUARD_EVERY_S
             while time.monotonic() < end:
                 assert isinstance(answer(link, encode(StatusQuery(0))), Status)
@@ -271,7 +274,7 @@ def test_a_message_without_an_end_is_cut_before_it_fills_the_memory(cluster) -> 
         "--workers", "2"
     )  # whoever may speak could do it; without keys it is shorter
     place = ("127.0.0.1", int(cluster.address.rpartition(":")[2]))
-    with Link(cluster.address, b"node0#1") as link, socket.create_connection(place) as endless:
+    with Connector(cluster.address, b"node0#1") as link, socket.create_connection(place) as endless:
         assert isinstance(answer(link, hello(0)), NodeWelcome)
         endless.settimeout(20)
         greeting_signature = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32

@@ -25,9 +25,9 @@ from lsgd.client.launcher.place import find_place
 from lsgd.errors import LsgdError
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
-from lsgd.protocol.keys import OPERATOR, KeyRing, default_folder, link_keys, node_name, token_path
+from lsgd.protocol.keys import OPERATOR, KeyRing, connector_keys, default_folder, node_name, token_path
 from lsgd.protocol.messages import ChangeSetting, StatusQuery, StopRun
-from lsgd.protocol.sockets import DEFAULT_PORT, LinkKeys
+from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.settings import fields, span
 
 WATCH_EVERY_S = 2.0
@@ -159,7 +159,7 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--insecure", is_flag=True, help="Go without keys, where the server does too.")
     @functools.wraps(command)
     def connected(connect: str, token: Path | None, insecure: bool, **others: Any) -> Any:
-        return command(connect, link_keys(connect, token, OPERATOR, insecure=insecure), **others)
+        return command(connect, connector_keys(connect, token, OPERATOR, insecure=insecure), **others)
 
     return connected
 
@@ -172,7 +172,7 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C or the end of the run."
 )
-def status_command(connect: str, keys: LinkKeys | None, as_json: bool, watch: bool) -> None:
+def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watch: bool) -> None:
     """Show a running run: its workers, its rounds, and what it waits for."""
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     moves = watch and console.is_terminal and not as_json
@@ -195,7 +195,7 @@ def status_command(connect: str, keys: LinkKeys | None, as_json: bool, watch: bo
 @main.command("set")
 @_connect
 @click.argument("change", metavar="NAME=VALUE")
-def set_command(connect: str, keys: LinkKeys | None, change: str) -> None:
+def set_command(connect: str, keys: ConnectorKeys | None, change: str) -> None:
     """Change a numeric setting of a running run, for all workers from the next global round on.
 
     Its length (iterations, seconds) changes at once.
@@ -210,7 +210,7 @@ def set_command(connect: str, keys: LinkKeys | None, change: str) -> None:
 @main.command("stop")
 @_connect
 @click.option("--reason", default="lsgd stop", show_default=True, help="What the run's log says.")
-def stop_command(connect: str, keys: LinkKeys | None, reason: str) -> None:
+def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
     """End a running run: its workers make the consensus model and leave."""
     status = operate.ask(connect, StopRun(reason), keys)
     click.echo(f"run {status['run']} is stopping after {status['count']} iterations: {status['reason']}")

@@ -26,13 +26,13 @@ from torch.distributed import ProcessGroup
 
 from lsgd.client.control.identity import versions
 from lsgd.client.control.network import Interface, interface_towards
-from lsgd.client.groups.connections import Wires
+from lsgd.client.groups.connections import Connections
 from lsgd.client.groups.gloo import Meeting, gloo_group
 from lsgd.client.groups.reach import Calls, Door, open_door
 from lsgd.client.groups.torch_group import TorchGroup
 from lsgd.client.launcher.place import Place, claim_port, resolve
 from lsgd.errors import ConfigError, ExchangeError
-from lsgd.protocol.keys import TOKEN_VARIABLE, is_local, link_keys, node_name, token_path
+from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, node_name, token_path
 
 MEET_WITHIN_S = 60.0
 """How long a node waits for the others."""
@@ -89,7 +89,7 @@ class Doctor:
         interface = self._look_here()
         if self._place.nodes == 1:
             self._note(
-                "ok", "one node: no wire to test; on several, start this on each with --nodes and --address"
+                "ok", "one node: no link to test; on several, start this on each with --nodes and --address"
             )
         elif interface is not None and (store := self._meet(interface)) is not None:
             try:
@@ -165,7 +165,7 @@ class Doctor:
             )
             return
         try:
-            link_keys(address, None, name, insecure=False)
+            connector_keys(address, None, name, insecure=False)
         except ConfigError as error:
             self._note("FAIL", str(error))
         else:
@@ -233,14 +233,14 @@ class Doctor:
         """Time what a run does: messages between neighbors, one after the other, and an all-reduce of all."""
         me, nodes = self._place.node, self._place.nodes
         names = [node_name(node) for node in range(nodes)]
-        wires = Wires()
+        connections = Connections()
 
         def build(name: str, ranks: Sequence[int]) -> ProcessGroup:
-            return gloo_group(store, name, me, names, interface.address, MEET_WITHIN_S, wires)
+            return gloo_group(store, name, me, names, interface.address, MEET_WITHIN_S, connections)
 
         cpu = torch.device("cpu")
         group = TorchGroup(
-            build, "doctor", range(nodes), names, me, [1] * nodes, MEET_WITHIN_S, "gloo", cpu, wires
+            build, "doctor", range(nodes), names, me, [1] * nodes, MEET_WITHIN_S, "gloo", cpu, connections
         )
         group.all_reduce(torch.zeros(1)).wait()  # which makes it
         links = []

@@ -18,14 +18,14 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.sockets import DEFAULT_PORT, Link, LinkKeys, Poller
+from lsgd.protocol.sockets import DEFAULT_PORT, Connector, ConnectorKeys, Poller
 
 DEFAULT_ADDRESS = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 ANSWER_WITHIN_S = 5.0
 REFUSED_AFTER_S = 0.5  # a handshake that fails may be that of a server which is just being started
 
 
-def ask(address: str, message: Operator, keys: LinkKeys | None = None) -> dict[str, Any]:
+def ask(address: str, message: Operator, keys: ConnectorKeys | None = None) -> dict[str, Any]:
     """Ask the global server at ``address`` for the state of its run, to end it or to change it; return its state.
 
     Raises:
@@ -35,7 +35,7 @@ def ask(address: str, message: Operator, keys: LinkKeys | None = None) -> dict[s
     started_at = time.monotonic()
     sent = False
     name = keys.name if keys else OPERATOR
-    with Link(address, f"{name}#{secrets.randbits(63)}".encode(), keys) as link:
+    with Connector(address, f"{name}#{secrets.randbits(63)}".encode(), keys) as link:
         poller = Poller(link)
         while (waited_s := time.monotonic() - started_at) < ANSWER_WITHIN_S:
             if waited_s > REFUSED_AFTER_S and (trouble := link.trouble()):

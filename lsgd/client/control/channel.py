@@ -10,18 +10,18 @@ from typing import Any
 
 from lsgd.client.control.notices import Notice, is_given
 from lsgd.errors import (
+    EvictedError,
     ExchangeError,
     JoinError,
-    LeftOutError,
     ProtocolError,
     RunOverError,
     ServerLostError,
 )
 from lsgd.protocol.messages import (
+    Evicted,
     GenerationOver,
     Heartbeat,
     Here,
-    LeftOut,
     Over,
     Recall,
     Refused,
@@ -32,7 +32,7 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.sockets import Link, Poller, Wakeup
+from lsgd.protocol.sockets import Connector, Poller, Wakeup
 
 logger = logging.getLogger("lsgd")
 
@@ -90,7 +90,7 @@ class Channel:
         self._incarnation = incarnation
         self._heartbeat = b""
         self._where = b""
-        self._link = Link(address, str(incarnation).encode())
+        self._link = Connector(address, str(incarnation).encode())
         self._wakeup = Wakeup()
         self._outbox: deque[bytes] = deque(maxlen=MAX_OUTBOX)
         self._changed = threading.Condition()
@@ -153,7 +153,7 @@ class Channel:
             generation: the wait makes sense only while this generation lasts.
 
         Raises:
-            JoinError: the servers refuse this worker; LeftOutError: it is in the run no more; RunOverError: it
+            JoinError: the servers refuse this worker; EvictedError: it is in the run no more; RunOverError: it
                 joins too late.
             ServerLostError: they were silent for ``silence_s``.
             ExchangeError: the generation is over, or the time is.
@@ -295,7 +295,7 @@ class Channel:
             return
         with self._changed:
             self._heard_at = time.monotonic()
-            if isinstance(message, LeftOut) and self.run and message.run != self.run:
+            if isinstance(message, Evicted) and self.run and message.run != self.run:
                 self._waits_for = _other_run(message.run, self.run)
                 return
             if not isinstance(message, Here) and not (isinstance(message, Waiting) and message.away):
@@ -306,8 +306,8 @@ class Channel:
                 self._refused = self._refused or JoinError(message.reason)  # the first one says why
             elif isinstance(message, Over):
                 self._refused = self._refused or RunOverError(f"the run is over: {message.reason}")
-            elif isinstance(message, LeftOut):
-                self._refused = self._refused or LeftOutError(message.reason)
+            elif isinstance(message, Evicted):
+                self._refused = self._refused or EvictedError(message.reason)
             elif isinstance(message, GenerationOver):
                 if self._over.get(message.generation) != message.reason:
                     logger.warning("generation %d is over: %s", message.generation, message.reason)

@@ -52,7 +52,7 @@ class Forming:
     peers: set[Endpoint] = field(default_factory=set)
 
 
-class Wires:
+class Connections:
     """The sockets of the process groups of one generation.
 
     Args:
@@ -305,11 +305,11 @@ def _descriptors() -> Iterator[tuple[int, str]]:
             yield int(entry), os.readlink(f"/proc/self/fd/{entry}")
 
 
-_watched: weakref.WeakSet[Wires] = weakref.WeakSet()
+_watched: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
-def _end_at_exit(wires: Wires) -> None:
-    _watched.add(wires)
+def _end_at_exit(connections: Connections) -> None:
+    _watched.add(connections)
     _register()
 
 
@@ -320,5 +320,5 @@ def _register() -> None:
 
 def _end_all() -> None:
     """Leave no thread that makes a group to the end of the interpreter."""
-    for wires in tuple(_watched):
-        wires.end_if_forming()
+    for connections in tuple(_watched):
+        connections.end_if_forming()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
 
-from lsgd.client.groups.connections import Endpoint, Forming, Wires, endpoint
+from lsgd.client.groups.connections import Connections, Endpoint, Forming, endpoint
 from lsgd.collectives.pipeline import UNDER_WAY
 
 Meeting = TCPStore
@@ -27,7 +27,13 @@ PROOF_NBYTES = 32
 
 
 def gloo_group(
-    store: Store, name: str, rank: int, names: Sequence[str], address: str, timeout_s: float, wires: Wires
+    store: Store,
+    name: str,
+    rank: int,
+    names: Sequence[str],
+    address: str,
+    timeout_s: float,
+    connections: Connections,
 ) -> dist.ProcessGroup:
     """Return a process group over Gloo on the interface of ``address``; its members meet in ``store`` by its name.
 
@@ -38,10 +44,10 @@ def gloo_group(
         names: of all members, in order, for errors.
         address: of this machine, that the group's connections are made to.
         timeout_s: deadline of what the group does.
-        wires: takes note of the connections.
+        connections: takes note of the connections.
 
     Raises:
-        ConnectionAbortedError: the wires were cut.
+        ConnectionAbortedError: the connections were cut.
         RuntimeError: a member did not come, or another process has taken its place.
     """
     introductions = Introductions(store, name, rank)
@@ -50,7 +56,7 @@ def gloo_group(
     options._timeout = datetime.timedelta(seconds=timeout_s)
     options._threads = UNDER_WAY  # each carries one collective
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    gloo = wires.form(
+    gloo = connections.form(
         introductions.forming, lambda: ProcessGroupGloo(introductions, rank, len(names), options)
     )
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from lsgd.client.control.joining import Membership
-from lsgd.client.groups.connections import Wires
+from lsgd.client.groups.connections import Connections
 from lsgd.client.groups.gloo import gloo_group
 from lsgd.client.groups.store import ServerStore
 from lsgd.collectives.group import Group, Transfer
@@ -50,7 +50,7 @@ class TorchGroup(Group):
         timeout_s: deadline of each verb.
         backend: ``nccl`` or ``gloo``.
         device: that tensors made for the group's sake are best on.
-        wires: the sockets of the group that this one is a part of; None for a whole one.
+        connections: the sockets of the group that this one is a part of; None for a whole one.
         traffic: counts what this member sends and receives.
     """
 
@@ -65,7 +65,7 @@ class TorchGroup(Group):
         timeout_s: float,
         backend: str,
         device: torch.device,
-        wires: Wires | None = None,
+        connections: Connections | None = None,
         traffic: Traffic | None = None,
     ) -> None:
         self.device = device
@@ -77,7 +77,7 @@ class TorchGroup(Group):
         self._timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
         self._subgroups: dict[str, TorchGroup] = {}
-        self._wires = wires or Wires()
+        self._connections = connections or Connections()
         self._traffic = traffic or Traffic()
         self.rank = rank
         self.size = len(self._ranks)
@@ -96,13 +96,13 @@ class TorchGroup(Group):
                 [self._names[rank] for rank in ranks],
                 ranks.index(self.rank),
                 [len(ranks)] if one_node else [1] * len(ranks),
-                *(self._timeout_s, self._backend, self.device, self._wires, self._traffic),
+                *(self._timeout_s, self._backend, self.device, self._connections, self._traffic),
             )
         return self._subgroups[kind]
 
     def cut(self) -> None:
         """Make whatever waits in this group or its subgroups fail at once; may be called by another thread."""
-        self._wires.cut()
+        self._connections.cut()
 
     def close(self) -> None:
         """Drop the process groups, so that peers which wait for this member fail at once."""
@@ -129,8 +129,8 @@ class TorchGroup(Group):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace ``tensor`` by that of ``source``.
 
-        Over Gloo, a large one goes from each member to the next, piece by piece, and so leaves each wire once. Gloo's
-        own broadcast is a tree of whole messages: four hosts take three times as long as the wire needs for one.
+        Over Gloo, a large one goes from each member to the next, piece by piece, and so leaves each node once. Gloo's
+        own broadcast is a tree of whole messages: four hosts take three times as long as one transfer.
         """
         host = self._staged(tensor)
 
@@ -192,7 +192,7 @@ class TorchGroup(Group):
         started_at = time.monotonic()
         with self._failing(what, started_at):
             if self._group is None:
-                self._group = self._wires.watch(lambda: self._build(self._name, self._ranks))
+                self._group = self._connections.watch(lambda: self._build(self._name, self._ranks))
             work = start(self._group)
 
         def wait() -> None:
@@ -231,7 +231,7 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
     device, timeout_s = membership.device, membership.plan.run.exchange_timeout_s
     incarnation = membership.join.incarnation
     store = ServerStore(membership.channel, worker, incarnation, generation.number, timeout_s)
-    wires = Wires(when_cut=store.end)
+    connections = Connections(when_cut=store.end)
     me = generation.members.index(worker)
 
     def build(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -245,14 +245,24 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
             group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
             group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
             # Messages that are given to NCCL in one go want a communicator that all members have opened together.
-            with wires.around():
+            with connections.around():
                 group.allreduce([torch.zeros(1, device=device)]).wait()
             return group
-        return gloo_group(store, name, rank, [names[r] for r in ranks], address, timeout_s, wires)
+        return gloo_group(store, name, rank, [names[r] for r in ranks], address, timeout_s, connections)
 
     size = len(generation.indices)
     names, sizes = generation.members, generation.node_sizes
     home = device if generation.backend == "nccl" else torch.device("cpu")
     return TorchGroup(
-        build, "world", range(size), names, me, sizes, timeout_s, generation.backend, home, wires, traffic
+        build,
+        "world",
+        range(size),
+        names,
+        me,
+        sizes,
+        timeout_s,
+        generation.backend,
+        home,
+        connections,
+        traffic,
     )

@@ -35,7 +35,7 @@ class GradientExchange:
         self._complete = complete
         self._slots = flat.slots
         self._gradients = [torch.zeros_like(x) for x in flat.buffers]
-        self._windows = flat.windows(self._gradients)
+        self._views = flat.views(self._gradients)
         self._padding = [_padding(flat, index) for index in range(len(flat.buffers))]
         self._buckets = algorithm.buckets(self._gradients)
         self._in_buckets = [self._overlap(slot) for slot in flat.slots]
@@ -109,16 +109,16 @@ class GradientExchange:
 
     def _settle(self, index: int, parameter: nn.Parameter, name: str) -> None:
         """Move a parameter's gradient to its window."""
-        gradient, window = parameter.grad, self._windows[index]
+        gradient, view = parameter.grad, self._views[index]
         assert gradient is not None
         if gradient.layout != torch.strided:
             raise DetachedError(
                 f"the gradient of {name} is sparse; {type(self._algorithm).__name__} exchanges dense ones "
                 f"(nn.Embedding: sparse=False), or choose an algorithm that exchanges models, such as leader"
             )
-        if gradient.data_ptr() != window.data_ptr():
-            window.copy_(gradient)
-            parameter.grad = window
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            parameter.grad = view
 
     def _begin(self, active: ActiveRound) -> None:
         if active.state is not State.WAITING:
@@ -163,8 +163,8 @@ class GradientExchange:
         """Have the gradient of every parameter in its window, zero where there is none."""
         for index, slot in enumerate(self._slots):
             if slot.parameter.grad is None:
-                self._windows[index].zero_()
-                slot.parameter.grad = self._windows[index]
+                self._views[index].zero_()
+                slot.parameter.grad = self._views[index]
             else:
                 self._settle(index, slot.parameter, slot.name)
 

@@ -20,9 +20,9 @@ from lsgd.client.iteration.round import ActiveRound, State
 from lsgd.client.iteration.tally import Tally
 from lsgd.errors import (
     BrokenLinksError,
+    EvictedError,
     ExchangeError,
     JoinError,
-    LeftOutError,
     LsgdError,
     NoConsensusError,
     ServerLostError,
@@ -253,7 +253,7 @@ class Rounds:
         """Save this worker's state if the servers or the consensus are lost inside, and say so in the error."""
         try:
             yield
-        except LeftOutError:
+        except EvictedError:
             raise
         except (ServerLostError, JoinError, NoConsensusError) as error:
             raise type(error)(f"{error}; {self._keep()}") from error

@@ -15,7 +15,7 @@ from lsgd.errors import LsgdError, ServerLostError
 
 logger = logging.getLogger("lsgd")
 
-UNSUPERVISED_AFTER_S = 3.0
+OFFLINE_AFTER_S = 3.0
 """How long the servers are silent before a worker goes on without them, where the plan lets it, in seconds."""
 
 
@@ -118,15 +118,15 @@ class Steps:
     def _ask(self) -> bool:
         """Ask for an iteration, or make one alone if nobody answers and the plan lets it."""
         may = self._may_go_on_alone()
-        if self._alone and may and self.asking.remind() >= UNSUPERVISED_AFTER_S:
+        if self._alone and may and self.asking.remind() >= OFFLINE_AFTER_S:
             self._alone += 1
             return True
         try:
-            granted = self.rounds.follow(UNSUPERVISED_AFTER_S if may else None)
+            granted = self.rounds.follow(OFFLINE_AFTER_S if may else None)
         except ServerLostError as error:
             if not self._may_go_on_alone():
                 raise
-            most = self._replica.run.unsupervised_iterations - self._alone
+            most = self._replica.run.offline_iterations - self._alone
             logger.warning("%s goes on alone for at most %d iterations: %s", self._name, most, error)
             self._alone += 1
             return True
@@ -136,7 +136,7 @@ class Steps:
         return granted
 
     def _may_go_on_alone(self) -> bool:
-        may = self._alone < self._replica.run.unsupervised_iterations and self.tally.committed > 0
+        may = self._alone < self._replica.run.offline_iterations and self.tally.committed > 0
         return may and not self._replica.lockstep and not self.asking.given_up()
 
     # -- the optimizers' hooks ---------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ from lsgd.protocol.keys import (
     OPERATOR,
     TOKEN_VARIABLE,
     KeyRing,
+    connector_keys,
     default_folder,
     is_local,
-    link_keys,
     node_name,
     token_path,
 )
@@ -171,7 +171,7 @@ def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
         ]
         return ["--keys", str(folder)], ring.token(name), lines
     if token := os.environ.get(TOKEN_VARIABLE):
-        link_keys(network, None, name, insecure=False)
+        connector_keys(network, None, name, insecure=False)
         return [], token, []
     path = token_path(name)
     deadline_s = time.monotonic() + TOKEN_WITHIN_S
@@ -183,7 +183,7 @@ def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
         )
     while not path.exists() and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    link_keys(network, None, name, insecure=False)
+    connector_keys(network, None, name, insecure=False)
     return [], path.read_text(encoding="ascii").strip(), []
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from lsgd.client.checkpoint.run_folder import runs
 from lsgd.client.launcher.guard import Guard
 from lsgd.client.launcher.screen import Screen, Transcript
-from lsgd.errors import LeftOutError, ServerLostError
+from lsgd.errors import EvictedError, ServerLostError
 
 _TERMINAL_ROWS = 24
 _READ_NBYTES = 1 << 16
@@ -124,7 +124,7 @@ class Child:
     @property
     def may_return(self) -> bool:
         """Whether it ended through no fault of its own: a signal killed it, or the run went on without it."""
-        return self.status is not None and (self.status < 0 or self.status == LeftOutError.exit_code)
+        return self.status is not None and (self.status < 0 or self.status == EvictedError.exit_code)
 
     @property
     def was_struck(self) -> bool:
@@ -135,8 +135,8 @@ class Child:
     def fate(self) -> str:
         """How it ended, for people."""
         assert self.status is not None
-        if self.status == LeftOutError.exit_code:
-            return "was left out of the run"
+        if self.status == EvictedError.exit_code:
+            return "was evicted from the run"
         if self.status == ServerLostError.exit_code:
             return f"gave up waiting for its servers (exit code {self.status})"
         if self.status >= 0:

@@ -15,7 +15,7 @@ from lsgd.client.control.notices import Notice, give
 from lsgd.client.launcher.guard import Guard
 from lsgd.client.launcher.process import Child, Command
 from lsgd.client.launcher.screen import FLUSH_WITHIN_S, FLUSHES, Screen
-from lsgd.errors import LeftOutError, ServerLostError
+from lsgd.errors import EvictedError, ServerLostError
 from lsgd.output import Output
 
 STOP_PATIENCE_S = 120.0
@@ -155,11 +155,11 @@ class Supervisor:
                 self._tell([self._children[-1]], signal.SIGTERM)  # the one that was told is gone
 
     def _bury(self, child: Child) -> bool:
-        """Plan to start a process again that a signal has killed, or the run left out; return whether that may be."""
+        """Plan to start a process again that a signal has killed, or the run evicted; return whether that may be."""
         if not child.may_return or not self._is_wanted(child):
             return False
         now = time.monotonic()
-        if child.status == LeftOutError.exit_code:  # the network's fault, and each time it took a lease
+        if child.status == EvictedError.exit_code:  # the network's fault, and each time it took a lease
             self._deaths.setdefault(child.name, [])
             self._due[child.name] = now + EVICTED_WAIT_S
             self._screen.say(f"{child.name} {child.fate}; it is started again in {EVICTED_WAIT_S:g} s")
@@ -183,8 +183,8 @@ class Supervisor:
         """Whether there is anything left to do for a process that would be started again."""
         if self._step is not None:
             return self._step.is_clean and child.command.is_server
-        left_out = child.status == LeftOutError.exit_code  # it is told then that the run is over
-        return left_out or child.command.is_server or not self._is_over
+        evicted = child.status == EvictedError.exit_code  # it is told then that the run is over
+        return evicted or child.command.is_server or not self._is_over
 
     @property
     def _is_over(self) -> bool:

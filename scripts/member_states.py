@@ -1,10 +1,10 @@
-"""Writes the table of a worker's phases into docs/design.md: ``python scripts/phases.py [PAGE]``."""
+"""Writes the table of a worker's phases into docs/design.md: ``python scripts/member_states.py [PAGE]``."""
 
 import re
 import sys
 from pathlib import Path
 
-from lsgd.server.phases import table
+from lsgd.server.member_states import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "design.md"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.server.phases import TRANSITIONS, Phase, table
+from lsgd.server.member_states import TRANSITIONS, MemberState, table
 from lsgd.server.roster import Member, Roster
 
 from .helpers import greeting
@@ -14,32 +14,34 @@ from .helpers import greeting
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("before", Phase)
-@pytest.mark.parametrize("after", Phase)
-def test_a_member_moves_as_the_table_says_and_in_no_other_way(before: Phase, after: Phase) -> None:
+@pytest.mark.parametrize("before", MemberState)
+@pytest.mark.parametrize("after", MemberState)
+def test_a_member_moves_as_the_table_says_and_in_no_other_way(
+    before: MemberState, after: MemberState
+) -> None:
     member = Member(greeting(0, 0), 0.0, before)
     roster = Roster([member])
-    if after is before or after in {follower for phase, follower, _ in TRANSITIONS if phase is before}:
+    if after is before or after in {follower for state, follower, _ in TRANSITIONS if state is before}:
         roster.move(member, after)
-        assert member.phase is after
+        assert member.state is after
     else:
         with pytest.raises(RuntimeError, match=f"is {before.name}, and cannot become {after.name}"):
             roster.move(member, after)
-        assert member.phase is before
+        assert member.state is before
     roster.check()
 
 
 def test_every_phase_but_the_first_follows_another() -> None:
-    assert {before for before, _, _ in TRANSITIONS} == set(Phase)
-    assert {after for _, after, _ in TRANSITIONS} == set(Phase) - {Phase.JOINED}
+    assert {before for before, _, _ in TRANSITIONS} == set(MemberState)
+    assert {after for _, after, _ in TRANSITIONS} == set(MemberState) - {MemberState.JOINED}
 
 
 def test_the_page_has_the_table() -> None:
-    assert table() in (ROOT / "docs/design.md").read_text(), "make it anew: python scripts/phases.py"
+    assert table() in (ROOT / "docs/design.md").read_text(), "make it anew: python scripts/member_states.py"
 
 
 def test_the_script_makes_it_anew(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{table().replace('| BUSY | yes |', '| BUSY | no |')}\nafter\n")
-    subprocess.run([sys.executable, ROOT / "scripts/phases.py", page], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, ROOT / "scripts/member_states.py", page], check=True, cwd=ROOT)
     assert page.read_text() == f"before\n\n{table()}\nafter\n"
