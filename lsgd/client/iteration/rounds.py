@@ -120,9 +120,8 @@ class Rounds:
         """
         order, snapshot = self.entrance.whole(order), None
         if redo and self.active is not None and self.active.order.count == order.count:
-            snapshot = (
-                self.active.snapshot
-            )  # in the middle of an iteration, that of its first round is what there is
+            # In the middle of an iteration there is only the snapshot of its first round.
+            snapshot = self.active.snapshot
         active = self.active = ActiveRound(order, snapshot)
         with self._tally.spending("exchange"):
             try:
