@@ -12,8 +12,7 @@ export PYTHONDONTWRITEBYTECODE=  # the many processes that tests start read what
 if (($#)) && [[ $1 != --fast ]]; then
     exec "$python" -m pytest "$@"
 fi
-# Many tests wait for others more than they compute: one process more than there are cores keeps the cores busy.
-several=("--numprocesses=$(($(nproc) + 1))" --dist=worksteal)
+several=("--numprocesses=$(nproc)" --dist=worksteal)
 
 "$python" -m ruff check
 "$python" -m ruff format --check

@@ -20,7 +20,7 @@ from lsgd.protocol.sockets import Connector, Poller
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "workers"
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 LIGHT = {"PYTHONPATH": os.pathsep.join([str(HERE / "light"), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
 """Variables of processes that train and compile nothing: they start in half the time (light/sitecustomize.py)."""
 
