@@ -223,7 +223,7 @@ class Worker:
         passes.
 
         Raises:
-            DetachedError: a parameter was replaced since the join.
+            DetachedError: a parameter was replaced, or taken from its optimizer, since the join.
             JoinError: the servers refuse this worker, such as for the data of another one.
             EvictedError: the run goes on without this worker (exit code 76: ``lsgd launch`` starts it again).
             ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).

@@ -107,7 +107,7 @@ class Steps:
     def _has_next(self) -> bool:
         """Have an iteration in hand, with its round carried out; return False if the run has ended."""
         if not self._granted and not self.asking.stopped:
-            self._replica.flat.check()
+            self._replica.check()
             with self.rounds.saving():
                 self._granted = self.asking.next() or self._ask()
             if self._granted and not self._alone and not self._replica.lockstep:

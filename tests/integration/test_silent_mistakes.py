@@ -1,0 +1,97 @@
+"""Mistakes that once ended well, or never: each is said, in a run with real servers."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from lsgd.client import Worker
+from lsgd.errors import DetachedError
+
+BATCH = torch.ones(4, 6)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Loop:
+    """A model, its optimizer, and the steps of a worker in this process."""
+
+    def __init__(self) -> None:
+        self.model = network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.worker = Worker.join(self.model, self.optimizer)
+
+    def backward(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(BATCH).square().mean()
+        loss.backward()
+        return loss
+
+    def train(self, iterations: int) -> None:
+        for _ in range(iterations):
+            assert self.worker.begin_step()
+            self.backward()
+            self.optimizer.step()
+            self.worker.end_step()
+
+
+@pytest.fixture
+def loop(here) -> Iterator[Loop]:
+    made = Loop()
+    with made.worker:
+        yield made
+
+
+def replace_parameter(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(torch.ones(8, 6))
+
+
+def replace_module(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(8, 1)
+
+
+def assign_state(model: nn.Sequential) -> None:
+    model.load_state_dict(network().state_dict(), assign=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace_parameter, "the parameter 0.weight was replaced after Worker.join"),
+        (replace_module, "the parameter 2.weight was replaced after Worker.join"),
+        (assign_state, "the parameter 0.weight was replaced after Worker.join"),
+        (lambda model: model.append(nn.Linear(1, 1)), "the parameter 3.weight was added after Worker.join"),
+        (lambda model: model[0].register_parameter("bias", None), "the parameter 0.bias was removed after"),
+    ],
+)
+def test_another_parameter_object_is_an_error_at_the_next_iteration(loop, change, message) -> None:
+    loop.train(2)
+    change(loop.model)
+    with pytest.raises(DetachedError, match=message):
+        loop.train(2)
+
+
+def test_new_names_for_the_joined_parameters_are_no_error(loop) -> None:
+    loop.train(2)
+    loop.model[0] = nn.Sequential(loop.model[0])
+    loop.train(2)
+    loop.model.append(nn.Tanh())
+    loop.train(2)
+    assert loop.worker.iterations == 6
+
+
+def test_an_optimizer_that_loses_a_parameter_is_an_error(loop) -> None:
+    loop.train(2)
+    loop.optimizer.param_groups[0]["params"] = list(network().parameters())
+    with pytest.raises(DetachedError, match=r"groups have lost the parameter 0\.weight since"):
+        loop.train(2)
+
+
+def test_a_parameter_that_changes_its_group_is_no_error(loop) -> None:
+    head = loop.optimizer.param_groups[0]["params"].pop()
+    loop.optimizer.add_param_group({"params": [head], "lr": 0.01})
+    loop.train(2)
