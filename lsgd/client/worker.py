@@ -265,7 +265,8 @@ class Worker:
             Whether there is a step to make. If not, the run has ended, and the model is the consensus.
 
         Raises:
-            LsgdError: the last step has not been ended, or this worker has left the run; else as :meth:`batches`.
+            LsgdError: the last step has not been ended, no step of 1024 had an optimizer's, or this worker has left
+                the run; else as :meth:`batches`.
         """
         if not self.stopped:
             self._check_open()
@@ -297,8 +298,9 @@ class Worker:
     def no_sync(self) -> Iterator[None]:
         """Only add up gradients: for all micro-batches of an accumulation but the last.
 
-        As with DistributedDataParallel. Methods that exchange models do not need it.
+        As with DistributedDataParallel. Methods that exchange models need it for more than 128 of them only.
         """
+        self._steps.useful = True
         gradients = self._steps.rounds.gradients
         if gradients is None:
             yield

@@ -1,13 +1,16 @@
 """Mistakes that once ended well, or never: each is said, in a run with real servers."""
 
+import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 from lsgd.client import Worker
-from lsgd.errors import DetachedError
+from lsgd.client.iteration.steps import FAIL_AFTER_STEPS, WARN_AFTER_STEPS
+from lsgd.errors import DetachedError, LsgdError
 
 BATCH = torch.ones(4, 6)
 
@@ -95,3 +98,37 @@ def test_a_parameter_that_changes_its_group_is_no_error(loop) -> None:
     head = loop.optimizer.param_groups[0]["params"].pop()
     loop.optimizer.add_param_group({"params": [head], "lr": 0.01})
     loop.train(2)
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["another optimizer", "no step"])
+def test_steps_without_the_joined_optimizer_warn_once_and_then_fail(loop, caplog, other) -> None:
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    steps = 0
+    with (
+        caplog.at_level(logging.WARNING, logger="lsgd"),
+        pytest.raises(LsgdError, match="optimizer that was made after"),
+    ):
+        while loop.worker.begin_step():
+            loop.backward()
+            if other:
+                optimizer.step()
+            loop.worker.end_step()
+            steps += 1
+    assert steps == FAIL_AFTER_STEPS
+    (message,) = caplog.messages
+    assert f" {WARN_AFTER_STEPS} steps without a step of the optimizer" in message
+
+
+@pytest.mark.parametrize(("micro_batches", "marked"), [(64, False), (FAIL_AFTER_STEPS + 1, True)])
+def test_accumulation_is_no_mistake(loop, caplog, micro_batches, marked) -> None:
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        for number in range(2 * micro_batches):
+            assert loop.worker.begin_step()
+            last = number % micro_batches == micro_batches - 1
+            with loop.worker.no_sync() if marked and not last else nullcontext():
+                loop.model(BATCH).mean().backward()
+            if last:
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            loop.worker.end_step()
+    assert loop.worker.iterations == 2 and not caplog.messages

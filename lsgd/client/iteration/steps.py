@@ -18,6 +18,14 @@ logger = logging.getLogger("lsgd")
 OFFLINE_AFTER_S = 3.0
 """How long the servers are silent before a worker goes on without them, where the plan lets it, in seconds."""
 
+WARN_AFTER_STEPS = 128
+"""After so many steps in a row without an optimizer's, a worker warns; not counted are those with no_sync().
+
+GradScaler skips about twenty at its start, and gradient accumulation rarely has more micro-batches than this."""
+
+FAIL_AFTER_STEPS = 1024
+"""After so many, it ends: it would make no iteration for ever, and not hear of the end of the run."""
+
 
 class Steps:
     """The steps of one worker. A step in which an optimizer stepped is an iteration; another keeps what was granted.
@@ -31,6 +39,7 @@ class Steps:
         tally: what it has done.
         asking: its requests.
         rounds: its part in them.
+        useful: in this step an optimizer was called, or gradients were added up in ``no_sync()``.
     """
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
@@ -42,6 +51,9 @@ class Steps:
         self._granted = False  # an iteration may be made that has not been made yet
         self._begun = False
         self._stepped = False
+        self.useful = False
+        self._idle = 0  # steps in a row that were not
+        self._warned = False
         self._paused = False  # since the last iteration was granted
         self._alone = 0  # iterations made since the servers fell silent
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in replica.optimizers]
@@ -53,6 +65,8 @@ class Steps:
             raise LsgdError(
                 f"{self._name}: begin_step() again before end_step(); end each step, also one without optimizer.step()"
             )
+        self._check_optimizers()
+        self.useful = False
         self._begun = self._has_next()
         self.rounds.arm(begun=self._begun)
         if self._begun:
@@ -70,6 +84,7 @@ class Steps:
     def close_step(self) -> None:
         """End the step, if one has begun, and ask for no other."""
         self._count()
+        self._idle += self._begun and not self.useful
         self._begun = False
 
     def pause(self) -> None:
@@ -101,6 +116,22 @@ class Steps:
             # A step was skipped whose gradients were exchanged: the next one needs a round.
             self._granted = False
         self._stepped = False
+
+    def _check_optimizers(self) -> None:
+        """Warn, and later fail, if steps are made without the optimizers that were joined."""
+        if self._idle < WARN_AFTER_STEPS:
+            return
+        message = (
+            f"{self._name}: {self._idle} steps without a step of the optimizer that was joined, and so "
+            f"{self.tally.done} iterations: optimizer.step() is missing, or of an optimizer that was made after "
+            f"Worker.join; or GradScaler skips every step, because gradients are not finite; or the loop evaluates, "
+            f"which belongs into worker.pause(). An accumulation of so many micro-batches belongs into worker.no_sync()"
+        )
+        if self._idle >= FAIL_AFTER_STEPS:
+            raise LsgdError(message)
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s; at %d steps this is an error", message, FAIL_AFTER_STEPS)
 
     # -- the next iteration ------------------------------------------------------------------------------------
 
@@ -150,6 +181,7 @@ class Steps:
         self.rounds.before_step()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.useful, self._idle = True, 0
         active = self.rounds.active
         # A fused optimizer is stepped by GradScaler in any case, and skips the step itself where this tensor says so.
         found_inf = getattr(optimizer, "found_inf", None)
