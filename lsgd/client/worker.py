@@ -291,7 +291,7 @@ class Worker:
         return self._steps.end()
 
     def report(self, loss: Tensor | float) -> None:
-        """Take in the loss of a batch: the mean of the last ones elects leaders. Never waits for a GPU."""
+        """Take in the loss of a batch: the lowest mean of the last ones elects leaders. Never waits for a GPU."""
         self._steps.tally.losses.add(loss)
 
     @contextmanager

@@ -132,3 +132,16 @@ def test_accumulation_is_no_mistake(loop, caplog, micro_batches, marked) -> None
                 loop.optimizer.zero_grad()
             loop.worker.end_step()
     assert loop.worker.iterations == 2 and not caplog.messages
+
+
+@pytest.mark.parametrize(("algorithm", "warns"), [("leader", True), ("local", False)])
+def test_losses_that_elect_nobody_are_said_once(cluster, algorithm, warns) -> None:
+    periods = ["--local-period", "4"] if algorithm == "leader" else []
+    cluster.start("--workers", "2", "--iterations", "60", "--algorithm", algorithm, "--period", "4", *periods)
+    workers = [
+        cluster.worker("mistakes", 0, index, f"--loss={loss}") for index, loss in enumerate(("none", "nan"))
+    ]
+    outputs = [worker.succeeds() for worker in workers]
+    for index, trouble in enumerate(("has reported no loss", r"are not finite (mean nan)")):
+        assert outputs[index].count(trouble) == warns
+        assert outputs[index].count("call worker.report(loss) after each step") == warns

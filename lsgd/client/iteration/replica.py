@@ -62,6 +62,11 @@ class Replica:
         """Whether every iteration is a round."""
         return self.algorithm.settings.schedule().lockstep
 
+    @property
+    def elects(self) -> bool:
+        """Whether the worker with the lowest loss gives others something of its model."""
+        return self.algorithm.settings.elects or "leader" in (self.run.consensus, self.run.buffers)
+
     def check(self) -> None:
         """Check that the model and the optimizers still have the parameters that were joined.
 
