@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from lsgd.client import Worker
 from lsgd.client.iteration.steps import FAIL_AFTER_STEPS, WARN_AFTER_STEPS
-from lsgd.errors import DetachedError, LsgdError
+from lsgd.errors import ConfigError, DetachedError, LsgdError
 
 BATCH = torch.ones(4, 6)
 
@@ -132,6 +133,52 @@ def test_accumulation_is_no_mistake(loop, caplog, micro_batches, marked) -> None
                 loop.optimizer.zero_grad()
             loop.worker.end_step()
     assert loop.worker.iterations == 2 and not caplog.messages
+
+
+class Wrapped(torch.optim.Optimizer):
+    """Is an optimizer by its class only, and steps another."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    "wrap", [Wrapped, lambda o: SimpleNamespace(optimizer=Wrapped(o)), lambda o: [Wrapped(o)]]
+)
+def test_a_wrapped_optimizer_is_joined(here, wrap) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Worker.join(model, wrap(optimizer)) as worker:
+        for _ in range(3):
+            assert worker.begin_step()
+            model(BATCH).mean().backward()
+            Wrapped(optimizer).step()
+            worker.end_step()
+        assert worker.iterations == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda model: SimpleNamespace(optimizer="sgd"), r"not a types\.SimpleNamespace; pass"),
+        (lambda model: model.parameters(), r"not a torch\.nn\.parameter\.Parameter"),
+        (lambda model: None, r"not a builtins\.NoneType"),
+        (lambda model: [], "was given no optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_before_the_join(here, given, message) -> None:
+    joined = here.processes[0].output.count("joins from")
+    model = network()
+    with pytest.raises(ConfigError, match=message):
+        Worker.join(model, given(model))
+    assert here.processes[0].output.count("joins from") == joined
 
 
 @pytest.mark.parametrize(("algorithm", "warns"), [("leader", True), ("local", False)])
