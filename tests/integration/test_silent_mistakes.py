@@ -135,6 +135,54 @@ def test_accumulation_is_no_mistake(loop, caplog, micro_batches, marked) -> None
     assert loop.worker.iterations == 2 and not caplog.messages
 
 
+@pytest.fixture
+def exchanging(cluster, monkeypatch) -> nn.Sequential:
+    """A model to join with, in a run that exchanges gradients."""
+    cluster.start("--workers", "1", "--algorithm", "allreduce")
+    monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+    monkeypatch.setenv("LSGD_LOCAL_RANK", "0")
+    return network()
+
+
+def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer):
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(BATCH).square().mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_gradients_are_exchanged_in_the_closure_of_a_step(exchanging, named) -> None:
+    optimizer = torch.optim.LBFGS(exchanging.parameters(), lr=0.1, max_iter=1)
+    closure = closure_of(exchanging, optimizer)
+    losses = []
+    with Worker.join(exchanging, optimizer) as worker:
+        for _ in range(5):
+            assert worker.begin_step()
+            losses.append((optimizer.step(closure=closure) if named else optimizer.step(closure)).item())
+            worker.end_step()
+        assert worker.iterations == 5
+        assert worker.status()["rounds_global"] == 6  # and that of the next iteration
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("max_iter", "closure", "message"),
+    [
+        (4, None, r"LBFGS evaluates its closure again in one step; .* max_iter=1"),
+        (1, lambda: 0.0, "no backward pass ran in this"),
+    ],
+)
+def test_a_closure_that_cannot_be_exchanged_is_an_error(exchanging, max_iter, closure, message) -> None:
+    optimizer = torch.optim.LBFGS(exchanging.parameters(), max_iter=max_iter)
+    with pytest.raises(LsgdError, match=message), Worker.join(exchanging, optimizer) as worker:
+        assert worker.begin_step()
+        optimizer.step(closure or closure_of(exchanging, optimizer))
+
+
 class Wrapped(torch.optim.Optimizer):
     """Is an optimizer by its class only, and steps another."""
 

@@ -1,6 +1,7 @@
 """The steps of a worker: each is begun with an iteration in hand, and its end gets the next one."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -172,13 +173,42 @@ class Steps:
 
     # -- the optimizers' hooks ---------------------------------------------------------------------------------
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """See the round through; return the step's arguments with another closure, if the pass is made in there."""
         if self._paused:
             raise LsgdError(
                 f"{self._name}: optimizer.step() after worker.pause() in the same step: the pause has ended this "
                 f"iteration, or given it back to the run; pause after the step, or between two loops"
             )
-        self.rounds.before_step()
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if closure is None or self.rounds.gradients is None:
+            self.rounds.before_step()
+            return None
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, self._evaluated_once(optimizer, closure), *args[2:]), others
+
+    def _evaluated_once(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Return a closure whose backward pass exchanges its gradients; the number of passes is the same on all."""
+        evaluated = False
+
+        def evaluate() -> Any:
+            nonlocal evaluated
+            if evaluated:
+                raise LsgdError(
+                    f"{self._name}: {type(optimizer).__name__} evaluates its closure again in one step; gradients are "
+                    f"exchanged once a step, because each worker's own loss would say how often. Let it evaluate once "
+                    f"(LBFGS: max_iter=1), or choose an algorithm that exchanges models, such as leader"
+                )
+            evaluated = True
+            loss = closure()
+            self.rounds.before_step()
+            return loss
+
+        return evaluate
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.useful, self._idle = True, 0
