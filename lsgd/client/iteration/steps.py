@@ -183,7 +183,7 @@ class Steps:
                 f"iteration, or given it back to the run; pause after the step, or between two loops"
             )
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-        if closure is None or self.rounds.gradients is None:
+        if not callable(closure) or self.rounds.gradients is None:
             self.rounds.before_step()
             return None
         others = {name: value for name, value in kwargs.items() if name != "closure"}
