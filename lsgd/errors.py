@@ -70,4 +70,4 @@ class NonFiniteError(LsgdError):
 
 
 class DetachedError(LsgdError):
-    """A parameter is no longer in the flat buffer that is exchanged, for example after ``model.to(...)``."""
+    """A parameter is not the one that was joined, or is no longer in the flat buffer that is exchanged."""

@@ -62,6 +62,9 @@ class AlgorithmSettings:
     name: ClassVar[str]
     summary: ClassVar[str]
 
+    elects: ClassVar[bool] = False
+    """Whether the worker with the lowest loss gives others its model."""
+
     def schedule(self) -> Schedule:
         """Return when the algorithm needs rounds."""
         raise NotImplementedError

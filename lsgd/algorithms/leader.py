@@ -30,6 +30,7 @@ class LeaderSettings(AlgorithmSettings):
 
     name: ClassVar[str] = "leader"
     summary: ClassVar[str] = "Leader SGD (arXiv 1905.10395)"
+    elects: ClassVar[bool] = True
 
     period: int = setting(
         64, "iterations of a worker, on average, between global rounds", low=1, high=1 << 30

@@ -18,7 +18,7 @@ from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS
 from lsgd.client.control.identity import identify
-from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, check_optimizers, join_run, log_to_stderr
+from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.steps import Steps
 from lsgd.client.iteration.tally import Timings
@@ -95,7 +95,7 @@ class Worker:
 
         Args:
             model: any module with dense floating-point parameters; those that require gradients are exchanged.
-            optimizer: the optimizer of these parameters, or a list of them.
+            optimizer: the optimizer of these parameters, a wrapper with it as ``.optimizer``, or a list of them.
             timeout_s: longest to wait for the other workers.
             checkpoint_dir: folder for this run's checkpoints; None: ``checkpoints`` in :attr:`run_dir`, or none are
                 written where there is no such folder.
@@ -110,8 +110,7 @@ class Worker:
             ConfigError: the model, an optimizer, a variable or a checkpoint cannot be used.
         """
         log_to_stderr()
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        check_optimizers(model, optimizers)
+        optimizers = torch_optimizers(model, optimizer)
         identity = identify()
         flat = FlatParameters(model)
         if checkpoint_dir is None and identity.run_dir is not None:
@@ -223,7 +222,7 @@ class Worker:
         passes.
 
         Raises:
-            DetachedError: a parameter was replaced since the join.
+            DetachedError: a parameter was replaced, or taken from its optimizer, since the join.
             JoinError: the servers refuse this worker, such as for the data of another one.
             EvictedError: the run goes on without this worker (exit code 76: ``lsgd launch`` starts it again).
             ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).
@@ -265,7 +264,7 @@ class Worker:
             Whether there is a step to make. If not, the run has ended, and the model is the consensus.
 
         Raises:
-            LsgdError: the last step has not been ended, or this worker has left the run; else as :meth:`batches`.
+            LsgdError: the last step has not been ended, no optimizer steps, or it has left; else as :meth:`batches`.
         """
         if not self.stopped:
             self._check_open()
@@ -290,15 +289,16 @@ class Worker:
         return self._steps.end()
 
     def report(self, loss: Tensor | float) -> None:
-        """Take in the loss of a batch: the mean of the last ones elects leaders. Never waits for a GPU."""
+        """Take in the loss of a batch: the lowest mean of the last ones elects leaders. Never waits for a GPU."""
         self._steps.tally.losses.add(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only add up gradients: for all micro-batches of an accumulation but the last.
 
-        As with DistributedDataParallel. Methods that exchange models do not need it.
+        As with DistributedDataParallel. Methods that exchange models need it for more than 128 of them only.
         """
+        self._steps.useful = True
         gradients = self._steps.rounds.gradients
         if gradients is None:
             yield

@@ -374,7 +374,7 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Co
 
 
 def announce(address: str, plan: Plan, keys: Path | None) -> None:
-    """Print what the server listens on, who may connect, and how to join it."""
+    """Print what the server listens on, who may connect, how to join it, and how to end a run without an end."""
     listens_on = address
     for wildcard in ("//0.0.0.0:", "//[::]:"):
         address = address.replace(wildcard, "//ADDRESS-OF-THIS-MACHINE:")
@@ -384,3 +384,8 @@ def announce(address: str, plan: Plan, keys: Path | None) -> None:
         f"lsgd {__version__} global server on {listens_on}, {plan.algorithm.name}, waits for {waits}; "
         f"join from each machine with: lsgd-server --local --node N --connect {address}{token}"
     )
+    if not (plan.run.iterations or plan.run.seconds):
+        say(
+            f"this run has no end: its plan has neither iterations nor seconds; end it with: lsgd stop --connect "
+            f"{address}, or give it an end: lsgd set --connect {address} iterations=N (of all workers together)"
+        )

@@ -1,5 +1,6 @@
 """What the coordinator remembers of its rounds, for status, result files and curves."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +49,10 @@ def line(entry: Election, *, final: bool) -> Reason:
     """Return the line that tells people of a round."""
     where = f" of node{entry.node}" if entry.scope == "local" else " makes the consensus" if final else ""
     loss = entry.losses[entry.worker]
-    known = "no loss yet" if loss is None else f"loss {loss:.4g}"
+    if loss is not None and not math.isfinite(loss):
+        known = "nobody has a finite loss, so the first in rank order"
+    else:
+        known = "no loss yet" if loss is None else f"loss {loss:.4g}"
     return Why.ROUND(
         scope=entry.scope, id=entry.round, where=where, worker=entry.worker, loss=known, count=entry.count
     )

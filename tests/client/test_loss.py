@@ -31,6 +31,15 @@ def test_a_loss_that_is_no_number_makes_the_mean_none_until_it_is_out_of_the_win
     assert window.mean() == 3.0
 
 
+def test_a_window_says_why_it_elects_nobody() -> None:
+    window = LossWindow(2)
+    assert window.trouble() == "has reported no loss"
+    window.add(1.0)
+    assert window.trouble() == ""
+    window.add(math.inf)
+    assert window.trouble() == "has reported losses that are not finite (mean inf)"
+
+
 def test_a_loss_of_several_numbers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"one number, not a tensor of \(3,\)"):
         LossWindow(2).add(torch.ones(3))

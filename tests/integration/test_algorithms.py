@@ -110,9 +110,16 @@ def test_gradient_methods_keep_models_identical_whatever_model_and_loop_are(clus
     assert len({result["final"] for result in results}) == 1
 
 
-@pytest.mark.parametrize(("algorithm", "scaled"), [("qsgd", True), ("bytegrad", False), ("allreduce", True)])
-def test_one_infinite_gradient_skips_the_step_on_all_and_counts_nothing(cluster, algorithm, scaled) -> None:
-    flags = {"scaler": True} if scaled else {}
+@pytest.mark.parametrize(
+    ("algorithm", "flags"),
+    [
+        ("qsgd", {"scaler": True}),
+        ("bytegrad", {}),
+        ("allreduce", {"scaler": True}),
+        ("allreduce", {"closure": True, "micro_batches": 2}),
+    ],
+)
+def test_one_infinite_gradient_skips_the_step_on_all_and_counts_nothing(cluster, algorithm, flags) -> None:
     arguments = ("--workers", "2", "--iterations", "40", "--algorithm", algorithm)
     server, locals_ = cluster.start(*arguments, nodes=2)
     good = cluster.worker("steps", 0, 0, *as_flags(flags))
@@ -125,7 +132,7 @@ def test_one_infinite_gradient_skips_the_step_on_all_and_counts_nothing(cluster,
         assert len(bits) == 21
         assert bits[4] == bits[5]  # nothing changed in turn 5
         assert len(set(bits)) == 20
-        assert result["scale"] == (4.0 if scaled else None)
+        assert result["scale"] == (4.0 if "scaler" in flags else None)
     assert digests(results[0]) == digests(results[1])
     assert results[0]["status"]["count"] == 40
 

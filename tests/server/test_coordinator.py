@@ -512,6 +512,8 @@ def test_the_lowest_finite_loss_leads(losses: tuple[float | None, ...], leader: 
     assert bench.round(*places).leader == leader
     assert bench.member(places[leader]).times_leader == 1 + (leader == 0)
     assert bench.book.elections[-1].worker == f"node0/worker{leader}"
+    of_none = losses[leader] is not None and not math.isfinite(losses[leader])
+    assert ("nobody has a finite loss, so the first in rank order" in bench.notes[-1]) is of_none
 
 
 def test_history_of_a_large_run_is_bounded() -> None:

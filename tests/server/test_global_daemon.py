@@ -89,6 +89,16 @@ def test_it_says_where_it_listens_and_how_to_join_it(cluster) -> None:
     assert cluster.status()["reason"] == "0 of 3 workers have joined"
 
 
+@pytest.mark.parametrize("end", [(), ("--iterations", "5"), ("--seconds", "5")])
+def test_a_run_without_an_end_says_what_ends_it(cluster, end) -> None:
+    server = cluster.start_global(*end)
+    cluster.status()  # all that is said at the start has been said
+    server.send(signal.SIGTERM)
+    output = server.succeeds()
+    said = f"end it with: lsgd stop --connect {cluster.address}, or give it an end: lsgd set --connect"
+    assert (said in output) is not bool(end)
+
+
 def test_a_server_for_every_interface_tells_others_to_write_its_address(cluster) -> None:
     server = cluster.server("global", "--global", "--listen", "tcp://0.0.0.0:0", "--insecure")
     assert "--connect tcp://ADDRESS-OF-THIS-MACHINE:" in server.says("global server on .*")[0]

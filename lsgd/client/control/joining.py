@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -112,8 +112,18 @@ def join_run(
     return Membership(identity, device, channel, join, welcome, plan)
 
 
-def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError if an optimizer has a parameter that is not the model's."""
+def torch_optimizers(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that a worker was given: one or several, each perhaps inside wrappers.
+
+    Raises:
+        ConfigError: there is none, one is something else, or has a parameter that is not the model's.
+    """
+    several = isinstance(given, Iterable) and not hasattr(given, "optimizer")
+    optimizers = [_unwrapped(x) for x in (given if several else [given])]
+    if not optimizers:
+        raise ConfigError(
+            "Worker.join was given no optimizer, so nothing would be trained; pass a list of one or more"
+        )
     known = {id(p) for p in model.parameters()}
     for optimizer in optimizers:
         groups: list[dict[str, Any]] = optimizer.param_groups
@@ -122,6 +132,21 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
                 f"{type(optimizer).__name__} has a parameter that is not the model's, so that it would not be "
                 f"exchanged; pass the whole model, and make the optimizer after model.to(...)"
             )
+    return optimizers
+
+
+def _unwrapped(given: Any) -> torch.optim.Optimizer:
+    """Return the innermost optimizer: the one that steps, as wrappers keep it in an attribute of this name."""
+    inner = given
+    while (held := getattr(inner, "optimizer", None)) is not None:
+        inner = held
+    if not isinstance(inner, torch.optim.Optimizer):
+        kind = type(given)
+        raise ConfigError(
+            f"Worker.join takes a torch.optim.Optimizer, or a wrapper with one in its attribute `optimizer`, and not a "
+            f"{kind.__module__}.{kind.__qualname__}; pass the optimizer of torch that it steps"
+        )
+    return inner
 
 
 class _Stderr(logging.StreamHandler[TextIO]):

@@ -1,5 +1,6 @@
 """The loss that elects leaders: the mean of the last batches', read without stalling a GPU."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -63,6 +64,13 @@ class LossWindow:
             arrived.synchronize()
             self._values.append(float(host))
         return sum(self._values) / len(self._values) if self._values else None
+
+    def trouble(self) -> str:
+        """Return in words why the mean elects nobody; an empty text: it can."""
+        mean = self.mean()
+        if mean is None:
+            return "" if self._pending else "has reported no loss"
+        return "" if math.isfinite(mean) else f"has reported losses that are not finite (mean {mean:g})"
 
 
 def _is_there(event: torch.cuda.Event) -> bool:

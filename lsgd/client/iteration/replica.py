@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lsgd.algorithms.base import clones
 from lsgd.client.checkpoint.finite import FiniteCheck
 from lsgd.client.control.joining import Membership
+from lsgd.errors import DetachedError
 from lsgd.flat import FlatParameters
 from lsgd.plan.plan import algorithm_of
 from lsgd.settings import AlgorithmSettings, same_form
@@ -51,6 +52,7 @@ class Replica:
         self.algorithm = membership.plan.algorithm.create(flat.buffers, membership.welcome.run)
         self.consensus_distance: float | None = None
         self.leader_model: list[Tensor] = []
+        self._stepped = self._in_groups()
         self._run_id = membership.welcome.run
         self._resumed = resumed
         self._text = ""
@@ -59,6 +61,29 @@ class Replica:
     def lockstep(self) -> bool:
         """Whether every iteration is a round."""
         return self.algorithm.settings.schedule().lockstep
+
+    @property
+    def elects(self) -> bool:
+        """Whether the worker with the lowest loss gives others something of its model."""
+        return self.algorithm.settings.elects or "leader" in (self.run.consensus, self.run.buffers)
+
+    def check(self) -> None:
+        """Check that the model and the optimizers still have the parameters that were joined.
+
+        Raises:
+            DetachedError: not so; the training of one would not be exchanged.
+        """
+        self.flat.check()
+        if lost := self._stepped - self._in_groups():
+            name = next((s.name for s in self.flat.slots if id(s.parameter) in lost), "a frozen one")
+            raise DetachedError(
+                f"the optimizers' parameter groups have lost the parameter {name} since Worker.join, so it is not "
+                f"trained; change param_groups before the join"
+            )
+
+    def _in_groups(self) -> set[int]:
+        """Return the identities of the optimizers' parameters."""
+        return {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
 
     def take_up(self, text: str) -> bool:
         """Take up a round's algorithm and settings; return whether it is of another kind and begins anew."""

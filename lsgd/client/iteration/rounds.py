@@ -73,6 +73,7 @@ class Rounds:
         self._asking = asking
         self._count = 0  # of the run's iterations, as of the last global round
         self._served: Algorithm | None = None  # that which ``gradients`` is for
+        self._warned = False  # of its losses
 
     @property
     def pending(self) -> bool:
@@ -137,6 +138,7 @@ class Rounds:
                 self._serve(self._replica.algorithm)
                 members = order.generation.members
                 self.rank, self.world_size = members.index(self._who[0]), len(members)
+                self._check_losses()
                 if order.final or not self._replica.algorithm.spans_backward:
                     self._commit()
                 elif redo and self.gradients is not None:
@@ -147,6 +149,19 @@ class Rounds:
             except ExchangeError as error:
                 self.drop(str(error), error.broken if isinstance(error, BrokenLinksError) else ())
                 raise
+
+    def _check_losses(self) -> None:
+        """Warn once if the lowest loss decides, and this worker has trained without one."""
+        if self._warned or not self._tally.done or self.world_size == 1 or not self._replica.elects:
+            return
+        if trouble := self._tally.losses.trouble():
+            self._warned = True
+            logger.warning(
+                "%s %s; the lowest loss elects leaders, so it leads only where no worker has a finite loss: then the "
+                "first in rank order does; call worker.report(loss) after each step, and lower the learning rate if "
+                "the loss is not finite",
+                *(self._who[0], trouble),
+            )
 
     def arm(self, *, begun: bool) -> None:
         """Let the backward passes of a step that has begun exchange gradients, and none between two steps."""

@@ -1,6 +1,7 @@
 """The steps of a worker: each is begun with an iteration in hand, and its end gets the next one."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ logger = logging.getLogger("lsgd")
 OFFLINE_AFTER_S = 3.0
 """How long the servers are silent before a worker goes on without them, where the plan lets it, in seconds."""
 
+WARN_AFTER_STEPS = 128
+"""After so many steps in a row without an optimizer's, a worker warns; not counted are those with no_sync().
+
+GradScaler skips about twenty at its start, and gradient accumulation rarely has more micro-batches than this."""
+
+FAIL_AFTER_STEPS = 1024
+"""After so many, it ends: it would make no iteration for ever, and not hear of the end of the run."""
+
 
 class Steps:
     """The steps of one worker. A step in which an optimizer stepped is an iteration; another keeps what was granted.
@@ -31,6 +40,7 @@ class Steps:
         tally: what it has done.
         asking: its requests.
         rounds: its part in them.
+        useful: in this step an optimizer was called, or gradients were added up in ``no_sync()``.
     """
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
@@ -42,6 +52,9 @@ class Steps:
         self._granted = False  # an iteration may be made that has not been made yet
         self._begun = False
         self._stepped = False
+        self.useful = False
+        self._idle = 0  # steps in a row that were not
+        self._warned = False
         self._paused = False  # since the last iteration was granted
         self._alone = 0  # iterations made since the servers fell silent
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in replica.optimizers]
@@ -53,6 +66,8 @@ class Steps:
             raise LsgdError(
                 f"{self._name}: begin_step() again before end_step(); end each step, also one without optimizer.step()"
             )
+        self._check_optimizers()
+        self.useful = False
         self._begun = self._has_next()
         self.rounds.arm(begun=self._begun)
         if self._begun:
@@ -70,6 +85,7 @@ class Steps:
     def close_step(self) -> None:
         """End the step, if one has begun, and ask for no other."""
         self._count()
+        self._idle += self._begun and not self.useful
         self._begun = False
 
     def pause(self) -> None:
@@ -102,12 +118,28 @@ class Steps:
             self._granted = False
         self._stepped = False
 
+    def _check_optimizers(self) -> None:
+        """Warn, and later fail, if steps are made without the optimizers that were joined."""
+        if self._idle < WARN_AFTER_STEPS:
+            return
+        message = (
+            f"{self._name}: {self._idle} steps without a step of the optimizer that was joined, and so "
+            f"{self.tally.done} iterations: optimizer.step() is missing, or of an optimizer that was made after "
+            f"Worker.join; or GradScaler skips every step, because gradients are not finite; or the loop evaluates, "
+            f"which belongs into worker.pause(). An accumulation of so many micro-batches belongs into worker.no_sync()"
+        )
+        if self._idle >= FAIL_AFTER_STEPS:
+            raise LsgdError(message)
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s; at %d steps this is an error", message, FAIL_AFTER_STEPS)
+
     # -- the next iteration ------------------------------------------------------------------------------------
 
     def _has_next(self) -> bool:
         """Have an iteration in hand, with its round carried out; return False if the run has ended."""
         if not self._granted and not self.asking.stopped:
-            self._replica.flat.check()
+            self._replica.check()
             with self.rounds.saving():
                 self._granted = self.asking.next() or self._ask()
             if self._granted and not self._alone and not self._replica.lockstep:
@@ -141,15 +173,45 @@ class Steps:
 
     # -- the optimizers' hooks ---------------------------------------------------------------------------------
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """See the round through; return the step's arguments with another closure, if the pass is made in there."""
         if self._paused:
             raise LsgdError(
                 f"{self._name}: optimizer.step() after worker.pause() in the same step: the pause has ended this "
                 f"iteration, or given it back to the run; pause after the step, or between two loops"
             )
-        self.rounds.before_step()
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if not callable(closure) or self.rounds.gradients is None:
+            self.rounds.before_step()
+            return None
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, self._evaluated_once(optimizer, closure), *args[2:]), others
+
+    def _evaluated_once(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Return a closure whose backward pass exchanges its gradients; the number of passes is the same on all."""
+        evaluated = False
+
+        def evaluate() -> Any:
+            nonlocal evaluated
+            if evaluated:
+                raise LsgdError(
+                    f"{self._name}: {type(optimizer).__name__} evaluates its closure again in one step; gradients are "
+                    f"exchanged once a step, because each worker's own loss would say how often. Let it evaluate once "
+                    f"(LBFGS: max_iter=1), or choose an algorithm that exchanges models, such as leader"
+                )
+            evaluated = True
+            loss = closure()
+            self.rounds.before_step()
+            return loss
+
+        return evaluate
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.useful, self._idle = True, 0
         active = self.rounds.active
         # A fused optimizer is stepped by GradScaler in any case, and skips the step itself where this tensor says so.
         found_inf = getattr(optimizer, "found_inf", None)

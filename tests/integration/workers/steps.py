@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ parser.add_argument("--low", action="store_true", help="a layer in bfloat16 and 
 parser.add_argument("--unused", action="store_true", help="a parameter that nobody, and one that rank 0 uses")
 parser.add_argument("--micro-batches", type=int, default=1, help="in a step")
 parser.add_argument("--scaler", action="store_true", help="step by GradScaler")
+parser.add_argument("--closure", action="store_true", help="compute gradients in a closure of the step")
 parser.add_argument("--overflow-at", type=int, default=0, help="gradients are infinite in this turn")
 parser.add_argument("--die-at", type=int, default=0, help="kill -9 in this turn")
 parser.add_argument("--die-in", choices=("forward", "backward"), default="backward")
@@ -95,9 +97,13 @@ with Worker.join(model, optimizer) as worker:
                 die()
             optimizer.zero_grad()
             chunks = (z.chunk(options.micro_batches) for z in (x, y))
-            loss = gradients(worker, list(zip(*chunks, strict=True)))
-            scaler.step(optimizer)
-            scaler.update()
+            micro_batches = list(zip(*chunks, strict=True))
+            if options.closure:
+                loss = optimizer.step(partial(gradients, worker, micro_batches))
+            else:
+                loss = gradients(worker, micro_batches)
+                scaler.step(optimizer)
+                scaler.update()
             worker.report(loss)
             time.sleep(options.sleep)
     status = worker.status()

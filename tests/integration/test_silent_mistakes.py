@@ -1,0 +1,242 @@
+"""Mistakes that once ended well, or never: each is said, in a run with real servers."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lsgd.client import Worker
+from lsgd.client.iteration.steps import FAIL_AFTER_STEPS, WARN_AFTER_STEPS
+from lsgd.errors import ConfigError, DetachedError, LsgdError
+
+BATCH = torch.ones(4, 6)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Loop:
+    """A model, its optimizer, and the steps of a worker in this process."""
+
+    def __init__(self) -> None:
+        self.model = network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.worker = Worker.join(self.model, self.optimizer)
+
+    def backward(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(BATCH).square().mean()
+        loss.backward()
+        return loss
+
+    def train(self, iterations: int) -> None:
+        for _ in range(iterations):
+            assert self.worker.begin_step()
+            self.backward()
+            self.optimizer.step()
+            self.worker.end_step()
+
+
+@pytest.fixture
+def loop(here) -> Iterator[Loop]:
+    made = Loop()
+    with made.worker:
+        yield made
+
+
+def replace_parameter(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(torch.ones(8, 6))
+
+
+def replace_module(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(8, 1)
+
+
+def assign_state(model: nn.Sequential) -> None:
+    model.load_state_dict(network().state_dict(), assign=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace_parameter, "the parameter 0.weight was replaced after Worker.join"),
+        (replace_module, "the parameter 2.weight was replaced after Worker.join"),
+        (assign_state, "the parameter 0.weight was replaced after Worker.join"),
+        (lambda model: model.append(nn.Linear(1, 1)), "the parameter 3.weight was added after Worker.join"),
+        (lambda model: model[0].register_parameter("bias", None), "the parameter 0.bias was removed after"),
+    ],
+)
+def test_another_parameter_object_is_an_error_at_the_next_iteration(loop, change, message) -> None:
+    loop.train(2)
+    change(loop.model)
+    with pytest.raises(DetachedError, match=message):
+        loop.train(2)
+
+
+def test_new_names_for_the_joined_parameters_are_no_error(loop) -> None:
+    loop.train(2)
+    loop.model[0] = nn.Sequential(loop.model[0])
+    loop.train(2)
+    loop.model.append(nn.Tanh())
+    loop.train(2)
+    assert loop.worker.iterations == 6
+
+
+def test_an_optimizer_that_loses_a_parameter_is_an_error(loop) -> None:
+    loop.train(2)
+    loop.optimizer.param_groups[0]["params"] = list(network().parameters())
+    with pytest.raises(DetachedError, match=r"groups have lost the parameter 0\.weight since"):
+        loop.train(2)
+
+
+def test_a_parameter_that_changes_its_group_is_no_error(loop) -> None:
+    head = loop.optimizer.param_groups[0]["params"].pop()
+    loop.optimizer.add_param_group({"params": [head], "lr": 0.01})
+    loop.train(2)
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["another optimizer", "no step"])
+def test_steps_without_the_joined_optimizer_warn_once_and_then_fail(loop, caplog, other) -> None:
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    steps = 0
+    with (
+        caplog.at_level(logging.WARNING, logger="lsgd"),
+        pytest.raises(LsgdError, match="optimizer that was made after"),
+    ):
+        while loop.worker.begin_step():
+            loop.backward()
+            if other:
+                optimizer.step()
+            loop.worker.end_step()
+            steps += 1
+    assert steps == FAIL_AFTER_STEPS
+    (message,) = caplog.messages
+    assert f" {WARN_AFTER_STEPS} steps without a step of the optimizer" in message
+
+
+@pytest.mark.parametrize(("micro_batches", "marked"), [(64, False), (FAIL_AFTER_STEPS + 1, True)])
+def test_accumulation_is_no_mistake(loop, caplog, micro_batches, marked) -> None:
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        for number in range(2 * micro_batches):
+            assert loop.worker.begin_step()
+            last = number % micro_batches == micro_batches - 1
+            with loop.worker.no_sync() if marked and not last else nullcontext():
+                loop.model(BATCH).mean().backward()
+            if last:
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            loop.worker.end_step()
+    assert loop.worker.iterations == 2 and not caplog.messages
+
+
+@pytest.fixture
+def exchanging(cluster, monkeypatch) -> nn.Sequential:
+    """A model to join with, in a run that exchanges gradients."""
+    cluster.start("--workers", "1", "--algorithm", "allreduce")
+    monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+    monkeypatch.setenv("LSGD_LOCAL_RANK", "0")
+    return network()
+
+
+def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer):
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(BATCH).square().mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_gradients_are_exchanged_in_the_closure_of_a_step(exchanging, named) -> None:
+    optimizer = torch.optim.LBFGS(exchanging.parameters(), lr=0.1, max_iter=1)
+    closure = closure_of(exchanging, optimizer)
+    losses = []
+    with Worker.join(exchanging, optimizer) as worker:
+        for _ in range(5):
+            assert worker.begin_step()
+            losses.append((optimizer.step(closure=closure) if named else optimizer.step(closure)).item())
+            worker.end_step()
+        assert worker.iterations == 5
+        assert worker.status()["rounds_global"] == 6  # and that of the next iteration
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("max_iter", "closure", "message"),
+    [
+        (4, None, r"LBFGS evaluates its closure again in one step; .* max_iter=1"),
+        (1, lambda: 0.0, "no backward pass ran in this"),
+    ],
+)
+def test_a_closure_that_cannot_be_exchanged_is_an_error(exchanging, max_iter, closure, message) -> None:
+    optimizer = torch.optim.LBFGS(exchanging.parameters(), max_iter=max_iter)
+    with pytest.raises(LsgdError, match=message), Worker.join(exchanging, optimizer) as worker:
+        assert worker.begin_step()
+        optimizer.step(closure or closure_of(exchanging, optimizer))
+
+
+class Wrapped(torch.optim.Optimizer):
+    """Is an optimizer by its class only, and steps another."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    "wrap", [Wrapped, lambda o: SimpleNamespace(optimizer=Wrapped(o)), lambda o: [Wrapped(o)]]
+)
+def test_a_wrapped_optimizer_is_joined(here, wrap) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Worker.join(model, wrap(optimizer)) as worker:
+        for _ in range(3):
+            assert worker.begin_step()
+            model(BATCH).mean().backward()
+            Wrapped(optimizer).step()
+            worker.end_step()
+        assert worker.iterations == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda model: SimpleNamespace(optimizer="sgd"), r"not a types\.SimpleNamespace; pass"),
+        (lambda model: model.parameters(), r"not a torch\.nn\.parameter\.Parameter"),
+        (lambda model: None, r"not a builtins\.NoneType"),
+        (lambda model: [], "was given no optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_before_the_join(here, given, message) -> None:
+    joined = here.processes[0].output.count("joins from")
+    model = network()
+    with pytest.raises(ConfigError, match=message):
+        Worker.join(model, given(model))
+    assert here.processes[0].output.count("joins from") == joined
+
+
+@pytest.mark.parametrize(("algorithm", "warns"), [("leader", True), ("local", False)])
+def test_losses_that_elect_nobody_are_said_once(cluster, algorithm, warns) -> None:
+    periods = ["--local-period", "4"] if algorithm == "leader" else []
+    cluster.start("--workers", "2", "--iterations", "60", "--algorithm", algorithm, "--period", "4", *periods)
+    workers = [
+        cluster.worker("mistakes", 0, index, f"--loss={loss}") for index, loss in enumerate(("none", "nan"))
+    ]
+    outputs = [worker.succeeds() for worker in workers]
+    for index, trouble in enumerate(("has reported no loss", r"are not finite (mean nan)")):
+        assert outputs[index].count(trouble) == warns
+        assert outputs[index].count("call worker.report(loss) after each step") == warns
