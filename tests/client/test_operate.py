@@ -73,6 +73,7 @@ def test_the_table_of_members():
         ("outer_momentum=2", "outer_momentum = '2' is not in 0 … 1"),
         ("outer_lr=fast", "outer_lr = 'fast' is not a number"),
         ("outer_lr", "write it as NAME=VALUE, not 'outer_lr'"),
+        ("zzz=1", "zzz is unknown; known: iterations, outer_lr, outer_momentum, period, seconds"),
     ],
 )
 def test_a_change_that_cannot_be(lsgd, change, reason):
@@ -85,6 +86,16 @@ def test_a_change(lsgd):
     code, output = lsgd("set", "outer_lr=0.5")
     assert code == 0
     assert "outer_lr = 0.5, after 0 iterations" in output
+
+
+def test_several_changes_are_all_made_or_none(lsgd):
+    code, output = lsgd("set", "period=4", "iterations=90", "outer_momentum=2")
+    assert code == 1 and "outer_momentum = '2' is not in 0 … 1" in output
+    assert json.loads(lsgd("status", "--json")[1])["iterations"] == 100
+    code, output = lsgd("set", "period=4", "iterations=90")
+    assert code == 0 and "period = 4, iterations = 90, after 0 iterations" in output
+    assert json.loads(lsgd("status", "--json")[1])["iterations"] == 90
+    assert lsgd("set", "iterations=100")[0] == 0
 
 
 def test_stop_before_the_start_ends_the_servers(tmp_path):

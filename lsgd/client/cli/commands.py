@@ -26,7 +26,7 @@ from lsgd.errors import LsgdError
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import OPERATOR, KeyRing, connector_keys, default_folder, node_name, token_path
-from lsgd.protocol.messages import ChangeSetting, StatusQuery, StopRun
+from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
 from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.settings import fields, span
 
@@ -194,17 +194,18 @@ def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watc
 
 @main.command("set")
 @_connect
-@click.argument("change", metavar="NAME=VALUE")
-def set_command(connect: str, keys: ConnectorKeys | None, change: str) -> None:
-    """Change a numeric setting of a running run, for all workers from the next global round on.
+@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, required=True)
+def set_command(connect: str, keys: ConnectorKeys | None, changes: tuple[str, ...]) -> None:
+    """Change numeric settings of a running run, all or none, for all workers from the next global round on.
 
     Its length (iterations, seconds) changes at once.
     """
-    name, equals, value = change.partition("=")
-    if not equals:
-        raise click.UsageError(f"write it as NAME=VALUE, not {change!r}")
-    status = operate.ask(connect, ChangeSetting(name, value), keys)
-    click.echo(f"run {status['run']}: {name} = {value}, after {status['count']} iterations")
+    if wrong := [change for change in changes if "=" not in change]:
+        raise click.UsageError(f"write it as NAME=VALUE, not {wrong[0]!r}")
+    values = dict(change.split("=", 1) for change in changes)
+    status = operate.ask(connect, ChangeSettings(values), keys)
+    told = ", ".join(f"{name} = {value}" for name, value in values.items())
+    click.echo(f"run {status['run']}: {told}, after {status['count']} iterations")
 
 
 @main.command("stop")
