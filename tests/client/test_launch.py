@@ -175,6 +175,7 @@ class TestNode:
         status, output = node.finish()
         assert status == 0, output
         assert node.about(0)["weights"] == node.about(1)["weights"]
+        assert "the run is over: the global server got SIGINT" in output and "SIGTERM" not in output
 
     def test_goes_on_with_the_run_of_its_folder_on_more_workers(self, start):
         first = start("--node", "0", "--port", "0", LSGD_ITERATIONS="64", LSGD_PERIOD="16")

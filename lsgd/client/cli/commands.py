@@ -69,9 +69,7 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    default=DEFAULT_PORT,
-    show_default=True,
-    help="TCP port of the global server; 0 takes a free one, if there is one node.",
+    help=f"TCP port of the global server; else {DEFAULT_PORT}, or any that is free (0) if there is one node.",
 )
 @click.option(
     "--workers",
@@ -103,7 +101,7 @@ def launch_command(
     node: int | None,
     nodes: int | None,
     address: str | None,
-    port: int,
+    port: int | None,
     workers: int | None,
     device: str,
     plan_path: Path | None,
@@ -126,6 +124,8 @@ def launch_command(
     processes at once. If a process fails, the run is stopped in the same way, and its exit code is the launcher's.
     """  # noqa: D301
     place = find_place(node, nodes, address, os.environ)
+    if port is None:
+        port = DEFAULT_PORT if place.nodes > 1 else 0
     devices = gpus.choose(device, workers)
     if resume:
         run_dir = find_run(run_dir or Path("runs"), place.node)

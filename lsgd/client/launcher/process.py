@@ -33,7 +33,7 @@ class Command:
         on_terminal: its output is a terminal if ours is one, so that it can draw a progress bar.
         restarts: how many times it is started again when a signal has killed it.
         appends: its log goes on from what is in the file.
-        holds_signals: it takes up SIGTERM when it can, and one that comes before that waits for it.
+        holds_signals: it takes up SIGINT and SIGTERM when it can; one that comes before that waits for it.
         checkpoints: folder of the checkpoints that it goes on from when it is started again, if it has one there.
         more_again: further arguments for when it is started again.
     """
@@ -109,7 +109,7 @@ class Child:
         """What the new process does before it runs the command."""
         self._guard.add_self()
         if self.command.holds_signals:
-            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 
     @property
     def name(self) -> str:

@@ -67,7 +67,7 @@ class _Step:
 class Supervisor:
     """Runs processes until all have ended, or ends them.
 
-    The first SIGINT, SIGTERM or SIGHUP is passed on as SIGTERM to ``stops_run``, which is to make the others end by
+    The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) is passed on to ``stops_run``, which is to make the others end by
     themselves. A second one kills all of them at once. If a process fails, the run is stopped in the same way; but one
     that a signal killed, or that the run went on without, is started again first, after a second, then two, four, ...,
     as often as its command says within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server is left to
@@ -152,7 +152,7 @@ class Supervisor:
                 continue
             self._children.remove(dead)
             if name == self._stops_run and self._step and self._step.is_clean:
-                self._tell([self._children[-1]], signal.SIGTERM)  # the one that was told is gone
+                self._tell([self._children[-1]], self._gentle)  # the one that was told is gone
 
     def _bury(self, child: Child) -> bool:
         """Plan to start a process again that a signal has killed, or the run evicted; return whether that may be."""
@@ -241,13 +241,18 @@ class Supervisor:
 
     # -- ending ------------------------------------------------------------------------------------------------
 
+    @property
+    def _gentle(self) -> signal.Signals:
+        """What asks a server to end the run: what the user sent, so that its log says that."""
+        return signal.SIGINT if self._signalled == signal.SIGINT else signal.SIGTERM
+
     def _end_cleanly(self) -> None:
         """Let the workers make their last round and save; then end all processes."""
         workers, servers = self._names(is_server=False), self._names(is_server=True)
         if any(child.status == 0 for child in self._named(self._stops_run)):
             clean = _Step(workers, STOP_PATIENCE_S, is_clean=True)  # it is over: who is there still saves
         else:
-            clean = _Step([self._stops_run], STOP_PATIENCE_S, signal.SIGTERM, is_clean=True)
+            clean = _Step([self._stops_run], STOP_PATIENCE_S, self._gentle, is_clean=True)
         for name in [name for name in self._due if name in servers]:
             self._screen.say(f"{name} is started again now, to be told that the run ends")
         self._due = {name: 0.0 for name in self._due if name in servers}
