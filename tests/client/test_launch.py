@@ -169,8 +169,10 @@ class TestNode:
             assert [f"[{name}] {line}" for line in log.read_text().splitlines()] == shown
 
     def test_ctrl_c_makes_the_consensus(self, start):
-        node = start("--node", "0", "--port", "0")
+        node = start("--node", "0")  # alone it takes any port
         until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
+        told = CliRunner().invoke(main, ["status", "--run", str(node.run_dir.parent)])
+        assert told.exit_code == 0 and f"the run in {node.run_dir}, at tcp://127.0.0.1:" in told.stderr
         node.process.send_signal(signal.SIGINT)
         status, output = node.finish()
         assert status == 0, output

@@ -2,12 +2,15 @@
 
 import io
 import json
+import os
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 from lsgd.algorithms import ALGORITHMS
+from lsgd.client.checkpoint.run_folder import claimed
 from lsgd.client.cli import operate
 from lsgd.client.cli.commands import main
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
@@ -42,6 +45,29 @@ def test_status_says_what_the_run_waits_for(lsgd):
     run, rounds = output.splitlines()
     assert run.endswith(", local: waiting, 0 of 2 workers have joined")
     assert rounds.startswith("0 of 100 iterations in 0.0 s (0.0 a second), 0 global and 0 local rounds")
+
+
+def test_the_run_is_found_by_its_folder(servers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = CliRunner().invoke(main, ["stop"])
+    assert refused.exit_code == 1
+    assert "no run that you have launched goes on in runs: name its folder (--run DIR), or" in refused.output
+    mine, other = Path("runs", "mine"), Path("runs", "other")
+    with claimed(other, 0, "tcp://127.0.0.1:9"), claimed(mine, 0, servers.address):
+        os.utime(other / "node0.lock", (1, 1))
+        for arguments in ([], ["--run", "runs"], ["--run", str(mine)]):
+            done = CliRunner().invoke(main, ["status", *arguments])
+            assert done.exit_code == 0 and f"the run in {mine}, at {servers.address}:" in done.stderr
+            assert json.loads(CliRunner().invoke(main, ["status", "--json", *arguments]).stdout)["run"]
+        monkeypatch.setattr(os, "getuid", lambda: 12345)  # somebody else's
+        assert CliRunner().invoke(main, ["stop", "--run", str(mine)]).exit_code == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(main, ["status"]).exit_code == 1  # their launchers have ended
+
+
+def test_an_address_needs_no_scheme(lsgd, servers):
+    assert lsgd("status", connect=servers.address.removeprefix("tcp://"))[0] == 0
 
 
 def test_status_as_json(lsgd):

@@ -17,7 +17,7 @@ from rich.live import Live
 
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
-from lsgd.client.checkpoint.run_folder import find_run
+from lsgd.client.checkpoint.run_folder import find_live, find_run
 from lsgd.client.cli import operate
 from lsgd.client.launcher import gpus
 from lsgd.client.launcher.launch import Launch, launch
@@ -146,10 +146,20 @@ def launch_command(
 
 
 def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give an operator's command the address of the global server and the keys for it."""
+    """Give an operator's command the address of the run's global server and the keys for it."""
 
     @click.option(
-        "--connect", default=operate.DEFAULT_ADDRESS, show_default=True, help="Address of the global server."
+        "--run",
+        "folder",
+        type=click.Path(path_type=Path),
+        default=Path("runs"),
+        show_default=True,
+        help="Folder of the run, or of several: your newest one that goes on is meant.",
+    )
+    @click.option(
+        "--connect",
+        metavar="HOST:PORT",
+        help="Address of a global server, for a run of somebody else or by hand.",
     )
     @click.option(
         "--token",
@@ -158,7 +168,14 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
     )
     @click.option("--insecure", is_flag=True, help="Go without keys, where the server does too.")
     @functools.wraps(command)
-    def connected(connect: str, token: Path | None, insecure: bool, **others: Any) -> Any:
+    def connected(
+        folder: Path, connect: str | None, token: Path | None, insecure: bool, **others: Any
+    ) -> Any:
+        if connect is None:
+            folder, connect = find_live(folder)
+            click.echo(f"the run in {folder}, at {connect}:", err=True)
+        elif "://" not in connect:
+            connect = f"tcp://{connect}"
         return command(connect, connector_keys(connect, token, OPERATOR, insecure=insecure), **others)
 
     return connected

@@ -100,7 +100,7 @@ def launch(settings: Launch) -> int:
         )
     keys, token, lines = _access(settings, network)
     servers = {"global": [*_global_arguments(settings, network), *keys]} if place.node == 0 else {}
-    with claimed(settings.run_dir, place.node):
+    with claimed(settings.run_dir, place.node, network):
         if place.node == 0:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
                 old.unlink()
