@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from lsgd.client.cli.commands import main
 from lsgd.client.launcher import gpus, launch
 from lsgd.client.launcher.place import Place, find_place, resolve
+from lsgd.client.launcher.process import NOT_TRAINED
 from lsgd.errors import ConfigError
 from lsgd.protocol.keys import KeyRing
 
@@ -214,6 +215,29 @@ class TestNode:
         report = output.partition("lsgd launch: ")[2]
         assert report.startswith("node0/worker1 failed with exit code 1. Its last lines (all are in ")
         assert "    RuntimeError: the data is bad" in report
+
+    def test_a_script_that_never_joins_is_said_with_a_code_of_its_own(self, start):
+        status, output = start("--node", "0", "--workers", "1", script="print('trained alone')").finish()
+        assert status == NOT_TRAINED, output
+        assert "lsgd launch: node0/worker0 ended without joining the run (exit code 78): its script" in output
+        assert "    trained alone" in output
+
+    def test_workers_that_leave_before_the_end_are_said_with_a_code_of_their_own(self, start):
+        script = TRAIN.replace("while not worker.stopped:", "for epoch in range(1):")
+        status, output = start("--node", "0", script=script, LSGD_ITERATIONS="100000").finish()
+        assert status == NOT_TRAINED, output
+        for worker in (0, 1):
+            assert f"[launch] node0/worker{worker} has left before the end of the run" in output
+
+    def test_nodes_with_other_numbers_of_workers(self, start):
+        common = ("--nodes", "2", "--address", "127.0.0.1", "--port", str(free_port()))
+        first = start("--node", "0", *common, "--workers", "1", LSGD_WORKERS="3", LSGD_ITERATIONS="90")
+        second = start("--node", "1", *common, "--workers", "2")
+        for node in (first, second):
+            status, output = node.finish()
+            assert status == 0, output
+        assert tomllib.loads((first.run_dir / "plan.toml").read_text())["workers"] == 3
+        assert first.about(0)["weights"] == second.about(1)["weights"] == second.about(2)["weights"]
 
     def test_killed_launcher_leaves_nothing(self, start):
         node = start("--node", "0", "--port", "0")

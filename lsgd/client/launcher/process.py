@@ -15,6 +15,9 @@ from lsgd.client.launcher.guard import Guard
 from lsgd.client.launcher.screen import Screen, Transcript
 from lsgd.errors import EvictedError, ServerLostError
 
+NOT_TRAINED = 78  # EX_CONFIG
+"""Exit code for a script that ended well, but never joined the run, or left it before its end."""
+
 _TERMINAL_ROWS = 24
 _READ_NBYTES = 1 << 16
 _READS = 16  # at a time: the others have their turn, whatever one of them prints
@@ -30,6 +33,7 @@ class Command:
         environment: all of its variables.
         log: file that its output goes to.
         is_server: it serves the workers, and is of no use without them.
+        joins: it is to join the run.
         on_terminal: its output is a terminal if ours is one, so that it can draw a progress bar.
         restarts: how many times it is started again when a signal has killed it.
         appends: its log goes on from what is in the file.
@@ -43,6 +47,7 @@ class Command:
     environment: Mapping[str, str]
     log: Path
     is_server: bool = False
+    joins: bool = False
     on_terminal: bool = False
     restarts: int = 0
     appends: bool = False
@@ -139,6 +144,11 @@ class Child:
             return "was evicted from the run"
         if self.status == ServerLostError.exit_code:
             return f"gave up waiting for its servers (exit code {self.status})"
+        if self.status == NOT_TRAINED:
+            return (
+                f"ended without joining the run (exit code {self.status}): its script has to call Worker.join and to "
+                f"train with worker.batches (docs/client.md)"
+            )
         if self.status >= 0:
             return f"failed with exit code {self.status}"
         name = signal.Signals(-self.status).name

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lsgd.client.control.notices import Notice, give
+from lsgd.client.control.notices import Notice, give, is_given
 from lsgd.client.launcher.guard import Guard
-from lsgd.client.launcher.process import Child, Command
+from lsgd.client.launcher.process import NOT_TRAINED, Child, Command
 from lsgd.client.launcher.screen import FLUSH_WITHIN_S, FLUSHES, Screen
 from lsgd.errors import EvictedError, ServerLostError
 from lsgd.output import Output
@@ -92,6 +92,7 @@ class Supervisor:
         self._screen = Screen()
         self._children: list[Child] = []
         self._failed: Child | None = None
+        self._early: set[str] = set()  # workers that left before the end of the run
         self._signalled: signal.Signals | None = None
         self._step: _Step | None = None
         self._steps: deque[_Step] = deque()
@@ -103,7 +104,8 @@ class Supervisor:
         """Run it all; return the exit status.
 
         It is 0 if no process failed and all of them ended by themselves; else that of the first one that failed
-        (128 + the number of the signal, if one killed it), or 128 + the number of the signal that we got.
+        (128 + the number of the signal, if one killed it), or 128 + the number of the signal that we got. It is
+        :data:`NOT_TRAINED` if a worker never joined, or if all of them left before the end of the run.
         """
         self._guard = Guard(self._folder)
         try:
@@ -214,9 +216,25 @@ class Supervisor:
             child.close()
             if child.status == 0 and child.command.is_server:
                 give(self._local, Notice.OVER)
+            if child.status == 0 and child.command.joins and not child.was_told:
+                self._judge(child)
             is_news = not child.was_told or (child.was_struck and self._is_wanted(child))
             if child.status and is_news and not self._bury(child):
                 self._fail(child)
+
+    def _judge(self, child: Child) -> None:
+        """See whether a worker whose script has ended well has trained to the end of the run."""
+        self._early.discard(child.name)
+        if self._is_over or is_given(self._local, Notice.ENDED, child.name):
+            return
+        if not is_given(self._local, Notice.JOINED, child.name):
+            child.status = NOT_TRAINED
+            return
+        self._early.add(child.name)
+        self._screen.say(
+            f"{child.name} has left before the end of the run, and has no consensus model: the end is the plan's "
+            f"(iterations, seconds), so train until worker.stopped"
+        )
 
     def _fail(self, child: Child) -> None:
         self._screen.say(f"{child.name} {child.fate}")
@@ -341,6 +359,8 @@ class Supervisor:
             return status if status > 0 else 128 - status
         if self._signalled and any(child.status != 0 for child in self._children):
             return 128 + self._signalled
+        if self._early and self._early == {command.name for command in self._commands if command.joins}:
+            return NOT_TRAINED
         return int(bool(self._alive))
 
 
