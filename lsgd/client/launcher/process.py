@@ -33,13 +33,13 @@ class Command:
         environment: all of its variables.
         log: file that its output goes to.
         is_server: it serves the workers, and is of no use without them.
-        joins: it is to join the run.
         on_terminal: its output is a terminal if ours is one, so that it can draw a progress bar.
         restarts: how many times it is started again when a signal has killed it.
         appends: its log goes on from what is in the file.
         holds_signals: it takes up SIGINT and SIGTERM when it can; one that comes before that waits for it.
         checkpoints: folder of the checkpoints that it goes on from when it is started again, if it has one there.
         more_again: further arguments for when it is started again.
+        joins: it is to join the run.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Command:
     environment: Mapping[str, str]
     log: Path
     is_server: bool = False
-    joins: bool = False
     on_terminal: bool = False
     restarts: int = 0
     appends: bool = False
     holds_signals: bool = False
     checkpoints: Path | None = None
     more_again: Sequence[str] = ()
+    joins: bool = False
 
 
 class Child:
