@@ -142,6 +142,29 @@ class TestEnvironment:
         (checkout.root / "constraints.txt").write_text(f"{PIN}\n")
         checkout.use()
 
+    @pytest.mark.parametrize(("driver", "torch"), [(False, True), (True, True), (False, False)])
+    def test_the_cpu_build_of_torch_where_there_is_no_driver(self, checkout, tmp_path, driver, torch):
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        for name in ("dirname", "grep"):
+            (programs / name).symlink_to(shutil.which(name))
+        for name in ["python", *["nvidia-smi"] * driver]:
+            (programs / name).write_text('#!/bin/bash\necho "$@"; exit 1\n')
+            (programs / name).chmod(0o755)
+        (checkout.root / "constraints.txt").write_text("torch==2.13.0\n" if torch else "")
+        script = 'source "$1/scripts/environment.sh"; cd "$1"; python=python install_cpu_torch'
+        done = subprocess.run(
+            ["/bin/bash", "-euc", script, "probe", str(checkout.root)],
+            env={"PATH": str(programs)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, (
+            done.stderr
+        )  # pip has failed: the install that follows takes what it finds
+        wanted = "-m pip install torch==2.13.0 --no-deps --index-url https://download.pytorch.org/whl/cpu"
+        assert (wanted in done.stderr) == (torch and not driver)
+
     def test_existing_environment_is_used_as_it_is(self, checkout):
         out, err = (process := checkout.start("dev", PYTHON=sys.executable)).communicate()
         assert (process.returncode, out.strip(), err) == (0, sys.executable, "")
