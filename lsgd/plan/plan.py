@@ -256,12 +256,7 @@ def _algorithm(sourced: Mapping[str, tuple[Any, str]]) -> AlgorithmSettings:
 def _derive_local_period(sourced: dict[str, tuple[Any, str]]) -> None:
     """Where a period is given alone, add the largest local period up to the default that divides it, or itself."""
     cls = ALGORITHMS.get(str(sourced.get("name", (LeaderSettings.name, ""))[0]))
-    if (
-        cls is None
-        or "period" not in sourced
-        or "local_period" in sourced
-        or "local_period" not in fields(cls)
-    ):
+    if cls is None or "period" not in sourced or "local_period" not in fields(cls).keys() - sourced.keys():
         return
     period, default = checked(cls, "period", *sourced["period"]), cls().schedule().local_period
     if period % default:

@@ -174,6 +174,7 @@ class TestNode:
         until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
         told = CliRunner().invoke(main, ["status", "--run", str(node.run_dir.parent)])
         assert told.exit_code == 0 and f"the run in {node.run_dir}, at tcp://127.0.0.1:" in told.stderr
+        assert ":47400:" not in told.stderr
         node.process.send_signal(signal.SIGINT)
         status, output = node.finish()
         assert status == 0, output
@@ -264,9 +265,10 @@ class TestNode:
         second = start(*common, SLURM_NODEID="1", **slurm)
         until((second.run_dir / "node1.log").exists, "the second node has started")
         first = start(*common, SLURM_NODEID="0", **slurm)
-        for node in (first, second):
+        for node in (second, first):
             status, output = node.finish()
             assert status == 0, output
+        assert "[launch] the run begins with 2 workers, 1 on each node; if nodes have other" in output
         assert (first.about(0)["LSGD_NODE"], second.about(1)["LSGD_NODE"]) == ("0", "1")
         assert first.about(0)["weights"] == second.about(1)["weights"]
 
