@@ -31,7 +31,7 @@ class Progress:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._console = Console()
+        self._console = Console(soft_wrap=True)  # which also prints what is logged while the bar is shown
         self._bar = Bar(
             TextColumn("training"),
             BarColumn(),

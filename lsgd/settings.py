@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -121,7 +121,10 @@ def checked(cls: type, name: str, value: Any, origin: str) -> Any:
     elif meta["choices"] and converted not in meta["choices"]:
         raise ConfigError(f"{origin}: {name} = {value!r}; {nearest(str(value), meta['choices'])}")
     if kind in (int, float) and not meta["low"] <= converted <= meta["high"]:
-        raise ConfigError(f"{origin}: {name} = {value!r} is not in {span(spec)}")
+        wanted = span(spec)
+        raise ConfigError(
+            f"{origin}: {name} = {value!r} is not {'' if wanted.startswith('at least') else 'in '}{wanted}"
+        )
     return converted
 
 
@@ -138,18 +141,25 @@ def _changeable(cls: type) -> list[str]:
     return [n for n, spec in fields(cls).items() if kinds[n] in (int, float) and not spec.metadata["fixed"]]
 
 
-def changed(settings: Any, name: str, text: str) -> Any:
-    """Return ``settings`` with one numeric setting changed, as ``lsgd set`` does during a run.
+def changed(settings: Any, changes: Mapping[str, str], others: Collection[str] = ()) -> Any:
+    """Return ``settings`` with these numeric ones changed, all or none, as ``lsgd set`` does during a run.
+
+    Args:
+        settings: of a run or of an algorithm.
+        changes: new values by name.
+        others: names that may be changed elsewhere, for the message.
 
     Raises:
-        ConfigError: there is no such setting, it cannot be changed during a run, or the value is wrong.
+        ConfigError: there is no such setting, it cannot be changed during a run, or a value is wrong.
     """
-    known = fields(type(settings))
-    free = _changeable(type(settings))
-    if name not in free:
-        known_but = "cannot be changed during a run" if name in known else "is unknown"
-        raise ConfigError(f"{name} {known_but}; {nearest(name, free)}")
-    return dataclasses.replace(settings, **{name: checked(type(settings), name, text, "lsgd set")})
+    cls = type(settings)
+    free = _changeable(cls)
+    for name in changes:
+        if name not in free:
+            known_but = "cannot be changed during a run" if name in fields(cls) else "is unknown"
+            raise ConfigError(f"{name} {known_but}; {nearest(name, [*free, *others])}")
+    values = {name: checked(cls, name, text, "lsgd set") for name, text in changes.items()}
+    return dataclasses.replace(settings, **values)
 
 
 def span(spec: dataclasses.Field[Any]) -> str:

@@ -54,9 +54,18 @@ make_environment() (
     say "installing into $root/.venv; this happens once and takes some minutes"
     : >"$stamp"
     pip_install setuptools # builds lsgd, and torch needs it anyway
+    install_cpu_torch
     pip_install --no-build-isolation --editable ".${extras:+[$extras]}"
     printf '%s\n' "$wanted" >"$stamp"
 )
+
+# Without an NVIDIA driver, torch's CPU build: the other one brings gigabytes of CUDA libraries.
+install_cpu_torch() {
+    local pin
+    ! command -v nvidia-smi >/dev/null && pin=$(grep '^torch==' constraints.txt) || return 0
+    "$python" -m pip install "$pin" --no-deps --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10 \
+        --disable-pip-version-check >&2 || say "torch's CPU build cannot be fetched there; pip takes the one that it finds"
+}
 
 pip_install() {
     local status=0 command=("$python" -m pip install "$@" --constraint constraints.txt --disable-pip-version-check)

@@ -9,20 +9,29 @@
 # Settings: change them here, or set variables of these names. All nodes need the same IP_ADDR, PORT and NUM_GROUPS.
 
 IP_ADDR=${IP_ADDR:-}          # address of node 0 that all nodes can reach; empty: 127.0.0.1, or what Slurm says
-PORT=${PORT:-47400}           # TCP port of node 0
+PORT=${PORT:-}                # TCP port of node 0; empty: 47400, or any that is free if there is one node
 NUM_GROUPS=${NUM_GROUPS:-}    # number of nodes; empty: 1, or what Slurm says
 NUM_WORKERS=${NUM_WORKERS:-}  # workers on each node; empty: one for each GPU, or 2 without GPUs
 DEVICE=${DEVICE:-auto}        # auto, cpu, cuda, or one GPU: cuda:0
 PLAN=${PLAN:-}                # the plan, a TOML file (node 0's counts); empty: the example's, or the defaults
 ALGORITHM=${ALGORITHM:-}      # leader, bytegrad, qsgd, ... (lsgd algorithms lists them); empty: the plan's
 INSECURE=${INSECURE:-}        # 1: without keys, on a network where everybody is trusted
-RUN_NAME=${RUN_NAME:-}        # logs and results go to runs/<RUN_NAME>; empty: the time of the start
+RUN_NAME=${RUN_NAME:-}        # logs and results go to runs/<RUN_NAME> in the folder that you are in (the example's in the
+                              # checkout); empty: the time of the start
 RESUME=${RESUME:-}            # 1: go on from the checkpoints of RUN_NAME, or of the newest run, with its plan
 
 # With more than one node, node 0 makes keys and prints the line that starts each other node with its token.
 
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+
+for name in $(compgen -e); do # of the environment
+    case $name in
+        IP_ADDR | NUM_GROUPS | NUM_WORKERS | RUN_NAME) ;;
+        IP_A* | NUM_[GNW]* | RUN_N*) fail "the variable $name is unknown; the settings are IP_ADDR, NUM_GROUPS (of nodes)," \
+            "NUM_WORKERS, RUN_NAME and more at the top of $0; unset $name" ;;
+    esac
+done
 
 node=()
 if (($#)) && [[ $1 != -- ]]; then
@@ -40,17 +49,19 @@ if ((!${#node[@]})) && [[ -z ${SLURM_STEP_ID:-} ]]; then
 fi
 
 use_environment examples
-join="IP_ADDR=$IP_ADDR NUM_GROUPS=$NUM_GROUPS${RESUME:+ RESUME=1}$([[ $PORT == 47400 ]] || echo " PORT=$PORT") bash scripts/train.sh NODE"
+join="IP_ADDR=$IP_ADDR NUM_GROUPS=$NUM_GROUPS${RESUME:+ RESUME=1}${PORT:+ PORT=$PORT} bash scripts/train.sh NODE"
 ((!$#)) || join+=" --$(printf ' %q' "$@")"
+runs=$PWD/runs
 if ((!$#)); then
+    runs=$root/runs
     set -- "$python" "$root/examples/digits.py"
     [[ -n $RESUME ]] || PLAN=${PLAN:-$root/examples/digits.toml}
 fi
-run_dir=$root/runs/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}
-[[ -z $RESUME ]] || run_dir=$root/runs${RUN_NAME:+/$RUN_NAME}
+run_dir=$runs/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}
+[[ -z $RESUME ]] || run_dir=$runs${RUN_NAME:+/$RUN_NAME}
 [[ -z $ALGORITHM ]] || export LSGD_ALGORITHM=$ALGORITHM
 exec "$python" -P -m lsgd.client launch "${node[@]}" \
-    ${IP_ADDR:+--address "$IP_ADDR"} --port "$PORT" \
+    ${IP_ADDR:+--address "$IP_ADDR"} ${PORT:+--port "$PORT"} \
     ${NUM_GROUPS:+--nodes "$NUM_GROUPS"} ${NUM_WORKERS:+--workers "$NUM_WORKERS"} \
     --device "$DEVICE" ${PLAN:+--plan "$PLAN"} ${INSECURE:+--insecure} --join-line "$join" \
     --run-dir "$run_dir" ${RESUME:+--resume} -- "$@"

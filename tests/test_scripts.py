@@ -142,6 +142,29 @@ class TestEnvironment:
         (checkout.root / "constraints.txt").write_text(f"{PIN}\n")
         checkout.use()
 
+    @pytest.mark.parametrize(("driver", "torch"), [(False, True), (True, True), (False, False)])
+    def test_the_cpu_build_of_torch_where_there_is_no_driver(self, checkout, tmp_path, driver, torch):
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        for name in ("dirname", "grep"):
+            (programs / name).symlink_to(shutil.which(name))
+        for name in ["python", *["nvidia-smi"] * driver]:
+            (programs / name).write_text('#!/bin/bash\necho "$@"; exit 1\n')
+            (programs / name).chmod(0o755)
+        (checkout.root / "constraints.txt").write_text("torch==2.13.0\n" if torch else "")
+        script = 'source "$1/scripts/environment.sh"; cd "$1"; python=python install_cpu_torch'
+        done = subprocess.run(
+            ["/bin/bash", "-euc", script, "probe", str(checkout.root)],
+            env={"PATH": str(programs)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, (
+            done.stderr
+        )  # pip has failed: the install that follows takes what it finds
+        wanted = "-m pip install torch==2.13.0 --no-deps --index-url https://download.pytorch.org/whl/cpu"
+        assert (wanted in done.stderr) == (torch and not driver)
+
     def test_existing_environment_is_used_as_it_is(self, checkout):
         out, err = (process := checkout.start("dev", PYTHON=sys.executable)).communicate()
         assert (process.returncode, out.strip(), err) == (0, sys.executable, "")
@@ -181,8 +204,7 @@ class TestTrain:
         """Run train.sh from another folder with these arguments and variables."""
 
         def train(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-            run = os.path.relpath(tmp_path / "run", ROOT / "runs")
-            environ = {**os.environ, "PYTHON": sys.executable, "RUN_NAME": run, "PORT": "0", "DEVICE": "cpu"}
+            environ = {**os.environ, "PYTHON": sys.executable, "RUN_NAME": "mine", "DEVICE": "cpu"}
             command = ["/bin/bash", str(ROOT / "scripts" / "train.sh"), *arguments]
             return subprocess.run(
                 command, cwd=tmp_path, env={**environ, **variables}, capture_output=True, text=True
@@ -210,8 +232,9 @@ class TestTrain:
         done = train(*command, NUM_WORKERS="1", PLAN="plan.toml")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "[node0/worker0] trained 1 ['an argument', '--flag']" in done.stdout
-        assert "iterations = 30" in (tmp_path / "run" / "plan.toml").read_text()
-        assert (tmp_path / "run" / "node0-worker0.log").exists()
+        run_dir = tmp_path / "runs" / "mine"  # where the user is, not in the checkout
+        assert "iterations = 30" in (run_dir / "plan.toml").read_text()
+        assert (run_dir / "node0-worker0.log").exists()
         again = train(*command, NUM_WORKERS="1", RESUME="1", LSGD_ITERATIONS="40")
         assert again.returncode == 0, again.stdout + again.stderr
         assert "goes on after 30 iterations" in again.stdout and "; 40 iterations" in again.stdout
@@ -225,7 +248,9 @@ class TestTrain:
             (("1",), {}, "there is no node 1 among 1"),
             (("0",), {"NUM_GROUPS": "2"}, "IP_ADDR="),
             (("0",), {"NUM_GROUPS": "two"}, "'two' is not a valid integer"),
+            (("0",), {"NUM_WORKER": "3"}, "the variable NUM_WORKER is unknown; the settings are"),
+            (("0",), {"IP_ADDRESS": "10.0.0.1"}, "the variable IP_ADDRESS is unknown"),
         ]:
             done = train(*arguments, **variables)
             assert done.returncode != 0 and reason in done.stderr, (arguments, done.stderr)
-        assert not (tmp_path / "run").exists()
+        assert not (tmp_path / "runs").exists()

@@ -212,6 +212,7 @@ def assemble(
     phases, origins = [], {key: where for key, (_, where) in run.items()}
     for number, section in enumerate(sections, start=1):
         sourced = {name: (value, origin) for name, value in section.items()} | chosen
+        _derive_local_period(sourced)
         prefix = f"phase{number}" if len(sections) > 1 else "algorithm"
         origins |= {f"{prefix}.{name}": where for name, (_, where) in sourced.items()}
         iterations, _ = sourced.pop("iterations", (0, ""))
@@ -252,6 +253,17 @@ def _algorithm(sourced: Mapping[str, tuple[Any, str]]) -> AlgorithmSettings:
     return algorithm
 
 
+def _derive_local_period(sourced: dict[str, tuple[Any, str]]) -> None:
+    """Where a period is given alone, add the largest local period up to the default that divides it, or itself."""
+    cls = ALGORITHMS.get(str(sourced.get("name", (LeaderSettings.name, ""))[0]))
+    if cls is None or "period" not in sourced or "local_period" not in fields(cls).keys() - sourced.keys():
+        return
+    period, default = checked(cls, "period", *sourced["period"]), cls().schedule().local_period
+    if period % default:
+        divisors = [n for n in range(2, default) if period % n == 0]
+        sourced["local_period"] = (max(divisors, default=period), f"period, by {sourced['period'][1]}")
+
+
 def _settings(cls: Any, sourced: Mapping[str, tuple[Any, str]]) -> Any:
     known = fields(cls)
     values = {}
@@ -269,7 +281,8 @@ def _hint(cls: Any, name: str) -> str:
         return f"write {name} = ... below [algorithm]"
     if cls is not RunSettings and name in fields(RunSettings):
         return f"write {name} = ... above [algorithm]"
-    return nearest(name, fields(cls))
+    tables = ("algorithm", "phase") if cls is RunSettings else ()
+    return nearest(name, [*fields(cls), *tables])
 
 
 def setting_names() -> list[str]:

@@ -278,11 +278,10 @@ class StopRun:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeSetting:
-    """Change a numeric setting from the next global round on; answered by :class:`Status` or :class:`Refused`."""
+class ChangeSettings:
+    """Change numeric settings by name, all or none; answered by :class:`Status` or :class:`Refused`."""
 
-    name: str
-    value: str
+    changes: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +507,7 @@ Downward = (
 )
 """What the servers answer to a worker."""
 
-Operator = StopRun | ChangeSetting | StatusQuery
+Operator = StopRun | ChangeSettings | StatusQuery
 """What an operator sends to the global server."""
 
 Message = Upward | Downward | Where | Here | NodeHello | NodeWelcome | NodeLeave | RunOver | Operator
@@ -532,7 +531,7 @@ _CLASSES: tuple[type, ...] = (
     NodeLeave,
     RunOver,
     StopRun,
-    ChangeSetting,
+    ChangeSettings,
     StatusQuery,
     Welcome,
     Waiting,

@@ -29,6 +29,7 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lsgd.protocol.messages import (
@@ -127,20 +128,22 @@ class Coordinator:
         """End the run because somebody wants it; takes effect with the next message or tick."""
         self._scheduler.stop(Why.ORDERED(order=order))
 
-    def change(self, name: str, text: str) -> None:
-        """Change a numeric setting: the run's length at once, the algorithm's from the next global round on.
+    def change(self, changes: Mapping[str, str]) -> None:
+        """Change numeric settings, all or none: the run's length at once, the algorithm's from the next global round.
 
         Raises:
-            ConfigError: there is no such setting, it cannot be changed in a run, or the value is wrong.
+            ConfigError: there is no such setting, it cannot be changed in a run, or a value is wrong.
         """
         state = self.state
-        if name in LENGTH_SETTINGS:
-            state.plan = replace(state.plan, run=changed(state.plan.run, name, text))
-            state.ledger.shorten(state.plan.run.iterations or math.inf, state.roster.members.values())
-        else:
-            state.course.change(name, text)
+        length = {name: text for name, text in changes.items() if name in LENGTH_SETTINGS}
+        others = {name: text for name, text in changes.items() if name not in LENGTH_SETTINGS}
+        run = changed(state.plan.run, length)
+        state.course.next_algorithm = changed(state.course.next_algorithm, others, LENGTH_SETTINGS)
+        state.plan = replace(state.plan, run=run)
+        state.ledger.shorten(run.iterations or math.inf, state.roster.members.values())
         state.changes += 1
-        state.note(Why.CHANGED(name=name, text=text))
+        for name, text in changes.items():
+            state.note(Why.CHANGED(name=name, text=text))
 
     def _set_time(self, now: float) -> None:
         state = self.state

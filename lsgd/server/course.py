@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from lsgd.plan.plan import Phase, table_of
-from lsgd.settings import AlgorithmSettings, changed
+from lsgd.settings import AlgorithmSettings
 
 
 class Course:
@@ -30,14 +30,6 @@ class Course:
         """Go on where another left off."""
         self.number, self.algorithm, self.next_algorithm = number, algorithm, next_algorithm
         self.schedule = algorithm.schedule()
-
-    def change(self, name: str, text: str) -> None:
-        """Change a numeric setting of the algorithm from the next global round on.
-
-        Raises:
-            ConfigError: there is no such setting, it cannot be changed in a run, or the value is wrong.
-        """
-        self.next_algorithm = changed(self.next_algorithm, name, text)
 
     def take_up(self, count: int, members: int) -> bool:
         """Go on to the phase that a global round of ``members`` after ``count`` iterations is in.

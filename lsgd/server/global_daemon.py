@@ -5,6 +5,7 @@ import socket
 import sqlite3
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lsgd.errors import ConfigError, ProtocolError
 from lsgd.plan.plan import Plan
 from lsgd.protocol.messages import (
     PROTOCOL,
-    ChangeSetting,
+    ChangeSettings,
     Downward,
     Get,
     Go,
@@ -204,8 +205,8 @@ class GlobalDaemon:
             case StopRun():
                 self._act(self.coordinator.handle(message, now))
                 self._send(peer, b"", Status(report(self._state, now)))
-            case ChangeSetting(name, value):
-                self._change(peer, name, value, now)
+            case ChangeSettings(changes):
+                self._change(peer, changes, now)
             case NodeLeave(node, incarnation):
                 known = self._nodes.get(node)
                 if (
@@ -230,10 +231,10 @@ class GlobalDaemon:
             self._bad_peers.add(peer)
             complain(f"dropped a message from {peer!r}: {why}")
 
-    def _change(self, peer: bytes, name: str, value: str, now: float) -> None:
-        """Change a setting, and answer the operator who wants it."""
+    def _change(self, peer: bytes, changes: Mapping[str, str], now: float) -> None:
+        """Change settings, and answer the operator who wants it."""
         try:
-            self.coordinator.change(name, value)
+            self.coordinator.change(changes)
         except ConfigError as error:
             self._send(peer, b"", Refused(str(error)))
             return

@@ -37,6 +37,9 @@ HELLO_EVERY_S = 1.0
 SILENT_AFTER_S = 4.0
 """A global server that has answered no greeting for so long counts as away."""
 
+REFUSED_FOR_S = 10.0
+"""A global server that has let this node in never, and has refused its keys for so long, will not let it in."""
+
 FROZEN_S = 1.0
 """A wait that is longer than it was to be by so much was no wait: this process was frozen."""
 
@@ -75,6 +78,7 @@ class LocalDaemon:
         self._heard_at: float | None = None
         self._run = ""
         self._refused = ""
+        self._refused_at: float | None = None  # since when the global server refuses the keys
         self._ending = ""  # why this server ends; empty while it serves
         self._ends_at = 0.0
         self._leave_said_at = 0.0
@@ -107,6 +111,7 @@ class LocalDaemon:
             self._downward(now)
             refusals.say(self._listener, now)
             signals.wakeup.clear()
+            self._refused = self._refused or self._keys_refused(now)
             if self._refused:
                 complain(f"the global server refuses this node: {self._refused}")
                 return 1
@@ -274,6 +279,17 @@ class LocalDaemon:
         if self._heard_at is not None and now - self._heard_at < SILENT_AFTER_S:
             return ""
         return self._silence(now)
+
+    def _keys_refused(self, now: float) -> str:
+        """Return why this node will not be let in and what to type, or an empty text while it may be."""
+        trouble = self._global.trouble() if self._heard_at is None else ""
+        self._refused_at = (self._refused_at or now) if trouble else None
+        if self._refused_at is None or now - self._refused_at < REFUSED_FOR_S:
+            return ""
+        return (
+            f"{trouble}. Start this node with the line that node 0 prints, or with its token: "
+            f"lsgd-server --local --node {self._node} --connect {self._global.address} --token node{self._node}.token"
+        )
 
     def _silence(self, now: float) -> str:
         """Return the line that says for how long the global server has not answered, and what to do."""

@@ -316,6 +316,18 @@ def test_other_optimizers_and_extras_are_named(tmp_path: Path, caplog) -> None:
         Checkpoints(model, [], {"x": 1}, None, None)  # type: ignore[dict-item]
 
 
+def test_another_optimizer_of_the_same_name_is_refused_in_words(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3)).sum().backward()
+    momentum.step()
+    checkpoints = started(model, tmp_path, momentum)
+    checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [0.5], 3))
+    other = type("SGD", (torch.optim.Adam,), {})(model.parameters())
+    with pytest.raises(ConfigError, match=r"its state has no 'step'; join with the optimizer that it was"):
+        resumed(tmp_path, model, other)
+
+
 def test_the_newest_run_with_checkpoints_is_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"nothing to resume: no checkpoint of node 0 lies in {tmp_path}"):
         find_run(tmp_path, 0)

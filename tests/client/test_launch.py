@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from lsgd.client.cli.commands import main
 from lsgd.client.launcher import gpus, launch
 from lsgd.client.launcher.place import Place, find_place, resolve
+from lsgd.client.launcher.process import NOT_TRAINED
 from lsgd.errors import ConfigError
 from lsgd.protocol.keys import KeyRing
 
@@ -169,12 +170,16 @@ class TestNode:
             assert [f"[{name}] {line}" for line in log.read_text().splitlines()] == shown
 
     def test_ctrl_c_makes_the_consensus(self, start):
-        node = start("--node", "0", "--port", "0")
+        node = start("--node", "0")  # alone it takes any port
         until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
+        told = CliRunner().invoke(main, ["status", "--run", str(node.run_dir.parent)])
+        assert told.exit_code == 0 and f"the run in {node.run_dir}, at tcp://127.0.0.1:" in told.stderr
+        assert ":47400:" not in told.stderr
         node.process.send_signal(signal.SIGINT)
         status, output = node.finish()
         assert status == 0, output
         assert node.about(0)["weights"] == node.about(1)["weights"]
+        assert "the run is over: the global server got SIGINT" in output and "SIGTERM" not in output
 
     def test_goes_on_with_the_run_of_its_folder_on_more_workers(self, start):
         first = start("--node", "0", "--port", "0", LSGD_ITERATIONS="64", LSGD_PERIOD="16")
@@ -212,6 +217,29 @@ class TestNode:
         assert report.startswith("node0/worker1 failed with exit code 1. Its last lines (all are in ")
         assert "    RuntimeError: the data is bad" in report
 
+    def test_a_script_that_never_joins_is_said_with_a_code_of_its_own(self, start):
+        status, output = start("--node", "0", "--workers", "1", script="print('trained alone')").finish()
+        assert status == NOT_TRAINED, output
+        assert "lsgd launch: node0/worker0 ended without joining the run (exit code 78): its script" in output
+        assert "    trained alone" in output
+
+    def test_workers_that_leave_before_the_end_are_said_with_a_code_of_their_own(self, start):
+        script = TRAIN.replace("while not worker.stopped:", "for epoch in range(1):")
+        status, output = start("--node", "0", script=script, LSGD_ITERATIONS="100000").finish()
+        assert status == NOT_TRAINED, output
+        for worker in (0, 1):
+            assert f"[launch] node0/worker{worker} has left before the end of the run" in output
+
+    def test_nodes_with_other_numbers_of_workers(self, start):
+        common = ("--nodes", "2", "--address", "127.0.0.1", "--port", str(free_port()))
+        first = start("--node", "0", *common, "--workers", "1", LSGD_WORKERS="3", LSGD_ITERATIONS="90")
+        second = start("--node", "1", *common, "--workers", "2")
+        for node in (first, second):
+            status, output = node.finish()
+            assert status == 0, output
+        assert tomllib.loads((first.run_dir / "plan.toml").read_text())["workers"] == 3
+        assert first.about(0)["weights"] == second.about(1)["weights"] == second.about(2)["weights"]
+
     def test_killed_launcher_leaves_nothing(self, start):
         node = start("--node", "0", "--port", "0")
         until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
@@ -237,9 +265,10 @@ class TestNode:
         second = start(*common, SLURM_NODEID="1", **slurm)
         until((second.run_dir / "node1.log").exists, "the second node has started")
         first = start(*common, SLURM_NODEID="0", **slurm)
-        for node in (first, second):
+        for node in (second, first):
             status, output = node.finish()
             assert status == 0, output
+        assert "[launch] the run begins with 2 workers, 1 on each node; if nodes have other" in output
         assert (first.about(0)["LSGD_NODE"], second.about(1)["LSGD_NODE"]) == ("0", "1")
         assert first.about(0)["weights"] == second.about(1)["weights"]
 

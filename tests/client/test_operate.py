@@ -2,12 +2,15 @@
 
 import io
 import json
+import os
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 from lsgd.algorithms import ALGORITHMS
+from lsgd.client.checkpoint.run_folder import claimed
 from lsgd.client.cli import operate
 from lsgd.client.cli.commands import main
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
@@ -44,6 +47,29 @@ def test_status_says_what_the_run_waits_for(lsgd):
     assert rounds.startswith("0 of 100 iterations in 0.0 s (0.0 a second), 0 global and 0 local rounds")
 
 
+def test_the_run_is_found_by_its_folder(servers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = CliRunner().invoke(main, ["stop"])
+    assert refused.exit_code == 1
+    assert "no run that you have launched goes on in runs: name its folder (--run DIR), or" in refused.output
+    mine, other = Path("runs", "mine"), Path("runs", "other")
+    with claimed(other, 0, "tcp://127.0.0.1:9"), claimed(mine, 0, servers.address):
+        os.utime(other / "node0.lock", (1, 1))
+        for arguments in ([], ["--run", "runs"], ["--run", str(mine)]):
+            done = CliRunner().invoke(main, ["status", *arguments])
+            assert done.exit_code == 0 and f"the run in {mine}, at {servers.address}:" in done.stderr
+            assert json.loads(CliRunner().invoke(main, ["status", "--json", *arguments]).stdout)["run"]
+        monkeypatch.setattr(os, "getuid", lambda: 12345)  # somebody else's
+        assert CliRunner().invoke(main, ["stop", "--run", str(mine)]).exit_code == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(main, ["status"]).exit_code == 1  # their launchers have ended
+
+
+def test_an_address_needs_no_scheme(lsgd, servers):
+    assert lsgd("status", connect=servers.address.removeprefix("tcp://"))[0] == 0
+
+
 def test_status_as_json(lsgd):
     code, output = lsgd("status", "--json")
     status = json.loads(output)
@@ -73,6 +99,7 @@ def test_the_table_of_members():
         ("outer_momentum=2", "outer_momentum = '2' is not in 0 … 1"),
         ("outer_lr=fast", "outer_lr = 'fast' is not a number"),
         ("outer_lr", "write it as NAME=VALUE, not 'outer_lr'"),
+        ("zzz=1", "zzz is unknown; known: iterations, outer_lr, outer_momentum, period, seconds"),
     ],
 )
 def test_a_change_that_cannot_be(lsgd, change, reason):
@@ -85,6 +112,16 @@ def test_a_change(lsgd):
     code, output = lsgd("set", "outer_lr=0.5")
     assert code == 0
     assert "outer_lr = 0.5, after 0 iterations" in output
+
+
+def test_several_changes_are_all_made_or_none(lsgd):
+    code, output = lsgd("set", "period=4", "iterations=90", "outer_momentum=2")
+    assert code == 1 and "outer_momentum = '2' is not in 0 … 1" in output
+    assert json.loads(lsgd("status", "--json")[1])["iterations"] == 100
+    code, output = lsgd("set", "period=4", "iterations=90")
+    assert code == 0 and "period = 4, iterations = 90, after 0 iterations" in output
+    assert json.loads(lsgd("status", "--json")[1])["iterations"] == 90
+    assert lsgd("set", "iterations=100")[0] == 0
 
 
 def test_stop_before_the_start_ends_the_servers(tmp_path):

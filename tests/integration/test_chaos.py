@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from lsgd.protocol.messages import ChangeSetting, Status
+from lsgd.protocol.messages import ChangeSettings, Status
 
 from .running import Cluster, Process, until
 from .test_crashes import JournaledRun, kill, steps, trains
@@ -42,7 +42,7 @@ def test_a_kill_every_few_seconds_costs_neither_the_accuracy_nor_the_count(clust
         until(lambda: alive(cluster) == len(PLACES), "all workers are in the run")
         trains(cluster, 50)  # whoever is new has the model now: the next victim may be its last other holder
     limit = cluster.status()["count"] + 1500
-    assert isinstance(cluster.ask(ChangeSetting("iterations", str(limit))), Status)
+    assert isinstance(cluster.ask(ChangeSettings({"iterations": str(limit)})), Status)
     for process in (*workers.values(), *servers.values(), run.server):
         process.succeeds(90)
     assert f"{limit} iterations" in run.server.output

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lsgd.errors import EvictedError
-from lsgd.protocol.messages import ChangeSetting, Status
+from lsgd.protocol.messages import ChangeSettings, Status
 
 from .running import Cluster, Process, until
 
@@ -37,7 +37,7 @@ def trains(cluster: Cluster, iterations: int = 20) -> int:
 def finish(cluster: Cluster, server: Process, *others: Process) -> int:
     """Let the run end a little later, exactly at a limit, and everybody with it; return that."""
     limit = cluster.status()["count"] + 60
-    assert isinstance(cluster.ask(ChangeSetting("iterations", str(limit))), Status)
+    assert isinstance(cluster.ask(ChangeSettings({"iterations": str(limit)})), Status)
     for process in (*others, server):
         process.succeeds()
     server.says(rf"the run is over: all {limit} iterations are made; {limit} iterations")

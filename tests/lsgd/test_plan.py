@@ -101,7 +101,8 @@ def test_the_algorithm_is_chosen_like_any_other_setting(
     [
         ("itertions = 3", ": the run has no setting 'itertions'; did you mean 'iterations'?"),
         ("period = 3", ": the run has no setting 'period'; write period = ... below [algorithm]"),
-        ("zzz = 3", ": the run has no setting 'zzz'; known: buffers, "),
+        ("zzz = 3", ": the run has no setting 'zzz'; known: algorithm, buffers, "),
+        ("[[phases]]", ": the run has no setting 'phases'; did you mean 'phase'?"),
         ("workers = 'two'", ": workers = 'two' is not a whole number"),
         ("workers = 0", ": workers = 0 is not in 1 … 100000"),
         ("seconds = nan", ": seconds = nan is not a number"),
@@ -189,6 +190,19 @@ def test_nobody_goes_on_alone_where_every_iteration_is_a_round(tmp_path: Path, t
     with pytest.raises(ConfigError, match=r"offline_iterations = 8, but every iteration of \w+ is a round"):
         read(path, {}, {})
     assert read(path, {}, {"offline_iterations": 0}).plan.run.offline_iterations == 0
+
+
+@pytest.mark.parametrize(
+    ("period", "local_period"), [("8", 8), ("20", 10), ("48", 16), ("17", 17), ("1", 1), ("64", 16)]
+)
+def test_a_period_given_alone_brings_its_local_period(period: str, local_period: int) -> None:
+    sourced = read(None, {"LSGD_PERIOD": period}, {})
+    algorithm = sourced.plan.algorithm
+    assert isinstance(algorithm, LeaderSettings)
+    assert (algorithm.period, algorithm.local_period) == (int(period), local_period)
+    rows = {name: origin for name, _, origin in sourced.rows()}
+    derived = "default" if local_period == 16 else "period, by variable LSGD_PERIOD"
+    assert rows["algorithm.local_period"] == derived
 
 
 def test_settings_that_do_not_go_together() -> None:

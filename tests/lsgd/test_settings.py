@@ -117,7 +117,7 @@ def test_right_values(name: str, value: object, result: object) -> None:
         ("count", [3], "count = [3] is not a whole number"),
         ("count", 11, "count = 11 is not in 0 … 10"),
         ("count", "-1", "count = '-1' is not in 0 … 10"),
-        ("at_least", 2, "at_least = 2 is not in at least 3"),
+        ("at_least", 2, "at_least = 2 is not at least 3"),
         ("share", "half", "share = 'half' is not a number"),
         ("share", math.nan, "share = nan is not a number"),
         ("share", "inf", "share = 'inf' is not a number"),
@@ -176,8 +176,10 @@ def test_a_delay_ends_before_the_next_round() -> None:
 
 def test_a_numeric_setting_is_changed_in_a_running_run() -> None:
     settings = LeaderSettings(period=32)
-    assert changed(settings, "pull_global", "0.3") == LeaderSettings(period=32, pull_global=0.3)
-    assert changed(settings, "period", "48") == LeaderSettings(period=48)
+    assert changed(settings, {"pull_global": "0.3"}) == LeaderSettings(period=32, pull_global=0.3)
+    assert changed(settings, {"period": "48"}) == LeaderSettings(period=48)
+    together = changed(settings, {"period": "20", "local_period": "10"})
+    assert together == LeaderSettings(period=20, local_period=10)
     assert settings.period == 32
 
 
@@ -193,5 +195,5 @@ def test_a_numeric_setting_is_changed_in_a_running_run() -> None:
 )
 def test_what_cannot_be_changed_in_a_running_run(name: str, text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
-        changed(LeaderSettings(), name, text)
+        changed(LeaderSettings(), {name: text})
     assert str(error.value).startswith(problem)

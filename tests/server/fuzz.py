@@ -25,7 +25,7 @@ import msgpack
 from lsgd.errors import ProtocolError
 from lsgd.protocol.messages import (
     PROTOCOL,
-    ChangeSetting,
+    ChangeSettings,
     Data,
     Done,
     Generation,
@@ -60,7 +60,7 @@ from lsgd.protocol.messages import (
 from lsgd.protocol.packing import pack, unpack
 from lsgd.protocol.sockets import Connector, Listener, Poller
 
-ORDERS = (StopRun, ChangeSetting, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery)
+ORDERS = (StopRun, ChangeSettings, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery)
 """Messages that rightly change something, or are answered at length, whoever says them."""
 
 BATCH = 50
@@ -82,7 +82,7 @@ def samples() -> list[bytes]:
         *(Request(*OTHER, 1, 0, 0, 0, 0.5), Done(*OTHER, 3, True, ""), Pause(*OTHER, 1, 0)),
         *(Leave(*OTHER, 0, False, "why"), Left(), Put(*OTHER, 1, "key", b"value"), Get(*OTHER, 1, "key")),
         *(NodeHello(PROTOCOL, 0, 1, "host", "0.1.0"), NodeWelcome("run"), NodeLeave(0, 1, "why")),
-        *(RunOver("why"), StopRun("why"), ChangeSetting("period", "8"), StatusQuery(0), Refused("why")),
+        *(RunOver("why"), StopRun("why"), ChangeSettings({"period": "8"}), StatusQuery(0), Refused("why")),
         *(Welcome("run", "{}", 0, 2, ("a",)), Waiting(1, "why"), Go(1, round, 0.5, "why")),
         *(Stop(1, round, "why"), GenerationOver(1, "why"), Value(1, "key", b"value"), Status("{}")),
     ]

@@ -456,7 +456,7 @@ def test_a_phase_with_equal_models_begins_with_one_model() -> None:
 
 def test_a_changed_setting_counts_from_the_next_global_round_on() -> None:
     bench = started("00", "01", period=2, local_period=2)
-    bench.coordinator.change("period", "4")
+    bench.coordinator.change({"period": "4"})
     bench.ask_all("00", "01")
     assert bench.notes == []
     assert bench.ledger.tokens == 0
@@ -467,20 +467,20 @@ def test_a_changed_setting_counts_from_the_next_global_round_on() -> None:
 
 def test_a_change_is_told_and_a_wrong_one_refused() -> None:
     bench = started("00")
-    bench.coordinator.change("pull_global", "0.5")
+    bench.coordinator.change({"pull_global": "0.5"})
     bench.tick()
     assert bench.notes == ["pull_global is to be 0.5"]
     with pytest.raises(ConfigError, match=r"^lease_s is unknown; known: "):
-        bench.coordinator.change("lease_s", "3")
+        bench.coordinator.change({"lease_s": "3"})
     with pytest.raises(ConfigError, match=r"^lsgd set: iterations = 'many' is not a whole number$"):
-        bench.coordinator.change("iterations", "many")
+        bench.coordinator.change({"iterations": "many"})
 
 
 @pytest.mark.parametrize(("limit", "count"), [(10, 10), (4, 4), (3, 4), (1, 4)])
 def test_a_limit_lowered_in_the_run_holds_for_what_is_not_granted(limit: int, count: int) -> None:
     bench = started("00", "01", period=16, local_period=16)
     bench.ask_all("00", "01")  # 2 are made, 2 are granted
-    bench.coordinator.change("iterations", str(limit))
+    bench.coordinator.change({"iterations": str(limit)})
     for _ in range(limit):
         for place in ("00", "01"):
             if not bench.member(place).held and isinstance(bench.member(place).answer, Go):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lsgd.errors import ConfigError
-from lsgd.protocol.messages import ChangeSetting, Status
+from lsgd.protocol.messages import ChangeSettings, Status
 from lsgd.server.history import MAX_ELECTIONS, Election
 from lsgd.server.journal import Journal
 from lsgd.server.memento import VERSION
@@ -271,7 +271,7 @@ def test_a_journal_that_cannot_be_written_is_made_anew_when_the_disk_has_space_a
     _, hard = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
     written = max(file.stat().st_size for file in path.parent.glob("run.journal*"))
     resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (written, hard))
-    assert isinstance(cluster.ask(ChangeSetting("iterations", "500")), Status)
+    assert isinstance(cluster.ask(ChangeSettings({"iterations": "500"})), Status)
     server.says(
         r"the journal \S+ cannot be written: .*; it is removed, and made anew as soon as that is possible"
     )

@@ -213,8 +213,8 @@ def test_phase_changed_settings_and_the_time_go_on() -> None:
     for _ in range(2):
         bench.complete_all("00", "01")
         bench.ask_all("00", "01")
-    bench.coordinator.change("period", "16")
-    bench.coordinator.change("iterations", "50")
+    bench.coordinator.change({"period": "16"})
+    bench.coordinator.change({"iterations": "50"})
     bench.now += 30.0
     bench.tick()
     reborn(bench, REBOOTED_S)

@@ -14,7 +14,7 @@ import pytest
 from lsgd.client.cli import operate
 from lsgd.errors import JoinError
 from lsgd.protocol.descriptors import MAX_DESCRIPTORS, raise_descriptor_limit
-from lsgd.protocol.keys import KeyRing, parse_token
+from lsgd.protocol.keys import KeyRing, parse_token, token_path
 from lsgd.protocol.messages import (
     PROTOCOL,
     NodeHello,
@@ -177,6 +177,19 @@ class Tap:
 
     def close(self) -> None:
         self._listener.close()
+
+
+def test_a_node_with_a_token_of_other_keys_ends_with_the_line_to_type(
+    cluster, ring, server, tmp_path
+) -> None:
+    other = KeyRing.make(tmp_path / "other", ["node1"])
+    token = str(token_path("node1", other.folder))
+    listen = ("--listen", f"ipc://{tmp_path}/local", "--connect", cluster.address)
+    node = cluster.server("node1", "--local", "--node", "1", *listen, "--token", token)
+    assert node.wait() == 1
+    assert "the global server refuses this node: it has another key than our token says" in node.output
+    line = f"lsgd-server --local --node 1 --connect {cluster.address} --token node1.token"
+    assert node.output.rstrip().endswith(line)
 
 
 def test_a_captured_conversation_says_nothing_when_it_is_played_again(cluster, ring, server) -> None:

@@ -271,7 +271,11 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, kind: str, saved: dict[str
     try:
         optimizer.load_state_dict(saved)
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"the checkpoint {path} does not fit the optimizer {here}: {error}") from None
+        why = f"its state has no {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(
+            f"the checkpoint {path} does not fit the optimizer {here}: {why}; join with the optimizer that it was "
+            f"written with, or begin a new run"
+        ) from None
 
 
 def _position(loader: ShardLoader) -> dict[str, Any]:

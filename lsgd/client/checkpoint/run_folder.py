@@ -59,10 +59,11 @@ def find_run(folder: Path, node: int) -> Path:
 
 
 @contextmanager
-def claimed(folder: Path, node: int) -> Iterator[None]:
+def claimed(folder: Path, node: int, address: str) -> Iterator[None]:
     """Have a run folder, which is made if need be, for the launcher of a node alone, as long as this lasts.
 
-    Each node has a lock of its own, since several may share the folder. It is this process's: it ends with it.
+    Each node has a lock of its own, since several may share the folder. It is this process's: it ends with it. It
+    tells ``address``, where the run's global server is, for :func:`find_live`.
 
     Raises:
         ConfigError: another launcher of this node has it, or it cannot be made or written.
@@ -74,19 +75,50 @@ def claimed(folder: Path, node: int) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"the run folder {folder} cannot be made or written: {error.strerror}") from None
     try:
-        _lock(descriptor, folder, node)
+        _lock(descriptor, folder, node, address)
         yield
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, folder: Path, node: int) -> None:
+def find_live(folder: Path) -> tuple[Path, str]:
+    """Return the folder, and the global server's address, of this user's run that was launched last and goes on.
+
+    Args:
+        folder: of the run, or of several.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    live = []
+    for path in (*folder.glob("node*.lock"), *folder.glob("*/node*.lock")):
+        with suppress(OSError, IndexError), path.open() as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid == os.getuid() and not _is_free(file.fileno()):
+                live.append((status.st_mtime_ns, path.parent, file.read().split()[2]))
+    if not live:
+        raise ConfigError(
+            f"no run that you have launched goes on in {folder}: name its folder (--run DIR), or the address of its "
+            f"global server (--connect HOST:PORT)"
+        )
+    return max(live)[1:]
+
+
+def _is_free(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it is held, or the file system has no locks
+        return False
+    return True
+
+
+def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.ENOTSUP):  # a file system without locks
             return
-        pid, _, host = os.pread(descriptor, 100, 0).decode(errors="replace").strip().partition(" ")
+        pid, host, *_ = [*os.pread(descriptor, 200, 0).decode(errors="replace").split(), "", ""]
         raise ConfigError(
             f"the run folder {folder} is in use: another lsgd launch of node {node} (process {pid or '?'} on "
             f"{host or '?'}) runs in it; end that one (kill {pid or 'PID'} there), or name another folder with "
@@ -94,7 +126,7 @@ def _lock(descriptor: int, folder: Path, node: int) -> None:
         ) from None
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()} {address}\n".encode(), 0)
 
 
 def file_name(worker: str) -> str:

@@ -17,7 +17,7 @@ from rich.live import Live
 
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
-from lsgd.client.checkpoint.run_folder import find_run
+from lsgd.client.checkpoint.run_folder import find_live, find_run
 from lsgd.client.cli import operate
 from lsgd.client.launcher import gpus
 from lsgd.client.launcher.launch import Launch, launch
@@ -26,7 +26,7 @@ from lsgd.errors import LsgdError
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import OPERATOR, KeyRing, connector_keys, default_folder, node_name, token_path
-from lsgd.protocol.messages import ChangeSetting, StatusQuery, StopRun
+from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
 from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.settings import fields, span
 
@@ -69,9 +69,7 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    default=DEFAULT_PORT,
-    show_default=True,
-    help="TCP port of the global server; 0 takes a free one, if there is one node.",
+    help=f"TCP port of the global server; else {DEFAULT_PORT}, or any that is free (0) if there is one node.",
 )
 @click.option(
     "--workers",
@@ -103,7 +101,7 @@ def launch_command(
     node: int | None,
     nodes: int | None,
     address: str | None,
-    port: int,
+    port: int | None,
     workers: int | None,
     device: str,
     plan_path: Path | None,
@@ -126,6 +124,8 @@ def launch_command(
     processes at once. If a process fails, the run is stopped in the same way, and its exit code is the launcher's.
     """  # noqa: D301
     place = find_place(node, nodes, address, os.environ)
+    if port is None:
+        port = DEFAULT_PORT if place.nodes > 1 else 0
     devices = gpus.choose(device, workers)
     if resume:
         run_dir = find_run(run_dir or Path("runs"), place.node)
@@ -146,10 +146,20 @@ def launch_command(
 
 
 def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give an operator's command the address of the global server and the keys for it."""
+    """Give an operator's command the address of the run's global server and the keys for it."""
 
     @click.option(
-        "--connect", default=operate.DEFAULT_ADDRESS, show_default=True, help="Address of the global server."
+        "--run",
+        "folder",
+        type=click.Path(path_type=Path),
+        default=Path("runs"),
+        show_default=True,
+        help="Folder of the run, or of several: your newest one that goes on is meant.",
+    )
+    @click.option(
+        "--connect",
+        metavar="HOST:PORT",
+        help="Address of a global server, for a run of somebody else or by hand.",
     )
     @click.option(
         "--token",
@@ -158,7 +168,14 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
     )
     @click.option("--insecure", is_flag=True, help="Go without keys, where the server does too.")
     @functools.wraps(command)
-    def connected(connect: str, token: Path | None, insecure: bool, **others: Any) -> Any:
+    def connected(
+        folder: Path, connect: str | None, token: Path | None, insecure: bool, **others: Any
+    ) -> Any:
+        if connect is None:
+            folder, connect = find_live(folder)
+            click.echo(f"the run in {folder}, at {connect}:", err=True)
+        elif "://" not in connect:
+            connect = f"tcp://{connect}"
         return command(connect, connector_keys(connect, token, OPERATOR, insecure=insecure), **others)
 
     return connected
@@ -194,17 +211,18 @@ def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watc
 
 @main.command("set")
 @_connect
-@click.argument("change", metavar="NAME=VALUE")
-def set_command(connect: str, keys: ConnectorKeys | None, change: str) -> None:
-    """Change a numeric setting of a running run, for all workers from the next global round on.
+@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, required=True)
+def set_command(connect: str, keys: ConnectorKeys | None, changes: tuple[str, ...]) -> None:
+    """Change numeric settings of a running run, all or none, for all workers from the next global round on.
 
     Its length (iterations, seconds) changes at once.
     """
-    name, equals, value = change.partition("=")
-    if not equals:
-        raise click.UsageError(f"write it as NAME=VALUE, not {change!r}")
-    status = operate.ask(connect, ChangeSetting(name, value), keys)
-    click.echo(f"run {status['run']}: {name} = {value}, after {status['count']} iterations")
+    if wrong := [change for change in changes if "=" not in change]:
+        raise click.UsageError(f"write it as NAME=VALUE, not {wrong[0]!r}")
+    values = dict(change.split("=", 1) for change in changes)
+    status = operate.ask(connect, ChangeSettings(values), keys)
+    told = ", ".join(f"{name} = {value}" for name, value in values.items())
+    click.echo(f"run {status['run']}: {told}, after {status['count']} iterations")
 
 
 @main.command("stop")

@@ -18,9 +18,8 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.sockets import DEFAULT_PORT, Connector, ConnectorKeys, Poller
+from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller
 
-DEFAULT_ADDRESS = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 ANSWER_WITHIN_S = 5.0
 REFUSED_AFTER_S = 0.5  # a handshake that fails may be that of a server which is just being started
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from lsgd.client.control.notices import Notice, is_given
+from lsgd.client.control.notices import Notice, give, is_given
 from lsgd.errors import (
     EvictedError,
     ExchangeError,
@@ -26,6 +26,7 @@ from lsgd.protocol.messages import (
     Recall,
     Refused,
     StatusQuery,
+    Stop,
     Upward,
     Waiting,
     Where,
@@ -88,6 +89,7 @@ class Channel:
         self.global_silence_s = math.inf
         self.run = ""
         self._incarnation = incarnation
+        self._worker = ""
         self._heartbeat = b""
         self._where = b""
         self._link = Connector(address, str(incarnation).encode())
@@ -240,7 +242,9 @@ class Channel:
         self._where = encode(where)
 
     def start_heartbeat(self, worker: str) -> None:
-        """From now on tell the servers every second that the process of ``worker`` runs."""
+        """From now on tell the servers every second that the process of ``worker`` runs, and the launcher once."""
+        self._worker = worker
+        give(self.address, Notice.JOINED, worker)
         self._heartbeat = encode(Heartbeat(worker, self._incarnation))
 
     def close(self) -> None:
@@ -300,6 +304,8 @@ class Channel:
                 return
             if not isinstance(message, Here) and not (isinstance(message, Waiting) and message.away):
                 self._global_heard_at = self._heard_at
+            if isinstance(message, Stop | Over) and self._worker:
+                give(self.address, Notice.ENDED, self._worker)
             if isinstance(message, Waiting):
                 self._waits_for = message.reason
             elif isinstance(message, Refused):

@@ -1,4 +1,4 @@
-"""What the launcher tells its workers where no server can: empty files beside the local server's socket."""
+"""What the launcher and its workers tell each other where no server can: empty files beside the local one's socket."""
 
 import enum
 from contextlib import suppress
@@ -16,18 +16,24 @@ class Notice(enum.Enum):
     GIVEN_UP = "given-up"
     """The launcher ends this node, and no server can say so: workers are to save what they have, and to leave."""
 
+    JOINED = "joined"
+    """A worker has asked to join."""
 
-def give(address: str, notice: Notice) -> None:
-    """Tell the workers of the local server at ``address``; they look at it while they wait for an answer."""
+    ENDED = "ended"
+    """A worker has heard that the run ends."""
+
+
+def give(address: str, notice: Notice, worker: str = "") -> None:
+    """Tell the workers of the local server at ``address``, who look while they wait; or as ``worker`` the launcher."""
     if address.startswith(_IPC):
         with suppress(OSError):
-            _path(address, notice).touch()
+            _path(address, notice, worker).touch()
 
 
-def is_given(address: str, notice: Notice) -> bool:
-    """Whether the launcher has said so to the workers of the local server at ``address``."""
-    return address.startswith(_IPC) and _path(address, notice).exists()
+def is_given(address: str, notice: Notice, worker: str = "") -> bool:
+    """Whether the launcher has said so to the workers of the local server at ``address``, or ``worker`` to it."""
+    return address.startswith(_IPC) and _path(address, notice, worker).exists()
 
 
-def _path(address: str, notice: Notice) -> Path:
-    return Path(f"{address.removeprefix(_IPC)}.{notice.value}")
+def _path(address: str, notice: Notice, worker: str) -> Path:
+    return Path(f"{address.removeprefix(_IPC)}{worker.replace('/', '-')}.{notice.value}")

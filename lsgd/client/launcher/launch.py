@@ -100,7 +100,7 @@ def launch(settings: Launch) -> int:
         )
     keys, token, lines = _access(settings, network)
     servers = {"global": [*_global_arguments(settings, network), *keys]} if place.node == 0 else {}
-    with claimed(settings.run_dir, place.node):
+    with claimed(settings.run_dir, place.node, network):
         if place.node == 0:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
                 old.unlink()
@@ -226,7 +226,14 @@ def _global_arguments(settings: Launch, network: str) -> list[str]:
     wanted = plan.read(path, os.environ, {}).origins.get("workers", "")
     # The plan of the run before has as many as that run had.
     if not wanted or (goes_on and wanted == f"the plan {path}"):
-        arguments += ["--workers", str(settings.place.nodes * len(settings.devices))]
+        nodes, each = settings.place.nodes, len(settings.devices)
+        arguments += ["--workers", str(nodes * each)]
+        if nodes > 1:
+            print(
+                f"{LAUNCHER}the run begins with {nodes * each} workers, {each} on each node; if nodes have other "
+                f"numbers, tell this one how many there are in all: LSGD_WORKERS=N",
+                flush=True,
+            )
     return arguments
 
 
@@ -268,6 +275,7 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
                 settings.command,
                 variables,
                 _log(settings, name),
+                joins=True,
                 on_terminal=first,
                 restarts=RESTARTS,
                 appends=settings.resume,

@@ -15,6 +15,9 @@ from lsgd.client.launcher.guard import Guard
 from lsgd.client.launcher.screen import Screen, Transcript
 from lsgd.errors import EvictedError, ServerLostError
 
+NOT_TRAINED = 78  # EX_CONFIG
+"""Exit code for a script that ended well, but never joined the run, or left it before its end."""
+
 _TERMINAL_ROWS = 24
 _READ_NBYTES = 1 << 16
 _READS = 16  # at a time: the others have their turn, whatever one of them prints
@@ -33,9 +36,10 @@ class Command:
         on_terminal: its output is a terminal if ours is one, so that it can draw a progress bar.
         restarts: how many times it is started again when a signal has killed it.
         appends: its log goes on from what is in the file.
-        holds_signals: it takes up SIGTERM when it can, and one that comes before that waits for it.
+        holds_signals: it takes up SIGINT and SIGTERM when it can; one that comes before that waits for it.
         checkpoints: folder of the checkpoints that it goes on from when it is started again, if it has one there.
         more_again: further arguments for when it is started again.
+        joins: it is to join the run.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Command:
     holds_signals: bool = False
     checkpoints: Path | None = None
     more_again: Sequence[str] = ()
+    joins: bool = False
 
 
 class Child:
@@ -109,7 +114,7 @@ class Child:
         """What the new process does before it runs the command."""
         self._guard.add_self()
         if self.command.holds_signals:
-            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 
     @property
     def name(self) -> str:
@@ -139,6 +144,11 @@ class Child:
             return "was evicted from the run"
         if self.status == ServerLostError.exit_code:
             return f"gave up waiting for its servers (exit code {self.status})"
+        if self.status == NOT_TRAINED:
+            return (
+                f"ended without joining the run (exit code {self.status}): its script has to call Worker.join and to "
+                f"train with worker.batches (docs/client.md)"
+            )
         if self.status >= 0:
             return f"failed with exit code {self.status}"
         name = signal.Signals(-self.status).name

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lsgd.client.control.notices import Notice, give
+from lsgd.client.control.notices import Notice, give, is_given
 from lsgd.client.launcher.guard import Guard
-from lsgd.client.launcher.process import Child, Command
+from lsgd.client.launcher.process import NOT_TRAINED, Child, Command
 from lsgd.client.launcher.screen import FLUSH_WITHIN_S, FLUSHES, Screen
 from lsgd.errors import EvictedError, ServerLostError
 from lsgd.output import Output
@@ -67,7 +67,7 @@ class _Step:
 class Supervisor:
     """Runs processes until all have ended, or ends them.
 
-    The first SIGINT, SIGTERM or SIGHUP is passed on as SIGTERM to ``stops_run``, which is to make the others end by
+    The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) is passed on to ``stops_run``, which is to make the others end by
     themselves. A second one kills all of them at once. If a process fails, the run is stopped in the same way; but one
     that a signal killed, or that the run went on without, is started again first, after a second, then two, four, ...,
     as often as its command says within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server is left to
@@ -92,6 +92,7 @@ class Supervisor:
         self._screen = Screen()
         self._children: list[Child] = []
         self._failed: Child | None = None
+        self._early: set[str] = set()  # workers that left before the end of the run
         self._signalled: signal.Signals | None = None
         self._step: _Step | None = None
         self._steps: deque[_Step] = deque()
@@ -103,7 +104,8 @@ class Supervisor:
         """Run it all; return the exit status.
 
         It is 0 if no process failed and all of them ended by themselves; else that of the first one that failed
-        (128 + the number of the signal, if one killed it), or 128 + the number of the signal that we got.
+        (128 + the number of the signal, if one killed it), or 128 + the number of the signal that we got. It is
+        :data:`NOT_TRAINED` if a worker never joined, or if all of them left before the end of the run.
         """
         self._guard = Guard(self._folder)
         try:
@@ -152,7 +154,7 @@ class Supervisor:
                 continue
             self._children.remove(dead)
             if name == self._stops_run and self._step and self._step.is_clean:
-                self._tell([self._children[-1]], signal.SIGTERM)  # the one that was told is gone
+                self._tell([self._children[-1]], self._gentle)  # the one that was told is gone
 
     def _bury(self, child: Child) -> bool:
         """Plan to start a process again that a signal has killed, or the run evicted; return whether that may be."""
@@ -214,9 +216,25 @@ class Supervisor:
             child.close()
             if child.status == 0 and child.command.is_server:
                 give(self._local, Notice.OVER)
+            if child.status == 0 and child.command.joins and not child.was_told:
+                self._judge(child)
             is_news = not child.was_told or (child.was_struck and self._is_wanted(child))
             if child.status and is_news and not self._bury(child):
                 self._fail(child)
+
+    def _judge(self, child: Child) -> None:
+        """See whether a worker whose script has ended well has trained to the end of the run."""
+        self._early.discard(child.name)
+        if self._is_over or is_given(self._local, Notice.ENDED, child.name):
+            return
+        if not is_given(self._local, Notice.JOINED, child.name):
+            child.status = NOT_TRAINED
+            return
+        self._early.add(child.name)
+        self._screen.say(
+            f"{child.name} has left before the end of the run, and has no consensus model: the end is the plan's "
+            f"(iterations, seconds), so train until worker.stopped"
+        )
 
     def _fail(self, child: Child) -> None:
         self._screen.say(f"{child.name} {child.fate}")
@@ -241,13 +259,18 @@ class Supervisor:
 
     # -- ending ------------------------------------------------------------------------------------------------
 
+    @property
+    def _gentle(self) -> signal.Signals:
+        """What asks a server to end the run: what the user sent, so that its log says that."""
+        return signal.SIGINT if self._signalled == signal.SIGINT else signal.SIGTERM
+
     def _end_cleanly(self) -> None:
         """Let the workers make their last round and save; then end all processes."""
         workers, servers = self._names(is_server=False), self._names(is_server=True)
         if any(child.status == 0 for child in self._named(self._stops_run)):
             clean = _Step(workers, STOP_PATIENCE_S, is_clean=True)  # it is over: who is there still saves
         else:
-            clean = _Step([self._stops_run], STOP_PATIENCE_S, signal.SIGTERM, is_clean=True)
+            clean = _Step([self._stops_run], STOP_PATIENCE_S, self._gentle, is_clean=True)
         for name in [name for name in self._due if name in servers]:
             self._screen.say(f"{name} is started again now, to be told that the run ends")
         self._due = {name: 0.0 for name in self._due if name in servers}
@@ -336,6 +359,8 @@ class Supervisor:
             return status if status > 0 else 128 - status
         if self._signalled and any(child.status != 0 for child in self._children):
             return 128 + self._signalled
+        if self._early and self._early == {command.name for command in self._commands if command.joins}:
+            return NOT_TRAINED
         return int(bool(self._alive))
 
 
