@@ -1,0 +1,150 @@
+"""Codecs of few bits: bit by bit what a NumPy implementation of docs/algorithms.md makes, and how far off they are."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lsgd.codecs import codec_of
+from lsgd.errors import ConfigError
+from lsgd.payload import HEADER_NBYTES
+
+LENGTHS = st.integers(0, 1200)
+SIZES = st.sampled_from([1.0, 1e-30, 1e-41, 1e30, 3.4e38])
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def vector(numel: int, size: float, seed: int) -> torch.Tensor:
+    """Normal numbers with zeros, of about this size; blocks differ."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal(numel) * size * 4.0 ** -(np.arange(numel) // 100)
+    x[random.random(numel) < 0.05] = 0
+    limit = float(np.finfo(np.float32).max)
+    return torch.from_numpy(x.clip(-limit, limit).astype(np.float32))
+
+
+def coded(text: str, x: torch.Tensor) -> tuple[bytes, np.ndarray]:
+    """The bytes after the header, and what they decode to."""
+    codec, out = codec_of(text), torch.empty(x.numel())
+    payload = codec.empty(x.numel(), x.device)
+    payload.fill_(255)
+    codec.encode(x, payload)
+    codec.decode(payload, out)
+    return bytes(payload[HEADER_NBYTES:].tolist()), out.numpy()
+
+
+def bfloat16(number: float) -> int:
+    bits = int(np.float32(number).view(np.uint32))
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def halved_sum(numbers: list[float]) -> float:
+    while len(numbers) > 1:
+        half = len(numbers) // 2
+        numbers = [a + b for a, b in zip(numbers[:half], numbers[half:], strict=True)]
+    return numbers[0]
+
+
+def levels(x: np.ndarray, width: int, *, squares: bool) -> tuple[bytes, np.ndarray]:
+    """levels2 (of root mean squares) or levels1 (of mean magnitudes), one block and one number after the other."""
+    scales, signs, fars, decoded = [], [], [], []
+    for start in range(0, x.size, width):
+        block = [float(v) for v in x[start : start + width]]
+        parts = [v * v if squares else abs(v) for v in block]
+        mean = halved_sum(parts + [0.0] * (width - len(block))) / len(block)
+        scales.append(bfloat16(min(math.sqrt(mean) if squares else mean, 2.0**127)))
+        scale = np.uint32(scales[-1] << 16).view(np.float32)
+        for v in block:
+            far = abs(np.float32(v)) > np.float32(0.9816) * scale
+            level = np.float32(1.5104 if far else 0.4528) * scale if squares else scale
+            signs.append(v < 0)
+            fars.append(far)
+            decoded.append(-level if v < 0 else level)
+    planes = [signs, fars] if squares else [signs]
+    packed = [np.packbits(np.array(plane, bool), bitorder="little").tobytes() for plane in planes]
+    return np.array(scales, "<u2").tobytes() + b"".join(packed), np.array(decoded, np.float32)
+
+
+def minmax4(x: np.ndarray, width: int) -> tuple[bytes, np.ndarray]:
+    scales, codes, decoded = [], [], []
+    half = np.float32(0.5)
+    for start in range(0, x.size, width):
+        block = x[start : start + width] * half
+        lo, hi = block.min() + np.float32(0), block.max() + np.float32(0)
+        unit = np.float32(hi - lo) / np.float32(15)
+        scales += [lo, unit]
+        code = np.clip(np.rint((block - lo) / unit), 0, 15) if unit > 0 else np.zeros(block.size)
+        codes += [int(c) for c in code]
+        limit = np.finfo(np.float32).max / np.float32(2)
+        decoded += list(np.clip(code.astype(np.float32) * unit + lo, -limit, limit) * np.float32(2))
+    codes += [0] * (len(codes) % 2)
+    pairs = [low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)]
+    return np.array(scales, "<f4").tobytes() + bytes(pairs), np.array(decoded, np.float32)
+
+
+REFERENCES = {
+    "levels2:scale_block=512": lambda x: levels(x, 512, squares=True),
+    "levels2:scale_block=8": lambda x: levels(x, 8, squares=True),
+    "levels1:scale_block=512": lambda x: levels(x, 512, squares=False),
+    "levels1:scale_block=64": lambda x: levels(x, 64, squares=False),
+    "minmax4:block=256": lambda x: minmax4(x, 256),
+    "minmax4:block=7": lambda x: minmax4(x, 7),
+    "minmax4:block=0": lambda x: minmax4(x, max(x.size, 1)),
+}
+
+
+@pytest.mark.parametrize("text", REFERENCES)
+@given(LENGTHS, SIZES, st.integers(0, 99))
+def test_bytes_and_values_are_the_references(text, numel, size, seed):
+    x = vector(numel, size, seed)
+    data, decoded = coded(text, x)
+    expected, numbers = REFERENCES[text](x.numpy())
+    assert data == expected
+    assert np.isfinite(decoded).all()
+    assert decoded.tobytes() == numbers.tobytes()
+
+
+@pytest.mark.parametrize("text", REFERENCES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_narrow_vectors_are_those_in_float32(text, dtype):
+    x = vector(700, 1.0, 1).to(dtype)
+    assert coded(text, x)[0] == coded(text, x.float())[0]
+
+
+@pytest.mark.parametrize("text", ["levels2:scale_block=64", "levels1:scale_block=64", "minmax4:block=64"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_spoils_its_block_only(text, bad):
+    x = vector(200, 1.0, 2)
+    good = coded(text, x)[1]
+    x[70] = bad
+    decoded = coded(text, x)[1]
+    assert np.isnan(decoded[64:128]).all()
+    assert (np.delete(decoded, np.s_[64:128]) == np.delete(good, np.s_[64:128])).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "error"), [("levels2", 2, 0.1175), ("levels1", 1, 0.3634), ("minmax4:block=512", 4, 0.0139)]
+)
+def test_bits_and_mean_square_errors_of_normal_numbers(text, bits, error):
+    """What docs/algorithms.md says."""
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1))
+    assert codec_of(text).element_nbytes * 8 == pytest.approx(bits, abs=0.13)
+    assert np.square(coded(text, x)[1] - x.numpy()).mean() == pytest.approx(error, rel=0.02)
+
+
+def test_minmax4_is_off_by_half_a_unit_at_most():
+    x = vector(2048, 1.0, 3)
+    unit = (x.max() - x.min()) / 15
+    assert np.abs(coded("minmax4", x)[1] - x.numpy()).max() <= unit / 2 * 1.0001
+
+
+@pytest.mark.parametrize("name", ["levels1", "levels2"])
+@pytest.mark.parametrize("size", [0, 4, 24, 1 << 17])
+def test_a_scale_block_is_a_power_of_two(name, size):
+    with pytest.raises(ConfigError, match=rf"scale_block = {size} is not a power of two in 8 … 65536"):
+        codec_of(f"{name}:scale_block={size}")
