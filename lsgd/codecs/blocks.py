@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 MAX_SCALE: Final = 2.0**127
 """Scales are at most this, so that a level of up to 1.99 times the scale is finite."""
 
+_NAN: Final = 0x7FC0
 _GATHER: Final = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, in order, in the highest byte
 _SPREAD: Final = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 
@@ -30,28 +31,25 @@ def rows_of(x: Tensor, width: int) -> Tensor:
     return padded.view(blocks, width)
 
 
-def mean_of_rows(rows: Tensor, numel: int) -> Tensor:
-    """Return the means of rows that hold ``numel`` numbers in all; float64, added in halves: equal on every device.
-
-    Args:
-        rows: float64, shape (blocks, a power of two), with zeros after its end.
-    """
+def counts_of(rows: Tensor, numel: int) -> Tensor:
+    """Return how many of the ``numel`` elements each row holds, float64, shape (blocks,)."""
     blocks, width = rows.shape
-    counts = torch.full((blocks,), width, dtype=torch.float64, device=rows.device)
-    if numel % width:
-        counts[-1] = numel % width
-    while width > 1:
-        width //= 2
-        rows = rows[:, :width] + rows[:, width:]
-    return rows.reshape(blocks) / counts
+    starts = torch.arange(blocks, dtype=torch.float64, device=rows.device) * width
+    return (numel - starts).clamp(max=width)
 
 
-def write_scales(means: Tensor, out: Tensor) -> Tensor:
-    """Write scales as bfloat16 to ``out``, uint8, and return them in float32, shape (blocks, 1); NaN if not finite."""
-    finite = torch.where(means.isfinite(), means.clamp(max=MAX_SCALE), torch.nan)
-    scales = finite.to(torch.float32).to(torch.bfloat16)
-    out.view(torch.bfloat16).copy_(scales)
-    return scales.to(torch.float32)[:, None]
+def sums_of(rows: Tensor) -> Tensor:
+    """Return the sum of each row, whose length is a power of two; added in halves, so equal on every device."""
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows[:, 0]
+
+
+def write_scales(scales: Tensor, out: Tensor) -> None:
+    """Write float64 scales as bfloat16 to ``out``, uint8; NaN for those that are not finite."""
+    out.view(torch.bfloat16).copy_(scales.clamp(max=MAX_SCALE).to(torch.float32))
+    out.view(torch.int16).masked_fill_(~scales.isfinite(), _NAN)  # devices differ in the NaN that they write
 
 
 def read_scales(data: Tensor) -> Tensor:

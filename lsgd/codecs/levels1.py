@@ -45,7 +45,8 @@ class Levels1(Codec):
         """Note the signs."""
         scales, signs = self._parts(self.begin(payload, x), x.numel())
         rows = blocks.rows_of(x, self.scale_block)
-        blocks.write_scales(blocks.mean_of_rows(rows.abs().to(torch.float64), x.numel()), scales)
+        sums = blocks.sums_of(rows.abs().to(torch.float64))
+        blocks.write_scales(sums / blocks.counts_of(rows, x.numel()), scales)
         blocks.write_bits(rows < 0, signs)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
@@ -59,4 +60,4 @@ class Levels1(Codec):
         return 2 * -(-numel // self.scale_block)
 
     def _parts(self, body: Tensor, numel: int) -> tuple[Tensor, ...]:
-        return body.split([self._scales(numel), blocks.bits_nbytes(numel)])
+        return body.split_with_sizes([self._scales(numel), blocks.bits_nbytes(numel)])

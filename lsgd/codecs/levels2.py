@@ -1,4 +1,4 @@
-"""2 bits an element: a sign, and one of two levels times the root mean square of a block."""
+"""2 bits an element: a sign, and one of two levels times the scale of a block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THRESHOLD: Final = 0.9816
 
 @dataclass(frozen=True)
 class Levels2(Codec):
-    """±0.4528 or ±1.5104 times a block's root mean square, whichever is nearer.
+    """±0.4528 or ±1.5104 times a block's scale.
 
     After the header: a bfloat16 for each block, the bits of the signs (1: below zero), those of the levels (1: far).
     A block with NaN or Inf has the scale NaN. docs/algorithms.md has the arithmetic.
@@ -47,13 +47,19 @@ class Levels2(Codec):
         return HEADER_NBYTES + self._scales(numel) + 2 * blocks.bits_nbytes(numel)
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
-        """Choose the nearer level of each element."""
+        """Choose the level of each element by the root mean square of its block, then the scale."""
         scales, signs, levels = self._parts(self.begin(payload, x), x.numel())
         rows = blocks.rows_of(x, self.scale_block)
-        squares = rows.to(torch.float64).square_()
-        scale = blocks.write_scales(blocks.mean_of_rows(squares, x.numel()).sqrt(), scales)
+        magnitudes = rows.abs().to(torch.float64)
+        counts = blocks.counts_of(rows, x.numel())
+        rms = (blocks.sums_of(magnitudes.square()) / counts).sqrt()
+        far = rows.abs() > (rms * THRESHOLD).to(torch.float32)[:, None]
+        # The scale with the least square error for these levels: close to rms, but exact where all are alike.
+        products = blocks.sums_of(magnitudes) * NEAR + blocks.sums_of(magnitudes * far) * (FAR - NEAR)
+        squares = counts * NEAR**2 + far.sum(1) * (FAR**2 - NEAR**2)
+        blocks.write_scales(products / squares, scales)
         blocks.write_bits(rows < 0, signs)
-        blocks.write_bits(rows.abs() > scale * THRESHOLD, levels)
+        blocks.write_bits(far, levels)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Write the level of each element."""
@@ -69,4 +75,4 @@ class Levels2(Codec):
 
     def _parts(self, body: Tensor, numel: int) -> tuple[Tensor, ...]:
         plane = blocks.bits_nbytes(numel)
-        return body.split([self._scales(numel), plane, plane])
+        return body.split_with_sizes([self._scales(numel), plane, plane])

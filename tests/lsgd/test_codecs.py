@@ -68,6 +68,7 @@ class Sign(Codec):
 
 FEW_BITS = [Levels2(), Levels2(8), Levels1(), Levels1(64), MinMax4(), MinMax4(7), MinMax4(0)]
 ALL = [Float32(), Float16(), MinMax8(), MinMax8(7), MinMax8(0), *FEW_BITS, Sign()]
+KNOWN = "known: float16, levels1, levels2, minmax4, minmax8, none"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
@@ -207,8 +208,8 @@ def test_a_setting_names_a_codec(text, codec):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("minmx8", "codec 'minmx8' is unknown; did you mean 'minmax8'? known: float16, levels1, levels2, minmax4, minmax8, none"),
-        ("", "codec '' is unknown; known: float16, levels1, levels2, minmax4, minmax8, none"),
+        ("minmx8", f"codec 'minmx8' is unknown; did you mean 'minmax8'? {KNOWN}"),
+        ("", f"codec '' is unknown; {KNOWN}"),
         ("minmax8:", "'' is not a parameter of the codec minmax8; it takes block=NUMBER"),
         ("minmax8:k=3", "'k=3' is not a parameter of the codec minmax8; it takes block=NUMBER"),
         ("minmax8:block=-1", "'block=-1' is not a parameter"),
@@ -248,7 +249,14 @@ SETTINGS = {
 
 @pytest.mark.parametrize(
     "codec",
-    ["none", "float16", "sign:block=16", "levels2:scale_block=16", "levels1:scale_block=16", "minmax4:block=16"],
+    [
+        "none",
+        "float16",
+        "sign:block=16",
+        "levels2:scale_block=16",
+        "levels1:scale_block=16",
+        "minmax4:block=16",
+    ],
 )
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_algorithm_takes_every_codec(sign, name, codec):
