@@ -20,6 +20,7 @@ from lsgd.codecs.levels2 import Levels2
 from lsgd.codecs.minmax4 import MinMax4
 from lsgd.codecs.minmax8 import MinMax8
 from lsgd.codecs.plain import Float16, Float32
+from lsgd.codecs.topk import TopK
 from lsgd.collectives.simulation import simulate
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.errors import ConfigError, ProtocolError
@@ -66,9 +67,9 @@ class Sign(Codec):
         )
 
 
-FEW_BITS = [Levels2(), Levels2(8), Levels1(), Levels1(64), MinMax4(), MinMax4(7), MinMax4(0)]
+FEW_BITS = [Levels2(), Levels2(8), Levels1(), Levels1(64), MinMax4(), MinMax4(7), MinMax4(0), TopK(), TopK(8)]
 ALL = [Float32(), Float16(), MinMax8(), MinMax8(7), MinMax8(0), *FEW_BITS, Sign()]
-KNOWN = "known: float16, levels1, levels2, minmax4, minmax8, none"
+KNOWN = "known: float16, levels1, levels2, minmax4, minmax8, none, topk"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
@@ -256,6 +257,7 @@ SETTINGS = {
         "levels2:scale_block=16",
         "levels1:scale_block=16",
         "minmax4:block=16",
+        "topk:k=8",
     ],
 )
 @pytest.mark.parametrize("name", SETTINGS)

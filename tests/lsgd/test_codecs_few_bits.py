@@ -102,6 +102,32 @@ def minmax4(x: np.ndarray, width: int) -> tuple[bytes, np.ndarray]:
     return np.array(scales, "<f4").tobytes() + bytes(pairs), np.array(decoded, np.float32)
 
 
+def topk(x: np.ndarray, k: int) -> tuple[bytes, np.ndarray]:
+    levels, low, high, signs, fars = [], [], [], [], []
+    decoded = np.zeros(-(-x.size // 4096) * 4096, np.float32)
+    for start in range(0, x.size, 4096):
+        size = min(4096, x.size - start)
+        chunk = np.concatenate([x[start : start + size], np.zeros(4096 - size, np.float32)])
+        order = sorted(range(4096), key=lambda i: (-abs(chunk[i]), i))[:k]
+        sizes = [abs(float(chunk[i])) for i in order]
+        mean = halved_sum(sizes) / min(k, size)
+        far = [v > mean for v in sizes]
+        near_mean = halved_sum([v * (not f) for v, f in zip(sizes, far, strict=True)]) / (
+            min(k, size) - sum(far)
+        )
+        far_mean = halved_sum([v * f for v, f in zip(sizes, far, strict=True)]) / max(sum(far), 1)
+        levels += [np.float32(near_mean), np.float32(far_mean)]
+        low += [i & 255 for i in order]
+        high += [i >> 8 for i in order]
+        signs += [chunk[i] < 0 for i in order]
+        fars += far
+        for i, f in zip(order, far, strict=True):
+            decoded[start + i] = np.float32(far_mean if f else near_mean) * (-1 if chunk[i] < 0 else 1)
+    pairs = bytes(a | b << 4 for a, b in zip(high[::2], high[1::2], strict=True))
+    data = np.array(levels, "<f4").tobytes() + bytes(low) + pairs + packed(signs) + packed(fars)
+    return data, decoded[: x.size]
+
+
 REFERENCES = {
     "levels2:scale_block=512": lambda x: levels2(x, 512),
     "levels2:scale_block=8": lambda x: levels2(x, 8),
@@ -109,6 +135,8 @@ REFERENCES = {
     "levels1:scale_block=64": lambda x: levels1(x, 64),
     "minmax4:block=256": lambda x: minmax4(x, 256),
     "minmax4:block=7": lambda x: minmax4(x, 7),
+    "topk:k=64": lambda x: topk(x, 64),
+    "topk:k=8": lambda x: topk(x, 8),
     "minmax4:block=0": lambda x: minmax4(x, max(x.size, 1)),
 }
 
@@ -122,6 +150,14 @@ def test_bytes_and_values_are_the_references(text, numel, size, seed):
     assert data == expected
     assert np.isfinite(decoded).all()
     assert decoded.tobytes() == numbers.tobytes()
+
+
+@pytest.mark.parametrize("text", REFERENCES)
+def test_vectors_of_several_chunks(text):
+    x = vector(9001, 1.0, 5)
+    expected, numbers = REFERENCES[text](x.numpy())
+    data, decoded = coded(text, x)
+    assert (data, decoded.tobytes()) == (expected, numbers.tobytes())
 
 
 @pytest.mark.parametrize("text", REFERENCES)
@@ -144,7 +180,7 @@ def test_a_number_that_is_not_finite_spoils_its_block_only(text, bad):
 
 @pytest.mark.parametrize(
     ("text", "bits", "error"),
-    [("levels2", 2, 0.1175), ("levels1", 1, 0.3634), ("minmax4:block=512", 4, 0.0139)],
+    [("levels2", 2, 0.1175), ("levels1", 1, 0.3634), ("minmax4:block=512", 4, 0.0139), ("topk", 0.23, 0.881)],
 )
 def test_bits_and_mean_square_errors_of_normal_numbers(text, bits, error):
     """What docs/algorithms.md says."""
@@ -153,7 +189,7 @@ def test_bits_and_mean_square_errors_of_normal_numbers(text, bits, error):
     assert np.square(coded(text, x)[1] - x.numpy()).mean() == pytest.approx(error, rel=0.02)
 
 
-@pytest.mark.parametrize("text", ["levels2", "levels1", "minmax4"])
+@pytest.mark.parametrize("text", ["levels2", "levels1", "minmax4", "topk"])
 @pytest.mark.parametrize("kept", [1, 2, 500, 1000])
 def test_no_vector_loses_more_than_it_has(text, kept):
     """So what error feedback carries on does not grow by itself: blocks of one number, and mostly of zeros."""
@@ -161,7 +197,23 @@ def test_no_vector_loses_more_than_it_has(text, kept):
     x[-kept:] = vector(kept, 1.0, 4)
     assert np.linalg.norm(coded(text, x)[1] - x.numpy()) <= np.linalg.norm(x)
     x[:] = -0.75
-    assert np.abs(coded(text, x)[1] / x.numpy() - 1).max() < 2**-8
+    decoded = coded(text, x)[1]
+    assert np.abs(decoded[decoded != 0] / -0.75 - 1).max() < 2**-8
+
+
+def test_topk_takes_the_first_of_equal_magnitudes_in_120_bytes_a_chunk():
+    x = torch.ones(9000)
+    x[::2] = -1
+    data, decoded = coded("topk", x)
+    assert len(data) == 3 * 120
+    assert [np.flatnonzero(decoded[i : i + 4096]).tolist() for i in (0, 4096, 8192)] == [list(range(64))] * 3
+    assert (decoded[:64] == x[:64].numpy()).all()
+
+
+@pytest.mark.parametrize("k", [0, 4, 24, 4096])
+def test_topk_keeps_a_power_of_two(k):
+    with pytest.raises(ConfigError, match=rf"k = {k} is not a power of two in 8 … 2048"):
+        codec_of(f"topk:k={k}")
 
 
 def test_minmax4_is_off_by_half_a_unit_at_most():
