@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from lsgd.errors import ConfigError
@@ -9,6 +10,8 @@ from lsgd.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+PIECE: Final = 1 << 15
 
 MAX_SCALE: Final = 2.0**127
 """Scales are at most this, so that a level of up to 1.99 times the scale is finite."""
@@ -22,6 +25,15 @@ def check_scale_block(codec: object, scale_block: int) -> None:
     """Raise ConfigError if blocks of this many elements cannot share a scale."""
     if not 8 <= scale_block <= 1 << 16 or scale_block & (scale_block - 1):
         raise ConfigError(f"{codec}: scale_block = {scale_block} is not a power of two in 8 … 65536")
+
+
+def pieces(numel: int, scale_block: int, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield the elements, bytes of scales and bytes of bits to work on at a time: on a CPU, what its cache holds."""
+    step = max(PIECE if device.type == "cpu" else numel, scale_block)
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        scales = slice(2 * (start // scale_block), 2 * -(-stop // scale_block))
+        yield slice(start, stop), scales, slice(start // 8, -(-stop // 8))
 
 
 def rows_of(x: Tensor, width: int) -> Tensor:

@@ -49,13 +49,18 @@ class Levels2(Codec):
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
         """Choose the level of each element by the root mean square of its block, then the scale."""
         scales, signs, levels = self._parts(self.begin(payload, x), x.numel())
+        for here, block, bits in blocks.pieces(x.numel(), self.scale_block, x.device):
+            self._encode(x[here], scales[block], signs[bits], levels[bits])
+
+    def _encode(self, x: Tensor, scales: Tensor, signs: Tensor, levels: Tensor) -> None:
         rows = blocks.rows_of(x, self.scale_block)
         magnitudes = rows.abs().to(torch.float64)
         counts = blocks.counts_of(rows, x.numel())
         rms = (blocks.sums_of(magnitudes.square()) / counts).sqrt()
         far = rows.abs() > (rms * THRESHOLD).to(torch.float32)[:, None]
         # The scale with the least square error for these levels: close to rms, but exact where all are alike.
-        products = blocks.sums_of(magnitudes) * NEAR + blocks.sums_of(magnitudes * far) * (FAR - NEAR)
+        far_sums = blocks.sums_of(torch.where(far, magnitudes, 0.0))
+        products = blocks.sums_of(magnitudes) * NEAR + far_sums * (FAR - NEAR)
         squares = counts * NEAR**2 + far.sum(1) * (FAR**2 - NEAR**2)
         blocks.write_scales(products / squares, scales)
         blocks.write_bits(rows < 0, signs)

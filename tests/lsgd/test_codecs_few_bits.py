@@ -153,8 +153,9 @@ def test_bytes_and_values_are_the_references(text, numel, size, seed):
 
 
 @pytest.mark.parametrize("text", REFERENCES)
-def test_vectors_of_several_chunks(text):
-    x = vector(9001, 1.0, 5)
+@pytest.mark.parametrize("numel", [9001, (1 << 15) + 700])
+def test_vectors_of_several_pieces(text, numel):
+    x = vector(numel, 1.0, 5)
     expected, numbers = REFERENCES[text](x.numpy())
     data, decoded = coded(text, x)
     assert (data, decoded.tobytes()) == (expected, numbers.tobytes())
