@@ -15,8 +15,12 @@ from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralize
 from lsgd.algorithms.qsgd import QSGDSettings
 from lsgd.codecs import CODECS, Codec, codec_of
 from lsgd.codecs.base import flags_of
+from lsgd.codecs.levels1 import Levels1
+from lsgd.codecs.levels2 import Levels2
+from lsgd.codecs.minmax4 import MinMax4
 from lsgd.codecs.minmax8 import MinMax8
 from lsgd.codecs.plain import Float16, Float32
+from lsgd.codecs.topk import TopK
 from lsgd.collectives.simulation import simulate
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.errors import ConfigError, ProtocolError
@@ -63,7 +67,9 @@ class Sign(Codec):
         )
 
 
-ALL = [Float32(), Float16(), MinMax8(), MinMax8(7), MinMax8(0), Sign()]
+FEW_BITS = [Levels2(), Levels2(8), Levels1(), Levels1(64), MinMax4(), MinMax4(7), MinMax4(0), TopK(), TopK(8)]
+ALL = [Float32(), Float16(), MinMax8(), MinMax8(7), MinMax8(0), *FEW_BITS, Sign()]
+KNOWN = "known: float16, levels1, levels2, minmax4, minmax8, none, topk"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
@@ -127,7 +133,7 @@ def test_float16_flags_what_it_cannot_hold():
 def test_float32_is_as_it_was():
     x = torch.randn(100) * torch.logspace(-38, 38, 100)
     assert torch.equal(decoded(Float32(), payload_of(Float32(), x), 100), x)
-    assert [codec.lossless for codec in ALL] == [True, *[False] * 5]
+    assert [codec.lossless for codec in ALL] == [True, *[False] * (len(ALL) - 1)]
 
 
 @pytest.mark.parametrize("block", [0, 1, 7, 2048])
@@ -203,8 +209,8 @@ def test_a_setting_names_a_codec(text, codec):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("minmx8", "codec 'minmx8' is unknown; did you mean 'minmax8'? known: float16, minmax8, none"),
-        ("", "codec '' is unknown; known: float16, minmax8, none"),
+        ("minmx8", f"codec 'minmx8' is unknown; did you mean 'minmax8'? {KNOWN}"),
+        ("", f"codec '' is unknown; {KNOWN}"),
         ("minmax8:", "'' is not a parameter of the codec minmax8; it takes block=NUMBER"),
         ("minmax8:k=3", "'k=3' is not a parameter of the codec minmax8; it takes block=NUMBER"),
         ("minmax8:block=-1", "'block=-1' is not a parameter"),
@@ -242,7 +248,18 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("codec", ["none", "float16", "sign:block=16"])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "none",
+        "float16",
+        "sign:block=16",
+        "levels2:scale_block=16",
+        "levels1:scale_block=16",
+        "minmax4:block=16",
+        "topk:k=8",
+    ],
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_algorithm_takes_every_codec(sign, name, codec):
     """Models that are to be alike are, and they learn; nothing but the codec's class is new."""

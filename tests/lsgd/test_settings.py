@@ -71,12 +71,13 @@ def test_every_algorithm_says_what_it_sends(cls: type[AlgorithmSettings]) -> Non
 def test_a_codec_is_named_with_its_parameters() -> None:
     for text in ("none", "float16", "minmax8", "minmax8:block=512"):
         assert checked(LocalSettings, "compression", text, "flag") == text
-    assert span(fields(LocalSettings)["compression"]).split(" | ") == ["float16", "minmax8", "none"]
+    names = ["float16", "levels1", "levels2", "minmax4", "minmax8", "none", "topk"]
+    assert span(fields(LocalSettings)["compression"]).split(" | ") == names
     with pytest.raises(ConfigError) as error:
         checked(LocalSettings, "compression", "minmx8", "flag --compression")
     assert str(error.value) == (
         "flag --compression: compression = 'minmx8': codec 'minmx8' is unknown; did you mean 'minmax8'? "
-        "known: float16, minmax8, none"
+        "known: float16, levels1, levels2, minmax4, minmax8, none, topk"
     )
 
 

@@ -1,0 +1,89 @@
+"""What codecs of few bits share: blocks of a vector, sums in a fixed order, scales in 16 bits, and bits in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from lsgd.errors import ConfigError
+from lsgd.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PIECE: Final = 1 << 15
+
+MAX_SCALE: Final = 2.0**127
+"""Scales are at most this, so that a level of up to 1.99 times the scale is finite."""
+
+_NAN: Final = 0x7FC0
+_GATHER: Final = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, in order, in the highest byte
+_SPREAD: Final = 0x8040201008040201 - (1 << 64)  # bit i of byte i
+
+
+def check_scale_block(codec: object, scale_block: int) -> None:
+    """Raise ConfigError if blocks of this many elements cannot share a scale."""
+    if not 8 <= scale_block <= 1 << 16 or scale_block & (scale_block - 1):
+        raise ConfigError(f"{codec}: scale_block = {scale_block} is not a power of two in 8 … 65536")
+
+
+def pieces(numel: int, scale_block: int, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield the elements, bytes of scales and bytes of bits to work on at a time: on a CPU, what its cache holds."""
+    step = max(PIECE if device.type == "cpu" else numel, scale_block)
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        scales = slice(2 * (start // scale_block), 2 * -(-stop // scale_block))
+        yield slice(start, stop), scales, slice(start // 8, -(-stop // 8))
+
+
+def rows_of(x: Tensor, width: int) -> Tensor:
+    """Return ``x`` in float32, shape (blocks, width), with zeros after its end."""
+    blocks = -(-x.numel() // width)
+    padded = torch.nn.functional.pad(x.to(torch.float32), (0, blocks * width - x.numel()))
+    return padded.view(blocks, width)
+
+
+def counts_of(rows: Tensor, numel: int) -> Tensor:
+    """Return how many of the ``numel`` elements each row holds, float64, shape (blocks,)."""
+    blocks, width = rows.shape
+    starts = torch.arange(blocks, dtype=torch.float64, device=rows.device) * width
+    return (numel - starts).clamp(max=width)
+
+
+def sums_of(rows: Tensor) -> Tensor:
+    """Return the sum of each row, whose length is a power of two; added in halves, so equal on every device."""
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows[:, 0]
+
+
+def write_scales(scales: Tensor, out: Tensor) -> None:
+    """Write float64 scales as bfloat16 to ``out``, uint8; NaN for those that are not finite."""
+    out.view(torch.bfloat16).copy_(scales.clamp(max=MAX_SCALE).to(torch.float32))
+    out.view(torch.int16).masked_fill_(~scales.isfinite(), _NAN)  # devices differ in the NaN that they write
+
+
+def read_scales(data: Tensor) -> Tensor:
+    """Return the scales in ``data``, float32, shape (blocks, 1)."""
+    return data.view(torch.bfloat16).to(torch.float32)[:, None]
+
+
+def bits_nbytes(numel: int) -> int:
+    """Return the bytes of one bit for each element."""
+    return -(-numel // 8)
+
+
+def write_bits(bits: Tensor, out: Tensor) -> None:
+    """Write the first ``8 * out.numel()`` of ``bits``, bool, to ``out``: element i is bit i mod 8 of byte i // 8."""
+    eights = bits.reshape(-1).view(torch.int64)[: out.numel()]
+    out.copy_((eights * _GATHER) >> 56 & 0xFF)
+
+
+def read_bits(data: Tensor, width: int) -> Tensor:
+    """Return the bits in ``data`` as bool, shape (blocks, width), with undefined ones after the end."""
+    blocks = -(-8 * data.numel() // width)
+    bits = torch.empty(blocks * width, dtype=torch.bool, device=data.device)
+    eights = (data.to(torch.int64) * 0x0101010101010101 & _SPREAD).view(torch.uint8)
+    torch.ne(eights, 0, out=bits[: 8 * data.numel()])
+    return bits.view(blocks, width)

@@ -1,0 +1,63 @@
+"""1 bit an element: its sign, times the mean magnitude of a block (Karimireddy et al., arXiv 1901.09847)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from lsgd.codecs import blocks
+from lsgd.codecs.base import Codec
+from lsgd.lazy import torch
+from lsgd.payload import HEADER_NBYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Levels1(Codec):
+    """The sign times a block's mean magnitude.
+
+    After the header: a bfloat16 for each block, then the bits of the signs (1: below zero). A block with NaN or Inf
+    has the scale NaN.
+
+    Args:
+        scale_block: elements that share a scale; a power of two, 8 … 65536.
+    """
+
+    name: ClassVar[str] = "levels1"
+
+    scale_block: int = 512
+
+    def __post_init__(self) -> None:
+        blocks.check_scale_block(self, self.scale_block)
+
+    @property
+    def unit(self) -> int:
+        """The elements of a block."""
+        return self.scale_block
+
+    def nbytes(self, numel: int) -> int:
+        """One bit an element, 16 a block."""
+        return HEADER_NBYTES + self._scales(numel) + blocks.bits_nbytes(numel)
+
+    def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
+        """Note the signs."""
+        scales, signs = self._parts(self.begin(payload, x), x.numel())
+        rows = blocks.rows_of(x, self.scale_block)
+        sums = blocks.sums_of(rows.abs().to(torch.float64))
+        blocks.write_scales(sums / blocks.counts_of(rows, x.numel()), scales)
+        blocks.write_bits(rows < 0, signs)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Write the scale with each element's sign."""
+        scales, signs = self._parts(self.body(payload, out.numel()), out.numel())
+        scale = blocks.read_scales(scales)
+        value = torch.where(blocks.read_bits(signs, self.scale_block), -scale, scale)
+        out.copy_(value.view(-1)[: out.numel()])
+
+    def _scales(self, numel: int) -> int:
+        return 2 * -(-numel // self.scale_block)
+
+    def _parts(self, body: Tensor, numel: int) -> tuple[Tensor, ...]:
+        return body.split_with_sizes([self._scales(numel), blocks.bits_nbytes(numel)])

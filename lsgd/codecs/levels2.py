@@ -1,0 +1,83 @@
+"""2 bits an element: a sign, and one of two levels times the scale of a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from lsgd.codecs import blocks
+from lsgd.codecs.base import Codec
+from lsgd.lazy import torch
+from lsgd.payload import HEADER_NBYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NEAR: Final = 0.4528
+FAR: Final = 1.5104
+THRESHOLD: Final = 0.9816
+"""The quantizer of a normal distribution with the least mean square error (Lloyd, Max; IRE Trans. IT-6, 1960)."""
+
+
+@dataclass(frozen=True)
+class Levels2(Codec):
+    """±0.4528 or ±1.5104 times a block's scale.
+
+    After the header: a bfloat16 for each block, the bits of the signs (1: below zero), those of the levels (1: far).
+    A block with NaN or Inf has the scale NaN. docs/algorithms.md has the arithmetic.
+
+    Args:
+        scale_block: elements that share a scale; a power of two, 8 … 65536.
+    """
+
+    name: ClassVar[str] = "levels2"
+
+    scale_block: int = 512
+
+    def __post_init__(self) -> None:
+        blocks.check_scale_block(self, self.scale_block)
+
+    @property
+    def unit(self) -> int:
+        """The elements of a block."""
+        return self.scale_block
+
+    def nbytes(self, numel: int) -> int:
+        """Two bits an element, 16 a block."""
+        return HEADER_NBYTES + self._scales(numel) + 2 * blocks.bits_nbytes(numel)
+
+    def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
+        """Choose the level of each element by the root mean square of its block, then the scale."""
+        scales, signs, levels = self._parts(self.begin(payload, x), x.numel())
+        for here, block, bits in blocks.pieces(x.numel(), self.scale_block, x.device):
+            self._encode(x[here], scales[block], signs[bits], levels[bits])
+
+    def _encode(self, x: Tensor, scales: Tensor, signs: Tensor, levels: Tensor) -> None:
+        rows = blocks.rows_of(x, self.scale_block)
+        magnitudes = rows.abs().to(torch.float64)
+        counts = blocks.counts_of(rows, x.numel())
+        rms = (blocks.sums_of(magnitudes.square()) / counts).sqrt()
+        far = rows.abs() > (rms * THRESHOLD).to(torch.float32)[:, None]
+        # The scale with the least square error for these levels: close to rms, but exact where all are alike.
+        far_sums = blocks.sums_of(torch.where(far, magnitudes, 0.0))
+        products = blocks.sums_of(magnitudes) * NEAR + far_sums * (FAR - NEAR)
+        squares = counts * NEAR**2 + far.sum(1) * (FAR**2 - NEAR**2)
+        blocks.write_scales(products / squares, scales)
+        blocks.write_bits(rows < 0, signs)
+        blocks.write_bits(far, levels)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Write the level of each element."""
+        scales, signs, levels = self._parts(self.body(payload, out.numel()), out.numel())
+        scale = blocks.read_scales(scales)
+        far = blocks.read_bits(levels, self.scale_block)
+        value = torch.where(far, scale * FAR, scale * NEAR)
+        value = torch.where(blocks.read_bits(signs, self.scale_block), -value, value)
+        out.copy_(value.view(-1)[: out.numel()])
+
+    def _scales(self, numel: int) -> int:
+        return 2 * -(-numel // self.scale_block)
+
+    def _parts(self, body: Tensor, numel: int) -> tuple[Tensor, ...]:
+        plane = blocks.bits_nbytes(numel)
+        return body.split_with_sizes([self._scales(numel), plane, plane])

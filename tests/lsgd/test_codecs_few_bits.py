@@ -1,0 +1,230 @@
+"""Codecs of few bits: bit by bit what a NumPy implementation of docs/algorithms.md makes, and how far off they are."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lsgd.codecs import codec_of
+from lsgd.errors import ConfigError
+from lsgd.payload import HEADER_NBYTES
+
+LENGTHS = st.integers(0, 1200)
+SIZES = st.sampled_from([1.0, 1e-30, 1e-41, 1e30, 3.4e38])
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def vector(numel: int, size: float, seed: int) -> torch.Tensor:
+    """Normal numbers with zeros, of about this size; blocks differ."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal(numel) * size * 4.0 ** -(np.arange(numel) // 100)
+    x[random.random(numel) < 0.05] = 0
+    limit = float(np.finfo(np.float32).max)
+    return torch.from_numpy(x.clip(-limit, limit).astype(np.float32))
+
+
+def coded(text: str, x: torch.Tensor) -> tuple[bytes, np.ndarray]:
+    """The bytes after the header, and what they decode to."""
+    codec, out = codec_of(text), torch.empty(x.numel())
+    payload = codec.empty(x.numel(), x.device)
+    payload.fill_(255)
+    codec.encode(x, payload)
+    codec.decode(payload, out)
+    return bytes(payload[HEADER_NBYTES:].tolist()), out.numpy()
+
+
+def bfloat16(number: float) -> int:
+    bits = int(np.float32(number).view(np.uint32))
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def halved_sum(numbers: list[float]) -> float:
+    while len(numbers) > 1:
+        half = len(numbers) // 2
+        numbers = [a + b for a, b in zip(numbers[:half], numbers[half:], strict=True)]
+    return numbers[0]
+
+
+def levels2(x: np.ndarray, width: int) -> tuple[bytes, np.ndarray]:
+    """One block and one number after the other, and so are the others."""
+    scales, signs, fars, decoded = [], [], [], []
+    for start in range(0, x.size, width):
+        block = x[start : start + width]
+        padded = [abs(float(v)) for v in block] + [0.0] * (width - block.size)
+        rms = math.sqrt(halved_sum([v * v for v in padded]) / block.size)
+        far = [v > np.float32(rms * 0.9816) for v in abs(block)]
+        far_only = [v if i < block.size and far[i] else 0.0 for i, v in enumerate(padded)]
+        products = halved_sum(padded) * 0.4528 + halved_sum(far_only) * (1.5104 - 0.4528)
+        squares = block.size * 0.4528**2 + sum(far) * (1.5104**2 - 0.4528**2)
+        scales.append(bfloat16(min(products / squares, 2.0**127)))
+        scale = np.uint32(scales[-1] << 16).view(np.float32)
+        steps = [np.float32(1.5104 if f else 0.4528) * scale for f in far]
+        decoded += [-step if v < 0 else step for v, step in zip(block, steps, strict=True)]
+        signs += list(block < 0)
+        fars += far
+    return np.array(scales, "<u2").tobytes() + packed(signs) + packed(fars), np.array(decoded, np.float32)
+
+
+def levels1(x: np.ndarray, width: int) -> tuple[bytes, np.ndarray]:
+    scales, decoded = [], []
+    for start in range(0, x.size, width):
+        block = x[start : start + width]
+        total = halved_sum([abs(float(v)) for v in block] + [0.0] * (width - block.size))
+        scales.append(bfloat16(min(total / block.size, 2.0**127)))
+        scale = np.uint32(scales[-1] << 16).view(np.float32)
+        decoded += [-scale if v < 0 else scale for v in block]
+    return np.array(scales, "<u2").tobytes() + packed(list(x < 0)), np.array(decoded, np.float32)
+
+
+def packed(bits: list[bool]) -> bytes:
+    return np.packbits(np.array(bits, bool), bitorder="little").tobytes()
+
+
+def minmax4(x: np.ndarray, width: int) -> tuple[bytes, np.ndarray]:
+    scales, codes, decoded = [], [], []
+    half = np.float32(0.5)
+    for start in range(0, x.size, width):
+        block = x[start : start + width] * half
+        lo, hi = block.min() + np.float32(0), block.max() + np.float32(0)
+        unit = np.float32(hi - lo) / np.float32(15)
+        scales += [lo, unit]
+        code = np.clip(np.rint((block - lo) / unit), 0, 15) if unit > 0 else np.zeros(block.size)
+        codes += [int(c) for c in code]
+        limit = np.finfo(np.float32).max / np.float32(2)
+        decoded += list(np.clip(code.astype(np.float32) * unit + lo, -limit, limit) * np.float32(2))
+    codes += [0] * (len(codes) % 2)
+    pairs = [low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)]
+    return np.array(scales, "<f4").tobytes() + bytes(pairs), np.array(decoded, np.float32)
+
+
+def topk(x: np.ndarray, k: int) -> tuple[bytes, np.ndarray]:
+    levels, low, high, signs, fars = [], [], [], [], []
+    decoded = np.zeros(-(-x.size // 4096) * 4096, np.float32)
+    for start in range(0, x.size, 4096):
+        size = min(4096, x.size - start)
+        chunk = np.concatenate([x[start : start + size], np.zeros(4096 - size, np.float32)])
+        order = sorted(range(4096), key=lambda i: (-abs(chunk[i]), i))[:k]
+        sizes = [abs(float(chunk[i])) for i in order]
+        mean = halved_sum(sizes) / min(k, size)
+        far = [v > mean for v in sizes]
+        near_mean = halved_sum([v * (not f) for v, f in zip(sizes, far, strict=True)]) / (
+            min(k, size) - sum(far)
+        )
+        far_mean = halved_sum([v * f for v, f in zip(sizes, far, strict=True)]) / max(sum(far), 1)
+        levels += [np.float32(near_mean), np.float32(far_mean)]
+        low += [i & 255 for i in order]
+        high += [i >> 8 for i in order]
+        signs += [chunk[i] < 0 for i in order]
+        fars += far
+        for i, f in zip(order, far, strict=True):
+            decoded[start + i] = np.float32(far_mean if f else near_mean) * (-1 if chunk[i] < 0 else 1)
+    pairs = bytes(a | b << 4 for a, b in zip(high[::2], high[1::2], strict=True))
+    data = np.array(levels, "<f4").tobytes() + bytes(low) + pairs + packed(signs) + packed(fars)
+    return data, decoded[: x.size]
+
+
+REFERENCES = {
+    "levels2:scale_block=512": lambda x: levels2(x, 512),
+    "levels2:scale_block=8": lambda x: levels2(x, 8),
+    "levels1:scale_block=512": lambda x: levels1(x, 512),
+    "levels1:scale_block=64": lambda x: levels1(x, 64),
+    "minmax4:block=256": lambda x: minmax4(x, 256),
+    "minmax4:block=7": lambda x: minmax4(x, 7),
+    "topk:k=64": lambda x: topk(x, 64),
+    "topk:k=8": lambda x: topk(x, 8),
+    "minmax4:block=0": lambda x: minmax4(x, max(x.size, 1)),
+}
+
+
+@pytest.mark.parametrize("text", REFERENCES)
+@given(LENGTHS, SIZES, st.integers(0, 99))
+def test_bytes_and_values_are_the_references(text, numel, size, seed):
+    x = vector(numel, size, seed)
+    data, decoded = coded(text, x)
+    expected, numbers = REFERENCES[text](x.numpy())
+    assert data == expected
+    assert np.isfinite(decoded).all()
+    assert decoded.tobytes() == numbers.tobytes()
+
+
+@pytest.mark.parametrize("text", REFERENCES)
+@pytest.mark.parametrize("numel", [9001, (1 << 15) + 700])
+def test_vectors_of_several_pieces(text, numel):
+    x = vector(numel, 1.0, 5)
+    expected, numbers = REFERENCES[text](x.numpy())
+    data, decoded = coded(text, x)
+    assert (data, decoded.tobytes()) == (expected, numbers.tobytes())
+
+
+@pytest.mark.parametrize("text", REFERENCES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_narrow_vectors_are_those_in_float32(text, dtype):
+    x = vector(700, 1.0, 1).to(dtype)
+    assert coded(text, x)[0] == coded(text, x.float())[0]
+
+
+@pytest.mark.parametrize("text", ["levels2:scale_block=64", "levels1:scale_block=64", "minmax4:block=64"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_spoils_its_block_only(text, bad):
+    x = vector(200, 1.0, 2)
+    good = coded(text, x)[1]
+    x[70] = bad
+    decoded = coded(text, x)[1]
+    assert np.isnan(decoded[64:128]).all()
+    assert (np.delete(decoded, np.s_[64:128]) == np.delete(good, np.s_[64:128])).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "error"),
+    [("levels2", 2, 0.1175), ("levels1", 1, 0.3634), ("minmax4:block=512", 4, 0.0139), ("topk", 0.23, 0.881)],
+)
+def test_bits_and_mean_square_errors_of_normal_numbers(text, bits, error):
+    """What docs/algorithms.md says."""
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1))
+    assert codec_of(text).element_nbytes * 8 == pytest.approx(bits, abs=0.13)
+    assert np.square(coded(text, x)[1] - x.numpy()).mean() == pytest.approx(error, rel=0.02)
+
+
+@pytest.mark.parametrize("text", ["levels2", "levels1", "minmax4", "topk"])
+@pytest.mark.parametrize("kept", [1, 2, 500, 1000])
+def test_no_vector_loses_more_than_it_has(text, kept):
+    """So what error feedback carries on does not grow by itself: blocks of one number, and mostly of zeros."""
+    x = torch.zeros(1025)
+    x[-kept:] = vector(kept, 1.0, 4)
+    assert np.linalg.norm(coded(text, x)[1] - x.numpy()) <= np.linalg.norm(x)
+    x[:] = -0.75
+    decoded = coded(text, x)[1]
+    assert np.abs(decoded[decoded != 0] / -0.75 - 1).max() < 2**-8
+
+
+def test_topk_takes_the_first_of_equal_magnitudes_in_120_bytes_a_chunk():
+    x = torch.ones(9000)
+    x[::2] = -1
+    data, decoded = coded("topk", x)
+    assert len(data) == 3 * 120
+    assert [np.flatnonzero(decoded[i : i + 4096]).tolist() for i in (0, 4096, 8192)] == [list(range(64))] * 3
+    assert (decoded[:64] == x[:64].numpy()).all()
+
+
+@pytest.mark.parametrize("k", [0, 4, 24, 4096])
+def test_topk_keeps_a_power_of_two(k):
+    with pytest.raises(ConfigError, match=rf"k = {k} is not a power of two in 8 … 2048"):
+        codec_of(f"topk:k={k}")
+
+
+def test_minmax4_is_off_by_half_a_unit_at_most():
+    x = vector(2048, 1.0, 3)
+    unit = (x.max() - x.min()) / 15
+    assert np.abs(coded("minmax4", x)[1] - x.numpy()).max() <= unit / 2 * 1.0001
+
+
+@pytest.mark.parametrize("name", ["levels1", "levels2"])
+@pytest.mark.parametrize("size", [0, 4, 24, 1 << 17])
+def test_a_scale_block_is_a_power_of_two(name, size):
+    with pytest.raises(ConfigError, match=rf"scale_block = {size} is not a power of two in 8 … 65536"):
+        codec_of(f"{name}:scale_block={size}")
