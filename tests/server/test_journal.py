@@ -114,10 +114,10 @@ def test_garbage_in_it_is_never_taken_for_a_state(path) -> None:
     rng = random.Random(0)
     damaged = 0
     for _ in range(150):
-        damaged = bytearray(whole)
-        at = rng.randrange(len(damaged) - 8)
-        damaged[at : at + 8] = rng.randbytes(8)
-        path.write_bytes(damaged)
+        content = bytearray(whole)
+        at = rng.randrange(len(content) - 8)
+        content[at : at + 8] = rng.randbytes(8)
+        path.write_bytes(content)
         journal = None
         try:
             journal = Journal(path)
