@@ -31,6 +31,7 @@ class Training:
         period: 0 for a method that has none.
         steps: of a worker; None: the task's.
         learning_rate_times: the task's learning rate, times this.
+        shards: of :data:`benchmarks.workloads.SHARDS`.
     """
 
     task: str
@@ -39,11 +40,13 @@ class Training:
     seed: int
     steps: int | None
     learning_rate_times: float
+    shards: str = "dealt"
 
     def make_task(self) -> Task:
         """Return the task, with this learning rate."""
         task = TASKS[self.task]()
         task.learning_rate *= self.learning_rate_times
+        task.shards = self.shards
         return task
 
 

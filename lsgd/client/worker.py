@@ -198,7 +198,7 @@ class Worker:
         Args:
             dataset: with a length and ``__getitem__``, the same on all workers.
             batch_size: samples in a batch of this worker.
-            shuffle: whether to shuffle the shard anew each epoch.
+            shuffle: whether to shuffle the shard; either way each epoch deals anew.
             seed: of the shards and the shuffling; must be the same on all workers.
             options: any other argument of torch.utils.data.DataLoader but ``sampler`` and ``batch_sampler``.
 

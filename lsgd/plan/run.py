@@ -21,7 +21,7 @@ class RunSettings:
     )
     consensus: str = setting(
         "average",
-        "the model at the end: the average, or that of the worker with the lowest loss",
+        "the model at the end: the average, or that of the last round's leader",
         choices=("average", "leader"),
     )
     sync_optimizer: bool = setting(False, "newcomers take over the optimizer's state too")
