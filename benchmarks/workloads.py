@@ -190,9 +190,10 @@ class Bytes(Task):
         return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.01)
 
     def batches(self, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield random windows of the worker's part of the text."""
-        share = len(self._train) // workers
-        text = self._train[rank * share : (rank + 1) * share]
+        """Yield random windows of the text or, where shards are not dealt anew, of the worker's part of it."""
+        share, text = len(self._train) // workers, self._train
+        if self.shards != "dealt":
+            text = text[rank * share : (rank + 1) * share]
         generator = torch.Generator().manual_seed(seed * workers + rank)
         while True:
             starts = torch.randint(len(text) - self.context - 1, (self.batch_size,), generator=generator)

@@ -192,7 +192,7 @@ class Worker:
     ) -> loaders.ShardLoader:
         """Return a DataLoader of this worker's shard of ``dataset``.
 
-        Shards are disjoint, cover the dataset, and follow the membership from the next epoch on. The loader's
+        Each epoch deals anew: its shards are disjoint, cover the dataset, and follow the membership. The loader's
         ``state_dict()`` says how far training is; it counts batches consumed, not prefetched.
 
         Args:
@@ -290,7 +290,7 @@ class Worker:
         return self._steps.end()
 
     def report(self, loss: Tensor | float) -> None:
-        """Take in the loss of a batch: the mean of the last ones elects leaders. Never waits for a GPU."""
+        """Take in the loss of a batch: the mean of the last ones is reported. Never waits for a GPU."""
         self._steps.tally.losses.add(loss)
 
     @contextmanager

@@ -27,7 +27,7 @@ class RunSettings:
     sync_optimizer: bool = setting(False, "newcomers take over the optimizer's state too")
     loss_window: int = setting(
         0,
-        "batches over which the loss that elects leaders is averaged; 0: the algorithm's local period",
+        "batches over which the reported loss is averaged; 0: the algorithm's local period",
         low=0,
     )
     checkpoint_every: int = setting(
