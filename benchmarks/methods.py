@@ -16,6 +16,8 @@ from lsgd.settings import AlgorithmSettings
 OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     "leader": lambda period: LeaderSettings(period=period, local_period=period),
     "leader-strong": lambda period: LeaderSettings(period=period, local_period=period, pull_global=0.5),
+    "leader-progress": lambda period: LeaderSettings(period, period, election="progress"),
+    "leader-loss": lambda period: LeaderSettings(period, period, election="loss"),
     "leader-8bit": lambda period: LeaderSettings(period=period, local_period=period, compression="minmax8"),
     "leader-8bit-delay": lambda period: LeaderSettings(
         period=period, local_period=period, compression="minmax8", delay=period // 2
@@ -38,7 +40,13 @@ ALONE = "alone"
 BASELINES = tuple(name for name in joining.BASELINES if name != ALONE)
 """Names of the baselines that communicate."""
 
-ALL = (ALONE, *BASELINES, *OURS)
+ONE_MACHINE = "one-machine"
+"""The name of a single worker that has all data."""
+
+SAME_MESSAGES = ("leader-strong", "leader-progress", "leader-loss")
+"""Methods that send what ``leader`` does, and differ in what is learned only."""
+
+ALL = (ONE_MACHINE, ALONE, *BASELINES, *OURS)
 """Names of all methods, in the order of tables."""
 
 PERIODIC = frozenset(name for name, settings in OURS.items() if not settings(64).schedule().lockstep) | {

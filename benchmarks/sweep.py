@@ -145,6 +145,7 @@ def sweep(iterations: int, seeds: int) -> Iterator[Result]:
                 pull_local=strength,
                 proximal_global=strength,
                 proximal_local=strength,
+                election="loss",
             )
             outcomes = tuple(train(settings, learning_rate, iterations, seed) for seed in range(seeds))
             yield Result(learning_rate, strength, outcomes)

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+SHARDS = ("dealt", "fixed", "skewed")
+"""Whose images a worker has: dealt anew in each epoch, as ``Worker.loader`` does; dealt once; dealt once by label."""
+
 # -- tasks that are learned ----------------------------------------------------------------------------------------
 
 
@@ -40,6 +43,7 @@ class Task:
             ``steps``.
         batch_size: of each worker.
         learning_rate: chosen with DistributedDataParallel.
+        shards: of :data:`SHARDS`.
     """
 
     name: ClassVar[str]
@@ -48,6 +52,7 @@ class Task:
     target_loss: ClassVar[float]
     batch_size: ClassVar[int]
     learning_rate: float
+    shards: str = "dealt"
 
     def model(self) -> nn.Module:
         """Return a new model, from torch's random numbers."""
@@ -114,13 +119,19 @@ class Digits(Task):
         return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
 
     def batches(self, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield full batches of the worker's images, shuffled anew in each epoch."""
+        """Yield full batches of the worker's images, in another order in each epoch."""
         x, y = self.train_data
         generator = torch.Generator().manual_seed(seed * workers + rank)
-        split = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-        shard = split[rank::workers]
+        split = torch.Generator().manual_seed(seed)
+        shard = torch.randperm(len(y), generator=split)[rank::workers]
+        if self.shards == "skewed":
+            shard = y.argsort(stable=True).tensor_split(workers)[rank]
         while True:
-            for batch in shard[torch.randperm(len(shard), generator=generator)].split(self.batch_size):
+            if self.shards == "dealt":  # all workers draw the same permutation, and so are at the same epoch
+                order = torch.randperm(len(y), generator=split)[rank::workers]
+            else:
+                order = shard[torch.randperm(len(shard), generator=generator)]
+            for batch in order.split(self.batch_size):
                 if len(batch) == self.batch_size:
                     yield x[batch], y[batch]
 
@@ -179,9 +190,10 @@ class Bytes(Task):
         return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.01)
 
     def batches(self, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield random windows of the worker's part of the text."""
-        share = len(self._train) // workers
-        text = self._train[rank * share : (rank + 1) * share]
+        """Yield random windows of the text or, where shards are not dealt anew, of the worker's part of it."""
+        share, text = len(self._train) // workers, self._train
+        if self.shards != "dealt":
+            text = text[rank * share : (rank + 1) * share]
         generator = torch.Generator().manual_seed(seed * workers + rank)
         while True:
             starts = torch.randint(len(text) - self.context - 1, (self.batch_size,), generator=generator)

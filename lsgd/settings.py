@@ -47,12 +47,14 @@ class Schedule(NamedTuple):
         local_period: the same for rounds inside a node; equal to ``period`` if there are none.
         lockstep: every iteration is a round, so all workers make the same number of them.
         identical: all workers have the same model at all times; a generation begins with one member's model for all.
+        election: who leads a round, a rule of :mod:`lsgd.election`.
     """
 
     period: int
     local_period: int
     lockstep: bool = False
     identical: bool = False
+    election: str = "loss"
 
 
 @dataclass(frozen=True)

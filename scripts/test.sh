@@ -28,7 +28,7 @@ decides=(tests/server/test_{coordinator,holders,links,lookahead,member_states,me
     tests/lsgd/test_{messages,plan,settings}.py)
 "$python" -m pytest "${decides[@]}" --cov --cov-report=
 wait "$types"
-for module in server/{admission,coordinator,grants,history,links,member_states,reasons,roster,rounds,scheduler,state,tokens} protocol/messages plan/plan; do
+for module in server/{admission,coordinator,grants,history,links,member_states,reasons,roster,rounds,scheduler,state,tokens} protocol/messages plan/plan election; do
     "$python" -m coverage report --fail-under=100 --show-missing --include="*/$module.py"
 done
 "$python" -m pytest "${several[@]}" "${decides[@]/#/--ignore=}" -m "not alone" --durations=20

@@ -6,14 +6,18 @@ import math
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from benchmarks import tables
 from benchmarks.convergence import tables as convergence_tables
 from benchmarks.endtoend.tables import table_of
 from benchmarks.network import tables as network_tables
+from benchmarks.workloads import SHARDS, Digits
 
 from .integration.running import until
 
@@ -72,6 +76,35 @@ def test_overlap_is_within_what_is_possible(tmp_path: Path) -> None:
         assert result["step_s"] > result["load"] * result["link_by_arithmetic_s"]
         assert result["link_s"] > 0.8 * result["link_by_arithmetic_s"]
         assert result["ceiling"] <= 1.0
+
+
+def test_shards_are_dealt_as_the_task_says() -> None:
+    def epochs(shards: str, count: int) -> list[list[Tensor]]:
+        """Return the images of two workers in some epochs."""
+        digits = Digits()
+        digits.shards = shards
+        workers = [digits.batches(rank, 2, seed=0) for rank in range(2)]
+        per_epoch = 1437 // 2 // digits.batch_size
+        return [
+            [torch.cat([x for x, _ in islice(each, per_epoch)]).flatten(1) for each in workers]
+            for _ in range(count)
+        ]
+
+    def seen(images: list[Tensor]) -> set[tuple[float, ...]]:
+        return {tuple(image.tolist()) for each in images for image in each}
+
+    for shards in SHARDS:
+        for one, other in epochs(shards, 2):
+            assert not seen([one]) & seen([other])
+    every = len(seen([Digits().train_data[0].flatten(1)]))
+    assert len(seen([one for one, _ in epochs("dealt", 8)])) > 0.95 * every
+    assert len(seen([one for one, _ in epochs("fixed", 8)])) < 0.52 * every
+    skewed = Digits()
+    skewed.shards = "skewed"
+    labels = [
+        {int(y) for _, ys in islice(skewed.batches(rank, 2, seed=0), 40) for y in ys} for rank in range(2)
+    ]
+    assert labels[0] <= set(range(6)) and labels[1] <= set(range(4, 10))
 
 
 @slow

@@ -27,14 +27,14 @@ from pathlib import Path
 from benchmarks.baselines.environments import interpreters_of
 from benchmarks.convergence.runs import WORKERS, Training, prepare, run
 from benchmarks.convergence.tables import tables
-from benchmarks.methods import BASELINES, OURS, PERIODIC
+from benchmarks.methods import ALONE, BASELINES, ONE_MACHINE, OURS, PERIODIC
 from benchmarks.report.about import about, argument_parser, heading
 from benchmarks.report.results import Results, add_options
-from benchmarks.workloads import TASKS
+from benchmarks.workloads import SHARDS, TASKS
 
 PERIODS, QUICK_PERIODS = (4, 16, 64), (16,)
 SEEDS, QUICK_SEEDS = 5, 1
-METHODS = (*(method for method in BASELINES if method != "hivemind"), *OURS)
+METHODS = (ONE_MACHINE, ALONE, *(method for method in BASELINES if method != "hivemind"), *OURS)
 QUICK_TASKS, QUICK_METHODS = (
     ("digits",),
     ("ddp", "leader", "elastic", "local", "diloco", "bytegrad", "decentralized"),
@@ -45,7 +45,7 @@ def run_all(options: argparse.Namespace, pythons: Mapping[str, str], results: Re
     """Make the trainings that have no result yet, several at a time."""
     methods = [(m, period) for m in pythons for period in (options.periods if m in PERIODIC else (0,))]
     trainings = [
-        Training(task, method, period, seed, options.steps, options.learning_rate_times)
+        Training(task, method, period, seed, options.steps, options.learning_rate_times, options.shards)
         for task, seed, (method, period) in itertools.product(options.tasks, range(options.seeds), methods)
     ]
     trainings = [training for training in trainings if not results.has(**asdict(training))]
@@ -72,6 +72,12 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of a worker, instead of the task's")
     parser.add_argument(
         "--learning-rate-times", type=float, default=1.0, metavar="X", help="of the task's learning rate"
+    )
+    parser.add_argument(
+        "--shards",
+        choices=SHARDS,
+        default=SHARDS[0],
+        help="anew in each epoch, once, or once by label (digits)",
     )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     add_options(parser, METHODS)
@@ -114,7 +120,7 @@ def main() -> int:
         for row in results.rows
         if row["task"] in options.tasks
         and row["method"] in options.methods
-        and (row["steps"], row["learning_rate_times"]) == (options.steps, options.learning_rate_times)
+        and all(row[name] == getattr(options, name) for name in ("steps", "learning_rate_times", "shards"))
     ]
     network = json.loads(options.network.read_text()) if options.network else None
     print("\n" + tables(wanted, network, options.link, WORKERS))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.baselines.joining import add_arguments, end_process, joined
 from benchmarks.convergence.evaluation import Evaluation
-from benchmarks.workloads import TASKS
+from benchmarks.workloads import SHARDS, TASKS
 
 
 def average(tensor: Tensor) -> None:
@@ -35,11 +35,12 @@ def main() -> NoReturn:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, required=True)
+    parser.add_argument("--shards", choices=SHARDS, required=True)
     parser.add_argument("--port", type=int, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
     task = TASKS[given.task]()
-    task.learning_rate = given.learning_rate
+    task.learning_rate, task.shards = given.learning_rate, given.shards
     torch.manual_seed(given.seed)
     model = task.model()
     optimizer = task.optimizer(model)

@@ -11,13 +11,15 @@ from functools import partial
 import torch
 
 from benchmarks.convergence.evaluation import Evaluation, Point
-from benchmarks.methods import OURS
+from benchmarks.methods import ALONE, ONE_MACHINE, OURS
 from benchmarks.testbed.launch import await_all, free_port, start
 from benchmarks.workloads import TASKS, Task
+from lsgd.algorithms.local import LocalSettings
 from lsgd.collectives.simulation import SimulatedGroup, SimulatedWorker, simulate
 from lsgd.settings import AlgorithmSettings
 
 WORKERS = 4
+NEVER = 1 << 30  # a period that no run reaches
 DIGITS = 5  # of a curve's points
 LAST_SHARE = 8  # the final accuracy is the mean over the last eighth of the tests
 DEADLINE_S, SIMULATED_WITHIN_S = 3600.0, 600.0
@@ -31,6 +33,7 @@ class Training:
         period: 0 for a method that has none.
         steps: of a worker; None: the task's.
         learning_rate_times: the task's learning rate, times this.
+        shards: of :data:`benchmarks.workloads.SHARDS`.
     """
 
     task: str
@@ -39,11 +42,13 @@ class Training:
     seed: int
     steps: int | None
     learning_rate_times: float
+    shards: str = "dealt"
 
     def make_task(self) -> Task:
         """Return the task, with this learning rate."""
         task = TASKS[self.task]()
         task.learning_rate *= self.learning_rate_times
+        task.shards = self.shards
         return task
 
 
@@ -66,7 +71,9 @@ class Result:
         return f"{self.steps_to_target} steps to the target, accuracy {self.final_accuracy:.4f}"
 
 
-def train(task: Task, settings: AlgorithmSettings, steps: int, seed: int) -> Sequence[Point]:
+def train(
+    task: Task, settings: AlgorithmSettings, steps: int, seed: int, workers: int = WORKERS
+) -> Sequence[Point]:
     """Train simulated workers, each on a node of its own and with its share of the data; return the curve."""
     torch.manual_seed(seed)
     start = task.model().state_dict()
@@ -82,7 +89,7 @@ def train(task: Task, settings: AlgorithmSettings, steps: int, seed: int) -> Seq
             evaluation.after(step + 1)
         return evaluation.curve
 
-    return simulate((1,) * WORKERS, member, timeout_s=SIMULATED_WITHIN_S)[0]
+    return simulate((1,) * workers, member, timeout_s=SIMULATED_WITHIN_S)[0]
 
 
 def run_baseline(training: Training, task: Task, steps: int, python: str) -> Sequence[Point]:
@@ -97,6 +104,7 @@ def run_baseline(training: Training, task: Task, steps: int, python: str) -> Seq
         "period": training.period or 1,
         "steps": steps,
         "seed": training.seed,
+        "shards": training.shards,
         "learning-rate": task.learning_rate,
         "port": free_port(),
     }
@@ -118,7 +126,10 @@ def run(training: Training, python: str) -> Result:
     """Train with one method and one seed."""
     task = training.make_task()
     steps = training.steps or task.steps
-    if training.method in OURS:
+    if training.method in (ONE_MACHINE, ALONE):
+        workers = 1 if training.method == ONE_MACHINE else WORKERS
+        curve = train(task, LocalSettings(period=NEVER), steps, training.seed, workers)
+    elif training.method in OURS:
         settings = OURS[training.method](training.period or 1)
         curve = train(task, settings, steps, training.seed)
     else:

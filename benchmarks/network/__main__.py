@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from benchmarks.baselines.environments import interpreters_of
-from benchmarks.methods import ALL
+from benchmarks.methods import ALL, ONE_MACHINE, SAME_MESSAGES
 from benchmarks.network.runs import Result, Run, Settings, measure
 from benchmarks.network.tables import latency_table, step_table
 from benchmarks.report.about import about, argument_parser, heading
@@ -31,7 +31,7 @@ from benchmarks.testbed import LINKS, Testbed, TestbedError
 from benchmarks.workloads import WIDTH
 
 NODES = (2, 3, 4)
-METHODS = tuple(method for method in ALL if method != "leader-strong")  # which sends what leader does
+METHODS = tuple(method for method in ALL if method not in (ONE_MACHINE, *SAME_MESSAGES))
 QUICK_METHODS = ("ddp", "ddp-powersgd1", "post-local-sgd", "leader-8bit", "bytegrad", "decentralized")
 LATENCY_METHODS = ("ddp", "allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "leader")
 LATENCY_LINK = "100mbit-25ms"

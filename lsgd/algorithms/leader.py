@@ -11,6 +11,7 @@ from lsgd.algorithms.common import block, codec
 from lsgd.codecs import codec_of
 from lsgd.collectives.background import Background
 from lsgd.collectives.topology import node_index, node_ranks
+from lsgd.election import RULES
 from lsgd.errors import ConfigError
 from lsgd.lazy import no_grad, torch
 from lsgd.protocol.messages import Round
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LeaderSettings(AlgorithmSettings):
-    """Leader SGD (arXiv 1905.10395): workers are pulled toward the worker with the lowest training loss."""
+    """Leader SGD (arXiv 1905.10395): workers are pulled toward a worker that each round elects."""
 
     name: ClassVar[str] = "leader"
     summary: ClassVar[str] = "Leader SGD (arXiv 1905.10395)"
@@ -45,6 +46,11 @@ class LeaderSettings(AlgorithmSettings):
         0.1, "p1: pull toward the node's leader, spread over the steps of a local period", low=0, high=1
     )
 
+    election: str = setting(
+        "random",
+        "who leads: by lot; progress: the lowest loss beside the worker's own usual one; loss: the lowest one",
+        choices=RULES,
+    )
     compression: str = codec("none", "changes of the leaders' models")
     block: int = block()
     delay: int = setting(
@@ -68,7 +74,7 @@ class LeaderSettings(AlgorithmSettings):
 
     def schedule(self) -> Schedule:
         """Return its two periods."""
-        return Schedule(self.period, self.local_period)
+        return Schedule(self.period, self.local_period, election=self.election)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """One worker sends its model to all others, directly or relayed."""
@@ -81,7 +87,7 @@ class LeaderSettings(AlgorithmSettings):
 
 
 class LeaderSGD(Algorithm):
-    """Workers are pulled toward the worker with the lowest training loss (the paper's equation 3 and algorithm 1).
+    """Workers are pulled toward an elected one (the paper's equation 3 and algorithm 1).
 
     Every local step ends with ``x ← x + p2/period (z_g - x)``, then ``x ← x + p1/local_period (z_l - x)``. A local
     round sets z_l to the model of the node's leader and pulls ``x ← x + c1 (z_l - x)``. A global round does that in

@@ -1,4 +1,4 @@
-"""The data of a worker: a shard that no other worker has, reshuffled each epoch."""
+"""The data of a worker: a shard that no other worker has, dealt anew each epoch."""
 
 import hashlib
 import logging
@@ -25,13 +25,14 @@ DIGEST_NBYTES = 1 << 16
 class ShardSampler(Sampler[int]):
     """Indices of this worker's shard.
 
-    The dataset is dealt out to the workers by one permutation that all know, so that shards are disjoint and cover
-    it; they follow the membership from the next epoch on. Within an epoch the worker's shard is shuffled anew.
+    Each epoch deals the dataset out to the workers anew, by a permutation that all know. So the shards of an epoch are
+    disjoint and cover the dataset, and each worker sees all of it in time. They follow the membership from the next
+    epoch on. Workers at different epochs, because of their speeds or a late join, may draw the same sample.
 
     Args:
         length: of the dataset.
         place: returns (rank, world size) of this worker now.
-        seed: of the permutation and the shuffling; the same on all workers.
+        seed: of the permutations; the same on all workers.
         shuffle: whether to shuffle; without, a shard is in the dataset's order.
     """
 
@@ -48,13 +49,10 @@ class ShardSampler(Sampler[int]):
     def shard(self) -> Tensor:
         """Return the indices of this worker's shard in the order of the current epoch."""
         rank, size = self.place()
-        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed))
-        shard = order[rank::size].sort().values
-        if not self.shuffle:
-            return shard
         # Tuples of small integers hash to the same value in every process.
-        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, rank)) % (1 << 63))
-        return shard[torch.randperm(len(shard), generator=generator)]
+        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)) % (1 << 63))
+        shard = torch.randperm(self.length, generator=generator)[rank::size]
+        return shard if self.shuffle else shard.sort().values
 
     def __iter__(self) -> Iterator[int]:
         skip, self._skip = self._skip, 0

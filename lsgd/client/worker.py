@@ -191,13 +191,13 @@ class Worker:
     ) -> loaders.ShardLoader:
         """Return a DataLoader of this worker's shard of ``dataset``.
 
-        Shards are disjoint, cover the dataset, and follow the membership from the next epoch on. The loader's
+        Each epoch deals anew: its shards are disjoint, cover the dataset, and follow the membership. The loader's
         ``state_dict()`` says how far training is; it counts batches consumed, not prefetched.
 
         Args:
             dataset: with a length and ``__getitem__``, the same on all workers.
             batch_size: samples in a batch of this worker.
-            shuffle: whether to shuffle the shard anew each epoch.
+            shuffle: whether to shuffle the shard; either way each epoch deals anew.
             seed: of the shards and the shuffling; must be the same on all workers.
             options: any other argument of torch.utils.data.DataLoader but ``sampler`` and ``batch_sampler``.
 
@@ -289,7 +289,7 @@ class Worker:
         return self._steps.end()
 
     def report(self, loss: Tensor | float) -> None:
-        """Take in the loss of a batch: the lowest mean of the last ones elects leaders. Never waits for a GPU."""
+        """Take in the loss of a batch: the mean of the last ones counts in elections. Never waits for a GPU."""
         self._steps.tally.losses.add(loss)
 
     @contextmanager

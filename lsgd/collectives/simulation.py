@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lsgd.collectives.group import Group, Transfer
 from lsgd.collectives.topology import first_ranks, node_ranks
+from lsgd.election import standing, usual_loss
 from lsgd.errors import ExchangeError
 from lsgd.flat import FlatParameters, floating_buffers
 from lsgd.protocol.messages import Generation, Round
@@ -178,7 +179,7 @@ class SimulatedWorker:
     """A worker that trains with an algorithm of lsgd and without servers: what the client does in an iteration.
 
     All workers of a group make the same number of steps. Rounds come before every ``period``-th and
-    ``local_period``-th step of the algorithm's schedule, and who has the lowest mean loss leads, as with servers.
+    ``local_period``-th step of the algorithm's schedule, and its rule elects who leads, as with servers.
 
     Args:
         group: all workers.
@@ -187,7 +188,7 @@ class SimulatedWorker:
         gradients: of the same shapes; what the backward pass adds to.
         optimizer: of the parameters.
         buffers: of the model, to be averaged in global rounds (batch-norm's statistics).
-        run: from which the seeds of stochastic rounding are made.
+        run: from which the seeds of stochastic rounding and of elections are made.
     """
 
     def __init__(
@@ -210,6 +211,8 @@ class SimulatedWorker:
         self._schedule = settings.schedule()
         self._buffers = () if self._schedule.lockstep else buffers
         self._losses: deque[float] = deque(maxlen=self._schedule.local_period)
+        self._usual: list[float | None] = [None] * group.size  # as the server keeps it of each worker
+        self._run = run
         self._rounds = self._global_rounds = 0
 
     @classmethod
@@ -279,15 +282,21 @@ class SimulatedWorker:
         self.group.aside.all_reduce(tensor.div_(self.group.size)).wait()
 
     def _elect(self, scope: str) -> Round:
-        """Return the next round, led by the workers with the lowest losses: one on each node, and one of these."""
+        """Return the next round with the elected leaders: one on each node, and one of these."""
         own = torch.tensor([self.mean_loss()], dtype=torch.float64)
         losses = [torch.empty_like(own) for _ in range(self.group.size)]
         self.group.aside.all_gather(losses, own).wait()
         sizes = self.group.node_sizes
         nodes = [node_ranks(first, sizes) for first in first_ranks(sizes)]
-        leaders = tuple(min(node, key=lambda rank: float(losses[rank])) for node in nodes)
-        leader = min(leaders, key=lambda rank: float(losses[rank]))
         self._rounds += 1
+        standings: list[tuple[bool, float]] = []
+        for rank, loss in enumerate(map(float, losses)):
+            lot = f"{self._run} {self._rounds} {rank}"
+            standings.append(standing(self._schedule.election, loss, self._usual[rank], lot))
+            if math.isfinite(loss):
+                self._usual[rank] = usual_loss(self._usual[rank], loss)
+        leaders = tuple(min(node, key=standings.__getitem__) for node in nodes)
+        leader = min(leaders, key=standings.__getitem__)
         exchanges = self._global_rounds
         self._global_rounds += scope == "global"
         generation = generation_of(sizes)

@@ -21,13 +21,13 @@ class RunSettings:
     )
     consensus: str = setting(
         "average",
-        "the model at the end: the average, or that of the worker with the lowest loss",
+        "the model at the end: the average, or that of the last round's leader",
         choices=("average", "leader"),
     )
     sync_optimizer: bool = setting(False, "newcomers take over the optimizer's state too")
     loss_window: int = setting(
         0,
-        "batches over which the loss that elects leaders is averaged; 0: the algorithm's local period",
+        "batches over which the reported loss is averaged; 0: the algorithm's local period",
         low=0,
     )
     checkpoint_every: int = setting(

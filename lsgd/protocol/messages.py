@@ -351,8 +351,8 @@ class Round:
         id: counts rounds of the run, from 1.
         generation: its members take part in global rounds; those of one node in a local round.
         scope: ``local`` (one node) or ``global`` (all; begins with a local round in every node).
-        leader: rank with the lowest loss of all that take part.
-        leaders: for each node of the generation, the rank with its lowest loss; -1 if the node takes no part.
+        leader: rank that was elected of all that take part.
+        leaders: for each node of the generation, the rank that was elected there; -1 if the node takes no part.
         exchanges: number of global rounds before this one; the same on all members, also after failures.
         new: ranks of newcomers, which take over the state of ``source`` before the exchange.
         source: rank of the member that sends its state to newcomers.

@@ -50,7 +50,7 @@ def line(entry: Election, *, final: bool) -> Reason:
     where = f" of node{entry.node}" if entry.scope == "local" else " makes the consensus" if final else ""
     loss = entry.losses[entry.worker]
     if loss is not None and not math.isfinite(loss):
-        known = "nobody has a finite loss, so the first in rank order"
+        known = "nobody has a finite loss"
     else:
         known = "no loss yet" if loss is None else f"loss {loss:.4g}"
     return Why.ROUND(

@@ -20,10 +20,10 @@ from lsgd.server.rounds import RoundBook
 from lsgd.server.state import RunState
 from lsgd.server.tokens import Ledger
 
-VERSION = 5
+VERSION = 6
 """Of the form of the data."""
 
-_KEPT = ("rank", "synced", "done", "committed", "times_leader")
+_KEPT = ("rank", "synced", "done", "committed", "times_leader", "usual")
 """Of a member, as it is."""
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from lsgd.election import standing
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop
 from lsgd.server.member_states import MemberState
@@ -34,6 +35,7 @@ class Member:
         round: the round it was ordered into, until it completes it or the round fails.
         committed: the last round it has completed.
         loss: as it last reported it.
+        usual: its usual loss at the rounds so far, see :func:`lsgd.election.usual_loss`.
         met: number of the last generation of which it has completed a round, and so has the names.
         times_leader: rounds that it led.
         challenger: incarnation of another process that claims its name, and since when.
@@ -54,6 +56,7 @@ class Member:
     round: "OpenRound | None" = None
     committed: int = 0
     loss: float | None = None
+    usual: float | None = None
     met: int = 0
     times_leader: int = 0
     challenger: tuple[int, float] = (0, 0.0)
@@ -323,9 +326,14 @@ def by_place(member: Member) -> tuple[int, int]:
     return member.place
 
 
-def elect(members: list[Member]) -> Member:
-    """Return the member with the lowest loss; of equal ones, and where nobody has a loss, the first in rank order."""
-    return min(members, key=lambda m: (m.electable_loss, m.place))
+def elect(members: list[Member], rule: str, lot: str) -> Member:
+    """Return the member that a rule of :mod:`lsgd.election` prefers; of equal ones the first in rank order.
+
+    ``lot`` names the run and the round.
+    """
+    return min(
+        members, key=lambda m: (standing(rule, m.electable_loss, m.usual, f"{lot} {m.worker}"), m.place)
+    )
 
 
 def finite(loss: float | None) -> float | None:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from lsgd.election import usual_loss
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Go, Round, Stop
 from lsgd.server.history import MAX_ELECTIONS, Election
-from lsgd.server.roster import Member, NodeQueue, OpenRound, elect
+from lsgd.server.roster import Member, NodeQueue, OpenRound, elect, finite
 
 MAX_FAILED_ROUNDS = 10
 """So many failed rounds without a completed global one between them end the run."""
@@ -78,6 +79,8 @@ class RoundBook:
         self.fresh = False
         for member in opened.waiting:
             member.round = opened
+            if (loss := finite(member.loss)) is not None:
+                member.usual = usual_loss(member.usual, loss)
 
     def complete(self, member: Member, round_id: int, now: float) -> OpenRound | None:
         """Note that a member has completed a round, and return the round if it was in it."""
@@ -133,7 +136,15 @@ class Roles(NamedTuple):
     new: tuple[int, ...]
 
 
-def roles(members: Sequence[Member], queues: Iterable[NodeQueue], nodes: int, *, copies: bool) -> Roles:
+def roles(
+    members: Sequence[Member],
+    queues: Iterable[NodeQueue],
+    nodes: int,
+    *,
+    copies: bool,
+    rule: str = "loss",
+    lot: str = "",
+) -> Roles:
     """Choose from what the members have reported.
 
     Args:
@@ -141,6 +152,8 @@ def roles(members: Sequence[Member], queues: Iterable[NodeQueue], nodes: int, *,
         queues: of their nodes; the generation's others have no leader in this round.
         nodes: of the generation.
         copies: all members take the source's model, not only newcomers.
+        rule: of the election.
+        lot: names the run and the round, for an election by lot.
     """
     synced = [m for m in members if m.synced]
     # The state of the most advanced round is the one to go on from; of equal ones, the leader's.
@@ -148,6 +161,7 @@ def roles(members: Sequence[Member], queues: Iterable[NodeQueue], nodes: int, *,
     new = [m.rank for m in members if m is not source and (copies or not m.synced)]
     leaders = [-1] * nodes
     for queue in queues:
-        leaders[queue.index] = elect([m for m in queue.members if m.synced] or queue.members).rank
+        candidates = [m for m in queue.members if m.synced] or queue.members
+        leaders[queue.index] = elect(candidates, rule, lot).rank
     # A newcomer has no model worth following, unless it is the one that all start from.
-    return Roles(elect(synced or [source]), tuple(leaders), source, tuple(new))
+    return Roles(elect(synced or [source], rule, lot), tuple(leaders), source, tuple(new))

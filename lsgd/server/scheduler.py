@@ -196,7 +196,10 @@ class Scheduler:
             book.begin(now)
         due = scope == "global" and book.checkpoint_due(state.plan.run, now)
         copies = course.schedule.identical and book.fresh
-        leader, leaders, source, new = roles(members, queues, len(generation.nodes), copies=copies)
+        rule, lot = course.schedule.election, f"{state.run} {book.next_id}"
+        leader, leaders, source, new = roles(
+            members, queues, len(generation.nodes), copies=copies, rule=rule, lot=lot
+        )
         order = Round(
             id=book.next_id,
             generation=generation,

@@ -32,6 +32,23 @@ def test_shards_are_disjoint_and_cover_the_dataset(size, shuffle) -> None:
     assert shuffle or all(shard == sorted(shard) for shard in shards)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_epoch_deals_anew_so_that_each_worker_sees_all_data(shuffle) -> None:
+    loaders = [loader(rank, 3, shuffle=shuffle) for rank in range(3)]
+    epochs = [[epoch(each) for each in loaders] for _ in range(16)]
+    assert all(sorted(x for shard in shards for x in shard) == list(range(23)) for shards in epochs)
+    for rank in range(3):
+        assert {x for shards in epochs for x in shards[rank]} == set(range(23))
+    assert sorted(epochs[0][0]) != sorted(epochs[1][0])
+
+
+def test_a_worker_at_another_epoch_has_a_shard_of_that_epoch() -> None:
+    """Workers run at their own speed: the slow one goes on with the shards that are its own, one after the other."""
+    fast, slow = loader(0, 2), loader(1, 2)
+    first, second = epoch(fast), epoch(fast)
+    assert sorted(first + epoch(slow)) == sorted(second + epoch(slow)) == list(range(23))
+
+
 def test_each_epoch_has_an_order_of_its_own_and_the_seed_gives_it() -> None:
     one, same, other = loader(), loader(), loader(seed=1)
     epochs = [epoch(one) for _ in range(3)]
@@ -52,7 +69,7 @@ def test_shards_follow_the_membership_from_the_next_epoch_on() -> None:
     next(batches)
     place[:] = [2, 3]
     assert 4 + sum(len(batch) for (batch,) in batches) == 12
-    assert sorted(epoch(data)) == sorted(epoch(loader(2, 3)))
+    assert epoch(data) == epoch(loader_at({"epoch": 1, "consumed": 0, "seed": 0}, 2, 3))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -73,8 +90,8 @@ def test_the_state_counts_what_was_consumed_and_not_what_was_prefetched(workers)
     assert epoch(again) == epoch(data)
 
 
-def loader_at(state):
-    data = loader()
+def loader_at(state, rank: int = 0, size: int = 1):
+    data = loader(rank, size)
     data.load_state_dict(state)
     return data
 

@@ -237,7 +237,8 @@ def test_a_worker_that_computes_for_too_long_is_evicted_and_comes_back(cluster) 
 
 
 def test_a_leader_killed_in_the_middle_of_its_own_broadcast(cluster) -> None:
-    server, locals_ = cluster.start("--workers", "3", "--lease-s", "2", *EVERY)
+    flags = ("--workers", "3", "--lease-s", "2", "--election", "loss")
+    server, locals_ = cluster.start(*flags, *EVERY)
     survivors = [cluster.worker("crash", 0, index, "--sleep", 0.005) for index in (0, 1)]
     victim = cluster.worker("crash", 0, 2, "--sleep", 0.005, "--lead", "--die-in-round", 3)
     assert victim.wait() == -signal.SIGKILL

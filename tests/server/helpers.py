@@ -48,7 +48,7 @@ def make_plan(
 ) -> Plan:
     return Plan(
         RunSettings(**run),  # type: ignore[arg-type]
-        (PlanPhase(algorithm or LeaderSettings(period=period, local_period=local_period)),),
+        (PlanPhase(algorithm or LeaderSettings(period=period, local_period=local_period, election="loss")),),
     )
 
 

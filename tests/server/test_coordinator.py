@@ -513,7 +513,44 @@ def test_the_lowest_finite_loss_leads(losses: tuple[float | None, ...], leader: 
     assert bench.member(places[leader]).times_leader == 1 + (leader == 0)
     assert bench.book.elections[-1].worker == f"node0/worker{leader}"
     of_none = losses[leader] is not None and not math.isfinite(losses[leader])
-    assert ("nobody has a finite loss, so the first in rank order" in bench.notes[-1]) is of_none
+    assert ("nobody has a finite loss" in bench.notes[-1]) is of_none
+
+
+def leaders_of(rule: str, losses: list[tuple[float | None, ...]], run: str = "run") -> list[int]:
+    """Return who leads the rounds before which three workers report these losses."""
+    places = ("00", "01", "02")
+    algorithm = LeaderSettings(period=1, local_period=1, election=rule)
+    bench = started(*places, algorithm=algorithm)
+    bench.state.run = run
+    leaders = []
+    for row in losses:
+        for place, loss in zip(places, row, strict=True):
+            bench.ask(place, loss=loss)
+        leaders.append(bench.round(*places).leader)
+        bench.complete_all(*places)
+    return leaders
+
+
+def test_the_lot_elects_all_alike_and_the_same_in_a_run_told_again() -> None:
+    shard_is_easier = [(0.1, 0.5, 0.5)] * 300
+    leaders = leaders_of("random", shard_is_easier)
+    assert all(70 < leaders.count(rank) < 130 for rank in range(3))
+    assert leaders == leaders_of("random", shard_is_easier)
+    assert leaders != leaders_of("random", shard_is_easier, run="another run")
+    assert set(leaders_of("random", [(None, None, None)] * 30)) == {0, 1, 2}
+
+
+def test_the_lot_never_falls_on_a_worker_without_a_finite_loss() -> None:
+    assert set(leaders_of("random", [(math.nan, 3.0, None)] * 30)) == {1}
+
+
+def test_progress_elects_who_has_improved_most_beside_its_own_history() -> None:
+    history = [(1.0, 8.0, -2.0), (1.0, 8.0, -2.0)]
+    assert leaders_of("progress", history) == [0, 0]  # no history; then nobody has improved
+    assert leaders_of("progress", [*history, (0.9, 4.0, -2.1)])[-1] == 1  # though its loss is the highest
+    assert leaders_of("progress", [*history, (0.9, 9.0, -3.0)])[-1] == 2
+    assert leaders_of("progress", [*history, (2.0, math.nan, -1.9)])[-1] == 2
+    assert leaders_of("progress", [(0.0, 1.0, 1.0), (0.5, 1.1, 1.2)])[-1] == 1  # a usual loss of zero
 
 
 def test_history_of_a_large_run_is_bounded() -> None:

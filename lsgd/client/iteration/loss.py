@@ -1,4 +1,4 @@
-"""The loss that elects leaders: the mean of the last batches', read without stalling a GPU."""
+"""The loss that a worker reports: the mean of the last batches', read without stalling a GPU."""
 
 import math
 from collections import deque

@@ -151,15 +151,14 @@ class Rounds:
                 raise
 
     def _check_losses(self) -> None:
-        """Warn once if the lowest loss decides, and this worker has trained without one."""
+        """Warn once if the algorithm elects leaders, and this worker has trained without one."""
         if self._warned or not self._tally.done or self.world_size == 1 or not self._replica.elects:
             return
         if trouble := self._tally.losses.trouble():
             self._warned = True
             logger.warning(
-                "%s %s; the lowest loss elects leaders, so it leads only where no worker has a finite loss: then the "
-                "first in rank order does; call worker.report(loss) after each step, and lower the learning rate if "
-                "the loss is not finite",
+                "%s %s, so it leads only if no worker has a finite loss; call worker.report(loss) after each step, and "
+                "lower the learning rate if the loss is not finite",
                 *(self._who[0], trouble),
             )
 

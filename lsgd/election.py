@@ -1,0 +1,32 @@
+"""Who leads a round: one rule for the servers and for simulated workers."""
+
+import hashlib
+import math
+
+RULES = ("random", "progress", "loss")
+"""By lot; the lowest loss beside the worker's own usual one; the lowest loss (Leader SGD's paper)."""
+
+USUAL_SHARE = 0.25
+"""Share of a new loss in a worker's usual one."""
+
+
+def usual_loss(before: float | None, loss: float) -> float:
+    """Return the exponentially weighted mean of a worker's finite losses at its rounds; None: there was none."""
+    return loss if before is None else before + USUAL_SHARE * (loss - before)
+
+
+def standing(rule: str, loss: float, usual: float | None, lot: str) -> tuple[bool, float]:
+    """Return a candidate's standing in an election, which the least wins.
+
+    Args:
+        rule: of :data:`RULES`.
+        loss: the candidate's; infinite if it has no finite one, and then it stands behind all that have one.
+        usual: as :func:`usual_loss` has it.
+        lot: names the run, the round and the candidate; decides by lot, equally on every machine.
+    """
+    lossless = math.isinf(loss)
+    if rule == "random":
+        return lossless, int.from_bytes(hashlib.blake2b(lot.encode(), digest_size=6).digest())
+    if rule == "loss" or lossless or usual is None:
+        return lossless, loss if rule == "loss" else 0.0
+    return False, (loss - usual) / (abs(usual) or 1.0)
