@@ -134,9 +134,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_ITERATIONS} iterations each, nothing expected of them"
     )
-    parser.add_argument(
-        "--iterations", type=int, default=ITERATIONS, help="of all workers together, in each run"
-    )
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="of all workers together, in each run")
     parser.add_argument("--only", action="append", choices=list(PLANS), help="run this one; may be repeated")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
     options = parser.parse_args()

@@ -157,8 +157,7 @@ def row(result: Result, against: Result) -> Sequence[str]:
     all_reached = zip(*(outcome.iterations_to_targets for outcome in result.outcomes), strict=True)
     reached = [[iterations or math.inf for iterations in of_target] for of_target in all_reached]
     changes = [
-        (one.test_error - other.test_error) * 100
-        for one, other in zip(result.outcomes, against.outcomes, strict=True)
+        (one.test_error - other.test_error) * 100 for one, other in zip(result.outcomes, against.outcomes, strict=True)
     ]
     return (
         f"{result.learning_rate:g}",

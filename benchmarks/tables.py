@@ -46,9 +46,7 @@ def _table(what: str, page: Path) -> str:
         case _:
             raise ValueError(f"{page}: no table is called {what!r}; see python -m benchmarks.tables --help")
     if found.count("\n") < 2:
-        raise ValueError(
-            f"{page}: {DOCS / 'results'} has no results for the table {what!r}; run its benchmark"
-        )
+        raise ValueError(f"{page}: {DOCS / 'results'} has no results for the table {what!r}; run its benchmark")
     return found
 
 

@@ -177,9 +177,7 @@ class Bytes(Task):
         texts: tuple[list[bytes], list[bytes]] = ([], [])
         for index, file in enumerate(files):
             texts[index % 10 == 0].append(file.read_bytes())
-        self._train, self._test = (
-            torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8) for part in texts
-        )
+        self._train, self._test = (torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8) for part in texts)
 
     def model(self) -> nn.Module:
         """Return the transformer."""
@@ -251,9 +249,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, of the shape of its input (windows, context, width)."""
         projected = self.project(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = projected.permute(
-            2, 0, 3, 1, 4
-        )  # each (windows, heads, context, width of a head)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)  # each (windows, heads, context, width of a head)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mix(attended.transpose(1, 2).flatten(-2))
         x = x + self.shrink(functional.gelu(self.widen(self.norm_perceptron(x))))

@@ -53,9 +53,7 @@ def _draw_leaders(axes: Axes, status: dict[str, Any], colors: dict[str, str]) ->
         starts = [e["count"] for e in elections]
         ends = [*starts[1:], status["count"]]
         spans = [(start, end - start) for start, end in zip(starts, ends, strict=True)]
-        axes.broken_barh(
-            spans, (height - 0.4, 0.8), facecolors=[colors.get(e["worker"], "black") for e in elections]
-        )
+        axes.broken_barh(spans, (height - 0.4, 0.8), facecolors=[colors.get(e["worker"], "black") for e in elections])
     axes.set_yticks(range(len(levels)), [_level_name(*level) for level in levels])
     axes.set_ylim(max(len(levels), 1) - 0.5, -0.5)
     axes.set_xlim(0, max(status["count"], 1))

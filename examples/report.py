@@ -99,9 +99,7 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
     model.eval()
     device = next(model.parameters()).device
     with torch.no_grad():
-        right = sum(
-            int((model(x.to(device)).argmax(1).cpu() == y).sum()) for x, y in DataLoader(data, batch_size=256)
-        )
+        right = sum(int((model(x.to(device)).argmax(1).cpu() == y).sum()) for x, y in DataLoader(data, batch_size=256))
     model.train(was_training)
     return right / len(data)
 

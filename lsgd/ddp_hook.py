@@ -62,17 +62,13 @@ class QuantizedState:
         seed: int = 0,
     ) -> None:
         if not dist.is_initialized():
-            raise ConfigError(
-                "torch.distributed is not initialized; call torch.distributed.init_process_group first"
-            )
+            raise ConfigError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
         self.error_feedback = error_feedback
         self.seed = seed
         self.step = 0
         self.residuals: dict[int, Tensor] = {}
         group = _TorchGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
-        self._all_reduce = QuantizedAllReduce(
-            group, rounding_codec(codec, block or 0, rounding), rounding=rounding
-        )
+        self._all_reduce = QuantizedAllReduce(group, rounding_codec(codec, block or 0, rounding), rounding=rounding)
         self._background = Background()
         self._under_way = Pipeline()
         self._waiting: list[Future[Tensor]] = []
@@ -93,9 +89,7 @@ class QuantizedState:
         non_finite = (yield from self._all_reduce.stages(gradient, gradient, seed, new)) != 0
         self.residuals[bucket] = torch.where(non_finite, old, new)
 
-    def submit(
-        self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], *, is_last: bool
-    ) -> None:
+    def submit(self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], *, is_last: bool) -> None:
         """Have the exchange's thread exchange a bucket beside those before it, and on its stream on a GPU.
 
         Args:
@@ -107,9 +101,7 @@ class QuantizedState:
         """
         self._background.start(lambda: self._exchange(stages, gradient, future, is_last), gradient.device)
 
-    def _exchange(
-        self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], is_last: bool
-    ) -> None:
+    def _exchange(self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], is_last: bool) -> None:
         self._waiting = [*(other for other in self._waiting if not other.done()), future]
         try:
             # What is left of the others after a failure would be taken for what comes later.
@@ -161,9 +153,7 @@ class _TorchGroup(Group):
             batch = dist.batch_isend_irecv(ops)
             return Transfer(lambda: _wait_for(batch))
         incoming = {rank: _on_host(x) for rank, x in receives.items()}
-        exchange = Exchange(
-            self._group, {rank: _on_host(x, copy=True) for rank, x in sends.items()}, incoming
-        )
+        exchange = Exchange(self._group, {rank: _on_host(x, copy=True) for rank, x in sends.items()}, incoming)
 
         def wait() -> None:
             exchange.wait()

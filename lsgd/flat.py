@@ -64,8 +64,7 @@ class FlatParameters:
             places.append((buffer, sizes[buffer]))
             sizes[buffer] += _padded(parameter.numel(), parameter.element_size())
         self.buffers = [
-            torch.zeros(size, dtype=dtype, device=device)
-            for size, (dtype, device) in zip(sizes, kinds, strict=True)
+            torch.zeros(size, dtype=dtype, device=device) for size, (dtype, device) in zip(sizes, kinds, strict=True)
         ]
         self.slots = [
             self._move(name, parameter, buffer, offset)
@@ -153,13 +152,9 @@ def _detached(name: str, what: str) -> DetachedError:
 def _check(name: str, parameter: nn.Parameter) -> None:
     if parameter.layout != torch.strided or parameter.is_meta:
         what = "on the meta device" if parameter.is_meta else f"of layout {parameter.layout}"
-        raise ConfigError(
-            f"the parameter {name} is {what}; only dense parameters in real memory can be exchanged"
-        )
+        raise ConfigError(f"the parameter {name} is {what}; only dense parameters in real memory can be exchanged")
     if not parameter.is_floating_point():
-        raise ConfigError(
-            f"the parameter {name} is {parameter.dtype}; only floating-point parameters can be exchanged"
-        )
+        raise ConfigError(f"the parameter {name} is {parameter.dtype}; only floating-point parameters can be exchanged")
 
 
 def _padded(numel: int, element_size: int) -> int:

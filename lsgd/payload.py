@@ -76,9 +76,7 @@ class Header:
             raise ProtocolError(f"this payload has version {version}; this lsgd reads version {VERSION}")
         codec = name.rstrip(b"\0")
         if dtype >= len(DTYPE_NAMES) or flags & ~FLAG_NONFINITE or not (codec.isascii() and codec.isalnum()):
-            raise ProtocolError(
-                f"the header of this payload has values that version {VERSION} does not define"
-            )
+            raise ProtocolError(f"the header of this payload has values that version {VERSION} does not define")
         return cls(codec.decode("ascii"), numel, first, second, dtype, flags)
 
     @cached_property

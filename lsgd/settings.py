@@ -178,9 +178,7 @@ def span(spec: dataclasses.Field[Any]) -> str:
 def _converted(kind: type, value: Any) -> Any:
     if kind is bool:
         if isinstance(value, str):
-            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(
-                value.lower()
-            )
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(value.lower())
         return value if isinstance(value, bool) else None
     if kind is str:
         return value if isinstance(value, str) else None

@@ -86,8 +86,7 @@ def test_shards_are_dealt_as_the_task_says() -> None:
         workers = [digits.batches(rank, 2, seed=0) for rank in range(2)]
         per_epoch = 1437 // 2 // digits.batch_size
         return [
-            [torch.cat([x for x, _ in islice(each, per_epoch)]).flatten(1) for each in workers]
-            for _ in range(count)
+            [torch.cat([x for x, _ in islice(each, per_epoch)]).flatten(1) for each in workers] for _ in range(count)
         ]
 
     def seen(images: list[Tensor]) -> set[tuple[float, ...]]:
@@ -101,9 +100,7 @@ def test_shards_are_dealt_as_the_task_says() -> None:
     assert len(seen([one for one, _ in epochs("fixed", 8)])) < 0.52 * every
     skewed = Digits()
     skewed.shards = "skewed"
-    labels = [
-        {int(y) for _, ys in islice(skewed.batches(rank, 2, seed=0), 40) for y in ys} for rank in range(2)
-    ]
+    labels = [{int(y) for _, ys in islice(skewed.batches(rank, 2, seed=0), 40) for y in ys} for rank in range(2)]
     assert labels[0] <= set(range(6)) and labels[1] <= set(range(4, 10))
 
 
@@ -219,9 +216,7 @@ def test_convergence_trains_simulated_workers_as_real_ones_of_a_baseline(tmp_pat
         assert [step for step, _, _ in result["curve"]] == [8, 16, 24, 32, 40]
         assert result["final_loss"] < 2.0, "nothing was learned: ten equal guesses have a loss of 2.3"
     losses = {method: result["final_loss"] for method, result in results.items()}
-    assert math.isclose(losses["allreduce"], losses["ddp"], rel_tol=0.1), (
-        "they differ in batch-norm's averages only"
-    )
+    assert math.isclose(losses["allreduce"], losses["ddp"], rel_tol=0.1), "they differ in batch-norm's averages only"
     assert not math.isclose(losses["leader"], losses["allreduce"], rel_tol=1e-3)
     assert [picture.name for picture in pictures.iterdir()] == ["convergence-digits-16.png"]
 
@@ -320,9 +315,7 @@ def test_the_time_to_a_target_is_steps_times_the_time_of_a_step_of_the_same_peri
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
 def test_the_tables_of_the_docs_are_those_of_the_results(page: Path) -> None:
     text = page.read_text()
-    assert (
-        text.count("<!-- table: ") == text.count("<!-- end of table -->") == len(tables.TABLE.findall(text))
-    )
+    assert text.count("<!-- table: ") == text.count("<!-- end of table -->") == len(tables.TABLE.findall(text))
     assert tables.made_anew(text, page) == text, "run python -m benchmarks.tables"
 
 

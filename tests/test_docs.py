@@ -28,9 +28,7 @@ def test_there_are_examples_and_few_are_not_run():
 
 def test_no_python_stands_outside_the_fences():
     """Where no test would run it."""
-    found = [
-        p.name for p in PAGES if re.search(r"^    (import|from) \w+", EXAMPLE.sub("", p.read_text()), re.M)
-    ]
+    found = [p.name for p in PAGES if re.search(r"^    (import|from) \w+", EXAMPLE.sub("", p.read_text()), re.M)]
     assert found == []
 
 

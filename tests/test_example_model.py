@@ -153,9 +153,7 @@ def test_the_picture_shows_who_led_when(chart, status: dict[str, Any], tmp_path:
     assert rows[0][: height // 2].sum() > 0 < rows[1][: height // 2].sum()  # the curves above
 
 
-def test_the_picture_of_a_run_without_rounds_is_empty_but_there(
-    chart, status: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_picture_of_a_run_without_rounds_is_empty_but_there(chart, status: dict[str, Any], tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     chart.draw({**status, "count": 0, "leaders": []}, tmp_path / "curve.png")

@@ -61,11 +61,7 @@ def named(path: Path) -> str:
 def imports(path: Path) -> Iterator[str]:
     """Yield the full name of each thing that a module imports, wherever in it, but for types alone."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    types = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    ]
+    types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     skipped = {id(inner) for node in types for child in node.body for inner in ast.walk(child)}
     for node in (node for node in ast.walk(tree) if id(node) not in skipped):
         if isinstance(node, ast.Import):
@@ -83,9 +79,7 @@ def layer_of(module: str) -> int | None:
         return None
     where = f"{module.removesuffix('.py')}/"
     found = [
-        number
-        for number, layer in enumerate(LAYERS)
-        if any(where.startswith(f"{room}/") for room in layer.split())
+        number for number, layer in enumerate(LAYERS) if any(where.startswith(f"{room}/") for room in layer.split())
     ]
     if not found and module == "client/Worker":
         return layer_of("client/worker.py")
@@ -182,9 +176,7 @@ def names(path: Path) -> Iterator[str]:
     full = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            full |= {
-                alias.asname or alias.name.split(".")[0]: alias.asname and alias.name for alias in node.names
-            }
+            full |= {alias.asname or alias.name.split(".")[0]: alias.asname and alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             full |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     yield from imports(path)

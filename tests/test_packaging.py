@@ -167,9 +167,7 @@ def test_every_module_of_the_installed_wheel_can_be_imported(installed):
 def test_constraints_pin_every_dependency():
     """Each package that an installation with any extra but CUDA's brings, by its exact version."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = dict(
-        re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines if not line.startswith("#")
-    )
+    pinned = dict(re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines if not line.startswith("#"))
     pinned = {canonicalize_name(name): version for name, version in pinned.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -35,9 +35,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 use_environment "$@"
 echo "$python"
 """
-PIN = next(
-    line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("setuptools==")
-)
+PIN = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("setuptools=="))
 
 
 class Checkout:
@@ -159,9 +157,7 @@ class TestEnvironment:
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, (
-            done.stderr
-        )  # pip has failed: the install that follows takes what it finds
+        assert done.returncode == 0, done.stderr  # pip has failed: the install that follows takes what it finds
         wanted = "-m pip install torch==2.13.0 --no-deps --index-url https://download.pytorch.org/whl/cpu"
         assert (wanted in done.stderr) == (torch and not driver)
 
@@ -181,9 +177,7 @@ class TestEnvironment:
         programs.mkdir()
         for name in ("dirname", "basename"):
             (programs / name).symlink_to(shutil.which(name))
-        (programs / "python3").write_text(
-            '#!/bin/bash\n[ "$1" = --version ] && echo Python 3.9.2 && exit\nexit 1\n'
-        )
+        (programs / "python3").write_text('#!/bin/bash\n[ "$1" = --version ] && echo Python 3.9.2 && exit\nexit 1\n')
         (programs / "python3").chmod(0o755)
         reason = checkout.refuse(PATH=str(programs))
         assert "no Python 3.11 or newer" in reason and "Python 3.9.2" in reason
@@ -206,9 +200,7 @@ class TestTrain:
         def train(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
             environ = {**os.environ, "PYTHON": sys.executable, "RUN_NAME": "mine", "DEVICE": "cpu"}
             command = ["/bin/bash", str(ROOT / "scripts" / "train.sh"), *arguments]
-            return subprocess.run(
-                command, cwd=tmp_path, env={**environ, **variables}, capture_output=True, text=True
-            )
+            return subprocess.run(command, cwd=tmp_path, env={**environ, **variables}, capture_output=True, text=True)
 
         return train
 

@@ -97,9 +97,7 @@ def record(**changes: Any) -> Record:
     kept: dict[str, Any] = {
         "limit": 100,
         "codes": {"node0": 0},
-        "output": {
-            "node0": "[global] 00:00:01 the run is over: all 100 iterations are made; 100 iterations\n"
-        },
+        "output": {"node0": "[global] 00:00:01 the run is over: all 100 iterations are made; 100 iterations\n"},
         "runs": ["r"],
         "made": 101,
         "results": results,
@@ -179,9 +177,7 @@ def test_times_are_those_of_faults_that_came_alone() -> None:
 
 def test_the_story_has_the_last_lines_of_each_process_and_no_token() -> None:
     lines = [f"[global] line {number}" for number in range(20)]
-    told = story(
-        record(output={"node0": "\n".join([*lines, "[launch] x with: LSGD_TOKEN=lsgd1:abc lsgd"])}), ["boom"]
-    )
+    told = story(record(output={"node0": "\n".join([*lines, "[launch] x with: LSGD_TOKEN=lsgd1:abc lsgd"])}), ["boom"])
     assert told.startswith("The time line:\nboom\n")
     assert "[global] line 19" in told and "[global] line 8\n" in told and "[global] line 7\n" not in told
     assert "LSGD_TOKEN=... lsgd" in told and "abc" not in told

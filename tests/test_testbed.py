@@ -148,9 +148,7 @@ def test_bytes_are_counted_where_they_pass(delay_ms: float) -> None:
 
         transfer(sender, receiver, 2_000_000)
         # The last packets of a connection that closes may still be between the two interfaces.
-        wait_until(
-            lambda: passed(sender)[0] == passed(receiver)[1], "the receiver counts what the sender does"
-        )
+        wait_until(lambda: passed(sender)[0] == passed(receiver)[1], "the receiver counts what the sender does")
         assert 2_000_000 < passed(sender)[0] < 1.05 * 2_000_000
         assert sum(passed(other)) < 1000
 
@@ -261,9 +259,7 @@ def test_the_command_shows_lines_and_returns_the_exit_code() -> None:
 
 def test_without_root_one_line_says_so() -> None:
     script = "import os, benchmarks.testbed.__main__ as b; os.geteuid() or os.seteuid(65534); exit(b.main())"
-    done = subprocess.run(
-        [sys.executable, "-c", script, "2", "--", "true"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", script, "2", "--", "true"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == ("error: the testbed makes network namespaces and needs root: use sudo\n")
 

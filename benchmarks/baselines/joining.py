@@ -45,9 +45,7 @@ def joined(
     """Meet the other members over Gloo at a port of the first, and prepare the model and its optimizer."""
     member = Member(given.rank, given.addresses, given.period, batch_size)
     store = f"tcp://{member.first_address}:{port}"
-    dist.init_process_group(
-        "gloo", init_method=store, rank=member.rank, world_size=member.size, timeout=TIMEOUT
-    )
+    dist.init_process_group("gloo", init_method=store, rank=member.rank, world_size=member.size, timeout=TIMEOUT)
     with BASELINES[given.method](model, optimizer, member) as pair:
         yield pair
     dist.barrier()

@@ -57,9 +57,7 @@ class Method:
 METHODS = (
     Method("all-reduce, float32", (), 4.0, True),
     Method("all-reduce, float16", ("all-reduce, float32",), 2.0, True),
-    Method(
-        "all-reduce, 8 bits", ("all-reduce, float32", "all-reduce, float16"), MinMax8().element_nbytes, True
-    ),
+    Method("all-reduce, 8 bits", ("all-reduce, float32", "all-reduce, float16"), MinMax8().element_nbytes, True),
     Method("broadcast, Gloo's", (), 4.0, False),
     Method("broadcast", ("broadcast, Gloo's",), 4.0, False),
 )
@@ -85,8 +83,7 @@ def measure(testbed: Testbed, rate_mbit: float, nbytes: int, repeats: int) -> It
     everyone = run(testbed, numel, repeats)
     turns = {
         method.name: [
-            max(calls[turn][0] for calls in (member[method.name] for member in everyone))
-            for turn in range(repeats)
+            max(calls[turn][0] for calls in (member[method.name] for member in everyone)) for turn in range(repeats)
         ]
         for method in METHODS
     }

@@ -53,9 +53,7 @@ class Size:
     periods: Sequence[int] = (16, 64, 256, 1024)
 
 
-QUICK = Size(
-    (32,), 3.0, lookaheads=(0, 1), simulated=(10, 100, 1000), iterations=128, failures=3, periods=(16, 64)
-)
+QUICK = Size((32,), 3.0, lookaheads=(0, 1), simulated=(10, 100, 1000), iterations=128, failures=3, periods=(16, 64))
 SMOKE = Size((4,), 0.5, 1, lookaheads=(0, 1), simulated=(10, 40), iterations=128, failures=2, periods=(16,))
 
 
@@ -79,9 +77,7 @@ def measure(part: str, size: Size) -> Iterator[Result]:
 def main() -> int:
     """Measure every part, and print a Markdown table for each."""
     parser = argument_parser("benchmarks.control", __doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="shorter, and with up to 1,000 simulated workers"
-    )
+    parser.add_argument("--quick", action="store_true", help="shorter, and with up to 1,000 simulated workers")
     parser.add_argument("--smoke", action="store_true", help="only show that it works: seconds, few workers")
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be repeated")
     parser.add_argument("--workers", type=int, nargs="+", help="numbers of simulated workers")

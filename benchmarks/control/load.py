@@ -101,9 +101,7 @@ class Node:
     def _answers(self, timeout_s: float) -> Iterator[tuple[int, bytes]]:
         """Yield the incarnation (0: none) and the frame of each answer; keep the leases alive."""
         if time.monotonic() - self._beat_at > HEARTBEAT_S:
-            self._link.send(
-                [encode(Heartbeat(name, incarnation)) for incarnation, name in self._names.items()]
-            )
+            self._link.send([encode(Heartbeat(name, incarnation)) for incarnation, name in self._names.items()])
             self._beat_at = time.monotonic()
         self._poller.wait(timeout_s)
         for frames in self._link.receive():

@@ -74,9 +74,7 @@ class Waits:
 
 
 @contextlib.contextmanager
-def server(
-    folder: Path, name: str, arguments: Sequence[str], core: int | None = None
-) -> Iterator[tuple[int, str]]:
+def server(folder: Path, name: str, arguments: Sequence[str], core: int | None = None) -> Iterator[tuple[int, str]]:
     """Run ``lsgd-server``, on one core if wanted; the value is its process and the address it listens on.
 
     Raises:

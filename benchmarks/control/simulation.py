@@ -125,9 +125,7 @@ class Simulation:
         self.counts = Counts()
         self.now = 0.0
         algorithm = LeaderSettings(period=period, local_period=local_period)
-        settings = RunSettings(
-            workers=workers, iterations=workers * iterations, lease_s=LEASE_S, lookahead=lookahead
-        )
+        settings = RunSettings(workers=workers, iterations=workers * iterations, lease_s=LEASE_S, lookahead=lookahead)
         self._lookahead, self._stragglers = lookahead, stragglers
         self.state = RunState(Plan(settings, (Phase(algorithm),)), "simulated")
         self._coordinator = Coordinator(self.state)
@@ -185,9 +183,7 @@ class Simulation:
     def _carry_out(self, decision: Decision, decided_s: float) -> bool:
         """Deliver the answers; return whether a round was ordered."""
         self.counts.downward += len(decision.answers)
-        ordered = [
-            (name, m) for name, _, m in decision.answers if isinstance(m, Go | Stop) and m.round is not None
-        ]
+        ordered = [(name, m) for name, _, m in decision.answers if isinstance(m, Go | Stop) and m.round is not None]
         rounds = {m.round.id: m.round for _, m in ordered if m.round is not None}
         if ordered:
             members = self.state.roster.members

@@ -100,9 +100,7 @@ class SocketWorker:
         match message:
             case Welcome() if not self._grants.seq:
                 self._next()
-            case Go(seq, round) if (seq > self._grants.seq or not self.iterating) and self._grants.take(
-                message
-            ):
+            case Go(seq, round) if (seq > self._grants.seq or not self.iterating) and self._grants.take(message):
                 self.iterating = True
                 if round is None:
                     self.waits_s.append(time.perf_counter() - self._asked_at)

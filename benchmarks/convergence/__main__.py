@@ -63,9 +63,7 @@ def run_all(options: argparse.Namespace, pythons: Mapping[str, str], results: Re
 def options_of() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argument_parser("benchmarks.convergence", __doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="digits, one seed, a period of 16, seven methods"
-    )
+    parser.add_argument("--quick", action="store_true", help="digits, one seed, a period of 16, seven methods")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, help="which ones")
     parser.add_argument("--periods", type=int, nargs="+", help="of the methods that have one, one run each")
     parser.add_argument("--seeds", type=int, help="how many, from 0")
@@ -81,22 +79,16 @@ def options_of() -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     add_options(parser, METHODS)
-    parser.add_argument(
-        "--network", type=Path, help="results of benchmarks.network, for the time to the target"
-    )
+    parser.add_argument("--network", type=Path, help="results of benchmarks.network, for the time to the target")
     parser.add_argument("--link", default="100mbit", help="whose step times are taken from there")
-    parser.add_argument(
-        "--plots", type=Path, help="draw the curves to PNG files in this folder (needs matplotlib)"
-    )
+    parser.add_argument("--plots", type=Path, help="draw the curves to PNG files in this folder (needs matplotlib)")
     options = parser.parse_args()
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {options.jobs}")
     options.tasks = options.tasks or (QUICK_TASKS if options.quick else tuple(TASKS))
     first = max(TASKS[task].evaluate_every for task in options.tasks)
     if options.steps is not None and options.steps < first:
-        parser.error(
-            f"--steps must be at least {first}, when the average is first tested, not {options.steps}"
-        )
+        parser.error(f"--steps must be at least {first}, when the average is first tested, not {options.steps}")
     options.methods = options.methods or (QUICK_METHODS if options.quick else METHODS)
     options.periods = options.periods or (QUICK_PERIODS if options.quick else PERIODS)
     options.seeds = options.seeds or (QUICK_SEEDS if options.quick else SEEDS)

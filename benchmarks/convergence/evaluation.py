@@ -22,9 +22,7 @@ class Evaluation:
         tests: this worker is the one that tests.
     """
 
-    def __init__(
-        self, task: Task, model: nn.Module, average: Callable[[Tensor], None], *, tests: bool
-    ) -> None:
+    def __init__(self, task: Task, model: nn.Module, average: Callable[[Tensor], None], *, tests: bool) -> None:
         self.curve: list[Point] = []
         self._task, self._model, self._average, self._tests = task, model, average, tests
         self._mean = task.model()

@@ -49,6 +49,4 @@ def _draw_method(axes: Axes, runs: Rows, method: str, color: str, style: str) ->
     steps = [step for step, _, _ in runs[0]["curve"]]
     losses = [sorted(column) for column in zip(*([p[1] for p in r["curve"]] for r in runs), strict=True)]
     axes.plot(steps, [statistics.median(x) for x in losses], style, color=color, linewidth=1.3, label=method)
-    axes.fill_between(
-        steps, [x[0] for x in losses], [x[-1] for x in losses], color=color, alpha=0.08, linewidth=0
-    )
+    axes.fill_between(steps, [x[0] for x in losses], [x[-1] for x in losses], color=color, alpha=0.08, linewidth=0)

@@ -71,9 +71,7 @@ class Result:
         return f"{self.steps_to_target} steps to the target, accuracy {self.final_accuracy:.4f}"
 
 
-def train(
-    task: Task, settings: AlgorithmSettings, steps: int, seed: int, workers: int = WORKERS
-) -> Sequence[Point]:
+def train(task: Task, settings: AlgorithmSettings, steps: int, seed: int, workers: int = WORKERS) -> Sequence[Point]:
     """Train simulated workers, each on a node of its own and with its share of the data; return the curve."""
     torch.manual_seed(seed)
     start = task.model().state_dict()

@@ -48,8 +48,7 @@ def task_table(
     for method, period in sorted({(row["method"], row["period"]) for row in here}, key=_place):
         of_one = runs[(runs["method"] == method) & (runs["period"] == period)]
         found = {
-            name: of_one[name].dropna().tolist()
-            for name in ("steps_to_target", "ratio", "final_accuracy", "points")
+            name: of_one[name].dropna().tolist() for name in ("steps_to_target", "ratio", "final_accuracy", "points")
         }
         line = [method, str(period or ""), *_steps(method, len(of_one), found)]
         if network:
@@ -63,9 +62,7 @@ def _place(line: tuple[str, int]) -> tuple[int, int]:
     return (ALL.index(method), period)
 
 
-def _step_s(
-    network: Mapping[str, Any] | None, link: str, workers: int, method: str, period: int
-) -> float | None:
+def _step_s(network: Mapping[str, Any] | None, link: str, workers: int, method: str, period: int) -> float | None:
     """Return the seconds of a step; None if they were not measured with this period."""
     if network is None or (method in PERIODIC and network["settings"]["period"] != period):
         return None
@@ -86,9 +83,7 @@ def _steps(method: str, runs: int, found: Mapping[str, list[float]]) -> Sequence
     )
 
 
-def _times(
-    found: Mapping[str, list[float]], step_s: float | None, reference_s: float | None
-) -> Sequence[str]:
+def _times(found: Mapping[str, list[float]], step_s: float | None, reference_s: float | None) -> Sequence[str]:
     """Return the cells that do."""
     if step_s is None:
         return ("", "", "")

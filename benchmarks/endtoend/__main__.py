@@ -46,9 +46,7 @@ FULL = Settings(width=2200, period=64, steps=WideDigits.steps, wire_s=120.0)
 QUICK = Settings(width=512, period=16, steps=72, wire_s=4.0)
 
 
-def run_all(
-    options: argparse.Namespace, settings: Settings, pythons: Mapping[str, str], results: Results
-) -> None:
+def run_all(options: argparse.Namespace, settings: Settings, pythons: Mapping[str, str], results: Results) -> None:
     """Make the runs that have no result yet."""
     for seed, (method, python) in itertools.product(range(options.seeds), pythons.items()):
         make = partial(run_once, method, options.link, seed, settings, python)
@@ -69,9 +67,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--link", choices=LINKS, default="100mbit", help="the network between the hosts")
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 0")
     add_options(parser, METHODS)
-    parser.add_argument(
-        "--plot", type=Path, help="draw accuracy over seconds to this PNG file (needs matplotlib)"
-    )
+    parser.add_argument("--plot", type=Path, help="draw accuracy over seconds to this PNG file (needs matplotlib)")
     options = parser.parse_args()
     options.methods = options.methods or (QUICK_METHODS if options.quick else METHODS)
     return options
@@ -96,9 +92,7 @@ def main() -> int:
     if options.plot:
         from benchmarks.endtoend.plot import draw
 
-        title = (
-            f"Digits, MLP of width {settings.width}, {NODES} hosts, {options.link}, period {settings.period}"
-        )
+        title = f"Digits, MLP of width {settings.width}, {NODES} hosts, {options.link}, period {settings.period}"
         draw(rows, title, WideDigits.target_accuracy, options.plot)
     return results.end(options.methods, pythons)
 

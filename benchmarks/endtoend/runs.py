@@ -122,19 +122,14 @@ def start_baseline(
     command = [python, "-m", "benchmarks.endtoend.baseline", *arguments]
     command += [f"--method={method}", f"--period={settings.period}"]
     command += ["--addresses", *(host.address for host in testbed.hosts)]
-    return [
-        start([*command, f"--rank={host.index}", f"--output={folder / host.name}"], host)
-        for host in testbed.hosts
-    ]
+    return [start([*command, f"--rank={host.index}", f"--output={folder / host.name}"], host) for host in testbed.hosts]
 
 
 def result_of(task: WideDigits, folders: Sequence[Path]) -> Result:
     """Return the result of a run from what its workers have left, each in a folder."""
     marks = [json.loads((folder / MARKS).read_text()) for folder in folders]
     numbers = (folders[0] / SNAPSHOTS).stat().st_size // 4
-    models = [
-        torch.from_file(str(folder / SNAPSHOTS), size=numbers).view(len(marks[0]), -1) for folder in folders
-    ]
+    models = [torch.from_file(str(folder / SNAPSHOTS), size=numbers).view(len(marks[0]), -1) for folder in folders]
     curve = []
     for index, at in enumerate(zip(*marks, strict=True)):
         mean = torch.stack([of_one[index] for of_one in models]).mean(0)

@@ -45,9 +45,7 @@ class Device(Protocol):
         """Return the cases at one size, the copy first."""
 
 
-def path_cases(
-    name: str, path: ReferencePath, buffers: list[tuple[Tensor, Tensor]], block: int | None
-) -> list[Case]:
+def path_cases(name: str, path: ReferencePath, buffers: list[tuple[Tensor, Tensor]], block: int | None) -> list[Case]:
     """Every operation of one path on (input, output) pairs, outputs given."""
     layout = Layout(buffers[0][0].numel(), block)
     payloads = []
@@ -101,9 +99,7 @@ def plain_nearest(rows: Tensor, codes: Tensor) -> None:
 def plain_stochastic(rows: Tensor, codes: Tensor) -> None:
     """The same with torch's own random numbers."""
     lo, hi = rows.aminmax(dim=1, keepdim=True)
-    codes.copy_(
-        ((rows - lo) * (255 / (hi - lo)) + torch.rand_like(rows)).floor().clamp(max=255).to(torch.uint8)
-    )
+    codes.copy_(((rows - lo) * (255 / (hi - lo)) + torch.rand_like(rows)).floor().clamp(max=255).to(torch.uint8))
 
 
 def plain_dequantize(codes: Tensor, lo: Tensor, unit: Tensor, out: Tensor) -> None:
@@ -185,9 +181,7 @@ class CudaDevice:
 
     def cases(self, numel: int, rotated: int, *, slow: bool) -> list[Case]:
         """The copy kernel, our kernels, plain torch, and the sequence of three kernels."""
-        buffers = [
-            (torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")) for _ in range(rotated)
-        ]
+        buffers = [(torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")) for _ in range(rotated)]
         ours = dispatch.path_for("cuda")
         found = [
             Case("float4 copy kernel", 8, float4_copies(buffers)),

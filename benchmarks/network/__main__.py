@@ -41,9 +41,7 @@ QUICK = Settings(width=320, compute_ms=20.0, period=16, periods=2, steps=8)
 LATENCY = Settings(width=16, compute_ms=0.0, period=1, periods=20, steps=20)
 
 
-def measure_all(
-    options: argparse.Namespace, settings: Settings, pythons: Mapping[str, str], results: Results
-) -> None:
+def measure_all(options: argparse.Namespace, settings: Settings, pythons: Mapping[str, str], results: Results) -> None:
     """Make the runs that have no result yet."""
     turns = itertools.product(options.nodes, options.links, range(options.repeats), pythons.items())
     for nodes, link, repeat, (method, python) in turns:
@@ -61,17 +59,13 @@ def run_once(nodes: int, run: Run) -> Result:
 def options_of() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argument_parser("benchmarks.network", __doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="a small model, six methods, 100 Mbit/s, two nodes"
-    )
+    parser.add_argument("--quick", action="store_true", help="a small model, six methods, 100 Mbit/s, two nodes")
     parser.add_argument("--latencies", action="store_true", help="count the messages that follow one another")
     parser.add_argument("--links", nargs="+", choices=LINKS, help="which ones")
     parser.add_argument("--nodes", type=int, nargs="+", help="how many, one run each")
     parser.add_argument("--repeats", type=int, default=1, help="turns of all methods")
     parser.add_argument("--compute-ms", type=float, help="for which a step sleeps")
-    parser.add_argument(
-        "--period", type=int, help="steps between exchanges, for the methods that have a period"
-    )
+    parser.add_argument("--period", type=int, help="steps between exchanges, for the methods that have a period")
     parser.add_argument("--periods", type=int, help="that count")
     parser.add_argument("--steps", type=int, help="that count, for the methods that exchange in each one")
     parser.add_argument("--lookahead", type=int, help="iterations that lsgd's workers ask for ahead")
@@ -91,9 +85,7 @@ def main() -> int:
     """Measure every method on every link, and print a Markdown table for each."""
     options = options_of()
     settings = LATENCY if options.latencies else QUICK if options.quick else FULL
-    given = {
-        name: getattr(options, name) for name in ("compute_ms", "period", "periods", "steps", "lookahead")
-    }
+    given = {name: getattr(options, name) for name in ("compute_ms", "period", "periods", "steps", "lookahead")}
     settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
     pythons = interpreters_of(options.methods, options.baseline_python)
     machine = about("benchmarks.network")

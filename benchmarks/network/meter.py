@@ -69,9 +69,7 @@ class Meter:
             passed = counters()
             packets = passed.received_packets + passed.sent_packets
             now, waited_s = time.perf_counter(), self._waited_s()
-            self._marks.append(
-                Mark(position, now, waited_s, passed.sent_nbytes, passed.received_nbytes, packets)
-            )
+            self._marks.append(Mark(position, now, waited_s, passed.sent_nbytes, passed.received_nbytes, packets))
             if not self._due:
                 first, last = map(asdict, self._marks)
                 measured = {name: last[name] - first[name] for name in first}

@@ -17,9 +17,7 @@ from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 
 DEADLINE_S = 4 * 3600.0
-MORE_STEPS = (
-    8  # after those that count, so that a worker which is slower than the others sees the end of these
-)
+MORE_STEPS = 8  # after those that count, so that a worker which is slower than the others sees the end of these
 SILENCE_S = 3600.0  # of servers whose messages wait behind models, at 10 Mbit/s
 EXCHANGE_S = 60.0  # longest that a step of an exchange may take, besides the models that it may have to send
 MODELS_IN_AN_EXCHANGE = 8
@@ -119,9 +117,7 @@ def run_hosts(testbed: Testbed, run: Run) -> list[dict[str, Any]]:
         return [json.loads((folder / MEASURED).read_text()) for folder in folders]
 
 
-def limit_while_stepping(
-    testbed: Testbed, rate_mbit: float | None, folders: Sequence[Path]
-) -> Iterator[None]:
+def limit_while_stepping(testbed: Testbed, rate_mbit: float | None, folders: Sequence[Path]) -> Iterator[None]:
     """Limit the network from the first step on, and until all is measured; to be called every now and then.
 
     Args:
@@ -150,10 +146,7 @@ def start_baseline(testbed: Testbed, run: Run, folder: Path) -> list[Process]:
     """Start the processes of a baseline; what is measured goes to the same place."""
     script = [run.python, "-m", "benchmarks.network.baseline", *run.arguments, f"--method={run.method}"]
     script += [f"--period={run.settings.period}", "--addresses", *(host.address for host in testbed.hosts)]
-    return [
-        start([*script, f"--rank={host.index}", f"--folder={folder / host.name}"], host)
-        for host in testbed.hosts
-    ]
+    return [start([*script, f"--rank={host.index}", f"--folder={folder / host.name}"], host) for host in testbed.hosts]
 
 
 def plan_of(run: Run, nodes: int) -> Plan:

@@ -137,14 +137,10 @@ def row(result: Result) -> Sequence[str]:
 def main() -> int:
     """Measure every method, and print a Markdown table."""
     parser = argument_parser("benchmarks.overlap", __doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="a small model, two methods, one load, two turns"
-    )
+    parser.add_argument("--quick", action="store_true", help="a small model, two methods, one load, two turns")
     parser.add_argument("--only", action="append", choices=METHODS, help="run this one; may be repeated")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="turns of each load")
-    parser.add_argument(
-        "--loads", type=float, nargs="+", default=LOADS, help="compute over link, by arithmetic"
-    )
+    parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="compute over link, by arithmetic")
     parser.add_argument("--bucket-mib", type=float, default=BUCKET_MIB, help="of the gradient methods")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
     options = parser.parse_args()

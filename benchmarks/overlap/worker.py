@@ -21,9 +21,7 @@ def step(model: TimedMLP, optimizer: torch.optim.Optimizer, x: Tensor, sleep_s: 
     timed_step(model, optimizer, x)
 
 
-def alone(
-    model: TimedMLP, optimizer: torch.optim.Optimizer, x: Tensor, sleeps_s: Sequence[float]
-) -> list[float]:
+def alone(model: TimedMLP, optimizer: torch.optim.Optimizer, x: Tensor, sleeps_s: Sequence[float]) -> list[float]:
     """Return the seconds of an iteration with each sleep, without any exchange."""
     seconds = []
     for sleep_s in (0.0, *sleeps_s):  # the first one warms up

@@ -36,9 +36,7 @@ def argument_parser(module: str, description: str | None) -> argparse.ArgumentPa
     )
 
 
-def write_json(
-    path: Path | None, machine: Mapping[str, Any], results: Iterable[Any], **settings: Any
-) -> None:
+def write_json(path: Path | None, machine: Mapping[str, Any], results: Iterable[Any], **settings: Any) -> None:
     """Write all results, dataclasses or dictionaries, to a file, if one is wanted."""
     if path is not None:
         rows = [row if isinstance(row, dict) else dataclasses.asdict(row) for row in results]

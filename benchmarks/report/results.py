@@ -17,9 +17,7 @@ def add_options(parser: argparse.ArgumentParser, methods: Sequence[str]) -> None
     """Give a benchmark the options that say which methods to run, with which Python, and where to keep results."""
     parser.add_argument("--methods", nargs="+", choices=methods, help="which ones")
     environments.add_option(parser)
-    parser.add_argument(
-        "--json", type=Path, help="write the results to this file as they come, and go on with those"
-    )
+    parser.add_argument("--json", type=Path, help="write the results to this file as they come, and go on with those")
 
 
 class Results:

@@ -223,8 +223,6 @@ def _role(pid: int, launcher: int) -> str:
         return "guard" if int(parent) == launcher and int(session) == pid else ""
     if "benchmarks.soak.worker" in line:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        index = next(
-            (v.partition(b"=")[2].decode() for v in variables if v.startswith(b"LSGD_LOCAL_RANK=")), ""
-        )
+        index = next((v.partition(b"=")[2].decode() for v in variables if v.startswith(b"LSGD_LOCAL_RANK=")), "")
         return f"worker{index}" if index else ""
     return ""

@@ -150,18 +150,14 @@ class _Run:
             healthy_at = self._until(self._trains(), RECOVERS_WITHIN_S)
             recovered_s = None if healthy_at is None else healthy_at - over_at
             faults = tuple((fault.what, fault.target, fault.seconds) for fault in happened)
-            self.record.outcomes.append(
-                Outcome(begun_at - self._begun_at, faults, self._stalled_s, recovered_s)
-            )
+            self.record.outcomes.append(Outcome(begun_at - self._begun_at, faults, self._stalled_s, recovered_s))
             if self.record.trouble:
                 return
             if recovered_s is None:
                 what = "; ".join(map(str, happened))
                 self._break(f"not all workers train {RECOVERS_WITHIN_S:g} s after: {what}: {self._status()}")
                 return
-            self._say(
-                f"all workers train, {recovered_s:.1f} s later; no iteration for {self._stalled_s:.1f} s"
-            )
+            self._say(f"all workers train, {recovered_s:.1f} s later; no iteration for {self._stalled_s:.1f} s")
             self._until(lambda: False, burst.pause_s)
             self._sample()
 
@@ -236,9 +232,7 @@ class _Run:
         self._stalled_s = max(self._stalled_s, now - self._grew_at)
         for node in self._nodes:
             if node.launcher and (code := node.launcher.poll()) is not None and not self._ending:
-                self._break(
-                    f"the launcher of {node.name} has ended with exit code {code} in the middle of the run"
-                )
+                self._break(f"the launcher of {node.name} has ended with exit code {code} in the middle of the run")
         return not self.record.trouble
 
     def _trains(self) -> Callable[[], bool]:

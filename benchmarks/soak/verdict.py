@@ -152,9 +152,7 @@ def fault_table(outcomes: Iterable[Outcome]) -> str:
         of_one = alone.get(what, [])
         stalled = [outcome.stalled_s for outcome in of_one]
         back = [outcome.recovered_s for outcome in of_one if outcome.recovered_s is not None]
-        rows.append(
-            [what, str(count[what]), str(len(of_one)), _median_and_most(stalled), _median_and_most(back)]
-        )
+        rows.append([what, str(count[what]), str(len(of_one)), _median_and_most(stalled), _median_and_most(back)])
     columns = (
         "fault",
         "times",
@@ -200,9 +198,7 @@ def _growing(descriptors: Mapping[str, Sequence[int]]) -> list[str]:
     for name, counts in descriptors.items():
         third = len(counts) // 3
         if len(counts) >= FEWEST_SAMPLES and min(counts[-third:]) > min(counts[:third]) + GROWTH:
-            broken.append(
-                f"the descriptors of {name} have grown from {min(counts[:third])} to {min(counts[-third:])}"
-            )
+            broken.append(f"the descriptors of {name} have grown from {min(counts[:third])} to {min(counts[-third:])}")
     return broken
 
 

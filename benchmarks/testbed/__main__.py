@@ -41,9 +41,7 @@ def main() -> int:
     parser.add_argument("hosts", type=int, help="how many, 1 to 250")
     parser.add_argument("--rate-mbit", type=float, help="what each can send (default: unlimited)")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="how long each packet is under way")
-    parser.add_argument(
-        "command", nargs="+", help="after --; $TESTBED_HOST and $TESTBED_ADDRESS tell it where it is"
-    )
+    parser.add_argument("command", nargs="+", help="after --; $TESTBED_HOST and $TESTBED_ADDRESS tell it where it is")
     options = parser.parse_args()
     try:
         with Testbed(options.hosts, rate_mbit=options.rate_mbit, delay_ms=options.delay_ms) as testbed:

@@ -121,17 +121,13 @@ class Host:
         process = self.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
         output, error = process.communicate()
         if process.returncode:
-            raise TestbedError(
-                f"{self.name}: {' '.join(command)}: {error.strip()} (exit {process.returncode})"
-            )
+            raise TestbedError(f"{self.name}: {' '.join(command)}: {error.strip()} (exit {process.returncode})")
         return str(output)
 
     def close(self) -> None:
         """End every process of the host, close the pipes to them, and with the last process end the host."""
         self._first.kill()
-        for (
-            process
-        ) in self._processes:  # the kernel kills them now; the first one is gone when they are reaped
+        for process in self._processes:  # the kernel kills them now; the first one is gone when they are reaped
             process.wait()
         self._first.wait()
         for process in (self._first, *self._processes):
@@ -253,9 +249,7 @@ class Testbed:
         self._closing.callback(_end_relay, process)
         assert process.stdout and process.stderr
         if process.stdout.readline() != "ready\n":
-            raise TestbedError(
-                f"no latency without TUN devices: {process.stderr.read().strip().splitlines()[-1]}"
-            )
+            raise TestbedError(f"no latency without TUN devices: {process.stderr.read().strip().splitlines()[-1]}")
         for host in self.hosts:
             self._configure(host, "mtu", str(RELAY_MTU_NBYTES), "txqueuelen", "1000")
 

@@ -24,7 +24,5 @@ def counters(process: int | str = "self") -> Counters:
 
 def sent_with_headers_nbytes() -> int:
     """Return the bytes behind the limit of the rate on this host, which has one, with the headers of every packet."""
-    shown = subprocess.run(
-        ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"], capture_output=True, check=True
-    )
+    shown = subprocess.run(["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"], capture_output=True, check=True)
     return int(json.loads(shown.stdout)[0]["bytes"])

@@ -39,9 +39,7 @@ def open_tun(pid: int) -> int:
 
 def pass_packets(tuns: Sequence[int], delay_s: float, until_closed: int) -> None:
     """Pass packets between ``tuns`` after ``delay_s`` seconds, until the file ``until_closed`` has nothing more."""
-    under_way: deque[tuple[float, int, bytes]] = (
-        deque()
-    )  # (when it arrives, where, the packet), in this order
+    under_way: deque[tuple[float, int, bytes]] = deque()  # (when it arrives, where, the packet), in this order
     while True:
         timeout_s = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
         ready, _, _ = select.select([*tuns, until_closed], [], [], timeout_s)

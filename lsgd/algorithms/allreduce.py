@@ -43,9 +43,7 @@ class AllReduce(GradientAlgorithm):
         super().__init__(settings.bucket_mib)
         self.settings = settings
 
-    def reduce(
-        self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round
-    ) -> Iterator[None]:
+    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
         """Average one bucket; divided first, so that float16 sums do not overflow.
 
         The pipeline waits for it after it has begun the second bucket after it.

@@ -46,9 +46,7 @@ class ByteGrad(QuantizedGradient):
         """Return the first worker of each node, or all workers."""
         return group.across if self.settings.hierarchical else group
 
-    def reduce(
-        self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round
-    ) -> Iterator[None]:
+    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
         """Average one bucket inside the node, then between nodes, and broadcast it inside."""
         if not self.settings.hierarchical:
             yield from self.quantized_mean(gradient, result, index, order)

@@ -59,7 +59,6 @@ def rounding_codec(text: str, block: int, rounding: str) -> Codec:
     codec = codec_of(text, block)
     if rounding == "stochastic" and not codec.stochastic:
         raise ConfigError(
-            f"rounding = 'stochastic', but the codec {codec.name} only rounds to nearest; "
-            f"set rounding to nearest"
+            f"rounding = 'stochastic', but the codec {codec.name} only rounds to nearest; set rounding to nearest"
         )
     return codec

@@ -113,9 +113,7 @@ class GradientAlgorithm(Algorithm):
         for index, gradient in enumerate(buckets):
             gradient.copy_(self._results[index])
 
-    def reduce(
-        self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round
-    ) -> Iterator[None]:
+    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
         """Write to ``result`` what replaces ``gradient``, with the same bits on all members.
 
         Yields when only waiting for a transfer is left to do; equally often for every bucket, on all members.

@@ -33,9 +33,7 @@ class LeaderSettings(AlgorithmSettings):
     summary: ClassVar[str] = "Leader SGD (arXiv 1905.10395)"
     elects: ClassVar[bool] = True
 
-    period: int = setting(
-        64, "iterations of a worker, on average, between global rounds", low=1, high=1 << 30
-    )
+    period: int = setting(64, "iterations of a worker, on average, between global rounds", low=1, high=1 << 30)
     local_period: int = setting(16, "the same for rounds inside a node; divides period", low=1, high=1 << 30)
     pull_global: float = setting(0.1, "c2: pull of a global round toward the global leader", low=0, high=1)
     pull_local: float = setting(0.1, "c1: pull of a local round toward the node's leader", low=0, high=1)
@@ -237,9 +235,7 @@ class _LeaderCopy:
     def land(self, whose: str) -> bool:
         """Replace the model by the one that arrived, unless that is non-finite, which all members see equally."""
         if not all_finite(self._arriving):
-            log.warning(
-                "%s has a model that is not finite; nobody takes it over, and the previous one stays", whose
-            )
+            log.warning("%s has a model that is not finite; nobody takes it over, and the previous one stays", whose)
             return False
         self.model, self._arriving = self._arriving, self.model
         return True

@@ -36,8 +36,6 @@ class QSGD(QuantizedGradient):
 
     settings: QSGDSettings
 
-    def reduce(
-        self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round
-    ) -> Iterator[None]:
+    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
         """Average one bucket over all members."""
         return self.quantized_mean(gradient, result, index, order)

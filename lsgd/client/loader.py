@@ -165,9 +165,7 @@ def digest(batch: object) -> str:
     """Return a digest of a batch's tensors, or an empty text if it has none."""
     hashed = hashlib.blake2b(digest_size=16)
     leaves = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    tensors = [
-        leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_nested and leaf.numel()
-    ]
+    tensors = [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_nested and leaf.numel()]
     for tensor in tensors:
         head = tensor.detach().reshape(-1)[: DIGEST_NBYTES // tensor.element_size()].cpu().contiguous()
         hashed.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())

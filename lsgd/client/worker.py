@@ -62,9 +62,7 @@ class Worker:
     tensors, and ends the process with exit code 65 (:class:`lsgd.errors.NonFiniteError`).
     """
 
-    def __init__(
-        self, membership: Membership, replica: Replica, steps: Steps, checkpoints: Checkpoints
-    ) -> None:
+    def __init__(self, membership: Membership, replica: Replica, steps: Steps, checkpoints: Checkpoints) -> None:
         self.plan = membership.plan
         """The settings of the run."""
         self._membership = membership
@@ -322,9 +320,7 @@ class Worker:
     def status(self) -> dict[str, Any]:
         """Return the state of the whole run, from the global server; docs/operations.md lists the keys."""
         query = StatusQuery(self._membership.identity.incarnation)
-        answer: Status = self._channel.ask(
-            query, lambda m: isinstance(m, Status), what="waiting for the status"
-        )
+        answer: Status = self._channel.ask(query, lambda m: isinstance(m, Status), what="waiting for the status")
         return dict(json.loads(answer.report))
 
     def leader_state_dict(self) -> dict[str, Tensor] | None:
@@ -343,9 +339,7 @@ class Worker:
         try:
             tally = self._steps.tally
             message = Leave(join.worker, join.incarnation, tally.done, failed, why, tally.committed)
-            self._channel.ask(
-                message, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S
-            )
+            self._channel.ask(message, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S)
         except (ExchangeError, JoinError, ServerLostError) as error:
             logger.warning("%s leaves without the servers' knowing: %s", self.name, error)
         finally:

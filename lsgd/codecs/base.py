@@ -44,9 +44,7 @@ class Codec:
         super().__init_subclass__(**others)
         name = vars(cls).get("name", "x")
         if not (name.isascii() and name.isalnum() and len(name) <= MAX_NAME_NBYTES):
-            raise ConfigError(
-                f"the name of a codec has up to 8 ASCII letters and digits; {name!r} does not fit"
-            )
+            raise ConfigError(f"the name of a codec has up to 8 ASCII letters and digits; {name!r} does not fit")
 
     @property
     def unit(self) -> int:

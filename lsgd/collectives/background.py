@@ -50,9 +50,7 @@ class Background:
                 done.set_result(None)
 
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_serve, args=(self._calls,), name="lsgd-exchange", daemon=True
-            )
+            self._thread = threading.Thread(target=_serve, args=(self._calls,), name="lsgd-exchange", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._calls.put, None)
         self._last = done

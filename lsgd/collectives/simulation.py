@@ -56,9 +56,7 @@ class _Mail:
                 if self._failure:
                     raise ExchangeError(self._failure)
                 if not self._arrived.wait(deadline - time.monotonic()):
-                    raise ExchangeError(
-                        f"rank {source} sent nothing to rank {target} for {self._timeout_s:g} s"
-                    )
+                    raise ExchangeError(f"rank {source} sent nothing to rank {target} for {self._timeout_s:g} s")
             tensor = box.popleft()
         if tensor.shape != out.shape or tensor.dtype != out.dtype:
             raise AssertionError(
@@ -78,9 +76,7 @@ class SimulatedGroup(Group):
     ``sent_nbytes`` counts what this member has sent, its subgroups included.
     """
 
-    def __init__(
-        self, mail: _Mail, name: str, members: Sequence[int], rank: int, node_sizes: Sequence[int]
-    ) -> None:
+    def __init__(self, mail: _Mail, name: str, members: Sequence[int], rank: int, node_sizes: Sequence[int]) -> None:
         self._mail = mail
         self._name = name
         self._members = tuple(members)
@@ -143,9 +139,7 @@ class SimulatedGroup(Group):
         return Transfer(receive)
 
 
-def simulate(
-    node_sizes: Sequence[int], member: Callable[[SimulatedGroup], T], *, timeout_s: float = 60.0
-) -> list[T]:
+def simulate(node_sizes: Sequence[int], member: Callable[[SimulatedGroup], T], *, timeout_s: float = 60.0) -> list[T]:
     """Run ``member(group)`` for each rank in a thread of its own and return the results in rank order.
 
     When one raises, the others' exchanges fail at once with ExchangeError, and the first error is raised here.
@@ -230,9 +224,7 @@ class SimulatedWorker:
         gradients = [torch.zeros_like(x) for x in flat.buffers]
         for slot, view in zip(flat.slots, flat.views(gradients), strict=True):
             slot.parameter.grad = view
-        return cls(
-            group, settings, flat.buffers, gradients, optimizer, buffers=floating_buffers(model), run=run
-        )
+        return cls(group, settings, flat.buffers, gradients, optimizer, buffers=floating_buffers(model), run=run)
 
     def step(self, compute_loss: Callable[[], Tensor]) -> float:
         """Make one step, after a round if one is due, and return its loss.

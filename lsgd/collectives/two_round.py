@@ -67,18 +67,14 @@ class QuantizedAllReduce:
         average: whether to divide by the number of members.
     """
 
-    def __init__(
-        self, group: Group, codec: Codec, *, rounding: str = "nearest", average: bool = True
-    ) -> None:
+    def __init__(self, group: Group, codec: Codec, *, rounding: str = "nearest", average: bool = True) -> None:
         self.group = group
         self.codec = codec
         self.rounding = rounding
         self.average = average
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Sequence[_Segment]]] = defaultdict(list)
 
-    def __call__(
-        self, x: Tensor, out: Tensor, seed: tuple[object, ...], residual: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor, seed: tuple[object, ...], residual: Tensor | None = None) -> Tensor:
         """Write the sum or mean of all members' ``x`` to ``out``.
 
         Args:
@@ -142,9 +138,7 @@ class QuantizedAllReduce:
         free.append(segments)
         return found
 
-    def _encode(
-        self, x: Tensor, segment: _Segment, seed: tuple[object, ...], residual: Tensor | None
-    ) -> None:
+    def _encode(self, x: Tensor, segment: _Segment, seed: tuple[object, ...], residual: Tensor | None) -> None:
         """Write the payloads of one segment, and note what their rounding lost."""
         me, start = self.group.rank, segment.chunks[0].start
         for rank, (payload, place) in enumerate(zip(segment.sent, segment.chunks, strict=True)):

@@ -34,9 +34,7 @@ def path_for(device_type: str) -> ReferencePath:
             return CpuPath()
         except (ImportError, OSError, RuntimeError) as error:
             remedy = "; pip install llvmlite" if isinstance(error, ImportError) else ""
-            _log.warning(
-                "the 8-bit kernels on the CPU run in plain torch, ten times slower: %s%s", error, remedy
-            )
+            _log.warning("the 8-bit kernels on the CPU run in plain torch, ten times slower: %s%s", error, remedy)
     elif device_type == "cuda":
         try:
             from lsgd.kernels.cuda.path import CudaPath
@@ -122,9 +120,7 @@ def dequantize_add(q: Quantized, out: Tensor, *, alpha: float = 1.0) -> Tensor:
     return out
 
 
-def dequantize_reduce(
-    qs: Sequence[Quantized], *, op: Reduction = "mean", out: Tensor | None = None
-) -> Tensor:
+def dequantize_reduce(qs: Sequence[Quantized], *, op: Reduction = "mean", out: Tensor | None = None) -> Tensor:
     """Decode the same chunk of several members and add them up, in one pass.
 
     Args:

@@ -102,9 +102,7 @@ class Layout:
         return payload[self.codes_offset : self.codes_offset + self.numel]
 
 
-def payload_nbytes(
-    numel: int, *, dtype: torch.dtype = torch.float32, block: int | None = DEFAULT_BLOCK
-) -> int:
+def payload_nbytes(numel: int, *, dtype: torch.dtype = torch.float32, block: int | None = DEFAULT_BLOCK) -> int:
     """Return the size in bytes of the payload of ``numel`` elements."""
     return Layout(numel, block, dtype).nbytes
 
@@ -140,9 +138,7 @@ def check_payload_tensor(payload: Tensor, what: str) -> None:
             f"{tuple(payload.shape)}, {'' if payload.is_contiguous() else 'not '}contiguous"
         )
     if payload.data_ptr() % ALIGNMENT or payload.storage_offset() % 4:
-        raise ConfigError(
-            f"{what} must start at a multiple of {ALIGNMENT} bytes; clone() it, or pad its buffer"
-        )
+        raise ConfigError(f"{what} must start at a multiple of {ALIGNMENT} bytes; clone() it, or pad its buffer")
 
 
 class Quantized:
@@ -176,9 +172,7 @@ class Quantized:
         """
         check_payload_tensor(payload, "payload")
         if payload.numel() < HEADER_NBYTES:
-            raise ProtocolError(
-                f"this payload has {payload.numel()} bytes; its header alone has {HEADER_NBYTES}"
-            )
+            raise ProtocolError(f"this payload has {payload.numel()} bytes; its header alone has {HEADER_NBYTES}")
         if layout is None or payload.device.type == "cpu":
             announced, _ = parse_header(read_header(payload))
             if layout is not None and announced != layout:

@@ -89,11 +89,7 @@ def decode(q: Quantized) -> Tensor:
     rows, whole = _whole_rows(layout)
     scales, codes = layout.scales(q.payload), layout.codes(q.payload)
     head = _decode(codes[:whole].view(rows, layout.block_numel), scales[:rows, :1], scales[:rows, 1:])
-    tail = (
-        _decode(codes[whole:].view(1, -1), scales[-1:, :1], scales[-1:, 1:])
-        if rows < layout.blocks
-        else head[:0]
-    )
+    tail = _decode(codes[whole:].view(1, -1), scales[-1:, :1], scales[-1:, 1:]) if rows < layout.blocks else head[:0]
     return torch.cat([head.view(-1), tail.view(-1)])
 
 

@@ -140,9 +140,7 @@ class Sourced:
             section = f"phase{number}" if several else "algorithm"
             table = table_of(phase.algorithm) | ({"iterations": phase.iterations} if several else {})
             values |= {f"{section}.{name}": value for name, value in table.items()}
-        return [
-            (name, json.dumps(value), self.origins.get(name, "default")) for name, value in values.items()
-        ]
+        return [(name, json.dumps(value), self.origins.get(name, "default")) for name, value in values.items()]
 
 
 def table_of(settings: AlgorithmSettings) -> dict[str, Any]:
@@ -202,9 +200,7 @@ def assemble(
     run = {name: (value, origin) for name, value in table.items() if name not in ("algorithm", "phase")}
     overrides = {**_from_variables(environ or {}), **_from_flags(flags or {})}
     run |= {name: sourced for name, sourced in overrides.items() if name in fields(RunSettings)}
-    chosen = {
-        "name" if n == "algorithm" else n: s for n, s in overrides.items() if n not in fields(RunSettings)
-    }
+    chosen = {"name" if n == "algorithm" else n: s for n, s in overrides.items() if n not in fields(RunSettings)}
     sections = _phase_tables(table, origin)
     if chosen and len(sections) > 1:
         name, (_, where) = next(iter(chosen.items()))
@@ -229,14 +225,10 @@ def _phase_tables(table: Mapping[str, Any], origin: str) -> list[Mapping[str, An
     if "phase" not in table:
         section = table.get("algorithm", {})
         if not isinstance(section, Mapping):
-            raise ConfigError(
-                f"{origin}: algorithm must be a table; write [algorithm] and below it name = {section!r}"
-            )
+            raise ConfigError(f"{origin}: algorithm must be a table; write [algorithm] and below it name = {section!r}")
         return [section]
     if "algorithm" in table:
-        raise ConfigError(
-            f"{origin}: it has both [algorithm] and [[phase]]; move the algorithm into the phases"
-        )
+        raise ConfigError(f"{origin}: it has both [algorithm] and [[phase]]; move the algorithm into the phases")
     sections = table["phase"]
     if not isinstance(sections, list) or not sections or not all(isinstance(s, Mapping) for s in sections):
         raise ConfigError(f"{origin}: phase must be a list of tables; write [[phase]] above each")

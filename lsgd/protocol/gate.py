@@ -29,9 +29,7 @@ class ListenerKeys(Protocol):
 class Gate:
     """Lets only known keys connect to a listener, each under the name of its key."""
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", listener: "zmq.Socket[bytes]", keys: ListenerKeys
-    ):
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", listener: "zmq.Socket[bytes]", keys: ListenerKeys):
         from zmq.auth.thread import ThreadAuthenticator  # asyncio: for listeners with keys only
 
         self._keys = keys

@@ -336,9 +336,7 @@ def worker_name(node: int, index: int) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _member_names(
-    nodes: tuple[int, ...], node_sizes: tuple[int, ...], indices: tuple[int, ...]
-) -> tuple[str, ...]:
+def _member_names(nodes: tuple[int, ...], node_sizes: tuple[int, ...], indices: tuple[int, ...]) -> tuple[str, ...]:
     homes = itertools.chain.from_iterable(map(itertools.repeat, nodes, node_sizes))
     return tuple(map(worker_name, homes, indices))
 
@@ -491,19 +489,7 @@ Upward = Join | Data | Request | Heartbeat | Done | Pause | Leave | Put | Get
 """What a worker sends."""
 
 Downward = (
-    Welcome
-    | Left
-    | Evicted
-    | Over
-    | Paused
-    | Refused
-    | Waiting
-    | Go
-    | Stop
-    | Recall
-    | GenerationOver
-    | Value
-    | Status
+    Welcome | Left | Evicted | Over | Paused | Refused | Waiting | Go | Stop | Recall | GenerationOver | Value | Status
 )
 """What the servers answer to a worker."""
 
@@ -612,12 +598,7 @@ def decode(frame: bytes) -> Message:
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         why = str(error) or type(error).__name__
         raise ProtocolError(f"not MessagePack as this protocol uses it: {why}") from None
-    if (
-        type(items) is not tuple
-        or not items
-        or type(items[0]) is not int
-        or not 0 <= items[0] < len(_CLASSES)
-    ):
+    if type(items) is not tuple or not items or type(items[0]) is not int or not 0 <= items[0] < len(_CLASSES):
         raise ProtocolError("a frame that starts with no known kind of message")
     cls = _CLASSES[items[0]]
     if cls in _GREETINGS and len(items) > 1 and type(items[1]) is int and items[1] != PROTOCOL:
@@ -657,9 +638,7 @@ def _build(cls: type, values: tuple[Any, ...]) -> Any:
     try:
         return cls(*[check(value) for check, value in zip(checks, values, strict=True)])
     except _WrongTypeError:
-        name, value = next(
-            (n, v) for n, c, v in zip(_names(cls), checks, values, strict=True) if not _accepts(c, v)
-        )
+        name, value = next((n, v) for n, c, v in zip(_names(cls), checks, values, strict=True) if not _accepts(c, v))
         raise ProtocolError(f"{cls.__name__}.{name} cannot be a {type(value).__name__}") from None
 
 

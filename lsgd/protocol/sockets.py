@@ -368,9 +368,7 @@ def _connections(count: int) -> str:
 def _claim_path(path: Path) -> None:
     """Make the folder of a socket, and remove a socket that nobody listens on; refuse one that is in use."""
     if len(str(path)) > 100:
-        raise ConfigError(
-            f"the socket path {path} is longer than the system allows (100 bytes); choose a shorter one"
-        )
+        raise ConfigError(f"the socket path {path} is longer than the system allows (100 bytes); choose a shorter one")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

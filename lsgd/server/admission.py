@@ -49,9 +49,7 @@ def different_versions(ours: Join, theirs: Join) -> tuple[str, str]:
         a, b = ours.versions[package], theirs.versions[package]
         if a and b and a != b:
             same_release = a.split(".")[:2] == b.split(".")[:2]
-            (warned if same_release else refused).append(
-                f"{package} {b} on node{theirs.node}, {a} on node{ours.node}"
-            )
+            (warned if same_release else refused).append(f"{package} {b} on node{theirs.node}, {a} on node{ours.node}")
     return "; ".join(refused), "; ".join(warned)
 
 

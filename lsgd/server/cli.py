@@ -31,13 +31,9 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 @click.option("--local", "role", flag_value="local", help="Be the local server of a machine.")
 @click.option("--listen", metavar="ADDRESS", help="Where to listen: tcp://host:port or ipc://path.")
 @click.option("--connect", metavar="ADDRESS", help="Local: the global server's address.")
-@click.option(
-    "--node", type=click.IntRange(0), default=0, show_default=True, help="Local: index of this machine."
-)
+@click.option("--node", type=click.IntRange(0), default=0, show_default=True, help="Local: index of this machine.")
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Global: the plan, a TOML file.")
-@click.option(
-    "--save-plan", type=click.Path(path_type=Path), help="Global: write the plan as used to this file."
-)
+@click.option("--save-plan", type=click.Path(path_type=Path), help="Global: write the plan as used to this file.")
 @click.option(
     "--journal",
     "journal_path",
@@ -103,9 +99,7 @@ def main(
         if role == "local":
             given = [name for name, value in {**flags, "plan": plan_path}.items() if value is not None]
             if given:
-                raise ConfigError(
-                    f"--{given[0].replace('_', '-')} belongs to the plan, which the global server holds"
-                )
+                raise ConfigError(f"--{given[0].replace('_', '-')} belongs to the plan, which the global server holds")
             if continues or journal_path or save_plan:
                 raise ConfigError("--continue, --journal and --save-plan belong to the global server")
             if keys_path:
@@ -118,9 +112,7 @@ def main(
                 )
             above = connect or f"tcp://127.0.0.1:{DEFAULT_PORT}"
             sys.exit(_serve_local(node, address, above, token_path, insecure=insecure))
-        raise ConfigError(
-            "say which server to be: --global (one for the run) or --local (one on each machine)"
-        )
+        raise ConfigError("say which server to be: --global (one for the run) or --local (one on each machine)")
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 
@@ -163,9 +155,7 @@ def _save_plan(plan: Plan, path: Path, *, goes_on: bool) -> None:
         complain(f"{trouble}; the run goes on without that file")
 
 
-def _serve_local(
-    node: int, address: str, global_address: str, token_path: Path | None, *, insecure: bool
-) -> int:
+def _serve_local(node: int, address: str, global_address: str, token_path: Path | None, *, insecure: bool) -> int:
     signals = Signals()
     keys = connector_keys(global_address, token_path, node_name(node), insecure=insecure)
     incarnation = secrets.randbits(63)

@@ -189,11 +189,7 @@ class GlobalDaemon:
         self._dispatch(peer, message, now)
 
     def _dispatch(self, peer: bytes, message: Message, now: float) -> None:
-        if (
-            self._listener.secured
-            and (claimed := node_of(message))
-            and claimed != peer.partition(b"#")[0].decode()
-        ):
+        if self._listener.secured and (claimed := node_of(message)) and claimed != peer.partition(b"#")[0].decode():
             self._complain_of(peer, f"it speaks for {claimed}")
             return
         match message:
@@ -209,9 +205,7 @@ class GlobalDaemon:
                 self._change(peer, changes, now)
             case NodeLeave(node, incarnation):
                 known = self._nodes.get(node)
-                if (
-                    known is None or known.hello.incarnation == incarnation
-                ):  # none: this server was started again
+                if known is None or known.hello.incarnation == incarnation:  # none: this server was started again
                     self._act(self.coordinator.handle(message, now))
                     self._nodes.pop(node, None)
                     self._send(peer, b"", Left())
@@ -243,11 +237,7 @@ class GlobalDaemon:
 
     def _hello(self, peer: bytes, hello: NodeHello, now: float) -> None:
         known = self._nodes.get(hello.node)
-        if (
-            known is None
-            or known.hello.incarnation == hello.incarnation
-            or now - known.heard_at > NODE_LEASE_S
-        ):
+        if known is None or known.hello.incarnation == hello.incarnation or now - known.heard_at > NODE_LEASE_S:
             if known is None or known.hello.incarnation != hello.incarnation:
                 say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)

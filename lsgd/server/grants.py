@@ -52,9 +52,7 @@ class Grants:
             state.answer(member, Refused(state.failed))
             return
         failed = not member.leaving and (state.in_vain or member.state is MemberState.CUT)
-        self._reply(
-            member, Stop(member.seq, None, member.leaving or state.stopping, failed), MemberState.ENDED
-        )
+        self._reply(member, Stop(member.seq, None, member.leaving or state.stopping, failed), MemberState.ENDED)
 
     def repeat(self, member: Member) -> None:
         """Answer the same request again."""

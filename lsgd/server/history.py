@@ -53,6 +53,4 @@ def line(entry: Election, *, final: bool) -> Reason:
         known = "nobody has a finite loss"
     else:
         known = "no loss yet" if loss is None else f"loss {loss:.4g}"
-    return Why.ROUND(
-        scope=entry.scope, id=entry.round, where=where, worker=entry.worker, loss=known, count=entry.count
-    )
+    return Why.ROUND(scope=entry.scope, id=entry.round, where=where, worker=entry.worker, loss=known, count=entry.count)

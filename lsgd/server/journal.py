@@ -112,9 +112,7 @@ class Journal:
             self._connection.executemany("INSERT OR REPLACE INTO rounds VALUES (?, ?)", new)
             if new:
                 self._connection.execute("DELETE FROM rounds WHERE id <= ?", (new[-1][0] - MAX_ELECTIONS,))
-            self._connection.execute(
-                "INSERT OR REPLACE INTO state VALUES (1, ?, ?)", (document, _digest(document))
-            )
+            self._connection.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?)", (document, _digest(document)))
         if new:
             self._kept = new[-1][0]
 

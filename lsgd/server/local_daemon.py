@@ -162,9 +162,7 @@ class LocalDaemon:
         try:
             where = decode(frame)
         except ProtocolError as error:
-            theirs = (
-                f"version {error.version} of the protocol" if isinstance(error, VersionError) else str(error)
-            )
+            theirs = f"version {error.version} of the protocol" if isinstance(error, VersionError) else str(error)
             reason = (
                 f"a worker of node{self._node} speaks {theirs}, and the local server of node{self._node} on "
                 f"{socket.gethostname()} speaks {PROTOCOL} (lsgd {__version__}); install the same release of lsgd in "
@@ -298,8 +296,7 @@ class LocalDaemon:
             return f"the global server at {address} does not take this node in: {trouble}"
         if self._heard_at is None:
             return (
-                f"no global server answers at {address}; start it there with: "
-                f"lsgd-server --global --listen {address}"
+                f"no global server answers at {address}; start it there with: lsgd-server --global --listen {address}"
             )
         return (
             f"the global server at {address} has been silent for {now - self._heard_at:.0f} s; start it again there, "

@@ -50,8 +50,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "generation": None if roster.generation is None else dataclasses.asdict(roster.generation),
         "broken": roster.broken.to_json(),
         "open": [
-            {"round": _fields(o.round), "waiting": sorted(m.worker for m in o.waiting)}
-            for o in book.open.values()
+            {"round": _fields(o.round), "waiting": sorted(m.worker for m in o.waiting)} for o in book.open.values()
         ],
         "members": [_member(m) for m in roster.members.values()],
         "digests": {digest: m.worker for digest, m in roster.digests.items()},
@@ -140,9 +139,7 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
         **{name: saved[name] for name in _KEPT},
     )
     if member.live or member.state in (MemberState.STRAGGLER, MemberState.CUT):
-        member.seq -= (
-            1  # whether or not its last answer has arrived, it may ask for it as if for the first time
-        )
+        member.seq -= 1  # whether or not its last answer has arrived, it may ask for it as if for the first time
     if member.live or member.state is MemberState.CUT:
         member.state = MemberState.BUSY
     elif member.state is MemberState.STRAGGLER or member.was_silent:

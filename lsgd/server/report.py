@@ -42,9 +42,7 @@ def report(state: RunState, now: float) -> str:
         "generation": roster.generation.number if roster.generation else 0,
         "nodes": len(roster.queues),
         "events": state.events,
-        "members": [
-            _line(roster, m, now) for m in sorted((roster.left | roster.members).values(), key=by_place)
-        ],
+        "members": [_line(roster, m, now) for m in sorted((roster.left | roster.members).values(), key=by_place)],
         "leaders": [_entry(election) for election in elections[::-step][::-1]],
     }
     text = json.dumps(document)

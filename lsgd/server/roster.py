@@ -269,9 +269,7 @@ class Roster:
         """
         holders = self.holders() if trained else []
         quiet_s = now - max((m.heard_at for m in holders), default=now)
-        if (
-            self.spared and quiet_s <= run.lease_s
-        ):  # one is heard again: the others' messages are on their way
+        if self.spared and quiet_s <= run.lease_s:  # one is heard again: the others' messages are on their way
             for member in holders:
                 member.heard_at = max(member.heard_at, now - quiet_s)
         spared = run.lease_s < quiet_s <= max(run.lease_s, run.server_timeout_s)
@@ -331,9 +329,7 @@ def elect(members: list[Member], rule: str, lot: str) -> Member:
 
     ``lot`` names the run and the round.
     """
-    return min(
-        members, key=lambda m: (standing(rule, m.electable_loss, m.usual, f"{lot} {m.worker}"), m.place)
-    )
+    return min(members, key=lambda m: (standing(rule, m.electable_loss, m.usual, f"{lot} {m.worker}"), m.place))
 
 
 def finite(loss: float | None) -> float | None:

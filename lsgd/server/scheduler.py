@@ -87,9 +87,7 @@ class Scheduler:
         roster, ledger, size = self._state.roster, self._state.ledger, len(queue.members)
         if queue.held < size or queue.tokens >= 1 or ledger.tokens < size or roster.broken or roster.absent:
             return False
-        ledger.begin_round(
-            queue.members, ledger.tokens, [queue], self._state.course.schedule.local_period - 1
-        )
+        ledger.begin_round(queue.members, ledger.tokens, [queue], self._state.course.schedule.local_period - 1)
         self._order("local", queue.members, [queue])
         return True
 
@@ -100,9 +98,7 @@ class Scheduler:
         """
         state = self._state
         cut = state.roster.within(MemberState.CUT)
-        left = state.roster.within(
-            MemberState.HELD, MemberState.BUSY, MemberState.STRAGGLER, MemberState.PAUSED
-        )
+        left = state.roster.within(MemberState.HELD, MemberState.BUSY, MemberState.STRAGGLER, MemberState.PAUSED)
         if not left or _model_of(cut) > _model_of(left):
             state.links.relent(state.now)
         for member in cut:
@@ -143,9 +139,7 @@ class Scheduler:
             self._start_global()
             return
         if left < len(members):
-            state.ledger.begin_round(
-                [], left, roster.queues.values(), math.inf
-            )  # they are granted without one
+            state.ledger.begin_round([], left, roster.queues.values(), math.inf)  # they are granted without one
             if self._serve_held():
                 return
             # Nobody has the run's model, or a checkpoint has it: as many members as there are iterations go on from it.
@@ -184,9 +178,7 @@ class Scheduler:
         state.note(Why.GENERATION(number=generation.number, workers=workers, nodes=nodes, **words))
         state.book.fresh = True
 
-    def _order(
-        self, scope: str, members: list[Member], queues: Iterable[NodeQueue], *, final: bool = False
-    ) -> None:
+    def _order(self, scope: str, members: list[Member], queues: Iterable[NodeQueue], *, final: bool = False) -> None:
         """Order a round of ``members``, all of them held, and answer them."""
         state, book, course = self._state, self._state.book, self._state.course
         generation, now = state.roster.generation, state.now
@@ -197,9 +189,7 @@ class Scheduler:
         due = scope == "global" and book.checkpoint_due(state.plan.run, now)
         copies = course.schedule.identical and book.fresh
         rule, lot = course.schedule.election, f"{state.run} {book.next_id}"
-        leader, leaders, source, new = roles(
-            members, queues, len(generation.nodes), copies=copies, rule=rule, lot=lot
-        )
+        leader, leaders, source, new = roles(members, queues, len(generation.nodes), copies=copies, rule=rule, lot=lot)
         order = Round(
             id=book.next_id,
             generation=generation,
@@ -248,9 +238,7 @@ class Scheduler:
         state, count = self._state, self._state.ledger.count
         if any(m.synced for m in members):
             return False
-        away = state.roster.within(
-            MemberState.JOINED, MemberState.STRAGGLER, MemberState.CUT, MemberState.PAUSED
-        )
+        away = state.roster.within(MemberState.JOINED, MemberState.STRAGGLER, MemberState.CUT, MemberState.PAUSED)
         overdue = bool(state.stopping) and self._final_overdue()
         if any(m.synced for m in away) and not overdue:
             return True

@@ -52,9 +52,7 @@ class Ledger:
         """Whether both queues have one."""
         return self.tokens >= 1 and queue.tokens >= 1
 
-    def begin_round(
-        self, members: list[Member], tokens: float, queues: Iterable[NodeQueue], per_member: float
-    ) -> None:
+    def begin_round(self, members: list[Member], tokens: float, queues: Iterable[NodeQueue], per_member: float) -> None:
         """Grant an iteration to each member of a round, from the run's queue filled to ``tokens``.
 
         The ``queues`` of nodes are filled to ``per_member``, from which the round takes nothing.

@@ -34,9 +34,7 @@ def published(host: str, port: int, numbers: tuple[int, ...] = (0, 1)) -> bytes:
     """Return what a member publishes whose Gloo listens there: its nonce, then Gloo's own."""
     address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
     numbers_nbytes = struct.pack(f"={len(numbers)}q", *numbers)
-    return (
-        bytes(NONCE_NBYTES) + struct.pack("=Q1sQ", 1, b"h", 136) + address.ljust(136, b"\0") + numbers_nbytes
-    )
+    return bytes(NONCE_NBYTES) + struct.pack("=Q1sQ", 1, b"h", 136) + address.ljust(136, b"\0") + numbers_nbytes
 
 
 @contextmanager

@@ -82,9 +82,7 @@ class Switchboard:
         channel = Channel(self.address, incarnation, silence_s=20.0)
         self._channels.append(channel)
         identity = Identity(0, incarnation, self.address, None)
-        join = Join(
-            PROTOCOL, name, incarnation, int(name[4]), int(name[-1]), versions(), "m", "m", "", "127.0.0.1"
-        )
+        join = Join(PROTOCOL, name, incarnation, int(name[4]), int(name[-1]), versions(), "m", "m", "", "127.0.0.1")
         plan = plan or Plan()
         welcome = Welcome("run", plan.to_json(), 0, 1, ())
         return Membership(identity, torch.device("cpu"), channel, join, welcome, plan)

@@ -33,9 +33,7 @@ from lsgd.protocol.sockets import Listener, Poller
 
 from ..integration.running import until
 
-OTHER_RUN = (
-    "the global server has begun another run (R2) and does not know this one (R1): it was started without"
-)
+OTHER_RUN = "the global server has begun another run (R2) and does not know this one (R1): it was started without"
 
 
 class Server:
@@ -326,9 +324,7 @@ def test_of_its_own_run_it_is_evicted(server, channel, ask) -> None:
         asked.result(5)
 
 
-def test_it_says_that_the_local_server_is_silent_whatever_that_said_before(
-    server, channel, ask, caplog
-) -> None:
+def test_it_says_that_the_local_server_is_silent_whatever_that_said_before(server, channel, ask, caplog) -> None:
     ask()
     server.hears(1)
     server.say(Waiting(1, "the global server has been silent", away=True))

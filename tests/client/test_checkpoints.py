@@ -150,13 +150,9 @@ def test_files_of_an_earlier_lsgd_are_refused_in_words(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     path = tmp_path / "1280" / "node0-worker1.safetensors"
     path.parent.mkdir()
-    save_file(
-        {"model/weight": torch.zeros(2, 3)}, path, {"lsgd": "1", "model": describe(model)[0], "state": "{}"}
-    )
+    save_file({"model/weight": torch.zeros(2, 3)}, path, {"lsgd": "1", "model": describe(model)[0], "state": "{}"})
     assert runs(tmp_path) == [""]
-    with pytest.raises(
-        ConfigError, match=f"{path} has format 1, this lsgd reads 2; go on with the lsgd that wrote"
-    ):
+    with pytest.raises(ConfigError, match=f"{path} has format 1, this lsgd reads 2; go on with the lsgd that wrote"):
         resumed(tmp_path, model)
 
 
@@ -241,9 +237,7 @@ def test_the_run_that_was_written_last_is_taken_and_then_the_one_before(tmp_path
     last.write_bytes(b"")
     assert resumed(tmp_path, model, optimizer) == (1000, "a")
     assert f"{last} cannot be read" in caplog.text
-    last.rename(
-        last.with_name("node0-worker0.safetensors")
-    )  # of the newest run, another worker has the only one
+    last.rename(last.with_name("node0-worker0.safetensors"))  # of the newest run, another worker has the only one
     written_at(last.parent / "node0-worker0.safetensors", 9)
     assert runs(tmp_path) == ["b", "a", "c"]
     assert resumed(tmp_path, model, optimizer) == (1000, "a")
@@ -303,9 +297,7 @@ def test_other_optimizers_and_extras_are_named(tmp_path: Path, caplog) -> None:
         resumed(tmp_path, model)
     with pytest.raises(ConfigError, match=r"does not fit the optimizer SGD: .*parameter group"):
         resumed(tmp_path, model, torch.optim.SGD([model.weight], lr=0.1))
-    with pytest.raises(
-        ConfigError, match=r"has the state of the optimizer SGD, and this worker's is Adam; join"
-    ):
+    with pytest.raises(ConfigError, match=r"has the state of the optimizer SGD, and this worker's is Adam; join"):
         resumed(tmp_path, model, torch.optim.Adam(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ema = nn.Linear(3, 2)

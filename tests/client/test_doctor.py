@@ -39,9 +39,7 @@ def test_two_nodes_that_can_train_together(port) -> None:
         assert re.search(r"ok    node0 to node1: \d+ Mbit/s, round trip \d+\.\d\d ms", said)
         assert re.search(r"ok    node1 to node0: \d+ Mbit/s", said)
         assert re.search(r"all-reduce of 1 MiB over Gloo: \d+ ms, right", said)
-        assert re.search(
-            r"a model in float32 takes .* --period \d+ keeps exchanges below 5% of the time", said
-        )
+        assert re.search(r"a model in float32 takes .* --period \d+ keeps exchanges below 5% of the time", said)
         assert said.endswith("nothing is in the way of a run")
 
 
@@ -64,9 +62,7 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
-    minor = defaultdict(
-        itertools.count(12).__next__
-    )  # a node is a thread here, and each has a release of its own
+    minor = defaultdict(itertools.count(12).__next__)  # a node is a thread here, and each has a release of its own
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": f"2.{minor[threading.get_ident()]}.0"})
     monkeypatch.setattr(doctor, "CONNECT_WITHIN_S", 0.5)
 
@@ -78,9 +74,7 @@ def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
         results = list(pool.map(lambda node: examine(node, 2, port), range(2)))
     for code, said in results:
         assert code == 1
-        assert re.search(
-            r"FAIL  node0 to node1: .* cannot be used \(Connection refused\); open the ports above", said
-        )
+        assert re.search(r"FAIL  node0 to node1: .* cannot be used \(Connection refused\); open the ports above", said)
     assert any("install the same release on all" in said for _, said in results)
     assert all(said.endswith("something above has to be mended first") for _, said in results)
 

@@ -50,9 +50,7 @@ class Members:
     def __init__(
         self, switchboard: Switchboard, count: int, model: type[Odd] = Odd, folder=None, **run: object
     ) -> None:
-        settings = LeaderSettings(
-            period=4, local_period=4, pull_global=0.5, proximal_global=0.0, proximal_local=0.0
-        )
+        settings = LeaderSettings(period=4, local_period=4, pull_global=0.5, proximal_global=0.0, proximal_local=0.0)
         plan = Plan(RunSettings(**{"exchange_timeout_s": 2.0, **run}), (Phase(settings),))
         self.count = count
         self.models = [model(rank + 1.0) for rank in range(count)]
@@ -222,9 +220,7 @@ def test_a_round_of_a_generation_that_is_over_is_not_begun(switchboard) -> None:
         return [channel.generation_over(1) for channel in members.channels]
 
     until(lambda: all(told()), "the members hear of it")
-    assert [str(error) for error in members.run(members.round(2))] == [
-        "generation 1 is over: node0/worker1 left"
-    ] * 2
+    assert [str(error) for error in members.run(members.round(2))] == ["generation 1 is over: node0/worker1 left"] * 2
 
 
 def test_the_bytes_of_a_round_are_counted(switchboard) -> None:
@@ -233,9 +229,7 @@ def test_the_bytes_of_a_round_are_counted(switchboard) -> None:
     before = [tally.timings() for tally in members.tallies]
     members.run(members.round(2, leader=1))
     made = [tally.timings() - then for tally, then in zip(members.tallies, before, strict=True)]
-    nbytes = sum(
-        x.nbytes for x in members.replicas[0].flat.buffers
-    )  # the leader's model, from each to the next
+    nbytes = sum(x.nbytes for x in members.replicas[0].flat.buffers)  # the leader's model, from each to the next
     assert [x.sent_nbytes for x in made] == [0, nbytes, nbytes]
     assert [x.received_nbytes for x in made] == [nbytes, 0, nbytes]
 
@@ -261,9 +255,7 @@ def test_a_snapshot_is_saved_when_its_round_is_committed(switchboard, tmp_path) 
 def test_without_a_global_round_there_is_nothing_to_save(switchboard, tmp_path) -> None:
     members = Members(switchboard, 1, folder=tmp_path)
     rounds = members.rounds[0]
-    with pytest.raises(
-        ServerLostError, match="nobody there; its state is not saved, since no global round came"
-    ):
+    with pytest.raises(ServerLostError, match="nobody there; its state is not saved, since no global round came"):
         with rounds.saving():
             raise ServerLostError("nobody there")
     rounds.carry_out(members.round(count=5))

@@ -84,9 +84,7 @@ def test_tied_parameters_are_there_once() -> None:
 def test_windows_onto_other_buffers_have_the_shapes_and_strides_of_the_model() -> None:
     model = Odd()
     flat = FlatParameters(model)
-    values = dict(
-        zip([s.name for s in flat.slots], flat.views([b.clone() for b in flat.buffers]), strict=True)
-    )
+    values = dict(zip([s.name for s in flat.slots], flat.views([b.clone() for b in flat.buffers]), strict=True))
     assert values.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
     for name, value in values.items():
         assert torch.equal(value, model.get_parameter(name))
@@ -155,9 +153,7 @@ def test_a_thawed_parameter_is_noticed() -> None:
     model = Odd()
     flat = FlatParameters(model)
     model.frozen.weight.requires_grad_()
-    with pytest.raises(
-        DetachedError, match=r"of shape \(4, 4\) was frozen at Worker.join and is trainable now"
-    ):
+    with pytest.raises(DetachedError, match=r"of shape \(4, 4\) was frozen at Worker.join and is trainable now"):
         flat.check()
 
 

@@ -104,9 +104,7 @@ def test_twenty_generations_leave_no_descriptor(switchboard) -> None:
     run(switchboard, (2,), every_verb)
     before = descriptors()
     for number in range(2, 22):  # each of the members has one more channel
-        assert run(
-            switchboard, (2,), lambda g: bool(g.all_reduce(torch.ones(1)).wait()) or True, number=number
-        )
+        assert run(switchboard, (2,), lambda g: bool(g.all_reduce(torch.ones(1)).wait()) or True, number=number)
     channels = switchboard._channels
     per_channel = descriptors()
     while len(channels) > 2:
@@ -136,9 +134,7 @@ def test_a_flood_of_connections_while_groups_form(switchboard, addresses) -> Non
             thread.join()
 
 
-def test_a_process_that_was_forked_meanwhile_keeps_no_listener_at_work(
-    switchboard, addresses, monkeypatch
-) -> None:
+def test_a_process_that_was_forked_meanwhile_keeps_no_listener_at_work(switchboard, addresses, monkeypatch) -> None:
     """It keeps the file open: connections are made, by the system, and Gloo must not hear of them."""
     kept: dict[int, int] = {}
 
@@ -213,9 +209,7 @@ class Stranger:
                 elif kind == 2:  # it has something to send
                     self._connection.sendall(struct.pack("=6Q", 48, 3, slot, 0, length, 0))
                 else:  # it waits for something
-                    self._connection.sendall(
-                        struct.pack("=6Q", 48 + length, 1, slot, 0, length, 0) + b"*" * length
-                    )
+                    self._connection.sendall(struct.pack("=6Q", 48 + length, 1, slot, 0, length, 0) + b"*" * length)
 
     def _read(self, nbytes: int) -> bytes:
         data = b""
@@ -276,9 +270,7 @@ def test_an_address_is_read_as_gloo_writes_it() -> None:
     data = published("192.0.2.7", 47123, (3, 4, 5))[gloo.NONCE_NBYTES :]
     assert gloo.listens_on(data) == (("192.0.2.7", 47123), [3, 4, 5])
     at_six = (
-        struct.pack("=H", socket.AF_INET6)
-        + struct.pack("!HI", 5, 0)
-        + socket.inet_pton(socket.AF_INET6, "fe80::7")
+        struct.pack("=H", socket.AF_INET6) + struct.pack("!HI", 5, 0) + socket.inet_pton(socket.AF_INET6, "fe80::7")
     )
     assert connections.endpoint(at_six) == ("fe80::7", 5)
     for garbage in (b"", data[:50], data[:-1], b"\xff" * 178, data.replace(b"\x02\x00", b"\x05\x00", 1)):

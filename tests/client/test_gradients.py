@@ -103,9 +103,7 @@ class Bench:
         twin.model = copy.deepcopy(self.model)
         twin.model.zero_grad()
         twin.loss().backward()
-        return {
-            n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.model.named_parameters()
-        }
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.model.named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
         return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}

@@ -57,9 +57,7 @@ def test_the_bytes_that_each_member_sends_and_receives_are_counted(switchboard) 
         count()
         group.broadcast(torch.ones(9), 1)
         count()
-        group.all_to_all(
-            [torch.empty(group.rank) for _ in range(3)], [torch.ones(r) for r in range(3)]
-        ).wait()
+        group.all_to_all([torch.empty(group.rank) for _ in range(3)], [torch.ones(r) for r in range(3)]).wait()
         count()
         if group.across is not None:  # its subgroups count as well
             group.across.exchange({}, {})
@@ -100,10 +98,7 @@ def every_verb(group: TorchGroup) -> bool:
     # Several under way at a time, in several pieces each: none takes another's place.
     under_way = []
     for number in range(4):
-        inputs = [
-            torch.full((groups.PIECE_NBYTES * (number + 1),), 100 * number + 10 * rank + r)
-            for r in range(size)
-        ]
+        inputs = [torch.full((groups.PIECE_NBYTES * (number + 1),), 100 * number + 10 * rank + r) for r in range(size)]
         outputs = [torch.empty_like(x) for x in inputs]
         under_way.append((outputs, group.all_to_all(outputs, inputs)))
     for number, (outputs, transfer) in enumerate(under_way):
@@ -158,9 +153,7 @@ def test_each_generation_has_groups_of_its_own(switchboard) -> None:
 
 
 def test_a_member_that_never_comes_ends_the_others_in_time(switchboard) -> None:
-    errors = run(
-        switchboard, (2, 1), lambda g: g.all_reduce(torch.ones(1)).wait(), missing=[2], timeout_s=1.0
-    )
+    errors = run(switchboard, (2, 1), lambda g: g.all_reduce(torch.ones(1)).wait(), missing=[2], timeout_s=1.0)
     assert [type(error) for error in errors] == [ExchangeError] * 2
 
 
@@ -241,9 +234,7 @@ def test_a_cut_frees_who_waits_for_a_member_that_does_not_connect(switchboard, m
         return True
 
     assert run(switchboard, (2,), work, timeout_s=20.0) == [True, True]
-    until(
-        lambda: all(t.name != "lsgd-build" for t in threading.enumerate()), "what was left to itself ends too"
-    )
+    until(lambda: all(t.name != "lsgd-build" for t in threading.enumerate()), "what was left to itself ends too")
 
 
 def test_the_end_of_a_generation_ends_the_forming_of_its_groups(switchboard) -> None:

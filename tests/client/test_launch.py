@@ -188,20 +188,12 @@ class TestNode:
         again = ("--node", "0", "--port", "0", "--run-dir", str(first.run_dir))
         status, output = start(*again).finish()
         assert status == 1
-        assert (
-            f"Error: {first.run_dir} has the checkpoints of an earlier run: go on from them with --res"
-            in output
-        )
+        assert f"Error: {first.run_dir} has the checkpoints of an earlier run: go on from them with --res" in output
         folder = first.run_dir.parent  # the newest run in it is meant
-        status, output = start(
-            *again[:-1], str(folder), "--resume", "--workers", "3", LSGD_ITERATIONS="99"
-        ).finish()
+        status, output = start(*again[:-1], str(folder), "--resume", "--workers", "3", LSGD_ITERATIONS="99").finish()
         assert status == 0, output
         assert f"[launch] goes on from the checkpoints in {first.run_dir}\n" in output
-        assert (
-            "goes on after 64 iterations, from checkpoints of node0/worker0, node0/worker1; taking over"
-            in output
-        )
+        assert "goes on after 64 iterations, from checkpoints of node0/worker0, node0/worker1; taking over" in output
         assert "all 99 iterations are made; 99 iterations" in output
         plan = tomllib.loads((first.run_dir / "plan.toml").read_text())
         assert (plan["workers"], plan["algorithm"]["period"]) == (3, 16)
@@ -332,9 +324,7 @@ class TestEnds:
         found: list[int] = []
 
         def there() -> bool:
-            lines = {
-                pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in node.left()
-            }
+            lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in node.left()}
             found[:] = [pid for pid, line in lines.items() if words.encode() in line]
             return bool(found)
 
@@ -440,9 +430,7 @@ class TestEnds:
         status, output = start(*arguments, LSGD_ITERATIONS="60").finish()
         assert status == 0, output
         assert output.count("global.log cannot be written: No space left on device; training goes on") == 1
-        assert (
-            f"the plan cannot be written to {run_dir}/plan.toml: No space left on device; the run" in output
-        )
+        assert f"the plan cannot be written to {run_dir}/plan.toml: No space left on device; the run" in output
         assert (run_dir / "worker1.json").exists()
 
 
@@ -509,9 +497,7 @@ class TestRefusals:
         assert "all have to know the port" in refused(*two, "--port", "0")
 
     def test_command(self, refused):
-        assert "'no-such-program' is not found" in refused(
-            "--node", "0", "--port", "0", command="no-such-program"
-        )
+        assert "'no-such-program' is not found" in refused("--node", "0", "--port", "0", command="no-such-program")
 
     def test_token(self, refused, tmp_path, monkeypatch):
         ring = KeyRing.make(tmp_path / "keys", ["node0"])
@@ -644,8 +630,7 @@ def test_config_show_tells_where_each_value_comes_from(tmp_path, monkeypatch):
     arguments = ["config", "show", "--plan", str(tmp_path / "plan.toml"), "--seconds", "7"]
     result = CliRunner().invoke(main, arguments)
     rows = {
-        name: (value, origin)
-        for name, value, origin in (line.split(None, 2) for line in result.output.splitlines())
+        name: (value, origin) for name, value, origin in (line.split(None, 2) for line in result.output.splitlines())
     }
     assert rows["workers"] == ("4", f"the plan {tmp_path / 'plan.toml'}")
     assert rows["iterations"] == ("20", "variable LSGD_ITERATIONS")

@@ -36,9 +36,7 @@ def test_a_round_ends_once_and_can_end_from_everywhere() -> None:
     assert {state for state, following in TRANSITIONS.items() if not following} == ENDS
     for state in set(State) - ENDS:
         assert State.DROPPED in TRANSITIONS[state]
-        assert State.COMMITTED in {
-            last for next_ in TRANSITIONS[state] for last in (next_, *TRANSITIONS[next_])
-        }
+        assert State.COMMITTED in {last for next_ in TRANSITIONS[state] for last in (next_, *TRANSITIONS[next_])}
 
 
 def test_the_design_shows_the_table() -> None:

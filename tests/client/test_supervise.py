@@ -57,9 +57,7 @@ STUBBORN = f"trap '' TERM; touch $HERE/$$.ready; {FOREVER}"
 class Supervised:
     """A supervisor in a process of its own; all that it starts is known by a variable."""
 
-    def __init__(
-        self, folder: Path, scripts: dict[str, str], stdout: int, options: dict[str, object]
-    ) -> None:
+    def __init__(self, folder: Path, scripts: dict[str, str], stdout: int, options: dict[str, object]) -> None:
         self.folder = folder
         self.token = uuid.uuid4().hex
         patience = {"SAVE_PATIENCE_S": 0.3, **options.pop("patience", {})}  # type: ignore[dict-item]
@@ -179,9 +177,7 @@ def test_killed_process_is_started_again(start, tmp_path):
     }
     status, out, _ = start(**scripts, restarts=1, patience={"LINGER_S": 0.2}).finish()
     assert status == 0
-    assert (
-        "worker was killed by SIGKILL" in out and "it is started again in 1 s (0 more times within 10" in out
-    )
+    assert "worker was killed by SIGKILL" in out and "it is started again in 1 s (0 more times within 10" in out
     for name in scripts:
         assert (tmp_path / f"{name}.log").read_text().splitlines()[:2] == ["dies", "lives"]
 
@@ -195,9 +191,7 @@ def test_a_worker_that_the_run_evicted_is_started_again_however_often(start):
 
 def test_deaths_of_long_ago_do_not_count(start):
     dies = "n=$(cat $HERE/n 2>/dev/null || echo 0); echo life $n; [ $n = 2 ] && exit 0; echo $((n + 1)) >$HERE/n; "
-    status, out, _ = start(
-        worker=dies + "kill -KILL $$", restarts=1, patience={"RESTART_WINDOW_S": 0.5}
-    ).finish()
+    status, out, _ = start(worker=dies + "kill -KILL $$", restarts=1, patience={"RESTART_WINDOW_S": 0.5}).finish()
     assert status == 0
     assert out.count("[worker] life") == 3
 

@@ -52,9 +52,7 @@ class Process:
 
         def found() -> re.Match[str] | None:
             match = re.search(pattern, self.output, re.MULTILINE)
-            assert match or self.poll() is None, (
-                f"{self.name} ended without saying {pattern!r}:\n{self.output}"
-            )
+            assert match or self.poll() is None, f"{self.name} ended without saying {pattern!r}:\n{self.output}"
             return match
 
         return until(found, f"{self.name} says {pattern!r}:\n{self.output}", deadline_s)
@@ -198,9 +196,7 @@ class Cluster:
     def local_address(self, node: int) -> str:
         return f"ipc://{self._sockets}/node{node}"
 
-    def worker(
-        self, script: str, node: int = 0, index: int = 0, *arguments: object, **variables: str
-    ) -> Process:
+    def worker(self, script: str, node: int = 0, index: int = 0, *arguments: object, **variables: str) -> Process:
         """Start a script of workers/ as a worker."""
         variables = {
             "LSGD_LOCAL": self.local_address(node),

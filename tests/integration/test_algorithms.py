@@ -137,9 +137,7 @@ def test_one_infinite_gradient_skips_the_step_on_all_and_counts_nothing(cluster,
     assert results[0]["status"]["count"] == 40
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "victim"), [("allreduce", (0, 1)), ("qsgd", (1, 1)), ("bytegrad", (1, 0))]
-)
+@pytest.mark.parametrize(("algorithm", "victim"), [("allreduce", (0, 1)), ("qsgd", (1, 1)), ("bytegrad", (1, 0))])
 def test_a_worker_killed_in_a_gradient_exchange(cluster, tmp_path, algorithm, victim) -> None:
     """The others exchange the gradients that they have kept, without it, and stay identical."""
     flags = plan(
@@ -151,8 +149,7 @@ def test_a_worker_killed_in_a_gradient_exchange(cluster, tmp_path, algorithm, vi
     )
     server, locals_ = cluster.start("--workers", "4", *flags, nodes=2)
     workers = {
-        place: cluster.worker("steps", *place, *(["--die-at", "12"] if place == victim else []))
-        for place in PLACES
+        place: cluster.worker("steps", *place, *(["--die-at", "12"] if place == victim else [])) for place in PLACES
     }
     assert workers[victim].wait() == -signal.SIGKILL
     survivors = [place for place in PLACES if place != victim]
@@ -172,21 +169,16 @@ def test_a_worker_killed_in_a_gradient_exchange(cluster, tmp_path, algorithm, vi
     assert "generation 2: 3 workers on 2 nodes" in server.output
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["decentralized", "low_precision_decentralized", "elastic", "local", "diloco"]
-)
+@pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized", "elastic", "local", "diloco"])
 def test_a_worker_killed_while_models_are_exchanged(cluster, tmp_path, algorithm) -> None:
     settings: dict[str, Any] = {"name": algorithm}
     settings |= {"period": 4} if algorithm in ("elastic", "local", "diloco") else {}
-    settings |= (
-        {"outer_momentum": 0.3} if algorithm == "diloco" else {}
-    )  # it learns little in 20 rounds with 0.9
+    settings |= {"outer_momentum": 0.3} if algorithm == "diloco" else {}  # it learns little in 20 rounds with 0.9
     flags = plan(tmp_path, settings, iterations=240, exchange_timeout_s=20.0, lease_s=4.0)
     server, locals_ = cluster.start("--workers", "4", *flags, nodes=2)
     kill = ["--die-in", "forward", "--die-at", "13"]
     workers = {
-        place: cluster.worker("steps", *place, "--width", "600", *(kill if place == (1, 0) else []))
-        for place in PLACES
+        place: cluster.worker("steps", *place, "--width", "600", *(kill if place == (1, 0) else [])) for place in PLACES
     }
     assert workers[1, 0].wait() == -signal.SIGKILL
     survivors = [place for place in PLACES if place != (1, 0)]
@@ -263,9 +255,7 @@ def go_back_twice(worker: Worker, loss: torch.Tensor) -> None:
         (lambda worker, loss: loss.backward(), True, DetachedError, "the gradient of 0.weight is sparse"),
     ],
 )
-def test_a_loop_that_a_gradient_method_cannot_serve_is_told_why(
-    one_worker, backward, sparse, error, told
-) -> None:
+def test_a_loop_that_a_gradient_method_cannot_serve_is_told_why(one_worker, backward, sparse, error, told) -> None:
     model = nn.Sequential(nn.Embedding(8, 4, sparse=sparse), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = one_worker.status()["count"]

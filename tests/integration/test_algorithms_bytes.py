@@ -59,9 +59,7 @@ def total_iterations() -> int:
 def sent_by_phase(path: Path) -> list[tuple[AlgorithmSettings, int]]:
     """Return the settings of each phase, and what was sent after its first step, which begins it."""
     notes = [json.loads(line) for line in path.read_text().splitlines()]
-    phases = [
-        (table, [nbytes for _, nbytes in steps]) for table, steps in groupby(notes, lambda note: note[0])
-    ]
+    phases = [(table, [nbytes for _, nbytes in steps]) for table, steps in groupby(notes, lambda note: note[0])]
     return [(algorithm_of(table, "a note"), nbytes[-1] - nbytes[0]) for table, nbytes in phases]
 
 
@@ -72,9 +70,7 @@ def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> 
     command = ("--", sys.executable, str(SCRIPTS / "sent_bytes.py"), str(tmp_path))
     with Testbed(WORKERS, rate_mbit=4000) as testbed:
         settings = {"NUM_GROUPS": str(WORKERS), "NUM_WORKERS": "1", "PLAN": str(tmp_path / "plan.toml")}
-        settings["PYTHONPATH"] = os.pathsep.join(
-            [LIGHT["PYTHONPATH"], str(ROOT)]
-        )  # it counts as benchmarks do
+        settings["PYTHONPATH"] = os.pathsep.join([LIGHT["PYTHONPATH"], str(ROOT)])  # it counts as benchmarks do
         finish([start(host, tmp_path, *command, **settings) for host in testbed.hosts])
     members = [sent_by_phase(tmp_path / f"sent{rank}") for rank in range(WORKERS)]
     assert [settings.name for settings, _ in members[0]] == [table["name"] for table in ALGORITHMS]

@@ -136,13 +136,9 @@ def test_workers_whose_servers_stay_away_end_with_a_code_of_their_own(cluster) -
     assert [worker.wait() for worker in workers] == [75, 75]
     ends = r"worker0 ends with exit code 75: node\d/worker0 waits for its next iteration for \d+ s, and the "
     again = re.escape(f"lsgd-server --global --listen {cluster.address}")
-    assert re.search(
-        rf"{ends}global server at .* silent for \d+ s; start it again .*: {again}", workers[0].output
-    )
+    assert re.search(rf"{ends}global server at .* silent for \d+ s; start it again .*: {again}", workers[0].output)
     again = re.escape(f"lsgd-server --local --listen {cluster.local_address(1)}")
-    assert re.search(
-        rf"{ends}local server at .* silent for \d+ s; start it again: {again}", workers[1].output
-    )
+    assert re.search(rf"{ends}local server at .* silent for \d+ s; start it again: {again}", workers[1].output)
 
 
 def test_both_servers_killed_together(cluster) -> None:
@@ -179,9 +175,7 @@ def state(process: Process) -> str:
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "stuck"])
-def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_its_place(
-    cluster, fault
-) -> None:
+def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_its_place(cluster, fault) -> None:
     server, locals_ = cluster.start("--workers", "3", "--lease-s", "2", *EVERY)
     survivors = [cluster.worker("crash", 0, index, "--sleep", 0.01) for index in (0, 1)]
     stuck = ("--stick-at", 10, "--stick", 6) if fault == "stuck" else ()
@@ -205,9 +199,7 @@ def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_it
     else:
         victim.send(signal.SIGCONT)
         assert victim.wait() == EvictedError.exit_code
-        assert re.search(
-            r"ends with exit code 76: node0/worker2 is not in run \w+: it was evicted", victim.output
-        )
+        assert re.search(r"ends with exit code 76: node0/worker2 is not in run \w+: it was evicted", victim.output)
         assert cluster.status()["generation"] == 2
     again = cluster.worker("crash", 0, 2, "--sleep", 0.01)
     server.says(r"generation 3: 3 workers")
@@ -254,8 +246,6 @@ def test_a_leader_killed_in_the_middle_of_its_own_broadcast(cluster) -> None:
         failed = cluster.result(0, index)["failed"]
         assert [round_id, 1, True] in failed  # the model was as before, bit for bit
         assert all(same for _, _, same in failed)
-        assert re.search(
-            rf"round {round_id} failed, the model is as before: .*; asking again", process.output
-        )
+        assert re.search(rf"round {round_id} failed, the model is as before: .*; asking again", process.output)
         assert "generation 2: rank" in process.output
     assert len({cluster.result(0, index)["model"] for index in (0, 1)}) == 1

@@ -52,9 +52,7 @@ def test_it_is_listed_with_its_settings_and_bytes(installed):
     assert line.split()[1] == "0.250" and line.endswith("models move toward their mean every period")
     assert "softness" in lsgd(installed, "algorithms", "soft")
     shown = lsgd(installed, "config", "show", "--algorithm", "soft", "--softness", "0.2")
-    assert ["algorithm.softness", "0.2", "flag", "--softness"] in [
-        line.split() for line in shown.splitlines()
-    ]
+    assert ["algorithm.softness", "0.2", "flag", "--softness"] in [line.split() for line in shown.splitlines()]
 
 
 def test_settings_of_it_load_no_torch(installed):
@@ -86,9 +84,7 @@ def test_a_worker_without_it_is_refused_with_the_line_that_mends_it(installed, c
     """It leaves at once: the servers wait for another one."""
     path = with_path(installed)["PYTHONPATH"]
     arguments = ["--algorithm", "soft", "--workers", "1", "--iterations", "8"]
-    server = cluster.fresh_server(
-        "global", "--global", "--listen", "tcp://127.0.0.1:0", *arguments, PYTHONPATH=path
-    )
+    server = cluster.fresh_server("global", "--global", "--listen", "tcp://127.0.0.1:0", *arguments, PYTHONPATH=path)
     cluster.address = server.says(r"global server on (\S+),")[1]
     cluster.start_local()
     worker = cluster.worker("train")

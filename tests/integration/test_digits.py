@@ -90,6 +90,4 @@ def test_the_plain_script_with_its_few_lines_trains_and_saves(digits, report, tm
     model.load_state_dict(state)
     assert report.accuracy(torch.nn.Sequential(torch.nn.Flatten(), model), digits.datasets()[1]) > 0.95
     nbytes = sum(x.nbytes for x in state.values())
-    assert (
-        tmp_path / "model.pt"
-    ).stat().st_size < nbytes + 10_000  # each value once, whatever buffer it is a view of
+    assert (tmp_path / "model.pt").stat().st_size < nbytes + 10_000  # each value once, whatever buffer it is a view of

@@ -14,9 +14,7 @@ def test_a_frozen_local_server_costs_nobody_the_model(cluster) -> None:
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
     trains(cluster)
     local.send(signal.SIGSTOP)
-    server.says(
-        r"nothing was heard for \d s from node0/worker0, node0/worker1, and nobody else has the run's model"
-    )
+    server.says(r"nothing was heard for \d s from node0/worker0, node0/worker1, and nobody else has the run's model")
     workers[0].says(r"waits for its next iteration for \d+ s: the local server at \S+ has been silent")
     local.send(signal.SIGCONT)
     trains(cluster)
@@ -78,15 +76,11 @@ def test_a_run_that_has_lost_its_model_fails_and_says_what_to_do(cluster) -> Non
 def test_a_run_that_has_lost_its_model_goes_back_to_its_checkpoints(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", "--checkpoint-every", "2", *EVERY)
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
-    until(
-        lambda: len(list(cluster.folder.glob("checkpoints/**/*.safetensors"))) >= 4, "checkpoints are there"
-    )
+    until(lambda: len(list(cluster.folder.glob("checkpoints/**/*.safetensors"))) >= 4, "checkpoints are there")
     kill(*workers)
     resume = {"LSGD_RESUME": str(cluster.folder / "checkpoints")}
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.003, **resume) for index in (0, 1)]
-    again = int(
-        server.says(r"are gone: it goes back to checkpoints of \d+ iterations; (\d+) are made again")[1]
-    )
+    again = int(server.says(r"are gone: it goes back to checkpoints of \d+ iterations; (\d+) are made again")[1])
     until(lambda: server.output.count("worker1 joins from") == 2, "the other one is back, too")
     trains(cluster)
     limit = finish(cluster, server, *workers, *locals_)

@@ -41,9 +41,7 @@ def test_a_node_that_is_cut_off_is_evicted_and_comes_back_when_the_link_does(tmp
         def trains(nodes: set[int], iterations: int) -> dict[str, Any]:
             """Return the status, when the workers of these nodes alone have made so many iterations more."""
             first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live", 60)
-            return until(
-                lambda: (s := status())["count"] >= first["count"] + iterations and s, "the run goes on"
-            )
+            return until(lambda: (s := status())["count"] >= first["count"] + iterations and s, "the run goes on")
 
         command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.01")
         processes = [start(host, tmp_path, *command, **PLAN) for host in testbed.hosts]

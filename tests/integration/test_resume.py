@@ -13,9 +13,7 @@ from .running import Cluster, Process
 def start(cluster: Cluster, workers: int, *arguments: str, worker: tuple[object, ...] = (), **variables: str):
     """Start a run; return its servers and its workers."""
     server, locals_ = cluster.start("--workers", str(workers), *arguments)
-    return [server, *locals_], [
-        cluster.worker("resume", 0, index, *worker, **variables) for index in range(workers)
-    ]
+    return [server, *locals_], [cluster.worker("resume", 0, index, *worker, **variables) for index in range(workers)]
 
 
 def kill_all(servers: list[Process], workers: list[Process]) -> None:

@@ -197,9 +197,7 @@ class Wrapped(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-@pytest.mark.parametrize(
-    "wrap", [Wrapped, lambda o: SimpleNamespace(optimizer=Wrapped(o)), lambda o: [Wrapped(o)]]
-)
+@pytest.mark.parametrize("wrap", [Wrapped, lambda o: SimpleNamespace(optimizer=Wrapped(o)), lambda o: [Wrapped(o)]])
 def test_a_wrapped_optimizer_is_joined(here, wrap) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -233,9 +231,7 @@ def test_what_is_no_optimizer_is_refused_before_the_join(here, given, message) -
 def test_losses_that_elect_nobody_are_said_once(cluster, algorithm, warns) -> None:
     periods = ["--local-period", "4"] if algorithm == "leader" else []
     cluster.start("--workers", "2", "--iterations", "60", "--algorithm", algorithm, "--period", "4", *periods)
-    workers = [
-        cluster.worker("mistakes", 0, index, f"--loss={loss}") for index, loss in enumerate(("none", "nan"))
-    ]
+    workers = [cluster.worker("mistakes", 0, index, f"--loss={loss}") for index, loss in enumerate(("none", "nan"))]
     outputs = [worker.succeeds() for worker in workers]
     for index, trouble in enumerate(("has reported no loss", r"are not finite (mean nan)")):
         assert outputs[index].count(trouble) == warns

@@ -107,9 +107,7 @@ def test_an_optimizer_with_a_closure_steps_once_an_iteration(here) -> None:
 
 def test_several_parameter_groups_and_optimizers_that_take_turns(here) -> None:
     model = network()
-    first = torch.optim.SGD(
-        [{"params": [model[0].weight], "lr": 0.1}, {"params": [model[0].bias], "lr": 0.01}], lr=1.0
-    )
+    first = torch.optim.SGD([{"params": [model[0].weight], "lr": 0.1}, {"params": [model[0].bias], "lr": 0.01}], lr=1.0)
     second = torch.optim.Adam(model[2].parameters())
     turn = 0
 

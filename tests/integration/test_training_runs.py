@@ -97,9 +97,7 @@ def test_every_kind_of_parameter_and_loop_at_once(cluster) -> None:
         # The last micro-batch is drawn when the run has ended already.
         assert result["micro_batches"] in (2 * result["iterations"], 2 * result["iterations"] + 1)
         assert result["distance"] == results[0]["distance"] > 0
-    assert all(
-        torch.equal(x, results[1]["leader"][n]) for n, x in results[0]["leader"].items() if "tracked" not in n
-    )
+    assert all(torch.equal(x, results[1]["leader"][n]) for n, x in results[0]["leader"].items() if "tracked" not in n)
     assert sum(result["iterations"] for result in results) == 80
     assert (cluster.folder / "submodule.pt").stat().st_size < 4_000
 
@@ -140,8 +138,7 @@ def test_one_group_trains_on_while_another_waits_for_its_local_round(cluster) ->
     end_well(sleeper, *others, *locals_, server)
     ((began, ended),) = cluster.result(0, 1)["naps"]
     during = {
-        place: sum(began < t < ended for t in cluster.result(*place)["times"])
-        for place in ((0, 0), (1, 0), (1, 1))
+        place: sum(began < t < ended for t in cluster.result(*place)["times"]) for place in ((0, 0), (1, 0), (1, 1))
     }
     assert during[0, 0] <= 16  # what its group's queue still had
     assert during[1, 0] > 20 and during[1, 1] > 20
@@ -199,9 +196,7 @@ def test_a_signal_to_the_global_server_ends_the_run_with_a_consensus(cluster, nu
 
 
 def test_a_signal_to_a_local_server_takes_its_node_out_and_the_others_go_on(cluster) -> None:
-    server, (stays, leaves) = cluster.start(
-        "--workers", "2", "--period", "16", "--local-period", "8", nodes=2
-    )
+    server, (stays, leaves) = cluster.start("--workers", "2", "--period", "16", "--local-period", "8", nodes=2)
     one, two = cluster.worker("train", 0, 0), cluster.worker("train", 1, 0)
     until(lambda: cluster.status()["count"] > 50, "the run is under way")
     leaves.send(signal.SIGTERM)
@@ -257,9 +252,7 @@ def test_whoever_does_not_fit_is_refused_and_told_why(cluster) -> None:
         assert re.search(f"JoinError: .*{reason}", process.output), process.output
 
     patched = cluster.worker("train", 1, 1, "--torch-version", f"{major}.{minor}.{int(patch) + 1}")
-    patched.says(
-        rf"joins with other versions: torch {major}.{minor}.{int(patch) + 1} on node1, {version} on node0"
-    )
+    patched.says(rf"joins with other versions: torch {major}.{minor}.{int(patch) + 1} on node1, {version} on node0")
     until(lambda: cluster.status()["count"] > 0, "they train")
     server.send(signal.SIGTERM)
     end_well(patched, *locals_, server)
@@ -290,9 +283,7 @@ def test_without_servers_a_join_fails_in_5_s_with_the_line_to_type(cluster, monk
 
     cluster.address = "tcp://127.0.0.1:9"
     local = cluster.start_local(0)
-    with pytest.raises(
-        JoinError, match=r"no global server answers at tcp://127.0.0.1:9; start it there with"
-    ):
+    with pytest.raises(JoinError, match=r"no global server answers at tcp://127.0.0.1:9; start it there with"):
         Worker.join(model, optimizer, timeout_s=1.0)
     local.send(signal.SIGTERM)
     local.succeeds()

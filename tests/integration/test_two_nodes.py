@@ -60,9 +60,7 @@ def start(
         **settings,
     }
     script = script or ["bash", str(ROOT / "scripts/train.sh"), str(host.index), *command]
-    return host.popen(
-        script, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return host.popen(script, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(processes: Sequence[subprocess.Popen[str]]) -> list[str]:

@@ -33,10 +33,7 @@ def philox_words(counter, key, rounds):
 def random_bits(numel, seed):
     """16 bits for each element: element i takes half i % 2 of word i // 2 % 4 of call i // 8."""
     bits = [
-        word >> shift & 0xFFFF
-        for call in range(-(-numel // 8))
-        for word in philox(call, seed)
-        for shift in (0, 16)
+        word >> shift & 0xFFFF for call in range(-(-numel // 8)) for word in philox(call, seed) for shift in (0, 16)
     ]
     return np.array(bits[:numel], dtype=np.int64)
 
@@ -74,9 +71,7 @@ def quantize(x, block, seed=None, dtype="float32"):
             scales[number] = lo, unit
             payload[codes_offset + part.start : codes_offset + part.stop] = codes
     flags = int(not np.isfinite(x).all())
-    header = struct.pack(
-        "<4sBBHQII8s", MAGIC, VERSION, DTYPE_CODES[dtype], 0, numel, block or 0, flags, b"minmax8"
-    )
+    header = struct.pack("<4sBBHQII8s", MAGIC, VERSION, DTYPE_CODES[dtype], 0, numel, block or 0, flags, b"minmax8")
     payload[:HEADER_NBYTES] = np.frombuffer(header, np.uint8)
     payload[HEADER_NBYTES : HEADER_NBYTES + 8 * blocks] = scales.reshape(-1).view(np.uint8)
     return payload

@@ -131,9 +131,7 @@ def test_without_its_library_a_path_is_the_reference_and_says_so_once(
     for name in [name for name in sys.modules if name.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     for name in [
-        name
-        for name in sys.modules
-        if name.startswith("lsgd.kernels.cpu.path") or name == "lsgd.kernels.cpu.ir"
+        name for name in sys.modules if name.startswith("lsgd.kernels.cpu.path") or name == "lsgd.kernels.cpu.ir"
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)

@@ -58,9 +58,7 @@ KINDS = {
 @st.composite
 def vectors(draw, dtypes=DTYPES, max_numel=3000):
     """A vector of some dtype, finite, of a kind that has gone wrong somewhere."""
-    n = draw(
-        st.sampled_from([0, 1, 2, 7, 8, 63, 64, 65, 255, 1000, 2047, 2048, 2049]) | st.integers(0, max_numel)
-    )
+    n = draw(st.sampled_from([0, 1, 2, 7, 8, 63, 64, 65, 255, 1000, 2047, 2048, 2049]) | st.integers(0, max_numel))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     with np.errstate(over="ignore"):
         values = KINDS[draw(st.sampled_from(sorted(KINDS)))](rng, n)
@@ -100,9 +98,7 @@ def test_decoding_is_the_oracles(runner, oracle, x, block, dtype, alpha):
     assert same_bits(runner.dequantize_add(q, start, alpha), expected.to(dtype))
 
 
-@given(
-    x=vectors(dtypes=DTYPES[:1], max_numel=1500), block=blocks, new_block=blocks, seed=seeds, data=st.data()
-)
+@given(x=vectors(dtypes=DTYPES[:1], max_numel=1500), block=blocks, new_block=blocks, seed=seeds, data=st.data())
 @FAST
 def test_reduction_is_the_oracles(runner, oracle, x, block, new_block, seed, data):
     members = data.draw(st.integers(1, 5))
@@ -144,9 +140,7 @@ def test_stochastic_rounding_is_unbiased(runner, oracle):
         q = Quantized(runner.quantize(x, layout, seed * 7919), layout)
         total += oracle.dequantize(q.payload.numpy())
     unit = oracle.split(q.payload.numpy())[2][:, 1].repeat(256)
-    deviations = (total / draws - x.numpy()) / (
-        unit / 2 / np.sqrt(draws)
-    )  # a rounding deviates unit / 2 at most
+    deviations = (total / draws - x.numpy()) / (unit / 2 / np.sqrt(draws))  # a rounding deviates unit / 2 at most
     assert abs(deviations).max() < 5
     assert abs(deviations.mean()) < 5 / np.sqrt(512)
 
@@ -167,9 +161,7 @@ def test_nonfinite_is_flagged_and_never_becomes_codes(runner, oracle, bad, place
         x = torch.linspace(-1, 1, 3000).to(dtype)
         x[place] = bad
         payload = runner.quantize(x, Layout(3000, 1024, dtype), seed)
-        assert same_bits(
-            payload, torch.from_numpy(oracle.quantize(x.float().numpy(), 1024, seed, name_of(dtype)))
-        )
+        assert same_bits(payload, torch.from_numpy(oracle.quantize(x.float().numpy(), 1024, seed, name_of(dtype))))
         q = Quantized.from_payload(payload)
         assert int(q.flags) == 1
         assert torch.equal(runner.dequantize(q, dtype).isnan(), number == place // 1024)
@@ -186,9 +178,7 @@ def test_blocks_too_big_for_one_thread_block(runner, oracle, numel, block, seed)
     assert same_bits(payload, torch.from_numpy(oracle.quantize(x.numpy(), block, seed)))
     q = Quantized.from_payload(payload)
     requantized = runner.dequantize_reduce_quantize([q], 1.0, Layout(numel, block), seed)
-    assert same_bits(
-        requantized, torch.from_numpy(oracle.quantize(oracle.dequantize(payload.numpy()), block, seed))
-    )
+    assert same_bits(requantized, torch.from_numpy(oracle.quantize(oracle.dequantize(payload.numpy()), block, seed)))
 
 
 def test_oracles_generator_is_philox(oracle):

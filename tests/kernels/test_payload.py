@@ -17,11 +17,7 @@ WHOLE = bytes(quantize(X, block=1000).payload.tolist())
 
 
 def tensor(content):
-    return (
-        torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        if content
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def with_field(offset, form, value):

@@ -26,9 +26,7 @@ def train(hook: str) -> None:
     centers = torch.randn(CLASSES, FEATURES)
     labels = torch.randint(CLASSES, (4000,))
     points = centers[labels] + 1.5 * torch.randn(4000, FEATURES)
-    model = nn.Sequential(
-        nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES)
-    )
+    model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)  # several buckets
     if hook != "none":
         rounding = "stochastic" if hook == "stochastic" else "nearest"

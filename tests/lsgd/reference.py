@@ -94,9 +94,7 @@ class LeaderReference:
     rounds before it (none, or one).
     """
 
-    def __init__(
-        self, problem, node_sizes, *, period, local_period, c1, c2, p1, p2, seed=0, speeds=None, **sgd
-    ):
+    def __init__(self, problem, node_sizes, *, period, local_period, c1, c2, p1, p2, seed=0, speeds=None, **sgd):
         self.nodes = nodes_of(node_sizes)
         self.period, self.local_period = period, local_period
         self.c1, self.c2, self.p1, self.p2 = c1, c2, p1, p2
@@ -114,9 +112,7 @@ class LeaderReference:
         """Make ``steps`` iterations per worker on average, and those that belong to a round that has begun."""
         everyone = list(range(len(self.workers)))
         left, run_tokens, node_tokens = steps * len(everyone), 0, [0] * len(self.nodes)
-        granted: dict[
-            int, Exchange | None
-        ] = {}  # workers that have tokens for their next iteration, and its round
+        granted: dict[int, Exchange | None] = {}  # workers that have tokens for their next iteration, and its round
         while left > 0 or granted:
             for index, node in enumerate(self.nodes) if left > 0 else ():
                 if self._due(node, run_tokens, node_tokens[index], granted):
@@ -215,7 +211,5 @@ def decode(payload: Array) -> Decoded:
 
 def close_to(decoded: Decoded, exact: Array, rounding: str, slack: float = 1e-5) -> bool:
     """Whether ``decoded`` is ``exact`` rounded: within half a unit (nearest) or one (stochastic)."""
-    bound = decoded.units * (0.5 if rounding == "nearest" else 1.0) + slack * (
-        1 + np.abs(exact).max(initial=0)
-    )
+    bound = decoded.units * (0.5 if rounding == "nearest" else 1.0) + slack * (1 + np.abs(exact).max(initial=0))
     return bool((np.abs(decoded.values - exact) <= bound).all())

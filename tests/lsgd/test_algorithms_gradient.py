@@ -276,9 +276,7 @@ class Noting:
         return Transfer(wait)
 
     def all_reduce(self, tensor):
-        return self._note(
-            f"sum {sum('is' not in what for what in self.order)}", self._group.all_reduce(tensor)
-        )
+        return self._note(f"sum {sum('is' not in what for what in self.order)}", self._group.all_reduce(tensor))
 
     def all_to_all(self, outputs, inputs):
         name = f"first {sum(what.startswith('first') and 'is' not in what for what in self.order)}"

@@ -126,9 +126,7 @@ def test_a_failed_round_has_not_happened(calls):
         before = {name: [x.clone() for x in tensors] for name, tensors in before.items()}
         link = Failing(group, calls) if group.rank == 3 else group
         try:
-            worker.algorithm.before_forward(
-                worker.parameters, link, make_round(node_sizes, exchange=exchange)
-            )
+            worker.algorithm.before_forward(worker.parameters, link, make_round(node_sizes, exchange=exchange))
         except ExchangeError:
             raised.append(group.rank)
             now = {"parameters": worker.parameters, **worker.algorithm.state_dict()}

@@ -38,9 +38,7 @@ def train(settings, node_sizes, *, steps=STEPS, dtype=torch.float32, **sgd):
     rounds, _ = script_of(node_sizes, settings, steps)
 
     def member(group):
-        worker = TorchWorker(
-            settings, Recording(group), Problem(group.size), dtypes=(dtype, torch.float32), **sgd
-        )
+        worker = TorchWorker(settings, Recording(group), Problem(group.size), dtypes=(dtype, torch.float32), **sgd)
         worker.begin(make_round(node_sizes))
         for id, exchange in enumerate(rounds, start=1):
             worker.iterate(exchange and make_round(node_sizes, id, exchange=exchange))
@@ -66,9 +64,7 @@ class Reference:
         for step, exchange in enumerate(self.rounds):
             if exchange is not None:
                 local = [self.send(u, self.z_local[u], self.x(r)) for u, r in enumerate(exchange.leaders)]
-                everywhere = (
-                    self.send(None, self.z, self.x(exchange.leader)) if exchange.node is None else None
-                )
+                everywhere = self.send(None, self.z, self.x(exchange.leader)) if exchange.node is None else None
                 self.arriving = (step + self.settings.delay, local if self.two_levels else None, everywhere)
             self.land(step)
             for rank, worker in enumerate(self.workers):

@@ -121,10 +121,7 @@ def test_local_in_8_bits(node_sizes):
                     assert (np.abs(values - change[part]) <= units / 2 + 1e-5).all()
                 results = [decode(second[call][0]) for _, second in sent]
                 mean[part] = np.concatenate([d.values for d in results])
-            assert (
-                np.abs(mean - np.mean(changes, axis=0)).max()
-                <= 2 * max(np.ptp(c) for c in changes) / 255 + 1e-6
-            )
+            assert np.abs(mean - np.mean(changes, axis=0)).max() <= 2 * max(np.ptp(c) for c in changes) / 255 + 1e-6
             common = common + mean
             for r in reference:
                 r.x = common.copy()
@@ -143,9 +140,7 @@ def test_common_models_stay_identical(name, dtype):
         "local in 8 bits": LocalSettings(period=5, compression="minmax8", block=5),
         "diloco": DiLoCoSettings(period=5, compression="minmax8"),
     }[name]
-    first, *others = train(
-        settings, [2, 1], 500, period=5, dtypes=(dtype, torch.float32), lr=0.01, momentum=0.0
-    )
+    first, *others = train(settings, [2, 1], 500, period=5, dtypes=(dtype, torch.float32), lr=0.01, momentum=0.0)
     for other in others:
         pairs = zip(first.algorithm.shared_state(), other.algorithm.shared_state(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
@@ -214,9 +209,7 @@ def test_the_exchange_runs_beside_forward_and_backward():
     assert simulate([1, 1], member) == [(True, True, True, False)] * 2
 
 
-@pytest.mark.parametrize(
-    "settings", [DecentralizedSettings(), ElasticSettings(), LocalSettings(), DiLoCoSettings()]
-)
+@pytest.mark.parametrize("settings", [DecentralizedSettings(), ElasticSettings(), LocalSettings(), DiLoCoSettings()])
 def test_a_failed_exchange_has_not_happened(settings):
     """A peer is lost in the middle: the model and the algorithm's state are as they were."""
     changed, raised = [], []

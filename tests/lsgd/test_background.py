@@ -20,9 +20,7 @@ def test_calls_are_made_in_order_in_one_thread_without_gradients():
     assert not background.busy and background.succeeded()
     background.finish()  # nothing to wait for
     for number in range(100):
-        background.start(
-            lambda n=number: made.append((n, threading.get_ident(), torch.is_grad_enabled())), CPU
-        )
+        background.start(lambda n=number: made.append((n, threading.get_ident(), torch.is_grad_enabled())), CPU)
     assert background.busy
     background.finish()
     assert not background.busy

@@ -62,9 +62,7 @@ class Sign(Codec):
         return -(-numel // self.block)
 
     def _counts(self, numel: int) -> torch.Tensor:
-        return torch.tensor(
-            [min(self.block, numel - i) for i in range(0, numel, self.block)], dtype=torch.int64
-        )
+        return torch.tensor([min(self.block, numel - i) for i in range(0, numel, self.block)], dtype=torch.int64)
 
 
 FEW_BITS = [Levels2(), Levels2(8), Levels1(), Levels1(64), MinMax4(), MinMax4(7), MinMax4(0), TopK(), TopK(8)]
@@ -242,9 +240,7 @@ SETTINGS = {
     "leader": lambda codec: LeaderSettings(period=4, local_period=4, compression=codec, pull_global=0.5),
     "local": lambda codec: LocalSettings(period=4, compression=codec),
     "bytegrad": lambda codec: ByteGradSettings(codec=codec, error_feedback=True),
-    "low_precision_decentralized": lambda codec: LowPrecisionDecentralizedSettings(
-        codec=codec, rounding="nearest"
-    ),
+    "low_precision_decentralized": lambda codec: LowPrecisionDecentralizedSettings(codec=codec, rounding="nearest"),
 }
 
 

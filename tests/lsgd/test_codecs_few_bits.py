@@ -112,9 +112,7 @@ def topk(x: np.ndarray, k: int) -> tuple[bytes, np.ndarray]:
         sizes = [abs(float(chunk[i])) for i in order]
         mean = halved_sum(sizes) / min(k, size)
         far = [v > mean for v in sizes]
-        near_mean = halved_sum([v * (not f) for v, f in zip(sizes, far, strict=True)]) / (
-            min(k, size) - sum(far)
-        )
+        near_mean = halved_sum([v * (not f) for v, f in zip(sizes, far, strict=True)]) / (min(k, size) - sum(far))
         far_mean = halved_sum([v * f for v, f in zip(sizes, far, strict=True)]) / max(sum(far), 1)
         levels += [np.float32(near_mean), np.float32(far_mean)]
         low += [i & 255 for i in order]

@@ -22,9 +22,7 @@ def torchrun(processes, *hooks):
     """Run the script under torchrun; return what came out of each hook."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*command, str(SCRIPT), *hooks], env=environ, capture_output=True, text=True, timeout=220
-    )
+    done = subprocess.run([*command, str(SCRIPT), *hooks], env=environ, capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {result["hook"]: result for result in found}
@@ -97,6 +95,4 @@ def test_each_future_gets_its_gradient_once_the_last_bucket_is_there(alone):
     futures = [torch.futures.Future() for _ in gradients]
     for index, (gradient, future) in enumerate(zip(gradients, futures, strict=True)):
         state.submit(state.average(gradient, index, 0), gradient, future, is_last=index == 3)
-    assert [future.wait() is gradient for future, gradient in zip(futures, gradients, strict=True)] == [
-        True
-    ] * 4
+    assert [future.wait() is gradient for future, gradient in zip(futures, gradients, strict=True)] == [True] * 4

@@ -68,9 +68,7 @@ def test_what_one_peer_piles_up_is_dropped_and_said_and_others_lose_nothing() ->
         inbox.put(b"much", part)
     inbox.put(b"little", b"a word")
     assert sum(len(chunk) for peer, chunk in inbox.take(NEVER) if peer == b"much") == kept
-    assert list(inbox.losses()) == [
-        "dropped 5 messages from b'much': it sends faster than they can be handled"
-    ]
+    assert list(inbox.losses()) == ["dropped 5 messages from b'much': it sends faster than they can be handled"]
     assert list(inbox.losses()) == []
     inbox.put(b"much", b"heard again")
     assert list(inbox.take(NEVER)) == [(b"much", [b"heard again"])]

@@ -52,9 +52,7 @@ def test_only_the_user_can_read_what_is_made(ring) -> None:
         KeyRing(ring.folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [("allowed", 0o666), ("allowed", 0o620), (".", 0o730), (".", 0o1777)]
-)
+@pytest.mark.parametrize(("name", "mode"), [("allowed", 0o666), ("allowed", 0o620), (".", 0o730), (".", 0o1777)])
 def test_keys_that_others_can_write_are_refused_with_the_line_to_type(ring, name, mode) -> None:
     path = ring.folder / name
     mended = "700" if name == "." else "600"
@@ -152,15 +150,11 @@ class TestWhereKeysAreNeeded:
         assert listener_keys("tcp://127.0.0.1:1", None, insecure=False) is None
         assert connector_keys("ipc://x", None, "node0", insecure=False) is None
         given_ring = listener_keys("tcp://127.0.0.1:1", ring.folder, insecure=False)
-        given_link = connector_keys(
-            "tcp://127.0.0.1:1", token_path("node1", ring.folder), "node1", insecure=False
-        )
+        given_link = connector_keys("tcp://127.0.0.1:1", token_path("node1", ring.folder), "node1", insecure=False)
         assert given_ring and given_link and given_link.server == given_ring.public
 
     def test_on_the_network_always_unless_it_is_trusted(self, tmp_path) -> None:
-        with pytest.raises(
-            ConfigError, match=r"without keys any of them .* `lsgd keygen --nodes N`, or give --insec"
-        ):
+        with pytest.raises(ConfigError, match=r"without keys any of them .* `lsgd keygen --nodes N`, or give --insec"):
             listener_keys(NETWORK, None, insecure=False)
         with pytest.raises(ConfigError, match=r"a token is needed; .*copy the file node1\.token.*LSGD_TOKEN"):
             connector_keys(NETWORK, None, "node1", insecure=False)
@@ -175,9 +169,7 @@ class TestWhereKeysAreNeeded:
 
     def test_the_variable_comes_before_the_folder(self, ring, monkeypatch) -> None:
         monkeypatch.setenv("LSGD_TOKEN", ring.token("node1"))
-        keys = connector_keys(
-            NETWORK, None, "operator", insecure=False
-        )  # a node's token serves an operator too
+        keys = connector_keys(NETWORK, None, "operator", insecure=False)  # a node's token serves an operator too
         assert keys and keys.name == "node1"
         with pytest.raises(ConfigError, match="this is node0, but the token is that of node1; use node0's"):
             connector_keys(NETWORK, None, "node0", insecure=False)

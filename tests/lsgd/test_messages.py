@@ -123,12 +123,7 @@ def test_noise_is_a_protocol_error_if_anything(frame: bytes) -> None:
 
 
 values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(1 << 63), (1 << 64) - 1)
-    | st.floats()
-    | st.text()
-    | st.binary(),
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=12) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
@@ -200,9 +195,7 @@ def test_the_number_of_fields_is_exact(cls: type, change: int) -> None:
     count = len(dataclasses.fields(cls)) + change
     if count < 0:
         return
-    with pytest.raises(
-        ProtocolError, match=f"^{cls.__name__} with {count} fields instead of {count - change}$"
-    ):
+    with pytest.raises(ProtocolError, match=f"^{cls.__name__} with {count} fields instead of {count - change}$"):
         decode(msgpack.packb([kind, *[PROTOCOL] * count]))
 
 
@@ -232,9 +225,7 @@ def test_what_is_no_messagepack_of_ours_says_so(frame: bytes, reason: str) -> No
         decode(frame)
 
 
-@pytest.mark.parametrize(
-    "items", [[], 0, None, "Refused", {}, [True], ["0"], [-1], [len(CLASSES)], [0.0], [[]]]
-)
+@pytest.mark.parametrize("items", [[], 0, None, "Refused", {}, [True], ["0"], [-1], [len(CLASSES)], [0.0], [[]]])
 def test_a_frame_that_starts_with_no_kind(items: object) -> None:
     with pytest.raises(ProtocolError, match=r"^a frame that starts with no known kind of message$"):
         decode(msgpack.packb(items))
@@ -248,9 +239,7 @@ def test_kind_of_nothing(frame: bytes) -> None:
 def test_size_is_capped_before_parsing() -> None:
     largest = encode(Refused("x" * (MAX_NBYTES - 7)))
     assert len(largest) == MAX_NBYTES and decode(largest)
-    with pytest.raises(
-        ProtocolError, match=f"^a frame of {MAX_NBYTES + 1} bytes, more than the {MAX_NBYTES} "
-    ):
+    with pytest.raises(ProtocolError, match=f"^a frame of {MAX_NBYTES + 1} bytes, more than the {MAX_NBYTES} "):
         decode(largest + b"x")
 
 
@@ -274,9 +263,7 @@ def test_a_generation_whose_numbers_do_not_agree_is_refused(change: dict[str, tu
 @pytest.mark.parametrize("version", [0, PROTOCOL + 1, -1, 1 << 40])
 def test_another_version_is_told_apart_whatever_else_has_changed(greeting: Message, version: int) -> None:
     kind = msgpack.unpackb(encode(greeting))[0]
-    with pytest.raises(
-        VersionError, match=f"version {version} of the protocol, this side speaks {PROTOCOL}"
-    ) as e:
+    with pytest.raises(VersionError, match=f"version {version} of the protocol, this side speaks {PROTOCOL}") as e:
         decode(msgpack.packb([kind, version, "fields", ["of", "the", "future"]]))
     assert e.value.version == version
 
@@ -313,8 +300,6 @@ def test_a_whole_number_is_a_float_too() -> None:
 
 def test_nothing_of_the_module_is_left_out_of_this_test() -> None:
     declared = {
-        value
-        for value in vars(messages).values()
-        if dataclasses.is_dataclass(value) and isinstance(value, type)
+        value for value in vars(messages).values() if dataclasses.is_dataclass(value) and isinstance(value, type)
     }
     assert declared == {*CLASSES, Generation, Round}

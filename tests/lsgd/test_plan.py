@@ -406,9 +406,7 @@ def test_a_plan_names_the_packages_that_it_needs(others: None, monkeypatch: pyte
     )
 
 
-@pytest.mark.parametrize(
-    "packages", [None, 3, [], [3], ["x; rm -rf ~"], ["--index-url=http://a b==1"], ["-r==1"]]
-)
+@pytest.mark.parametrize("packages", [None, 3, [], [3], ["x; rm -rf ~"], ["--index-url=http://a b==1"], ["-r==1"]])
 def test_nobody_is_told_to_type_what_is_no_package(packages: object) -> None:
     with pytest.raises(ConfigError) as error:
         Plan.from_json(json.dumps({"algorithm": {"name": "soft"}, "packages": packages}))

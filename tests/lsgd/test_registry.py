@@ -61,9 +61,7 @@ def test_a_good_one_is_there_with_what_pip_installs(registry):
 def test_a_bad_one_is_left_out_and_says_why(registry, caplog, name, problem):
     assert name not in registry
     assert f"the algorithm {name!r} is skipped: third-party==1.2: {problem}" in caplog.text
-    assert registry.unknown(name).startswith(
-        f"algorithm {name!r} cannot be loaded from third-party==1.2: {problem}"
-    )
+    assert registry.unknown(name).startswith(f"algorithm {name!r} cannot be loaded from third-party==1.2: {problem}")
 
 
 def test_nobody_takes_the_name_of_one_of_ours(registry):

@@ -161,9 +161,7 @@ def test_nearest_name() -> None:
     [(64, 48), (16, 64), (1, 2)],
 )
 def test_local_period_divides_period(period: int, local_period: int) -> None:
-    problem = (
-        f"period = {period} is not a multiple of local_period = {local_period}; set local_period to a divisor"
-    )
+    problem = f"period = {period} is not a multiple of local_period = {local_period}; set local_period to a divisor"
     with pytest.raises(ConfigError, match=problem):
         LeaderSettings(period=period, local_period=local_period)
 

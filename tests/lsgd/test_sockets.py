@@ -24,8 +24,7 @@ def test_several_travel_in_one_part_and_come_out_as_they_were(frames):
 
 def test_no_part_is_longer_than_a_frame_may_be():
     frames = [
-        bytes([i]) * nbytes
-        for i, nbytes in enumerate((MAX_NBYTES // 2 - 9, MAX_NBYTES // 2 - 9, 1, MAX_NBYTES, 5, 6))
+        bytes([i]) * nbytes for i, nbytes in enumerate((MAX_NBYTES // 2 - 9, MAX_NBYTES // 2 - 9, 1, MAX_NBYTES, 5, 6))
     ]
     parts = pack(frames)
     assert [len(unpack([part])) for part in parts] == [2, 1, 1, 2]

@@ -13,9 +13,7 @@ SPLIT = 17
 """The model is held in two flat tensors: the first so many elements, and the rest."""
 
 
-def make_round(
-    node_sizes, id: int = 1, *, exchange: Exchange | None = None, number: int = 1, source: int = 0
-):
+def make_round(node_sizes, id: int = 1, *, exchange: Exchange | None = None, number: int = 1, source: int = 0):
     """Return a round: that of the script, or a global one with leader 0."""
     exchange = exchange or Exchange(None, 0, tuple(first_ranks(node_sizes)), id - 1)
     return Round(
@@ -34,9 +32,7 @@ def make_round(
 class TorchWorker(SimulatedWorker):
     """A model in two flat tensors, a torch SGD, and an algorithm, all at their start."""
 
-    def __init__(
-        self, settings, group, problem: Problem, *, lr=0.02, momentum=0.9, dtypes=(torch.float32,) * 2
-    ):
+    def __init__(self, settings, group, problem: Problem, *, lr=0.02, momentum=0.9, dtypes=(torch.float32,) * 2):
         self.problem = problem
         start = torch.from_numpy(problem.start)
         parts = zip((start[:SPLIT], start[SPLIT:]), dtypes, strict=True)
@@ -53,9 +49,7 @@ class TorchWorker(SimulatedWorker):
         return torch.cat([x.double() for x in self.parameters]).numpy()
 
     def loss(self) -> torch.Tensor:
-        features, targets = (
-            torch.from_numpy(part) for part in self.problem.batch(self.group.rank, self.steps)
-        )
+        features, targets = (torch.from_numpy(part) for part in self.problem.batch(self.group.rank, self.steps))
         x = torch.cat([x.float() for x in self.flats])
         return torch.nn.functional.mse_loss(features @ x, targets)
 

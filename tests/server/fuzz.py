@@ -109,12 +109,8 @@ def damaged(frames: list[bytes], random: random.Random) -> bytes:
                 other = random.choice(frames)
                 frame[at:] = other[random.randrange(len(other)) :]
             case 6:  # another type, a long length, an extension
-                kind = random.choice(
-                    b"\xc0\xc1\xc3\xc4\xc6\xc7\xc9\xca\xcb\xcf\xd3\xd4\xd8\xd9\xdb\xdc\xdd\xde\xdf"
-                )
-                frame[at : at + 1] = bytes([kind]) + random.choice(
-                    [b"", b"\xff\xff\xff\xff", random.randbytes(4)]
-                )
+                kind = random.choice(b"\xc0\xc1\xc3\xc4\xc6\xc7\xc9\xca\xcb\xcf\xd3\xd4\xd8\xd9\xdb\xdc\xdd\xde\xdf")
+                frame[at : at + 1] = bytes([kind]) + random.choice([b"", b"\xff\xff\xff\xff", random.randbytes(4)])
             case 7:
                 frame[at:at] = b"\x91" * random.randint(1, 2000)
             case _:
@@ -292,9 +288,7 @@ def _feed(
 
 def main() -> None:
     """Feed all three and say how it went."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=1_000_000, help="for each of the three")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -158,9 +158,7 @@ class Bench:
             self.done[place] += did and self.seqs[place] > 0
             self.seqs[place] += 1
         return self.say(
-            Request(
-                *self.who(place), self.seqs[place], self.done[place], self.committed[place], dropped, loss
-            )
+            Request(*self.who(place), self.seqs[place], self.done[place], self.committed[place], dropped, loss)
         )
 
     def ask_ahead(self, place: str, *, did: int = 0) -> Go | None:

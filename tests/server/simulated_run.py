@@ -61,9 +61,7 @@ class Faults:
     links: float = 0.0  # of a probe that finds pairs which cannot reach each other
     exchange_timeout_s: float = 4.0
     slow: float = 0.0  # of a step that takes one of SLOW_S
-    kill: float = (
-        0.0  # of the global server, by each decision; it is soon started again, and lives for a while
-    )
+    kill: float = 0.0  # of the global server, by each decision; it is soon started again, and lives for a while
 
     @property
     def any_loss(self) -> bool:
@@ -126,9 +124,7 @@ class SimulatedWorker:
     def request(self) -> None:
         self.state = "waiting"
         loss = self.run.random.choice([None, float("nan"), self.run.random.random(), float("inf")])
-        self.ask(
-            Request(self.name, self.incarnation, self.seq, self.done, self.committed, self.dropped, loss)
-        )
+        self.ask(Request(self.name, self.incarnation, self.seq, self.done, self.committed, self.dropped, loss))
 
     def next_request(self) -> None:
         """Go on with what was granted ahead, or ask."""
@@ -149,9 +145,7 @@ class SimulatedWorker:
         lockstep = self.run.state.course.schedule.lockstep
         if most and self.left <= self.last_grant // 2 and self.ahead is None and not lockstep:
             self.ahead = self.seq + 1
-            self.say(
-                Request(self.name, self.incarnation, self.ahead, self.done, self.committed, 0, None, True)
-            )
+            self.say(Request(self.name, self.incarnation, self.ahead, self.done, self.committed, 0, None, True))
 
     def give_back_ahead(self) -> None:
         self.left, self.recalled, self.granted_ahead = 0, False, None
@@ -233,9 +227,7 @@ class SimulatedWorker:
         if self.run.happens(self.run.faults.unused_pause):
             self.pause()
         else:
-            self.run.after(
-                self.run.slowness_s(self) + self.step_s * self.run.random.uniform(0.5, 1.5), self.step
-            )
+            self.run.after(self.run.slowness_s(self) + self.step_s * self.run.random.uniform(0.5, 1.5), self.step)
 
     def step(self) -> None:
         if self.state != "training":
@@ -298,9 +290,7 @@ class SimulatedRun:
         self.notes: list[str] = []
         self.clean_leaves: set[tuple[str, int]] = set()
         self.kills = self.stragglers = self.slow_steps = self.cuts = 0
-        self.forgotten: Counter[tuple[str, int]] = (
-            Counter()
-        )  # steps reported, and not yet in the journal at a kill
+        self.forgotten: Counter[tuple[str, int]] = Counter()  # steps reported, and not yet in the journal at a kill
         self._down = False
         self._started_at = 0.0
         self._kept = -1  # the changes that the journal has
@@ -370,11 +360,7 @@ class SimulatedRun:
         """Do as the global server does with a decision; return whether it lived to journal it."""
         check_invariants(self.state)
         assert self.state.ledger.count <= self.plan.run.iterations
-        dies = (
-            self.now - self._started_at > LEAST_UP_S
-            and self.kills < MOST_KILLS
-            and self.happens(self.faults.kill)
-        )
+        dies = self.now - self._started_at > LEAST_UP_S and self.kills < MOST_KILLS and self.happens(self.faults.kill)
         killed = self.random.choice(("decided", "kept", "sent")) if dies else ""
         if killed == "decided":
             self.kill()

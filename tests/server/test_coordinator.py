@@ -114,9 +114,7 @@ def test_a_worker_that_does_not_fit_is_refused(changes: dict[str, object], code:
         ({"lsgd": "1.0.0", "torch": "2.13.0", "cuda": "12.6", "nccl": "2.27.3"}, ()),
     ],
 )
-def test_another_patch_is_a_warning_and_a_lack_is_nothing(
-    versions: dict[str, str], warnings: tuple[str, ...]
-) -> None:
+def test_another_patch_is_a_warning_and_a_lack_is_nothing(versions: dict[str, str], warnings: tuple[str, ...]) -> None:
     bench = Bench("00", workers=1)
     (welcome,) = bench.join("10", versions=versions)["10"]
     assert isinstance(welcome, Welcome) and welcome.warnings == warnings

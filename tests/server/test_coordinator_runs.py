@@ -184,9 +184,7 @@ def test_lockstep_every_iteration_is_a_round(sizes: list[int], seed: int, limit:
 
 @simulated
 @given(queues.filter(lambda sizes: len(sizes) > 1), st.sampled_from([(8, 4), (12, 4), (16, 2)]), seeds)
-def test_rounds_come_as_often_as_the_periods_say(
-    sizes: list[int], periods: tuple[int, int], seed: int
-) -> None:
+def test_rounds_come_as_often_as_the_periods_say(sizes: list[int], periods: tuple[int, int], seed: int) -> None:
     """Of the period x members iterations of a global round, each local round stands for local_period x group."""
     period, local_period = periods
     n, globals_wanted = sum(sizes), 5

@@ -221,9 +221,7 @@ def test_a_join_waits_until_its_node_is_known(cluster, peer) -> None:
 
 
 def test_the_rendezvous_needs_a_generation(cluster, peer) -> None:
-    peer.say(
-        hello(), encode(Put("node0/worker0", 1, 1, "key", b"x")), encode(Get("node0/worker0", 1, 1, "key"))
-    )
+    peer.say(hello(), encode(Put("node0/worker0", 1, 1, "key", b"x")), encode(Get("node0/worker0", 1, 1, "key")))
     peer.hears(NodeWelcome)
     peer.say(encode(StatusQuery(0)))
     peer.hears(Status)
@@ -235,9 +233,7 @@ def test_a_taken_port_and_a_foreign_address_are_told(cluster, tmp_path) -> None:
         server = cluster.server("taken", "--global", "--listen", listener.address)
         assert server.wait() == 2
         port = listener.address.rpartition(":")[2]
-        assert (
-            f"{listener.address} is taken by another program (`ss -ltnp 'sport = :{port}'`" in server.output
-        )
+        assert f"{listener.address} is taken by another program (`ss -ltnp 'sport = :{port}'`" in server.output
     server = cluster.server("foreign", "--global", "--listen", "tcp://192.0.2.1:0", "--insecure")
     assert server.wait() == 2
     assert "tcp://192.0.2.1:0 is not an address of this machine" in server.output
@@ -285,9 +281,7 @@ def test_output_that_nobody_reads_keeps_nobody_waiting(cluster) -> None:
         assert cluster.status()["state"] == "waiting"
         peer = Peer(cluster.address, "node0#1")
         peer.say(b"\x00", hello(), encode(greeting(0, 0)))
-        until(
-            lambda: [m["worker"] for m in cluster.status()["members"]] == ["node0/worker0"], "it is a member"
-        )
+        until(lambda: [m["worker"] for m in cluster.status()["members"]] == ["node0/worker0"], "it is a member")
         peer.link.close()
         assert isinstance(cluster.ask(StopRun("enough")), Status)
         server.send_signal(signal.SIGTERM)

@@ -127,9 +127,7 @@ def test_a_run_without_a_model_waits_for_a_worker_with_a_checkpoint_and_then_fai
     bench.leave("01", did=True)
     bench.join("00", incarnation=2)
     assert not bench.ask("00")
-    assert bench.notes[0].startswith(
-        "the run's model is lost after 4 iterations: the workers that had it are gone"
-    )
+    assert bench.notes[0].startswith("the run's model is lost after 4 iterations: the workers that had it are gone")
     bench.tick(99)
     assert bench.member("00").held
     bench.tick(2)

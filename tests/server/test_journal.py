@@ -35,9 +35,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def elections(count: int, first: int = 1) -> list[Election]:
-    return [
-        Election(n, "local", 0, "node0/worker0", n, 0.5, {"a": None}) for n in range(first, first + count)
-    ]
+    return [Election(n, "local", 0, "node0/worker0", n, 0.5, {"a": None}) for n in range(first, first + count)]
 
 
 def write(path: Path, state: dict = STATE, rounds: int = 3) -> None:
@@ -141,9 +139,7 @@ def test_another_file_in_its_place(path) -> None:
     path.write_text("[algorithm]\nname = 'leader'\n" * 50)
     with pytest.raises(ConfigError, match=r"run.journal is damaged: file is not a database; delete run"):
         Journal(path)
-    with pytest.raises(
-        ConfigError, match=r"cannot be written: unable to open database file; see to its folder"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot be written: unable to open database file; see to its folder"):
         Journal(path.parent / "nowhere" / "run.journal")
 
 
@@ -176,9 +172,7 @@ def _as_a_user_without_rights(folder: Path) -> Iterator[None]:
 def test_it_is_one_servers_at_a_time(path, monkeypatch) -> None:
     monkeypatch.setattr("lsgd.server.journal.LOCK_WAIT_S", 0.1)
     first = Journal(path)
-    with pytest.raises(
-        ConfigError, match=r"another global server uses the journal .*; end it, or give this one"
-    ):
+    with pytest.raises(ConfigError, match=r"another global server uses the journal .*; end it, or give this one"):
         Journal(path)
     first.save(STATE, [])
     first.close()
@@ -243,10 +237,7 @@ def test_a_server_goes_on_with_an_unfinished_run_and_not_with_a_finished_one(clu
     first.send(signal.SIGKILL)
     first.wait()
     second = cluster.start_global("--journal", str(path))
-    assert (
-        f"goes on with run {run} of the journal {path}, with its plan: 0 iterations, 0 workers"
-        in second.output
-    )
+    assert f"goes on with run {run} of the journal {path}, with its plan: 0 iterations, 0 workers" in second.output
     assert cluster.status()["run"] == run and "waits for 3 workers" in second.output
     second.send(signal.SIGTERM)
     second.succeeds()
@@ -272,9 +263,7 @@ def test_a_journal_that_cannot_be_written_is_made_anew_when_the_disk_has_space_a
     written = max(file.stat().st_size for file in path.parent.glob("run.journal*"))
     resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (written, hard))
     assert isinstance(cluster.ask(ChangeSettings({"iterations": "500"})), Status)
-    server.says(
-        r"the journal \S+ cannot be written: .*; it is removed, and made anew as soon as that is possible"
-    )
+    server.says(r"the journal \S+ cannot be written: .*; it is removed, and made anew as soon as that is possible")
     until(lambda: not list(path.parent.glob("run.journal*")), "the journal is gone")
     assert cluster.status()["iterations"] == 500
     resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (hard, hard))

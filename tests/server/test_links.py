@@ -158,9 +158,7 @@ def test_the_words_of_one_that_waits() -> None:
 
 def three(**settings: object) -> Bench:
     """Return a run of three nodes in which the link between the last two broke, and the next round is a probe."""
-    bench = Bench(
-        "00", "10", "20", **{"exchange_timeout_s": 10.0, "period": 1, "local_period": 1, **settings}
-    )
+    bench = Bench("00", "10", "20", **{"exchange_timeout_s": 10.0, "period": 1, "local_period": 1, **settings})
     bench.ask_all("00", "10", "20")
     assert not bench.round("00", "10", "20").probe
     bench.complete_all("00", "10", "20")

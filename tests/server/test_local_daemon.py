@@ -253,9 +253,7 @@ def test_a_signal_makes_its_node_leave(above, below, local, number) -> None:
     above.got.clear()
     above.say(Left(), b"7")
     below.hears(Left)
-    assert above.hears(NodeLeave) == leave, (
-        "its last word, so that another server of this node is welcome at once"
-    )
+    assert above.hears(NodeLeave) == leave, "its last word, so that another server of this node is welcome at once"
     assert local.poll() is None
     above.say(Left())
     local.succeeds()

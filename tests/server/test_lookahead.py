@@ -130,9 +130,7 @@ def test_who_has_only_its_next_iteration_is_not_asked_for_it() -> None:
 def test_who_has_made_what_it_was_granted_ahead_is_not_asked_for_it() -> None:
     bench = started("00", "01", "10", period=18, local_period=9, lookahead=2)
     assert bench.ask_ahead("01") is not None and bench.member("01").granted == 3
-    bench.say(
-        Request(*bench.who("01"), bench.seqs["01"], 1, 1, 0, None, ahead=True)
-    )  # it has made one of them
+    bench.say(Request(*bench.who("01"), bench.seqs["01"], 1, 1, 0, None, ahead=True))  # it has made one of them
     assert bench.member("01").granted == 2
     while bench.member("00").state is MemberState.BUSY:
         bench.ask("00")

@@ -16,9 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("before", MemberState)
 @pytest.mark.parametrize("after", MemberState)
-def test_a_member_moves_as_the_table_says_and_in_no_other_way(
-    before: MemberState, after: MemberState
-) -> None:
+def test_a_member_moves_as_the_table_says_and_in_no_other_way(before: MemberState, after: MemberState) -> None:
     member = Member(greeting(0, 0), 0.0, before)
     roster = Roster([member])
     if after is before or after in {follower for state, follower, _ in TRANSITIONS if state is before}:

@@ -133,14 +133,10 @@ def test_a_node_that_is_shut_out_while_the_server_runs(cluster, ring, server) ->
     assert operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
 
 
-def test_a_list_of_keys_that_others_can_write_is_refused_and_said_while_it_is_used(
-    cluster, ring, server
-) -> None:
+def test_a_list_of_keys_that_others_can_write_is_refused_and_said_while_it_is_used(cluster, ring, server) -> None:
     (ring.folder / "allowed").chmod(0o666)
     assert operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
-    server.says(
-        r"others can write .*/allowed, .*: chmod 600 .*/allowed; until then only the keys from before"
-    )
+    server.says(r"others can write .*/allowed, .*: chmod 600 .*/allowed; until then only the keys from before")
     second = cluster.server("second", "--global", "--listen", "tcp://127.0.0.1:0", "--keys", str(ring.folder))
     assert second.wait() == 2
     assert "make it private: chmod 600" in second.output
@@ -179,9 +175,7 @@ class Tap:
         self._listener.close()
 
 
-def test_a_node_with_a_token_of_other_keys_ends_with_the_line_to_type(
-    cluster, ring, server, tmp_path
-) -> None:
+def test_a_node_with_a_token_of_other_keys_ends_with_the_line_to_type(cluster, ring, server, tmp_path) -> None:
     other = KeyRing.make(tmp_path / "other", ["node1"])
     token = str(token_path("node1", other.folder))
     listen = ("--listen", f"ipc://{tmp_path}/local", "--connect", cluster.address)
@@ -283,9 +277,7 @@ def zmtp_frame(body: bytes, *, more: bool) -> bytes:
 
 
 def test_a_message_without_an_end_is_cut_before_it_fills_the_memory(cluster) -> None:
-    server = cluster.start_global(
-        "--workers", "2"
-    )  # whoever may speak could do it; without keys it is shorter
+    server = cluster.start_global("--workers", "2")  # whoever may speak could do it; without keys it is shorter
     place = ("127.0.0.1", int(cluster.address.rpartition(":")[2]))
     with Connector(cluster.address, b"node0#1") as link, socket.create_connection(place) as endless:
         assert isinstance(answer(link, hello(0)), NodeWelcome)

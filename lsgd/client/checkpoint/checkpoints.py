@@ -146,9 +146,7 @@ class Checkpoints:
                 f"the checkpoint {path} has the state of {len(state['optimizers'])} optimizers, and this worker has "
                 f"{len(self._optimizers)}; join with those that it was written with, or begin a new run"
             )
-        for optimizer, kind, saved in zip(
-            self._optimizers, state["optimizer_kinds"], state["optimizers"], strict=True
-        ):
+        for optimizer, kind, saved in zip(self._optimizers, state["optimizer_kinds"], state["optimizers"], strict=True):
             _load_optimizer(optimizer, kind, saved, path)
         with torch.no_grad():
             for name, tensor in self._tensors():

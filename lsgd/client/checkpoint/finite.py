@@ -24,9 +24,7 @@ class FiniteCheck:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._left_out = {
-            name for name, b in named_floating_buffers(model) if not all_finite([_comparable(b)])
-        }
+        self._left_out = {name for name, b in named_floating_buffers(model) if not all_finite([_comparable(b)])}
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers that training may change, shared ones once: to be averaged."""
@@ -35,9 +33,7 @@ class FiniteCheck:
     @torch.no_grad()
     def broken(self) -> dict[str, int]:
         """Return the names of the tensors with values that are not finite, and how many they are."""
-        named: list[tuple[str, Tensor]] = [
-            (name, p) for name, p in self._model.named_parameters() if p.requires_grad
-        ]
+        named: list[tuple[str, Tensor]] = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         named += [(name, b) for name, b in named_floating_buffers(self._model) if name not in self._left_out]
         if all_finite([_comparable(x) for _, x in named]):
             return {}

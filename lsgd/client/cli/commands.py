@@ -52,13 +52,9 @@ def main() -> None:
 def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command of a node the options for :func:`find_place`."""
     for option in (
-        click.option(
-            "--address", help="Address of node 0, the same on all nodes; under srun the first host."
-        ),
+        click.option("--address", help="Address of node 0, the same on all nodes; under srun the first host."),
         click.option("--nodes", type=click.IntRange(1), help="Number of nodes; under srun Slurm's, else 1."),
-        click.option(
-            "--node", type=click.IntRange(0), help="Index of this node, from 0; under srun Slurm's."
-        ),
+        click.option("--node", type=click.IntRange(0), help="Index of this node, from 0; under srun Slurm's."),
     ):
         command = option(command)
     return command
@@ -77,9 +73,7 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     help=f"Workers of this node; else one for each GPU, or {gpus.CPU_WORKERS} where there is none.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, or one GPU: cuda:0.")
-@click.option(
-    "--plan", "plan_path", type=click.Path(path_type=Path), help="The plan, a TOML file (node 0's)."
-)
+@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan, a TOML file (node 0's).")
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
@@ -140,9 +134,7 @@ def launch_command(
     )
     options = f"--nodes {place.nodes} --address {place.address} --port {port}{' --resume' * resume}"
     join_line = join_line or f"lsgd launch --node NODE {options} -- {shlex.join(command)}"
-    sys.exit(
-        launch(Launch(place, port, devices.names, plan_path, run_dir, command, insecure, join_line, resume))
-    )
+    sys.exit(launch(Launch(place, port, devices.names, plan_path, run_dir, command, insecure, join_line, resume)))
 
 
 def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,9 +160,7 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
     )
     @click.option("--insecure", is_flag=True, help="Go without keys, where the server does too.")
     @functools.wraps(command)
-    def connected(
-        folder: Path, connect: str | None, token: Path | None, insecure: bool, **others: Any
-    ) -> Any:
+    def connected(folder: Path, connect: str | None, token: Path | None, insecure: bool, **others: Any) -> Any:
         if connect is None:
             folder, connect = find_live(folder)
             click.echo(f"the run in {folder}, at {connect}:", err=True)
@@ -183,12 +173,8 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @main.command("status")
 @_connect
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/operations.md lists the keys)."
-)
-@click.option(
-    "--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C or the end of the run."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/operations.md lists the keys).")
+@click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C or the end of the run.")
 def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watch: bool) -> None:
     """Show a running run: its workers, its rounds, and what it waits for."""
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -237,9 +223,7 @@ def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
 @main.command("doctor")
 @_place
 @click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True)
-@click.option(
-    "--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of your model."
-)
+@click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of your model.")
 @click.option(
     "--step-ms", type=click.FloatRange(0.001), default=100.0, show_default=True, help="Time of one iteration."
 )
@@ -265,9 +249,7 @@ def doctor_command(
     type=click.Path(path_type=Path),
     help="Folder of the keys; else LSGD_KEYS, or lsgd/keys among your settings.",
 )
-@click.option(
-    "--nodes", type=click.IntRange(1), default=2, show_default=True, help="How many nodes get a token."
-)
+@click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="How many nodes get a token.")
 def keygen_command(folder: Path | None, nodes: int) -> None:
     """Make the global server's keys, and a token for each node that may join it.
 
@@ -287,12 +269,8 @@ def keygen_command(folder: Path | None, nodes: int) -> None:
 
 @main.command("algorithms")
 @click.argument("name", required=False)
-@click.option(
-    "--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the model."
-)
-@click.option(
-    "--workers", type=click.IntRange(1), default=4, show_default=True, help="Each on a node of its own."
-)
+@click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the model.")
+@click.option("--workers", type=click.IntRange(1), default=4, show_default=True, help="Each on a node of its own.")
 def algorithms(name: str | None, parameters: int, workers: int) -> None:
     """List the algorithms with what a worker sends in an iteration, or the settings of one.
 

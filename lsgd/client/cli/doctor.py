@@ -88,9 +88,7 @@ class Doctor:
         """
         interface = self._look_here()
         if self._place.nodes == 1:
-            self._note(
-                "ok", "one node: no link to test; on several, start this on each with --nodes and --address"
-            )
+            self._note("ok", "one node: no link to test; on several, start this on each with --nodes and --address")
         elif interface is not None and (store := self._meet(interface)) is not None:
             try:
                 if self._reach(store, interface):
@@ -98,9 +96,7 @@ class Doctor:
                 self._part(store)
             except (RuntimeError, ExchangeError) as error:
                 self._note("FAIL", f"a node answers no more: {_first_line(error)}")
-        self._say(
-            "something above has to be mended first" if self._failed else "nothing is in the way of a run"
-        )
+        self._say("something above has to be mended first" if self._failed else "nothing is in the way of a run")
         return int(self._failed)
 
     def _note(self, kind: str, text: str) -> None:
@@ -137,9 +133,7 @@ class Doctor:
         except ConfigError as error:
             self._note("FAIL", str(error))
             return None
-        self._note(
-            "ok", f"tensors travel on {interface.address} ({interface.name}), because {interface.reason}"
-        )
+        self._note("ok", f"tensors travel on {interface.address} ({interface.name}), because {interface.reason}")
         self._check_keys(ip)
         return interface if self._check_port(ip) else None
 
@@ -160,9 +154,7 @@ class Doctor:
         if is_local(address):
             return
         if not (os.environ.get(TOKEN_VARIABLE) or path.exists()):
-            self._note(
-                "warn", f"there is no token of {name} yet: the launcher of node 0 makes it, or `lsgd keygen`"
-            )
+            self._note("warn", f"there is no token of {name} yet: the launcher of node 0 makes it, or `lsgd keygen`")
             return
         try:
             connector_keys(address, None, name, insecure=False)
@@ -192,14 +184,11 @@ class Doctor:
             return None
         self._note(
             "ok",
-            "all are there: "
-            + ", ".join(f"node{n} ({o['host']}, {o['address']})" for n, o in enumerate(others)),
+            "all are there: " + ", ".join(f"node{n} ({o['host']}, {o['address']})" for n, o in enumerate(others)),
         )
         for name, version in others[0]["versions"].items():
             different = {
-                f"node{n}": o["versions"][name]
-                for n, o in enumerate(others)
-                if o["versions"][name] != version
+                f"node{n}": o["versions"][name] for n, o in enumerate(others) if o["versions"][name] != version
             }
             if different:
                 self._note(
@@ -283,8 +272,7 @@ class Doctor:
         """Say how rarely to exchange, by the slowest link."""
         slowest = min(link.mbit_per_s for link in links)
         self._say(
-            f"the slowest link has {slowest:.0f} Mbit/s; with {parameters:,} parameters and {step_ms:g} ms an "
-            f"iteration"
+            f"the slowest link has {slowest:.0f} Mbit/s; with {parameters:,} parameters and {step_ms:g} ms an iteration"
         )
         for how, nbytes in (("float32", 4 * parameters), ("minmax8", parameters)):
             transfer_s = nbytes * 8 / (slowest * 1e6)

@@ -104,9 +104,7 @@ def _device(text: str, index: int) -> torch.device:
     try:
         device = torch.device(text)
     except RuntimeError:
-        raise ConfigError(
-            f"the variable LSGD_DEVICE = {text!r} is no device; write cpu, cuda or cuda:0"
-        ) from None
+        raise ConfigError(f"the variable LSGD_DEVICE = {text!r} is no device; write cpu, cuda or cuda:0") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"LSGD_DEVICE = {text!r}, but torch (built for CUDA {torch.version.cuda}) can use no GPU here"

@@ -121,9 +121,7 @@ def torch_optimizers(model: nn.Module, given: Any) -> list[torch.optim.Optimizer
     several = isinstance(given, Iterable) and not hasattr(given, "optimizer")
     optimizers = [_unwrapped(x) for x in (given if several else [given])]
     if not optimizers:
-        raise ConfigError(
-            "Worker.join was given no optimizer, so nothing would be trained; pass a list of one or more"
-        )
+        raise ConfigError("Worker.join was given no optimizer, so nothing would be trained; pass a list of one or more")
     known = {id(p) for p in model.parameters()}
     for optimizer in optimizers:
         groups: list[dict[str, Any]] = optimizer.param_groups

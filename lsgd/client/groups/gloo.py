@@ -56,9 +56,7 @@ def gloo_group(
     options._timeout = datetime.timedelta(seconds=timeout_s)
     options._threads = UNDER_WAY  # each carries one collective
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    gloo = connections.form(
-        introductions.forming, lambda: ProcessGroupGloo(introductions, rank, len(names), options)
-    )
+    gloo = connections.form(introductions.forming, lambda: ProcessGroupGloo(introductions, rank, len(names), options))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     _prove(group, introductions.nonces, rank, names)

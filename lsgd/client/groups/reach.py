@@ -96,9 +96,7 @@ def probe(generation: Generation, membership: Membership) -> None:
     if pairs := broken_pairs(rows)[:MAX_PAIRS]:
         words = ", ".join(f"{names[a]} and {names[b]}" for a, b in pairs[:4])
         more = f" (and {len(pairs) - 4} more pairs)" if len(pairs) > 4 else ""
-        raise BrokenLinksError(
-            f"{words} cannot reach each other{more}", tuple(rank for pair in pairs for rank in pair)
-        )
+        raise BrokenLinksError(f"{words} cannot reach each other{more}", tuple(rank for pair in pairs for rank in pair))
 
 
 def broken_pairs(rows: Mapping[int, Collection[int]]) -> list[tuple[int, int]]:

@@ -22,9 +22,7 @@ class ServerStore(Store):
     ends as soon as the generation does. A key has one value: what was read once is not asked for again.
     """
 
-    def __init__(
-        self, channel: Channel, worker: str, incarnation: int, generation: int, timeout_s: float
-    ) -> None:
+    def __init__(self, channel: Channel, worker: str, incarnation: int, generation: int, timeout_s: float) -> None:
         super().__init__()
         self._channel = channel
         self._identity = (worker, incarnation, generation)

@@ -179,9 +179,7 @@ class TorchGroup(Group):
     def _timeout(self) -> datetime.timedelta:
         return datetime.timedelta(seconds=self._timeout_s)
 
-    def _begin(
-        self, what: str, start: Callable[[dist.ProcessGroup], Any], *, sent: int, received: int
-    ) -> Transfer:
+    def _begin(self, what: str, start: Callable[[dist.ProcessGroup], Any], *, sent: int, received: int) -> Transfer:
         """Start what ``start`` returns, something with a ``wait()``; a group of one has nothing to do.
 
         ``sent`` and ``received``: bytes of tensors that this member sends and receives.

@@ -103,9 +103,7 @@ class Asking:
                 timeout_s=PAUSE_WITHIN_S,
             )
         except (ExchangeError, JoinError, ServerLostError) as error:
-            logger.warning(
-                "%s pauses without the servers' knowing, so that others may wait: %s", self._who[0], error
-            )
+            logger.warning("%s pauses without the servers' knowing, so that others may wait: %s", self._who[0], error)
 
     def _forget_ahead(self) -> None:
         if self._ahead is not None:

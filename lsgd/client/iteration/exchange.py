@@ -32,9 +32,7 @@ def exchange(replica: Replica, group: TorchGroup, order: Round) -> None:
         clear(replica.optimizers)
 
 
-def _exchange_buffers(
-    replica: Replica, group: TorchGroup, order: Round
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def _exchange_buffers(replica: Replica, group: TorchGroup, order: Round) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return the model's floating buffers, and the values that the round gives them."""
     buffers, treated = replica.finite.buffers(), replica.run.buffers
     if order.scope == "local" or treated == "keep" or not buffers or group.size == 1:

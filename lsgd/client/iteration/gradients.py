@@ -27,9 +27,7 @@ class GradientExchange:
         complete: called by autograd at the end of the pass, to wait for the exchange and to mend a failed one.
     """
 
-    def __init__(
-        self, flat: FlatParameters, algorithm: GradientAlgorithm, complete: Callable[[], None]
-    ) -> None:
+    def __init__(self, flat: FlatParameters, algorithm: GradientAlgorithm, complete: Callable[[], None]) -> None:
         self.muted = False
         self._algorithm = algorithm
         self._complete = complete

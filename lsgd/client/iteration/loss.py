@@ -34,9 +34,7 @@ class LossWindow:
             self._values.append(float(loss))
             return
         if loss.numel() != 1:
-            raise ConfigError(
-                f"report() takes the loss of a batch as one number, not a tensor of {tuple(loss.shape)}"
-            )
+            raise ConfigError(f"report() takes the loss of a batch as one number, not a tensor of {tuple(loss.shape)}")
         loss = loss.detach().reshape(())
         if loss.device.type != "cuda":
             self._values.append(float(loss))

@@ -102,14 +102,10 @@ class Rounds:
                     self.carry_out(order, redo=redo)
                 except ExchangeError as error:
                     # The servers count failed rounds, and end the run if too many fail.
-                    logger.warning(
-                        "round %d failed, the model is as before: %s; asking again", order.id, error
-                    )
+                    logger.warning("round %d failed, the model is as before: %s; asking again", order.id, error)
                     continue
             if isinstance(answer, Stop) and answer.failed:
-                raise NoConsensusError(
-                    f"{self._who[0]} has no consensus at the end of the run: {answer.reason}"
-                )
+                raise NoConsensusError(f"{self._who[0]} has no consensus at the end of the run: {answer.reason}")
             return self._asking.take(answer)
 
     @torch.no_grad()

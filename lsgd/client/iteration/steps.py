@@ -189,9 +189,7 @@ class Steps:
         others = {name: value for name, value in kwargs.items() if name != "closure"}
         return (optimizer, self._evaluated_once(optimizer, closure), *args[2:]), others
 
-    def _evaluated_once(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]
-    ) -> Callable[[], Any]:
+    def _evaluated_once(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure whose backward pass exchanges its gradients; the number of passes is the same on all."""
         evaluated = False
 

@@ -51,9 +51,7 @@ class Guard:
         try:
             self._begin()
         except OSError as error:
-            trouble = (
-                f"the process that guards the others was killed, and no other can be made: {error.strerror}"
-            )
+            trouble = f"the process that guards the others was killed, and no other can be made: {error.strerror}"
             return "" if was_said else trouble
         return "the process that guards the others was killed; another one has taken its place"
 

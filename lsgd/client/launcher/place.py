@@ -48,9 +48,7 @@ def find_place(node: int | None, nodes: int | None, address: str | None, environ
     return Place(node, nodes, address or "127.0.0.1")
 
 
-def _ask_slurm(
-    nodes: int | None, address: str | None, environ: Mapping[str, str]
-) -> tuple[int, int, str | None]:
+def _ask_slurm(nodes: int | None, address: str | None, environ: Mapping[str, str]) -> tuple[int, int, str | None]:
     """Return index and number of nodes, and the name of the first host; what is given already stays."""
     if environ.get("SLURM_LOCALID", "0") != "0":
         raise ConfigError("srun started more than one launcher on this node: srun --ntasks-per-node=1")
@@ -78,9 +76,7 @@ def resolve(address: str, nodes: int) -> str:
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(
-            f"the address of node 0, {address!r}, is not known here: {error.strerror}"
-        ) from None
+        raise ConfigError(f"the address of node 0, {address!r}, is not known here: {error.strerror}") from None
     ip = min(found, key=lambda info: info[0] != socket.AF_INET)[4][0]
     assert isinstance(ip, str)
     if nodes > 1 and ipaddress.ip_address(ip).is_loopback and address not in (ip, "localhost"):

@@ -77,9 +77,7 @@ class Child:
         OSError: it cannot be started.
     """
 
-    def __init__(
-        self, command: Command, number: int, screen: Screen, guard: Guard, *, again: bool = False
-    ) -> None:
+    def __init__(self, command: Command, number: int, screen: Screen, guard: Guard, *, again: bool = False) -> None:
         self.command = command
         self.number = number
         self.status: int | None = None

@@ -71,9 +71,7 @@ class Screen:
 
     def _missing(self, lines: int) -> str:
         clear = _CLEAR_LINE if self.is_terminal else ""
-        return (
-            f"{clear}{LAUNCHER}{lines} lines are missing here, which nobody took in; the logs have them all\n"
-        )
+        return f"{clear}{LAUNCHER}{lines} lines are missing here, which nobody took in; the logs have them all\n"
 
 
 class Transcript:
@@ -88,9 +86,7 @@ class Transcript:
         again: the process was started again: its log goes on.
     """
 
-    def __init__(
-        self, screen: Screen, name: str, log: Path, number: int, live: bool, *, again: bool = False
-    ) -> None:
+    def __init__(self, screen: Screen, name: str, log: Path, number: int, live: bool, *, again: bool = False) -> None:
         self._screen = screen
         self._prefix = f"[{name}] "
         self._log = Log(log, screen.say, again=again)

@@ -171,9 +171,7 @@ class Supervisor:
         left = child.command.restarts - len(deaths)
         if left < 0:
             return False
-        wait_s = min(
-            2.0 ** (len(deaths) - 1), SERVER_BACKOFF_S if child.command.is_server else RESTART_WINDOW_S
-        )
+        wait_s = min(2.0 ** (len(deaths) - 1), SERVER_BACKOFF_S if child.command.is_server else RESTART_WINDOW_S)
         self._due[child.name] = now + wait_s
         self._screen.say(
             f"{child.name} {child.fate}; it is started again in {wait_s:g} s "

@@ -98,9 +98,7 @@ class Value:
         if width == 1:
             return self
         kernel, lane = self.kernel, ir.Constant(I32, 0)
-        one = kernel.builder.insert_element(
-            ir.Constant(vector(self.element, width), ir.Undefined), self.raw, lane
-        )
+        one = kernel.builder.insert_element(ir.Constant(vector(self.element, width), ir.Undefined), self.raw, lane)
         return Value(kernel, one).shuffle([0] * width)
 
     def shuffle(self, lanes: Sequence[int], other: Value | None = None) -> Value:
@@ -165,9 +163,7 @@ class Variable:
 class Kernel:
     """One function under construction in an LLVM module: ``void name(arguments)``."""
 
-    def __init__(
-        self, module: ir.Module, name: str, arguments: Sequence[Any], *, public: bool = False
-    ) -> None:
+    def __init__(self, module: ir.Module, name: str, arguments: Sequence[Any], *, public: bool = False) -> None:
         self.module = module
         self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
         self.function.attributes.add("noinline")
@@ -213,9 +209,7 @@ class Kernel:
     def store(self, value: Value, base: Value, index: Value | int = 0, *, stream: bool = False) -> None:
         """Store a value at element ``index`` of an array; ``stream``: past the caches, aligned to 64 bytes."""
         pointer = self.offset(base, value.element, index).raw
-        instruction = self.builder.store(
-            value.raw, pointer, align=64 if stream else _alignment(value.element)
-        )
+        instruction = self.builder.store(value.raw, pointer, align=64 if stream else _alignment(value.element))
         if stream:
             instruction.set_metadata("nontemporal", self.module.add_metadata([ir.Constant(I32, 1)]))
 

@@ -171,9 +171,7 @@ class Jobs:
         scales = k.offset(job.address("scales"), F32, number * 2)
         k.store(finite.where(lo, k.constant(float("nan"), F32)), scales, 0)
         k.store(finite.where(usable.where(unit / factor, zero), zero), scales, 1)
-        for i, value in enumerate(
-            (lo * factor, usable.where(k.constant(1.0, F32) / unit, zero), factor, bad)
-        ):
+        for i, value in enumerate((lo * factor, usable.where(k.constant(1.0, F32) / unit, zero), factor, bad)):
             k.store(value, constants, i)
         with k.either(finite) as (then, otherwise):
             with then:
@@ -242,9 +240,7 @@ class Jobs:
             k.call(self.fill, k.arguments[0], place, n, tile, slot)
             k.call(self.tiles.minmax, k.load(slot, POINTER), n, state)
 
-    def _codes_of(
-        self, k: Kernel, start: Value, stop: Value, rooms: tuple[Value, ...], refill: Value
-    ) -> None:
+    def _codes_of(self, k: Kernel, start: Value, stop: Value, rooms: tuple[Value, ...], refill: Value) -> None:
         """Emit the pass that writes the codes of the elements start to stop."""
         tile, room, slot, _, constants = rooms
         with k.loop(start, stop, TILE) as place:

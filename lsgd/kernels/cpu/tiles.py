@@ -114,9 +114,7 @@ class Tiles:
             # Not by shifts: LLVM would fold them into the multiplications, to whole 64-bit ones, which are slow.
             halves = [word.convert("bitcast", I32, 2 * calls) for word in words]
             pairs = [lane for even in range(0, 2 * calls, 2) for lane in (even, even + 2 * calls)]
-            low, high = (
-                halves[j].shuffle(pairs, halves[j + 1]).convert("bitcast", I64, calls) for j in (0, 2)
-            )
+            low, high = (halves[j].shuffle(pairs, halves[j + 1]).convert("bitcast", I64, calls) for j in (0, 2))
             order = [lane + calls * part for lane in range(calls) for part in (0, 1)]
             k.store(low.shuffle(order, high), out, index * (WIDTH // 4))
         k.finish()
@@ -142,9 +140,9 @@ class Tiles:
                 random = k.load(dither, I16, index, width).convert("zext", I32)
                 code = ((difference * inverse * 65536.0).rounded().clamp(0, LEVELS << 16) + random) >> 16
             else:
-                code = (
-                    difference.fused_multiply_add(inverse, _ROUND).convert("bitcast", I32) - _ROUND_BITS
-                ).clamp(0, LEVELS)
+                code = (difference.fused_multiply_add(inverse, _ROUND).convert("bitcast", I32) - _ROUND_BITS).clamp(
+                    0, LEVELS
+                )
             k.store(code.convert("trunc", I8), codes, index)
 
         _spans(k, n, WIDTH, body)
@@ -224,9 +222,7 @@ class Tiles:
                 bits = x.convert("bitcast", I32)
                 rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
                 number = x.compare("==", x)
-                k.store(
-                    number.where(rounded, k.constant(0x7FC0, I32, width)).convert("trunc", I16), out, index
-                )
+                k.store(number.where(rounded, k.constant(0x7FC0, I32, width)).convert("trunc", I16), out, index)
 
         _spans(k, n, WIDTH, body)
         k.finish()

@@ -135,9 +135,7 @@ class CudaPath(ReferencePath):
         if out.numel():
             source, keep = _payloads(qs, weight)
             grid = -(-out.numel() // (THREADS * ELEMENTS))
-            self._launch(
-                out.device, "dequantize_reduce", grid, THREADS, (*source, out.data_ptr(), out.numel())
-            )
+            self._launch(out.device, "dequantize_reduce", grid, THREADS, (*source, out.data_ptr(), out.numel()))
             del keep  # the stream orders its reuse behind the kernel
 
     def dequantize_reduce_quantize(

@@ -19,9 +19,7 @@ parser.add_argument("--nap-at", type=int, default=0, help="sleep for --nap secon
 parser.add_argument("--pause-at", type=int, default=0, help="pause for --nap seconds after this iteration")
 parser.add_argument("--nap", type=float, default=0.0)
 parser.add_argument("--fail-at", type=int, default=0, help="raise in this iteration, after the step")
-parser.add_argument(
-    "--break-at", type=int, default=0, help="leave the loop in this iteration, before the step"
-)
+parser.add_argument("--break-at", type=int, default=0, help="leave the loop in this iteration, before the step")
 parser.add_argument("--width", type=int, default=16, help="of the model")
 parser.add_argument("--nan", action="store_true", help="report losses that are not numbers")
 parser.add_argument("--same-data", action="store_true", help="draw from the whole dataset, seeded alike")
