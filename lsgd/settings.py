@@ -65,7 +65,7 @@ class AlgorithmSettings:
     summary: ClassVar[str]
 
     elects: ClassVar[bool] = False
-    """Whether the worker with the lowest loss gives others its model."""
+    """Whether a worker that is elected gives others its model."""
 
     def schedule(self) -> Schedule:
         """Return when the algorithm needs rounds."""

@@ -64,7 +64,7 @@ class Replica:
 
     @property
     def elects(self) -> bool:
-        """Whether the worker with the lowest loss gives others something of its model."""
+        """Whether a worker that is elected gives others something of its model."""
         return self.algorithm.settings.elects or "leader" in (self.run.consensus, self.run.buffers)
 
     def check(self) -> None:
