@@ -32,6 +32,9 @@ Endpoint = tuple[str, int]
 END_WITHIN_S = 5.0
 """How long an end waits for the threads that make groups, in seconds; those of Gloo need some milliseconds."""
 
+LEAVE_WITHIN_S = 1.0
+"""How long the end of the process waits for a thread that waited for a group, to let go of what Gloo has of it."""
+
 _SO_PEERNAME = 28  # Linux: tells the peer of a connection that is not made yet, too
 _TURN_S = 0.02
 _KNOCK_WITHIN_S = 1.0
@@ -64,6 +67,7 @@ class Connections:
         self._inodes: set[int] = set()
         self._forming: list[Forming] = []
         self._threads: set[threading.Thread] = set()
+        self._callers: set[threading.Thread] = set()  # that wait for them
         self._cut: Future[None] = Future()
 
     def watch(self, build: Callable[[], T]) -> T:
@@ -76,6 +80,7 @@ class Connections:
         built: Future[T] = Future()
         thread = threading.Thread(target=_finish, args=(built, build), name="lsgd-build", daemon=True)
         self._threads.add(thread)
+        self._callers.add(threading.current_thread())
         _end_at_exit(self)
         thread.start()
         ends: list[Future[Any]] = [built, self._cut]
@@ -88,6 +93,7 @@ class Connections:
                 self.end()
             if built.done():
                 self._threads.discard(thread)
+            self._callers.discard(threading.current_thread())
             del built, ends  # an error's traceback leads here: they would keep it, and with it Gloo's sockets
 
     def form(self, forming: Forming, make: Callable[[], T]) -> T:
@@ -151,8 +157,11 @@ class Connections:
 
     def end_if_forming(self) -> None:
         """End, if a group is being made by this process: one that was forked has the sockets, but not the threads."""
+        callers = self._callers - {threading.current_thread()}
         if any(thread.is_alive() for thread in tuple(self._threads)):
             self.end()
+        for caller in callers:  # it drops objects of Gloo's, which ends the process if the interpreter ends meanwhile
+            caller.join(LEAVE_WITHIN_S)
 
 
 def stop_listening(forming: Forming) -> None:
