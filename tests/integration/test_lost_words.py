@@ -14,7 +14,7 @@ def test_a_pause_that_is_not_heard_costs_the_others_their_patience(cluster: Clus
     nap = ("--nap-at", 21, "--pause-at", 21, "--nap", 10)  # the first nap is the time to kill the server in
     pauses = cluster.worker("train", 0, 1, "--sleep", 0.005, *nap)
     steps = cluster.folder / "node0-worker1.steps"
-    until(lambda: steps.exists() and len(steps.read_text().split()) == 20, "it naps")
+    pauses.says("^naps$")  # with its iteration granted
     kill(run.server)
     pauses.says("node0/worker1 pauses without the servers' knowing, so that others may wait: ")
     run.start_again()

@@ -49,6 +49,7 @@ naps: list[tuple[float, float]] = []
 
 def nap() -> None:
     started_at = time.monotonic()
+    print("naps", flush=True)
     time.sleep(options.nap)
     naps.append((started_at, time.monotonic()))
 
