@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
 
+from lsgd.codecs.base import Codec
 from lsgd.errors import ConfigError
 from lsgd.lazy import torch
+from lsgd.payload import HEADER_NBYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +24,38 @@ _GATHER: Final = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, 
 _SPREAD: Final = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 
 
-def check_scale_block(codec: object, scale_block: int) -> None:
-    """Raise ConfigError if blocks of this many elements cannot share a scale."""
-    if not 8 <= scale_block <= 1 << 16 or scale_block & (scale_block - 1):
-        raise ConfigError(f"{codec}: scale_block = {scale_block} is not a power of two in 8 … 65536")
+@dataclass(frozen=True)
+class ScaledBlocks(Codec):
+    """Base of the codecs that send a bfloat16 scale for each block, and then some planes of bits.
+
+    Args:
+        scale_block: elements that share a scale; a power of two, 8 … 65536.
+    """
+
+    planes: ClassVar[int]
+    """Bits of an element."""
+
+    scale_block: int = 512
+
+    def __post_init__(self) -> None:
+        if not 8 <= self.scale_block <= 1 << 16 or self.scale_block & (self.scale_block - 1):
+            raise ConfigError(f"{self}: scale_block = {self.scale_block} is not a power of two in 8 … 65536")
+
+    @property
+    def unit(self) -> int:
+        """The elements of a block."""
+        return self.scale_block
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the header, the scales and the planes."""
+        return HEADER_NBYTES + sum(self._sizes(numel))
+
+    def parts(self, body: Tensor, numel: int) -> tuple[Tensor, ...]:
+        """Return the scales and each plane of a payload's bytes after the header."""
+        return body.split_with_sizes(self._sizes(numel))
+
+    def _sizes(self, numel: int) -> list[int]:
+        return [2 * -(-numel // self.scale_block)] + [bits_nbytes(numel)] * self.planes
 
 
 def pieces(numel: int, scale_block: int, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:

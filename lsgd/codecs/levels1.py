@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lsgd.codecs import blocks
-from lsgd.codecs.base import Codec
 from lsgd.lazy import torch
-from lsgd.payload import HEADER_NBYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Levels1(Codec):
+class Levels1(blocks.ScaledBlocks):
     """The sign times a block's mean magnitude.
 
     After the header: a bfloat16 for each block, then the bits of the signs (1: below zero). A block with NaN or Inf
@@ -27,23 +25,11 @@ class Levels1(Codec):
 
     name: ClassVar[str] = "levels1"
 
-    scale_block: int = 512
-
-    def __post_init__(self) -> None:
-        blocks.check_scale_block(self, self.scale_block)
-
-    @property
-    def unit(self) -> int:
-        """The elements of a block."""
-        return self.scale_block
-
-    def nbytes(self, numel: int) -> int:
-        """One bit an element, 16 a block."""
-        return HEADER_NBYTES + self._scales(numel) + blocks.bits_nbytes(numel)
+    planes: ClassVar[int] = 1
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
         """Note the signs."""
-        scales, signs = self._parts(self.begin(payload, x), x.numel())
+        scales, signs = self.parts(self.begin(payload, x), x.numel())
         rows = blocks.rows_of(x, self.scale_block)
         sums = blocks.sums_of(rows.abs().to(torch.float64))
         blocks.write_scales(sums / blocks.counts_of(rows, x.numel()), scales)
@@ -51,13 +37,7 @@ class Levels1(Codec):
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Write the scale with each element's sign."""
-        scales, signs = self._parts(self.body(payload, out.numel()), out.numel())
+        scales, signs = self.parts(self.body(payload, out.numel()), out.numel())
         scale = blocks.read_scales(scales)
         value = torch.where(blocks.read_bits(signs, self.scale_block), -scale, scale)
         out.copy_(value.view(-1)[: out.numel()])
-
-    def _scales(self, numel: int) -> int:
-        return 2 * -(-numel // self.scale_block)
-
-    def _parts(self, body: Tensor, numel: int) -> tuple[Tensor, ...]:
-        return body.split_with_sizes([self._scales(numel), blocks.bits_nbytes(numel)])

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from lsgd.codecs import blocks
-from lsgd.codecs.base import Codec
 from lsgd.lazy import torch
-from lsgd.payload import HEADER_NBYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +18,7 @@ THRESHOLD: Final = 0.9816
 
 
 @dataclass(frozen=True)
-class Levels2(Codec):
+class Levels2(blocks.ScaledBlocks):
     """±0.4528 or ±1.5104 times a block's scale.
 
     After the header: a bfloat16 for each block, the bits of the signs (1: below zero), those of the levels (1: far).
@@ -32,23 +30,11 @@ class Levels2(Codec):
 
     name: ClassVar[str] = "levels2"
 
-    scale_block: int = 512
-
-    def __post_init__(self) -> None:
-        blocks.check_scale_block(self, self.scale_block)
-
-    @property
-    def unit(self) -> int:
-        """The elements of a block."""
-        return self.scale_block
-
-    def nbytes(self, numel: int) -> int:
-        """Two bits an element, 16 a block."""
-        return HEADER_NBYTES + self._scales(numel) + 2 * blocks.bits_nbytes(numel)
+    planes: ClassVar[int] = 2
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
         """Choose the level of each element by the root mean square of its block, then the scale."""
-        scales, signs, levels = self._parts(self.begin(payload, x), x.numel())
+        scales, signs, levels = self.parts(self.begin(payload, x), x.numel())
         for here, block, bits in blocks.pieces(x.numel(), self.scale_block, x.device):
             self._encode(x[here], scales[block], signs[bits], levels[bits])
 
@@ -68,16 +54,9 @@ class Levels2(Codec):
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Write the level of each element."""
-        scales, signs, levels = self._parts(self.body(payload, out.numel()), out.numel())
+        scales, signs, levels = self.parts(self.body(payload, out.numel()), out.numel())
         scale = blocks.read_scales(scales)
         far = blocks.read_bits(levels, self.scale_block)
         value = torch.where(far, scale * FAR, scale * NEAR)
         value = torch.where(blocks.read_bits(signs, self.scale_block), -value, value)
         out.copy_(value.view(-1)[: out.numel()])
-
-    def _scales(self, numel: int) -> int:
-        return 2 * -(-numel // self.scale_block)
-
-    def _parts(self, body: Tensor, numel: int) -> tuple[Tensor, ...]:
-        plane = blocks.bits_nbytes(numel)
-        return body.split_with_sizes([self._scales(numel), plane, plane])

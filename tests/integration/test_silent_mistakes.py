@@ -13,12 +13,7 @@ from lsgd.client import Worker
 from lsgd.client.iteration.steps import FAIL_AFTER_STEPS, WARN_AFTER_STEPS
 from lsgd.errors import ConfigError, DetachedError, LsgdError
 
-BATCH = torch.ones(4, 6)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+from .test_steps import BATCH, network
 
 
 class Loop:
