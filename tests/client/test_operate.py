@@ -1,8 +1,10 @@
 """``lsgd status``, ``set``, ``stop`` and ``algorithms``: what they say of a real server, and of none."""
 
+import fcntl
 import io
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,16 @@ def test_the_run_is_found_by_its_folder(servers, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(main, ["status"]).exit_code == 1  # their launchers have ended
+
+
+def test_a_look_at_a_run_folder_keeps_no_launcher_from_it(tmp_path):
+    with claimed(tmp_path, 0, "tcp://127.0.0.1:9"):
+        pass
+    with (tmp_path / "node0.lock").open() as looked_at:
+        fcntl.flock(looked_at, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, (looked_at, fcntl.LOCK_UN)).start()
+        with claimed(tmp_path, 0, "tcp://127.0.0.1:9"):
+            pass
 
 
 def test_an_address_needs_no_scheme(lsgd, servers):

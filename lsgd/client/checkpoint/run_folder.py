@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,9 @@ from lsgd.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run folder that has its checkpoints."""
+
+LOOK_S = 1.0
+"""How long a lock that is taken is tried again, in seconds: :func:`find_live` takes it for a moment to look at it."""
 
 EARLIER = ""
 """Stands for the run of files in the earlier layout."""
@@ -94,7 +98,7 @@ def find_live(folder: Path) -> tuple[Path, str]:
     for path in (*folder.glob("node*.lock"), *folder.glob("*/node*.lock")):
         with suppress(OSError, IndexError), path.open() as file:
             status = os.fstat(file.fileno())
-            if status.st_uid == os.getuid() and not _is_free(file.fileno()):
+            if status.st_uid == os.getuid() and _flock(file.fileno(), fcntl.LOCK_SH):
                 live.append((status.st_mtime_ns, path.parent, file.read().split()[2]))
     if not live:
         raise ConfigError(
@@ -104,26 +108,28 @@ def find_live(folder: Path) -> tuple[Path, str]:
     return max(live)[1:]
 
 
-def _is_free(descriptor: int) -> bool:
+def _flock(descriptor: int, kind: int) -> int:
+    """Take a lock if that is possible now; return 0, or the error's number: it is held, or there are no locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # it is held, or the file system has no locks
-        return False
-    return True
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno or errno.EWOULDBLOCK
+    return 0
 
 
 def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOTSUP):  # a file system without locks
+    deadline = time.monotonic() + LOOK_S
+    while (failure := _flock(descriptor, fcntl.LOCK_EX)) and time.monotonic() < deadline:
+        if failure in (errno.ENOLCK, errno.ENOTSUP):  # a file system without locks
             return
+        time.sleep(LOOK_S / 20)
+    if failure:
         pid, host, *_ = [*os.pread(descriptor, 200, 0).decode(errors="replace").split(), "", ""]
         raise ConfigError(
             f"the run folder {folder} is in use: another lsgd launch of node {node} (process {pid or '?'} on "
             f"{host or '?'}) runs in it; end that one (kill {pid or 'PID'} there), or name another folder with "
             f"--run-dir (RUN_NAME)"
-        ) from None
+        )
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()} {address}\n".encode(), 0)
