@@ -8,7 +8,7 @@ from lsgd.algorithms.bytegrad import ByteGradSettings
 from lsgd.algorithms.decentralized import DecentralizedSettings
 from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.leader import LeaderSettings
-from lsgd.algorithms.local import DiLoCoSettings, LocalSettings
+from lsgd.algorithms.local import DiLoCoSettings, LocalSettings, SparseSettings
 from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSettings
 from lsgd.algorithms.qsgd import QSGDSettings
 from lsgd.settings import AlgorithmSettings
@@ -25,6 +25,12 @@ OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     "elastic": lambda period: ElasticSettings(period=period),
     "local": lambda period: LocalSettings(period=period),
     "local-8bit": lambda period: LocalSettings(period=period, compression="minmax8"),
+    "local-2bit": lambda period: LocalSettings(period=period, compression="levels2"),
+    "local-1bit": lambda period: LocalSettings(period=period, compression="levels1"),
+    "local-2bit-fragments": lambda period: LocalSettings(
+        period=period, compression="levels2", fragments=4, delay=period // 8
+    ),
+    "sparse": lambda period: SparseSettings(period=period),
     "diloco": lambda period: DiLoCoSettings(period=period),
     "allreduce": lambda period: AllReduceSettings(),
     "bytegrad": lambda period: ByteGradSettings(),

@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from lsgd.algorithms.common import rounding_codec
 from lsgd.collectives.background import Background
+from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.group import Group, Transfer
 from lsgd.collectives.pipeline import Pipeline
 from lsgd.collectives.point_to_point import Exchange
@@ -66,7 +67,7 @@ class QuantizedState:
         self.error_feedback = error_feedback
         self.seed = seed
         self.step = 0
-        self.residuals: dict[int, Tensor] = {}
+        self.feedback: dict[int, ErrorFeedback] = {}
         group = _TorchGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
         self._all_reduce = QuantizedAllReduce(group, rounding_codec(codec, block or 0, rounding), rounding=rounding)
         self._background = Background()
@@ -82,12 +83,11 @@ class QuantizedState:
         if not self.error_feedback:
             yield from self._all_reduce.stages(gradient, gradient, seed)
             return
-        old = self.residuals.get(bucket)
-        if old is None or old.shape != gradient.shape:
-            old = torch.zeros_like(gradient, dtype=torch.float32)
-        new = old.clone()
-        non_finite = (yield from self._all_reduce.stages(gradient, gradient, seed, new)) != 0
-        self.residuals[bucket] = torch.where(non_finite, old, new)
+        feedback = self.feedback.get(bucket)
+        if feedback is None or feedback.residual.shape != gradient.shape:
+            feedback = self.feedback[bucket] = ErrorFeedback(gradient.numel(), gradient.device)
+        flags = yield from self._all_reduce.stages(gradient, gradient, seed, feedback)
+        feedback.commit(unless=flags.any())
 
     def submit(self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], *, is_last: bool) -> None:
         """Have the exchange's thread exchange a bucket beside those before it, and on its stream on a GPU.

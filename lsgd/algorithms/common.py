@@ -41,6 +41,22 @@ def block() -> Any:
     )
 
 
+def fragments() -> Any:
+    """Declare into how many parts a model is cut, of which a round exchanges one."""
+    return setting(
+        1,
+        "parts of the model, exchanged in turn: each once in a period, one a round",
+        low=1,
+        high=1 << 16,
+        fixed=True,
+    )
+
+
+def delay(what: str) -> Any:
+    """Declare how long after a round its result is taken over."""
+    return setting(0, f"{what} this many iterations after its round, to hide the transfer", low=0, fixed=True)
+
+
 def rounding(default: str) -> Any:
     """Declare how a codec rounds."""
     return setting(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all, empties
-from lsgd.algorithms.common import block, codec
+from lsgd.algorithms.common import block, codec, delay
 from lsgd.codecs import codec_of
 from lsgd.collectives.background import Background
 from lsgd.collectives.topology import node_index, node_ranks
@@ -51,12 +51,7 @@ class LeaderSettings(AlgorithmSettings):
     )
     compression: str = codec("none", "changes of the leaders' models")
     block: int = block()
-    delay: int = setting(
-        0,
-        "take over a leader's model this many iterations after its round, to hide the transfer",
-        low=0,
-        fixed=True,
-    )
+    delay: int = delay("take over a leader's model")
 
     def __post_init__(self) -> None:
         if self.period < self.local_period or self.period % self.local_period:

@@ -1,15 +1,21 @@
-"""Local SGD (Stich, arXiv 1805.09767) and DiLoCo (Douillard et al., arXiv 2311.08105)."""
+"""Local SGD (Stich, arXiv 1805.09767), DiLoCo (arXiv 2311.08105), and their relatives of few bits."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lsgd.algorithms.base import Algorithm, Flat, all_finite, copy_all, empties
-from lsgd.algorithms.common import block, codec, period
-from lsgd.codecs import codec_of
-from lsgd.collectives.two_round import QuantizedAllReduce
+from lsgd.algorithms.base import Algorithm, Flat, all_finite, copy_all
+from lsgd.algorithms.common import block, codec, delay, fragments, hierarchical, period
+from lsgd.codecs import Codec, codec_of
+from lsgd.collectives.background import Background
+from lsgd.collectives.compressed_mean import CompressedMean, sent_nbytes
+from lsgd.collectives.feedback import ErrorFeedback
+from lsgd.collectives.two_round import chunk_bounds
+from lsgd.errors import ConfigError
 from lsgd.lazy import no_grad, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, Schedule, setting
@@ -34,15 +40,43 @@ class LocalSettings(AlgorithmSettings):
     outer_momentum: float = setting(0.0, "Nesterov momentum of the outer step", low=0, high=1)
     compression: str = codec("none", "the models' changes")
     block: int = block()
+    error_decay: float = setting(
+        1.0, "factor of what rounding has lost when the next exchange adds it; 0: no error feedback", low=0, high=1
+    )
+    hierarchical: bool = hierarchical()
+    fragments: int = fragments()
+    delay: int = delay("take over the outer step's model")
+    keep: float = setting(
+        0.5, "with delay: share of its own model that a worker keeps when it takes over the common one", low=0, high=1
+    )
+
+    def __post_init__(self) -> None:
+        if self.period % self.fragments:
+            raise ConfigError(
+                f"period = {self.period} is not a multiple of fragments = {self.fragments}, of which one is exchanged "
+                f"every period / fragments iterations; set fragments to a divisor of period"
+            )
+        if self.delay >= self.period // self.fragments and self.delay:
+            raise ConfigError(
+                f"delay = {self.delay} is not less than the {self.period // self.fragments} iterations between "
+                f"rounds: the next round would come first; set delay to at most {self.period // self.fragments - 1}"
+            )
 
     def schedule(self) -> Schedule:
-        """Exchange every ``period`` steps."""
-        return Schedule(self.period, self.period)
+        """Exchange a fragment every ``period / fragments`` steps."""
+        interval = self.period // self.fragments
+        return Schedule(interval, interval)
+
+    def make_codec(self) -> Codec:
+        """Return the codec."""
+        return codec_of(self.compression, self.block)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """The model's change twice, except the worker's own share."""
-        codec = codec_of(self.compression, self.block)
-        return 2 * (workers - 1) / workers * numel * codec.element_nbytes / self.period
+        """The model's change: twice, except the worker's own share, or once to each other worker."""
+        codec = self.make_codec()
+        if codec.lossless:
+            return 2 * (workers - 1) / workers * numel * codec.element_nbytes / self.period
+        return sent_nbytes(codec, numel, workers) / self.period
 
     def create(self, parameters: Flat, run: str = "") -> LocalSGD:
         """Return the algorithm."""
@@ -60,6 +94,19 @@ class DiLoCoSettings(LocalSettings):
     outer_momentum: float = setting(0.9, "Nesterov momentum of the outer step", low=0, high=1)
 
 
+@dataclass(frozen=True)
+class SparseSettings(LocalSettings):
+    """SparseLoCo (arXiv 2508.15706): the largest changes of the models, with error feedback; ``local``'s class."""
+
+    name: ClassVar[str] = "sparse"
+    summary: ClassVar[str] = "SparseLoCo, the largest changes of the models (arXiv 2508.15706)"
+
+    compression: str = codec("topk", "the models' changes")
+    error_decay: float = setting(
+        0.95, "factor of what was not sent when the next exchange adds it; 0: it is dropped", low=0, high=1
+    )
+
+
 class LocalSGD(Algorithm):
     """Workers train alone; a round uses the mean change of their models as pseudo-gradient of an outer step.
 
@@ -68,7 +115,13 @@ class LocalSGD(Algorithm):
     step as in torch.optim.SGD. With ``outer_lr = 1`` and no momentum, c is the mean of the models.
 
     c and v are float32 (float64 for float64 parameters) and equal on all members. d is sent in the model's dtype, or
-    in the codec of ``compression``.
+    in the codec of ``compression`` with error feedback: a worker sends ``Q(x - c + decay e)``, and e becomes what Q
+    lost. A member keeps e when others come and go.
+
+    With ``fragments``, a round does that for one of so many equal parts of the model, the next round for the next one.
+    With ``delay``, d is of the model at the round, and c changes that many steps later; then
+    ``x ← keep x + (1 - keep) c`` (Streaming DiLoCo, arXiv 2501.18512). A transfer that fails changes nothing, and the
+    part's next round sends what it would have sent.
     """
 
     settings: LocalSettings
@@ -78,53 +131,134 @@ class LocalSGD(Algorithm):
         self._run = run
         self.common = [x.detach().to(_wide(x), copy=True) for x in parameters]
         self.velocity = [torch.zeros_like(c) for c in self.common]
-        self._scratch: list[Tensor] = []
-        self._all_reduce: QuantizedAllReduce | None = None
+        self._codec = settings.make_codec()
+        self._fragments = _places(parameters, settings.fragments, self._codec.unit)
+        self._feedback: list[list[ErrorFeedback]] = []
+        if not self._codec.lossless:
+            self._feedback = [
+                [ErrorFeedback(place.stop - place.start, x.device) for x, place in zip(parameters, places, strict=True)]
+                for places in self._fragments
+            ]
+        self._changes: list[Tensor] = []
+        self._mean: CompressedMean | None = None
+        self._members: tuple[str, ...] = ()
+        self._background = Background()
+        self._order: Round | None = None
+        self._steps_left = 0
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
-        """Make new scratch tensors."""
-        self._scratch = empties(parameters)
-        codec = codec_of(self.settings.compression, self.settings.block)
-        self._all_reduce = None if codec.lossless else QuantizedAllReduce(group, codec)
+        """Make new scratch tensors; forget what was under way, and the residuals of results if members have changed."""
+        self._background = Background()
+        if self._codec.lossless:
+            self._changes = [torch.empty_like(x) for x in parameters]
+        else:
+            self._changes = [torch.empty_like(x, dtype=torch.float32) for x in parameters]
+            self._mean = CompressedMean(group, self._codec, hierarchical=self.settings.hierarchical)
+        members = order.generation.members
+        for feedback in (each for fragment in self._feedback for each in fragment):
+            feedback.begin_generation(same_members=members == self._members)
+        self._members = members
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
-        """Average the models' changes and take the outer step."""
+        """Average a fragment's changes and take the outer step, or begin to."""
         if order is None:
             return
+        self.settle(parameters)
         finite = all_finite(parameters)
         if not finite:
             log.warning("round %d: this worker's model is not finite; it takes the common one", order.id)
-        for index, (x, c, change) in enumerate(zip(parameters, self.common, self._scratch, strict=True)):
+        fragment = order.exchanges % len(self._fragments)
+        for x, c, change in self._parts(fragment, parameters, self.common, self._changes):
             torch.sub(x, c, out=change) if finite else change.zero_()
-            self._average(change, index, group, order)
-        lr, momentum = self.settings.outer_lr, self.settings.outer_momentum
-        for x, c, v, change in zip(parameters, self.common, self.velocity, self._scratch, strict=True):
-            v.mul_(momentum).add_(change)
-            c.add_(change, alpha=lr).add_(v, alpha=lr * momentum)
-            x.copy_(c)
 
-    def _average(self, change: Tensor, index: int, group: Group, order: Round) -> None:
-        """Replace ``change`` by its mean over all members, with the same bits on all."""
-        if self._all_reduce is not None:
-            self._all_reduce(change, change, (self._run, order.id, index))
+        def transfer() -> None:
+            for index, (change,) in enumerate(self._parts(fragment, self._changes)):
+                self._average(change, fragment, index, group, order)
+
+        self._order, self._steps_left = order, self.settings.delay
+        if self._steps_left and parameters:
+            self._background.start(transfer, parameters[0].device)
         else:
+            transfer()
+            self._land(parameters, order)
+
+    def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> None:
+        """Replace ``change`` by its mean over all members, with the same bits on all."""
+        if self._mean is None:
             change.div_(group.size)
             group.all_reduce(change).wait()
+        else:
+            seed = (self._run, order.id, index)
+            self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
+
+    @no_grad
+    def after_step(self, parameters: Flat) -> None:
+        """Take the outer step of a round ``delay`` steps ago."""
+        self._steps_left -= 1
+        if self._steps_left == 0 and self._background.busy and self._background.succeeded():
+            self.settle(parameters)
+
+    @no_grad
+    def settle(self, parameters: Flat) -> None:
+        """Take the outer step that is still under way."""
+        if self._background.busy:
+            self._background.finish()
+            assert self._order is not None
+            self._land(parameters, self._order)
+
+    def _land(self, parameters: Flat, order: Round) -> None:
+        """Take the outer step of a round whose mean has arrived, and take over the common model."""
+        settings, fragment = self.settings, order.exchanges % len(self._fragments)
+        parts = list(self._parts(fragment, parameters, self.common, self.velocity, self._changes))
+        if all_finite([change for *_, change in parts]):
+            for feedback in self._feedback[fragment] if self._feedback else ():
+                feedback.commit()
+            lr, momentum = settings.outer_lr, settings.outer_momentum
+            for _, c, v, change in parts:
+                v.mul_(momentum).add_(change)
+                c.add_(change, alpha=lr).add_(v, alpha=lr * momentum)
+        else:  # so it is on all members
+            log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
+        if not all_finite(parameters):
+            copy_all(parameters, self.common)
+            return
+        for x, c, _, _ in parts:
+            if settings.delay:
+                x.lerp_(c.to(x.dtype), 1 - settings.keep)
+            else:
+                x.copy_(c)
+
+    def _parts(self, fragment: int, *flats: Flat) -> Iterator[tuple[Tensor, ...]]:
+        """Yield a fragment's part of each tensor, side by side for several lists of tensors."""
+        for place, *tensors in zip(self._fragments[fragment], *flats, strict=True):
+            yield tuple(x[place] for x in tensors)
 
     def shared_state(self) -> list[Tensor]:
         """Return the common model and the outer step's velocity."""
         return [*self.common, *self.velocity]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the common model and the outer step's velocity."""
-        return {"common": self.common, "velocity": self.velocity}
+        """Return the common model, the outer step's velocity, and what rounding has lost."""
+        feedback = [[each.state_dict() for each in fragment] for fragment in self._feedback]
+        members = list(self._members)
+        return {"common": self.common, "velocity": self.velocity, "feedback": feedback, "members": members}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the common model and the outer step's velocity."""
+        """Restore what :meth:`state_dict` returned."""
         copy_all(self.common, state["common"])
         copy_all(self.velocity, state["velocity"])
+        for fragment, saved in zip(self._feedback, state["feedback"], strict=True):
+            for feedback, each in zip(fragment, saved, strict=True):
+                feedback.load_state_dict(each)
+        self._members = tuple(state["members"])
 
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _places(parameters: Flat, fragments: int, unit: int) -> list[list[slice]]:
+    """Return where in each tensor each fragment is: equal parts, of whole blocks of a codec."""
+    bounds = [list(pairwise(chunk_bounds(x.numel(), fragments, unit))) for x in parameters]
+    return [[slice(*tensor[fragment]) for tensor in bounds] for fragment in range(fragments)]

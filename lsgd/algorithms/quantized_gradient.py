@@ -10,6 +10,7 @@ from lsgd.algorithms.base import Flat
 from lsgd.algorithms.common import block, codec, rounding, rounding_codec
 from lsgd.algorithms.gradient import GradientAlgorithm, GradientSettings
 from lsgd.codecs import Codec
+from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.lazy import torch
 from lsgd.protocol.messages import Round
@@ -46,8 +47,8 @@ class QuantizedGradientSettings(GradientSettings):
 class QuantizedGradient(GradientAlgorithm):
     """Base of the gradient methods in few bits, with optional error feedback.
 
-    A step that is non-finite on any member leaves the residuals as they were. They are dropped when the members
-    change.
+    A step that is non-finite on any member leaves the residuals as they were. When the members change, a member keeps
+    those of its own gradients and drops those of the results.
     """
 
     settings: QuantizedGradientSettings
@@ -57,17 +58,16 @@ class QuantizedGradient(GradientAlgorithm):
         self.settings = settings
         self._run = run
         self._members: tuple[str, ...] = ()
-        self._residuals: dict[int, Tensor] = {}
-        self._new_residuals: dict[int, Tensor] = {}
+        self._feedback: dict[int, ErrorFeedback] = {}
         self._flags: list[Tensor] = []
         self._all_reduce: QuantizedAllReduce | None = None
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
-        """Drop the residuals if the members have changed."""
+        """Forget what was under way, and the residuals of results if the members have changed."""
         super().reset(parameters, group, order)
-        if order.generation.members != self._members:
-            self._members, self._residuals = order.generation.members, {}
-        self._new_residuals, self._flags = {}, []
+        for feedback in self._feedback.values():
+            feedback.begin_generation(same_members=order.generation.members == self._members)
+        self._members, self._flags = order.generation.members, []
         taking_part = self.quantizing_group(group)
         settings = self.settings
         self._all_reduce = None
@@ -86,31 +86,33 @@ class QuantizedGradient(GradientAlgorithm):
     def quantized_mean(self, x: Tensor, result: Tensor, index: int, order: Round) -> Iterator[None]:
         """Write the quantized mean (or sum, by the settings) of bucket ``index`` to ``result``, in stages."""
         assert self._all_reduce is not None
-        residual = None
+        feedback = None
         if self.settings.error_feedback:
-            old = self._residuals.get(index)
-            if old is None or old.shape != x.shape:
-                old = self._residuals[index] = torch.zeros_like(x, dtype=torch.float32)
-            residual = self._new_residuals.setdefault(index, torch.empty_like(old))
-            residual.copy_(old)
-        flags = yield from self._all_reduce.stages(x, result, (self._run, order.id, index), residual)
+            feedback = self._feedback.get(index)
+            if feedback is None or feedback.residual.shape != x.shape:
+                feedback = self._feedback[index] = ErrorFeedback(x.numel(), x.device)
+        flags = yield from self._all_reduce.stages(x, result, (self._run, order.id, index), feedback)
         self._flags.append(flags)
 
     def finish(self, buckets: Flat) -> None:
         """Replace the gradients by the results, and the residuals by the new ones if all are finite."""
         super().finish(buckets)
-        if self._new_residuals:
+        if self._feedback and self._flags:
             nonfinite = torch.stack(self._flags).any()
-            for index, new in self._new_residuals.items():
-                old = self._residuals[index]
-                old.copy_(torch.where(nonfinite, old, new))
+            for feedback in self._feedback.values():
+                feedback.commit(unless=nonfinite)
         self._flags = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals by bucket, and the members that they belong to."""
-        return {"members": list(self._members), "residuals": dict(self._residuals)}
+        feedback = {index: feedback.state_dict() for index, feedback in self._feedback.items()}
+        return {"members": list(self._members), "feedback": feedback}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the residuals; the next generation keeps them if its members are the same."""
+        """Restore the residuals."""
         self._members = tuple(state["members"])
-        self._residuals = {index: residual.clone() for index, residual in state["residuals"].items()}
+        self._feedback = {}
+        for index, saved in state["feedback"].items():
+            residual = saved["residual"]
+            self._feedback[index] = ErrorFeedback(residual.numel(), residual.device)
+            self._feedback[index].load_state_dict(saved)

@@ -40,6 +40,9 @@ class Codec:
     stochastic: ClassVar[bool] = False
     """Whether it supports stochastic rounding, without bias."""
 
+    sparse: ClassVar[bool] = False
+    """Whether most elements of what it decodes are zero."""
+
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
         name = vars(cls).get("name", "x")

@@ -33,6 +33,8 @@ class TopK(Codec):
 
     name: ClassVar[str] = "topk"
 
+    sparse: ClassVar[bool] = True
+
     k: int = 64
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from lsgd.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lsgd.collectives.feedback import ErrorFeedback
     from lsgd.collectives.group import Group
 
 MAX_SEGMENTS = 4
@@ -56,9 +57,8 @@ class QuantizedAllReduce:
     segment. NaN and Inf travel as the flag of a payload: where they stood, and in the rest of their blocks, becomes
     NaN on all members alike. A single member keeps its numbers as they are.
 
-    With a residual (error feedback on both rounds, DoubleSqueeze, arXiv 1905.05957, algorithm 1) it is added before,
-    and then holds what this member's rounding lost: of its own numbers in the first round, and of the result for
-    the chunks that it owns, one of each segment, in the second.
+    With error feedback both roundings have one (DoubleSqueeze, arXiv 1905.05957, algorithm 1): that of a member's own
+    numbers, and that of the results for the chunks that it owns, one of each segment.
 
     Args:
         group: the members.
@@ -74,7 +74,14 @@ class QuantizedAllReduce:
         self.average = average
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Sequence[_Segment]]] = defaultdict(list)
 
-    def __call__(self, x: Tensor, out: Tensor, seed: tuple[object, ...], residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        out: Tensor,
+        seed: tuple[object, ...],
+        feedback: ErrorFeedback | None = None,
+        decay: float = 1.0,
+    ) -> Tensor:
         """Write the sum or mean of all members' ``x`` to ``out``.
 
         Args:
@@ -82,15 +89,16 @@ class QuantizedAllReduce:
                 same size and dtype on all members. Not changed, unless it is ``out``.
             out: like ``x``, of any of these dtypes; may be ``x``.
             seed: what the rounding's seed is made from, besides segment, rank, stage and chunk.
-            residual: float32, like ``x``; changed.
+            feedback: of a tensor like ``x``; the caller commits it.
+            decay: by which its errors shrink before they are added to ``x``.
 
         Returns:
             int32, shape (1,): not zero if some member's ``x`` held NaN or Inf; equal on all members of two or more.
 
         Raises:
-            ExchangeError: it failed on the network; ``out`` and ``residual`` are undefined.
+            ExchangeError: it failed on the network; ``out`` is undefined.
         """
-        stages = self.stages(x, out, seed, residual)
+        stages = self.stages(x, out, seed, feedback, decay)
         while True:
             try:
                 next(stages)
@@ -99,33 +107,38 @@ class QuantizedAllReduce:
                 return flags
 
     def stages(
-        self, x: Tensor, out: Tensor, seed: tuple[object, ...], residual: Tensor | None = None
+        self,
+        x: Tensor,
+        out: Tensor,
+        seed: tuple[object, ...],
+        feedback: ErrorFeedback | None = None,
+        decay: float = 1.0,
     ) -> Generator[None, None, Tensor]:
         """Do the same in three stages, and yield between them, while payloads travel; return the same in the end.
 
         Several tensors may be under way, so that one travels while another waits for the latency of its messages: on
         all members the same ones, with their stages in the same order, and so that what was begun first is waited for
-        first (:class:`lsgd.collectives.group.Transfer`). ``x``, ``out`` and ``residual`` belong to it until it ends.
+        first (:class:`lsgd.collectives.group.Transfer`). ``x``, ``out`` and ``feedback`` belong to it until it ends.
         """
-        if residual is not None:
-            x = residual.add_(x)
+        if feedback is not None:
+            x = feedback.added_to(x, decay)
         elif x.dtype == torch.float64:
             x = x.to(torch.float32)
         if self.group.size == 1:
             out.copy_(x)
-            if residual is not None:
-                residual.zero_()
+            if feedback is not None:
+                x.zero_()
             return torch.zeros(1, dtype=torch.int32, device=x.device)
         free = self._free[x.numel(), x.dtype, x.device]
         segments = free.pop() if free else self._new_segments(x)
         first, second = [], []
         for segment in segments:
-            self._encode(x, segment, seed, residual)
+            self._encode(x, segment, seed, keep_error=feedback is not None)
             first.append(self.group.all_to_all(segment.received, segment.sent))
         yield
         for segment, transfer in zip(segments, first, strict=True):
             transfer.wait()
-            self._reduce(segment, seed, residual)
+            self._reduce(segment, seed, feedback)
             second.append(self.group.all_gather(segment.gathered, segment.gathered[self.group.rank]))
         yield
         flags = []
@@ -138,30 +151,29 @@ class QuantizedAllReduce:
         free.append(segments)
         return found
 
-    def _encode(self, x: Tensor, segment: _Segment, seed: tuple[object, ...], residual: Tensor | None) -> None:
-        """Write the payloads of one segment, and note what their rounding lost."""
+    def _encode(self, x: Tensor, segment: _Segment, seed: tuple[object, ...], *, keep_error: bool) -> None:
+        """Write the payloads of one segment; leave in ``x`` what their rounding loses, if that is wanted."""
         me, start = self.group.rank, segment.chunks[0].start
         for rank, (payload, place) in enumerate(zip(segment.sent, segment.chunks, strict=True)):
             chunk = x[place]
             self.codec.encode(chunk, payload, self._key(*seed, start, me, 0, rank))
-            if residual is not None:
+            if keep_error:
                 self.codec.decode_add(payload, chunk, alpha=-1.0)
 
-    def _reduce(self, segment: _Segment, seed: tuple[object, ...], residual: Tensor | None) -> None:
-        """Write the payload of this member's chunk of the result, and note what its rounding lost."""
+    def _reduce(self, segment: _Segment, seed: tuple[object, ...], feedback: ErrorFeedback | None) -> None:
+        """Write the payload of this member's chunk of the result, and note what its rounding loses."""
         me, mean = self.group.rank, self.average
         place, payload = segment.chunks[me], segment.gathered[me]
         key = self._key(*seed, segment.chunks[0].start, me, 1)
         numel = place.stop - place.start
-        if residual is None:
+        if feedback is None:
             self.codec.reduce_encode(segment.received, payload, numel=numel, mean=mean, seed=key)
             return
         result = torch.empty(numel, dtype=torch.float32, device=payload.device)
         self.codec.reduce(segment.received, result, mean=mean)
+        feedback.added_to_result(result, place.start)
         self.codec.encode(result, payload, key)
-        # It comes back as one member's contribution: in a mean, it then counts one n-th.
         self.codec.decode_add(payload, result, alpha=-1.0)
-        residual[place].add_(result, alpha=self.group.size if mean else 1)
 
     def _key(self, *parts: object) -> int | None:
         return seed_of(*parts) if self.rounding == "stochastic" else None

@@ -111,7 +111,7 @@ def test_the_table_of_members():
         ("outer_momentum=2", "outer_momentum = '2' is not in 0 … 1"),
         ("outer_lr=fast", "outer_lr = 'fast' is not a number"),
         ("outer_lr", "write it as NAME=VALUE, not 'outer_lr'"),
-        ("zzz=1", "zzz is unknown; known: iterations, outer_lr, outer_momentum, period, seconds"),
+        ("zzz=1", "zzz is unknown; known: error_decay, iterations, keep, outer_lr, outer_momentum, period, seconds"),
     ],
 )
 def test_a_change_that_cannot_be(lsgd, change, reason):

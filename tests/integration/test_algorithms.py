@@ -169,11 +169,20 @@ def test_a_worker_killed_in_a_gradient_exchange(cluster, tmp_path, algorithm, vi
     assert "generation 2: 3 workers on 2 nodes" in server.output
 
 
-@pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized", "elastic", "local", "diloco"])
-def test_a_worker_killed_while_models_are_exchanged(cluster, tmp_path, algorithm) -> None:
-    settings: dict[str, Any] = {"name": algorithm}
-    settings |= {"period": 4} if algorithm in ("elastic", "local", "diloco") else {}
-    settings |= {"outer_momentum": 0.3} if algorithm == "diloco" else {}  # it learns little in 20 rounds with 0.9
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "decentralized"},
+        {"name": "low_precision_decentralized"},
+        {"name": "elastic", "period": 4},
+        {"name": "local", "period": 4},
+        {"name": "local", "period": 4, "compression": "levels2", "fragments": 2, "delay": 1},
+        {"name": "diloco", "period": 4, "outer_momentum": 0.3},  # it learns little in 20 rounds with 0.9
+        {"name": "sparse", "period": 4, "compression": "topk:k=1024", "hierarchical": False},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
+def test_a_worker_killed_while_models_are_exchanged(cluster, tmp_path, settings) -> None:
     flags = plan(tmp_path, settings, iterations=240, exchange_timeout_s=20.0, lease_s=4.0)
     server, locals_ = cluster.start("--workers", "4", *flags, nodes=2)
     kill = ["--die-in", "forward", "--die-at", "13"]

@@ -37,6 +37,7 @@ ALGORITHMS: list[dict[str, Any]] = [
     {"name": "elastic", "period": 2},
     {"name": "local", "period": 2},
     {"name": "diloco", "period": 2, "compression": "minmax8"},
+    {"name": "local", "period": 2, "compression": "levels2", "fragments": 2},
 ]
 
 

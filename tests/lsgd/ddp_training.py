@@ -49,7 +49,7 @@ def train(hook: str) -> None:
     bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     digests: list[str | None] = [None] * size
     dist.all_gather_object(digests, hashlib.sha256(bits).hexdigest())
-    residuals = len(state.residuals) if hook != "none" else 0
+    residuals = len(state.feedback) if hook != "none" else 0
     if rank == 0:
         found = {"hook": hook, "loss": final_loss, "digests": digests, "residuals": residuals}
         print(json.dumps({**found, "scale": scaler.get_scale()}))

@@ -157,14 +157,14 @@ def test_all_skip_together(name):
         worker.begin(make_round([2, 1, 2]))
         for id in range(1, 4):
             worker.iterate(make_round([2, 1, 2], id=id))
-        state = {k: v.clone() for k, v in worker.algorithm.state_dict().get("residuals", {}).items()}
+        before = residuals_of(worker.algorithm)
         worker.loss().backward()
         gradients = [x.grad for x in worker.flats]
         if group.rank == 3:
             gradients[1][2] = torch.inf
         worker.algorithm.after_backward(worker.parameters, gradients, group, make_round([2, 1, 2], id=4))
-        kept = all(torch.equal(state[k], worker.algorithm.state_dict()["residuals"][k]) for k in state)
-        return gradients, kept, len(state)
+        kept = all(map(torch.equal, before, residuals_of(worker.algorithm)))
+        return gradients, kept, len(before)
 
     results = simulate([2, 1, 2], member)
     first = results[0][0]
@@ -173,6 +173,11 @@ def test_all_skip_together(name):
         for g, other in zip(gradients, first, strict=True):
             assert torch.equal(g.nan_to_num(3e3), other.nan_to_num(3e3))
         assert kept and residuals == (2 if getattr(QUANTIZED[name], "error_feedback", False) else 0)
+
+
+def residuals_of(algorithm):
+    """Copies of what rounding has lost of a member's own gradients, by bucket."""
+    return [each["residual"].clone() for each in algorithm.state_dict().get("feedback", {}).values()]
 
 
 @pytest.mark.parametrize("feedback", [True, False])
@@ -199,7 +204,7 @@ def test_error_feedback_gets_closer(feedback):
 
 
 def test_residuals_in_the_state_dict():
-    """Restored residuals go on bit for bit; the next generation keeps them only if its members are the same."""
+    """Restored residuals go on bit for bit. When the members change, those of the results are dropped, no others."""
     settings = QSGDSettings(block=BLOCK, error_feedback=True)
     node_sizes = [1, 2]
 
@@ -218,10 +223,13 @@ def test_residuals_in_the_state_dict():
             for id in range(5, 8):
                 each.iterate(make_round(node_sizes, id=id))
         same = all(map(torch.equal, worker.parameters, restored.parameters))
+        own = residuals_of(restored.algorithm)
         restored.algorithm.reset(restored.parameters, group, make_round([3]))
-        return same, len(restored.algorithm.state_dict()["residuals"])
+        feedback = restored.algorithm.state_dict()["feedback"].values()
+        kept = all(map(torch.equal, own, residuals_of(restored.algorithm)))
+        return same, kept and any(x.any() for x in own), any(each["results"] for each in feedback)
 
-    assert simulate(node_sizes, member) == [(True, 0)] * 3
+    assert simulate(node_sizes, member) == [(True, True, False)] * 3
 
 
 def test_buckets_cover_the_gradients_from_the_end():

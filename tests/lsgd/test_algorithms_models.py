@@ -8,11 +8,11 @@ import torch
 
 from lsgd.algorithms.decentralized import DecentralizedSettings
 from lsgd.algorithms.elastic import ElasticSettings
-from lsgd.algorithms.local import DiLoCoSettings, LocalSettings
+from lsgd.algorithms.local import DiLoCoSettings, LocalSettings, SparseSettings
 from lsgd.collectives.simulation import simulate
 from lsgd.errors import ExchangeError
 
-from .reference import Problem, Worker, decode, nodes_of
+from .reference import Problem, Worker, nodes_of
 from .training import SPLIT, TorchWorker, make_round, relative_error, train
 
 NODES = [[1], [1, 1], [3], [2, 2], [3, 1], [1, 2, 2], [2, 1, 3], [1] * 7]
@@ -99,46 +99,17 @@ def test_the_outer_step_is_torch_s():
     assert all(simulate([2], member))
 
 
-@pytest.mark.parametrize("node_sizes", [[1, 1], [2, 2, 1], [7]])
-def test_local_in_8_bits(node_sizes):
-    """Changes of the models travel as codes; the reference takes the mean change that was really decoded."""
-    size = sum(node_sizes)
-    settings = LocalSettings(period=6, compression="minmax8", block=5)
-    workers = train(settings, node_sizes, STEPS, period=6, record=True)
-    reference = reference_workers(workers)
-    common = workers[0].problem.start.astype(float)
-    sent = [(w.group.sent("all_to_all"), w.group.sent("all_gather")) for w in workers]
-    for step in range(STEPS):
-        if step % 6 == 0:
-            changes = [r.x - common for r in reference]
-            mean = np.zeros_like(common)
-            for flat, part in enumerate((slice(0, SPLIT), slice(SPLIT, None))):
-                call = 2 * (step // 6) + flat
-                for (first, _), change in zip(sent, changes, strict=True):
-                    chunks = [decode(p) for p in first[call]]
-                    values = np.concatenate([d.values for d in chunks])
-                    units = np.concatenate([d.units for d in chunks])
-                    assert (np.abs(values - change[part]) <= units / 2 + 1e-5).all()
-                results = [decode(second[call][0]) for _, second in sent]
-                mean[part] = np.concatenate([d.values for d in results])
-            assert np.abs(mean - np.mean(changes, axis=0)).max() <= 2 * max(np.ptp(c) for c in changes) / 255 + 1e-6
-            common = common + mean
-            for r in reference:
-                r.x = common.copy()
-        step_all(reference)
-    assert_follows(workers, reference)
-    assert len(workers) == size
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["elastic", "local", "local in 8 bits", "diloco"])
+@pytest.mark.parametrize("name", ["elastic", "local", "local in 8 bits", "local in 2 bits", "diloco", "sparse"])
 def test_common_models_stay_identical(name, dtype):
     """500 steps of three workers: the same master, or common model and momentum, on all of them."""
     settings = {
         "elastic": ElasticSettings(period=5),
         "local": LocalSettings(period=5),
         "local in 8 bits": LocalSettings(period=5, compression="minmax8", block=5),
+        "local in 2 bits": LocalSettings(period=5, compression="levels2:scale_block=8", hierarchical=False),
         "diloco": DiLoCoSettings(period=5, compression="minmax8"),
+        "sparse": SparseSettings(period=5, compression="topk:k=8"),
     }[name]
     first, *others = train(settings, [2, 1], 500, period=5, dtypes=(dtype, torch.float32), lr=0.01, momentum=0.0)
     for other in others:
@@ -249,6 +220,8 @@ def test_a_failed_exchange_has_not_happened(settings):
         ElasticSettings(),
         LocalSettings(),
         LocalSettings(compression="minmax8"),
+        LocalSettings(compression="levels2", fragments=2),
+        SparseSettings(hierarchical=False),
     ],
     ids=str,
 )
@@ -273,7 +246,7 @@ def test_a_model_that_is_not_finite_is_left_out(settings, caplog):
     assert caplog.text.count("this worker's model is not finite") == 1
 
 
-@pytest.mark.parametrize("settings", [ElasticSettings(), DiLoCoSettings()])
+@pytest.mark.parametrize("settings", [ElasticSettings(), DiLoCoSettings(), LocalSettings(compression="levels1")])
 def test_state_dict_round_trip(settings):
     def member(group):
         worker = TorchWorker(settings, group, Problem(2), momentum=0.0)

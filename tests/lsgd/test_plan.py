@@ -306,8 +306,11 @@ def drawn(draw: st.DrawFn, cls: type) -> Any:
     if "local_period" in values:
         values["local_period"] = draw(st.integers(1, 1000))
         values["period"] = values["local_period"] * draw(st.integers(1, 1000))
+    if "fragments" in values:
+        values["period"] = values["fragments"] * draw(st.integers(1, 1000))
     if "delay" in values:
-        values["delay"] = draw(st.integers(0, values["local_period"] - 1))
+        between = values.get("local_period") or values["period"] // values["fragments"]
+        values["delay"] = draw(st.integers(0, between - 1))
     if "codec" in values and not CODECS[values["codec"]].stochastic:
         values["rounding"] = "nearest"
     return cls(**values)

@@ -8,6 +8,7 @@ import torch
 
 from lsgd.codecs.minmax8 import MinMax8
 from lsgd.collectives import two_round as quantized
+from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.simulation import simulate
 from lsgd.collectives.two_round import QuantizedAllReduce, chunk_bounds, seed_of
 
@@ -23,7 +24,7 @@ def inputs(size, numel, dtype=torch.float32, seed=0):
     return [(torch.randn(numel, generator=generator) * scales).to(dtype) for _ in range(size)]
 
 
-def all_reduce(xs, *, block=16, rounding="nearest", average=True, residuals=None, rounds=1):
+def all_reduce(xs, *, block=16, rounding="nearest", average=True, feedback=None, rounds=1):
     """Return outputs, recordings and flags of each member."""
 
     def member(group):
@@ -31,9 +32,8 @@ def all_reduce(xs, *, block=16, rounding="nearest", average=True, residuals=None
         reduce = QuantizedAllReduce(recording, MinMax8(block or 0), rounding=rounding, average=average)
         x = xs[group.rank]
         out = torch.empty_like(x)
-        residual = residuals[group.rank] if residuals else None
         for number in range(rounds):
-            flags = reduce(x, out, ("test", number), residual)
+            flags = reduce(x, out, ("test", number), feedback and feedback[group.rank])
         return out, recording, int(flags)
 
     return simulate([len(xs)], member)
@@ -100,23 +100,49 @@ def test_all_members_hold_the_same_bits(dtype, size):
 def test_error_feedback_loses_nothing(rounding, average):
     """The sum of 50 outputs and what the residuals hold is the sum of 50 exact means: no error is ever lost."""
     xs = inputs(3, 200)
-    residuals = [torch.zeros(200) for _ in xs]
     total = torch.zeros(200, dtype=torch.float64)
     exact = sum(x.double() for x in xs) / (3 if average else 1)
 
     def member(group):
         reduce = QuantizedAllReduce(group, MinMax8(50), rounding=rounding, average=average)
+        feedback = ErrorFeedback(200, xs[0].device)
         outs = torch.zeros(200, dtype=torch.float64)
         for number in range(50):
             out = torch.empty(200)
-            reduce(xs[group.rank], out, (number,), residuals[group.rank])
+            reduce(xs[group.rank], out, (number,), feedback)
+            feedback.commit()
             outs += out
-        return outs
+        return outs, feedback
 
-    total = simulate([3], member)[0]
-    left = sum(r.double() for r in residuals) / (3 if average else 1)
+    (total, *_), feedback = zip(*simulate([3], member), strict=True)
+    left = sum(each.residual.double() for each in feedback) / (3 if average else 1) + result_residuals(feedback, 200)
     torch.testing.assert_close(total + left, 50 * exact, rtol=1e-4, atol=1e-4)
     assert left.abs().max() > 1e-4  # there was something to lose
+
+
+def result_residuals(feedback, numel):
+    """What the results have lost, in one tensor."""
+    lost = torch.zeros(numel, dtype=torch.float64)
+    for start, residual in (pair for each in feedback for pair in each.results.items()):
+        lost[start : start + len(residual)] += residual
+    return lost
+
+
+@pytest.mark.parametrize("unless", [None, torch.tensor(False), torch.tensor(True)])
+def test_residuals_change_when_they_are_committed(unless):
+    """Not by an exchange that fails, nor by one whose result is not used."""
+
+    def member(group):
+        reduce, feedback = QuantizedAllReduce(group, MinMax8(8)), ErrorFeedback(20, torch.device("cpu"))
+        x = torch.randn(20)
+        for number in range(2):
+            reduce(x, torch.empty(20), (number,), feedback)
+        assert not feedback.residual.any() and not feedback.results
+        feedback.commit(unless)
+        return feedback.residual.any().item(), any(each.any().item() for each in feedback.results.values())
+
+    changed = not (unless is not None and unless)
+    assert simulate([1, 1], member) == [(changed, changed)] * 2
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -166,18 +192,24 @@ def test_a_large_tensor_is_reduced_in_segments(monkeypatch, size, average, block
     xs = inputs(size, 1003)
 
     def outs_of(parts):
-        residuals = [torch.full_like(x, 0.01) for x in parts]
-        results = all_reduce(parts, block=block, average=average, residuals=residuals)
-        return [out for out, _, _ in results], residuals, len(results[0][1].sent("all_to_all"))
+        feedback = [ErrorFeedback(x.numel(), x.device) for x in parts]
+        for each in feedback:
+            each.residual.fill_(0.01)
+        results = all_reduce(parts, block=block, average=average, feedback=feedback)
+        for each in feedback:
+            each.commit()
+        lost = result_residuals(feedback, parts[0].numel())
+        return [out for out, _, _ in results], feedback, lost, len(results[0][1].sent("all_to_all"))
 
     bounds = chunk_bounds(1003, 4, block)
     alone = [outs_of([x[start:end].clone() for x in xs]) for start, end in pairwise(bounds)]
     monkeypatch.setattr(quantized, "SEGMENT_CHUNK_NUMEL", 1003 // size // 4)
-    outs, residuals, calls = outs_of([x.clone() for x in xs])
+    outs, feedback, lost, calls = outs_of([x.clone() for x in xs])
     assert calls == (4 if size > 1 else 0)
     for rank in range(size):
         assert outs[rank].equal(torch.cat([segment[0][rank] for segment in alone]))
-        assert residuals[rank].equal(torch.cat([segment[1][rank] for segment in alone]))
+        assert feedback[rank].residual.equal(torch.cat([segment[1][rank].residual for segment in alone]))
+    assert lost.equal(torch.cat([segment[2] for segment in alone]))
 
 
 def test_everything_is_rounded_with_a_seed_of_its_own(monkeypatch):

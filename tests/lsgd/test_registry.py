@@ -43,7 +43,7 @@ def registry(tmp_path, monkeypatch):
 
 
 def test_a_good_one_is_there_with_what_pip_installs(registry):
-    assert registry["good"].__name__ == "Good" and len(registry) == 10
+    assert registry["good"].__name__ == "Good" and len(registry) == 11
     assert registry.requirement("good") == "third-party==1.2"
     assert registry.requirement("leader") == registry.requirement("nobody") == ""
     assert registry.versions() == {"third-party": "1.2"}
@@ -71,5 +71,5 @@ def test_nobody_takes_the_name_of_one_of_ours(registry):
 def test_an_unknown_name_gets_the_nearest_and_all(registry):
     assert registry.unknown("godo") == (
         "algorithm 'godo' is unknown; did you mean 'good'? known: allreduce, bytegrad, decentralized, diloco, "
-        "elastic, good, leader, local, low_precision_decentralized, qsgd"
+        "elastic, good, leader, local, low_precision_decentralized, qsgd, sparse"
     )

@@ -8,11 +8,12 @@ from lsgd.collectives.simulation import simulate
 
 from .training import make_round
 
-NUMEL = 100_000
+NUMEL = 102_400  # whole chunks of every codec
 EIGHT_BITS = {"compression": "minmax8"}
 CASES = [(name, {}) for name in ALGORITHMS] + [
     ("leader", EIGHT_BITS),
     ("local", EIGHT_BITS),
+    ("local", {"compression": "levels2", "fragments": 2}),
     ("decentralized", {"peers": "all"}),
     ("low_precision_decentralized", {"topology": "all"}),
 ]

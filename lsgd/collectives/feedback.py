@@ -1,0 +1,73 @@
+"""Error feedback: what rounding loses in one exchange is added to the next one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lsgd.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ErrorFeedback:
+    """What rounding has lost of a tensor on one member (DoubleSqueeze, arXiv 1905.05957, algorithm 1).
+
+    An exchange writes new residuals beside the present ones, and :meth:`commit` replaces these. So an exchange that
+    fails changes nothing.
+
+    Attributes:
+        residual: what this member's own contributions have lost so far, float32, like the tensor.
+        results: the same of the results that this member has rounded for all, by where in the tensor each begins.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.residual = torch.zeros(numel, device=device)
+        self.results: dict[int, Tensor] = {}
+        self._next_residual: Tensor | None = None
+        self._next_results: dict[int, Tensor] = {}
+
+    def added_to(self, x: Tensor, decay: float = 1.0) -> Tensor:
+        """Return ``x + decay residual``, float32, from which the exchange subtracts what it sends."""
+        if self._next_residual is None:
+            self._next_residual = torch.empty_like(self.residual)
+        return torch.add(x, self.residual, alpha=decay, out=self._next_residual)
+
+    def added_to_result(self, result: Tensor, start: int) -> Tensor:
+        """Add to a result what the last one that began at ``start`` has lost; return ``result``, kept as above."""
+        if start in self.results:
+            result.add_(self.results[start])
+        self._next_results[start] = result
+        return result
+
+    def commit(self, unless: Tensor | None = None) -> None:
+        """Replace the residuals by those of the exchange that has ended.
+
+        Args:
+            unless: a boolean on the tensor's device; if true, the residuals stay as they are.
+        """
+        if self._next_residual is None:
+            return
+        if unless is None:
+            self.residual, self._next_residual = self._next_residual, self.residual
+            self.results = self._next_results
+        else:
+            self.residual.copy_(torch.where(unless, self.residual, self._next_residual))
+            for start, new in self._next_results.items():
+                self.results[start] = torch.where(unless, self.results.get(start, torch.zeros_like(new)), new)
+        self._next_results = {}
+
+    def begin_generation(self, *, same_members: bool) -> None:
+        """Forget an exchange under way and, unless the members are the same, the residuals of results."""
+        self._next_residual, self._next_results = None, {}
+        if not same_members:
+            self.results = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals (not copies)."""
+        return {"residual": self.residual, "results": dict(self.results)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the residuals of a tensor of the same size."""
+        self.residual.copy_(state["residual"])
+        self.results = {start: residual.clone() for start, residual in state["results"].items()}

@@ -1,0 +1,237 @@
+"""What local SGD has beside the mean: fragments, a delay, and codecs with error feedback."""
+
+import numpy as np
+import pytest
+import torch
+
+from lsgd.algorithms.local import LocalSettings, SparseSettings
+from lsgd.collectives.simulation import simulate
+from lsgd.errors import ConfigError, ExchangeError
+
+from .reference import Problem, Worker
+from .training import SPLIT, Recording, TorchWorker, make_round, relative_error
+
+STEPS = 60
+PERIOD = 6
+
+
+def fragments_of(numel, count):
+    """The elements of each fragment, in a model of two tensors."""
+    bounds = [[size * i // count for i in range(count + 1)] for size in (SPLIT, numel - SPLIT)]
+    starts = (0, SPLIT)
+    return [
+        np.concatenate([np.arange(b[i], b[i + 1]) + start for b, start in zip(bounds, starts, strict=True)])
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_fragments_and_delay(fragments, delay, keep):
+    """Streaming DiLoCo in float64: snapshot at a round, outer step ``delay`` steps later, models mixed."""
+    settings = LocalSettings(PERIOD, outer_lr=0.7, outer_momentum=0.5, fragments=fragments, delay=delay, keep=keep)
+    interval = settings.schedule().period
+    assert interval == PERIOD // fragments
+
+    def member(group):
+        worker = TorchWorker(settings, group, Problem(3))
+        worker.begin(make_round([2, 1]))
+        for step in range(STEPS):
+            due = step % interval == 0
+            worker.iterate(make_round([2, 1], id=step // interval + 1) if due else None)
+        return worker
+
+    workers = simulate([2, 1], member)
+    problem = workers[0].problem
+    reference = [Worker(problem, rank) for rank in range(3)]
+    common = problem.start.astype(float)
+    velocity = np.zeros_like(common)
+    under_way = None
+
+    def land():
+        nonlocal under_way
+        part, mean = under_way
+        velocity[part] = 0.5 * velocity[part] + mean
+        common[part] += 0.7 * (mean + 0.5 * velocity[part])
+        for r in reference:
+            r.x[part] = keep * r.x[part] + (1 - keep) * common[part] if delay else common[part]
+        under_way = None
+
+    parts = fragments_of(len(common), fragments)
+    for step in range(STEPS):
+        if step % interval == 0:
+            if under_way:
+                land()
+            part = parts[step // interval % fragments]
+            under_way = part, np.mean([r.x[part] - common[part] for r in reference], axis=0)
+            if not delay:
+                land()
+        for r in reference:
+            r.x = r.x.astype(float)
+            r.apply(r.gradient())
+        if under_way and step % interval == delay - 1:
+            land()
+    assert max(relative_error(w.model, r.x) for w, r in zip(workers, reference, strict=True)) < 1e-5
+    assert relative_error(torch.cat(workers[0].algorithm.common).numpy(), common) < 1e-5
+
+
+CODECS = {
+    "two rounds of 2 bits": LocalSettings(PERIOD, compression="levels2:scale_block=8"),
+    "of 1 bit, all workers": LocalSettings(PERIOD, compression="levels1:scale_block=8", hierarchical=False),
+    "fragments": LocalSettings(PERIOD, compression="levels2:scale_block=8", fragments=2),
+    "sparse": SparseSettings(PERIOD, compression="topk:k=8", error_decay=1.0),
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("node_sizes", [[1, 1], [2, 1, 2], [1] * 7])
+def test_nothing_is_lost(node_sizes, name):
+    """The common model and what the residuals hold is the sum of all mean changes, whatever the codec does."""
+    settings, size = CODECS[name], sum(node_sizes)
+
+    def member(group):
+        worker = TorchWorker(settings, group, Problem(size))
+        worker.begin(make_round(node_sizes))
+        algorithm, changes = worker.algorithm, []
+        for id in range(1, 9):
+            for _ in range(3):
+                worker.iterate(None)
+            before = torch.cat(algorithm.common).double()
+            places = algorithm._fragments[(id - 1) % settings.fragments]
+            mask = torch.cat([in_place(c, place) for c, place in zip(algorithm.common, places, strict=True)])
+            changes.append((torch.cat(list(worker.parameters)).double() - before) * mask)
+            worker.algorithm.before_forward(worker.parameters, group, make_round(node_sizes, id=id))
+        return (
+            sum(changes),
+            torch.cat(algorithm.common).double(),
+            whole_residuals(algorithm, own=True),
+            whole_residuals(algorithm, own=False),
+        )
+
+    changes, commons, own, results = zip(*simulate(node_sizes, member), strict=True)
+    assert all(torch.equal(common, commons[0]) for common in commons)
+    gone = commons[0] - torch.from_numpy(Problem(size).start).double()
+    # A node counts by its workers: its residual is of its workers' mean, times nodes / workers.
+    units = len(node_sizes) if settings.hierarchical else size
+    left = sum(own) / units + sum(results)
+    torch.testing.assert_close(gone + left, sum(changes) / size, rtol=1e-4, atol=1e-5)
+    assert left.abs().max() > 1e-3
+
+
+def in_place(x, place):
+    mask = torch.zeros(len(x), dtype=torch.float64)
+    mask[place] = 1
+    return mask
+
+
+def whole_residuals(algorithm, *, own):
+    """One kind of residuals of all fragments, in one tensor like the model."""
+    whole = [torch.zeros(len(c), dtype=torch.float64) for c in algorithm.common]
+    for places, fragment in zip(algorithm._fragments, algorithm._feedback, strict=True):
+        for x, place, feedback in zip(whole, places, fragment, strict=True):
+            if own:
+                x[place] += feedback.residual
+            for start, residual in () if own else feedback.results.items():
+                x[place][start : start + len(residual)] += residual
+    return torch.cat(whole)
+
+
+@pytest.mark.parametrize(
+    ("settings", "members", "verbs"),
+    [
+        (LocalSettings(compression="levels2"), 2, {"all_gather"}),
+        (LocalSettings(compression="levels2"), 3, {"all_to_all", "all_gather"}),
+        (SparseSettings(), 5, {"all_gather"}),
+        (SparseSettings(), 6, {"all_to_all", "all_gather"}),
+    ],
+)
+def test_one_round_or_two(settings, members, verbs):
+    """Two members, or up to five with a sparse codec, send all others their payloads; more members use two rounds."""
+
+    def member(group):
+        worker = TorchWorker(settings, Recording(group), Problem(members))
+        worker.begin(make_round([1] * members))
+        worker.iterate(make_round([1] * members))
+        return {verb for verb, _, _ in worker.group.log} & {"all_gather", "all_to_all"}
+
+    assert simulate([1] * members, member) == [verbs] * members
+
+
+@pytest.mark.parametrize("compression", ["levels1:scale_block=32", "topk:k=8"])
+@pytest.mark.parametrize("members", [2, 6])
+def test_error_feedback_reaches_what_rounding_cannot(compression, members):
+    """Workers that move alike, some elements by a hundredth of the others: these only move through residuals."""
+    sizes = (SPLIT, len(Problem(1).start) - SPLIT)
+    moves = [torch.linspace(0.01, 1, size) * (-1.0) ** torch.arange(size) for size in sizes]
+    exact = 100 * torch.cat(moves)
+
+    def moved(decay):
+        settings = LocalSettings(compression=compression, error_decay=decay)
+
+        def member(group):
+            worker = TorchWorker(settings, group, Problem(members))
+            worker.begin(make_round([1] * members))
+            start = torch.cat(worker.algorithm.common)
+            for id in range(1, 101):
+                for x, move in zip(worker.parameters, moves, strict=True):
+                    x.add_(move)
+                worker.algorithm.before_forward(worker.parameters, group, make_round([1] * members, id=id))
+            return torch.cat(worker.algorithm.common) - start
+
+        return simulate([1] * members, member)[0]
+
+    with_feedback, without = ((moved(decay) - exact).abs().max() for decay in (1.0, 0.0))
+    assert with_feedback < 10 < 20 < without
+
+
+def test_a_mean_that_is_not_finite_changes_no_common_model(caplog):
+    """A change that a codec cannot hold: all go back to the common model, and the next round works."""
+
+    def member(group):
+        worker = TorchWorker(LocalSettings(compression="float16"), group, Problem(3))
+        worker.begin(make_round([1] * 3))
+        common = worker.model
+        if group.rank == 1:
+            worker.parameters[0][3] = 1e6
+        worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3))
+        stayed = np.array_equal(worker.model, common)
+        worker.parameters[0].add_(1.0)
+        worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3, id=2))
+        return stayed, np.allclose(worker.model[:SPLIT], common[:SPLIT] + 1, atol=1e-2)
+
+    assert simulate([1] * 3, member) == [(True, True)] * 3
+    assert caplog.text.count("the mean change is not finite") == 3
+
+
+def test_a_failed_exchange_keeps_the_residuals():
+    def member(group):
+        settings = LocalSettings(compression="levels2", hierarchical=False, block=8)
+        worker = TorchWorker(settings, group, Problem(3))
+        worker.begin(make_round([1] * 3))
+        worker.iterate(None)
+        worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3))
+        worker.iterate(None)
+        before = whole_residuals(worker.algorithm, own=True)
+        kept = [x.clone() for x in worker.parameters]
+        if group.rank == 2:
+            raise ExchangeError("lost")
+        with pytest.raises(ExchangeError):
+            worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3, id=2))
+        assert torch.equal(whole_residuals(worker.algorithm, own=True), before) and before.any()
+        assert all(map(torch.equal, kept, worker.parameters))
+
+    with pytest.raises(ExchangeError, match="lost"):
+        simulate([1] * 3, member, timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"period": 10, "fragments": 4}, "period = 10 is not a multiple of fragments = 4"),
+        ({"period": 8, "fragments": 4, "delay": 2}, "set delay to at most 1"),
+    ],
+)
+def test_settings_that_do_not_fit(options, words):
+    with pytest.raises(ConfigError, match=words):
+        LocalSettings(**options)
