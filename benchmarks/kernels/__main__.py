@@ -1,4 +1,4 @@
-"""The 8-bit kernels: ``python -m benchmarks.kernels [--device cpu|cuda] [--json FILE] [--quick]``.
+"""The codecs' kernels: ``python -m benchmarks.kernels [--device cpu|cuda] [--json FILE] [--quick]``.
 
 Every call is timed right after a copy of the same buffer (``copy_`` on a CPU, a 16-byte copy kernel on CUDA), so that
 what else the machine does hits both; the ratio to the copy is the median over these pairs. GB/s are of float32

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lsgd.codecs import codec_of
 from lsgd.kernels import Layout, Quantized, dispatch
 from lsgd.kernels.cpu.path import CpuPath
 from lsgd.kernels.cuda.path import CupyLaunch
@@ -19,6 +20,7 @@ from lsgd.kernels.reference import ReferencePath
 BLOCK = 2048
 MEMBERS = 8
 SCALES = 8 / BLOCK  # bytes of lo and unit per element
+FEW_BITS = ("levels2", "levels1", "minmax4", "topk")
 
 Call = Callable[[], object]
 
@@ -66,6 +68,19 @@ def path_cases(name: str, path: ReferencePath, buffers: list[tuple[Tensor, Tenso
         case("stochastic", read + 1 + scales, lambda x, y, q: lambda: path.quantize(x, layout, q.payload, 7)),
         case("dequantize", 5 + scales, lambda x, y, q: lambda: path.dequantize(q, y)),
         case("dequantize-add", 9 + scales, lambda x, y, q: lambda: path.dequantize_add(q, y, 1e-3)),
+    ]
+
+
+def codec_cases(text: str, buffers: list[tuple[Tensor, Tensor]]) -> list[Case]:
+    """The operations of a codec on (input, output) pairs."""
+    codec = codec_of(text)
+    payloads = [codec.empty(x.numel(), x.device) for x, _ in buffers]
+    nbytes = codec.element_nbytes
+    triples = [(x, y, payload) for (x, y), payload in zip(buffers, payloads, strict=True)]
+    return [
+        Case(f"{text}: encode", 4 + nbytes, [partial(codec.encode, x, p) for x, _, p in triples]),
+        Case(f"{text}: decode", 4 + nbytes, [partial(codec.decode, p, y) for _, y, p in triples]),
+        Case(f"{text}: decode-add", 8 + nbytes, [partial(codec.decode_add, p, y, 1e-3) for _, y, p in triples]),
     ]
 
 
@@ -154,6 +169,7 @@ class CpuDevice:
             *path_cases("lsgd", ours, buffers, BLOCK),
             *path_cases("lsgd", ours, buffers, None)[:2],
             reduce_case("lsgd", ours, buffers[0][0]),
+            *(case for codec in FEW_BITS for case in codec_cases(codec, buffers)),
             *path_cases("lsgd as on AVX2", avx2, buffers, BLOCK),
             *torch_cases(buffers, lambda function: function, "torch eager"),
             quantize_per_tensor_case(buffers),
@@ -188,6 +204,7 @@ class CudaDevice:
             *path_cases(ours.name, ours, buffers, BLOCK),
             *path_cases(ours.name, ours, buffers, None)[:2],
             reduce_case(ours.name, ours, buffers[0][0]),
+            *(case for codec in FEW_BITS for case in codec_cases(codec, buffers)),
             *path_cases("reference", ReferencePath(), buffers, BLOCK),
             *torch_cases(buffers, lambda function: function, "min, max and codes apart"),
             quantize_per_tensor_case(buffers),

@@ -102,10 +102,15 @@ class Codec:
 
     def begin(self, payload: Tensor, x: Tensor) -> Tensor:
         """Write the header of ``x``'s payload, with its flag for NaN and Inf, and return the rest, to be filled."""
+        rest = self.begin_unflagged(payload, x)
+        payload[FLAGS_OFFSET] = ~x.isfinite().all()
+        return rest
+
+    def begin_unflagged(self, payload: Tensor, x: Tensor) -> Tensor:
+        """As :meth:`begin`, but the flag is the caller's to set (:func:`flags_of`)."""
         dtype = DTYPE_NAMES.index(str(x.dtype).removeprefix("torch."))
         header = torch.frombuffer(bytearray(self.header(x.numel(), dtype).pack()), dtype=torch.uint8)
         payload[:HEADER_NBYTES].copy_(header)
-        payload[FLAGS_OFFSET] = ~x.isfinite().all()
         return payload[HEADER_NBYTES:]
 
     def body(self, payload: Tensor, numel: int) -> Tensor:

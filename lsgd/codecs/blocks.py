@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from lsgd.codecs.base import Codec
+from lsgd.codecs.base import Codec, flags_of
 from lsgd.errors import ConfigError
 from lsgd.lazy import torch
-from lsgd.payload import HEADER_NBYTES
+from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lsgd.kernels.cpu.levels import LevelsPath
 
 PIECE: Final = 1 << 15
 
@@ -26,14 +28,19 @@ _SPREAD: Final = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 
 @dataclass(frozen=True)
 class ScaledBlocks(Codec):
-    """Base of the codecs that send a bfloat16 scale for each block, and then some planes of bits.
+    """Base of the codecs that send a bfloat16 scale for each block, and then one or two planes of bits.
+
+    An element becomes plus or minus ``near`` times its block's scale or, beyond ``threshold`` times the block's root
+    mean square, ``far`` times it. On a CPU, whole blocks go through kernels (:mod:`lsgd.kernels.cpu.levels`), which
+    make the same bytes as the methods here.
 
     Args:
         scale_block: elements that share a scale; a power of two, 8 … 65536.
     """
 
-    planes: ClassVar[int]
-    """Bits of an element."""
+    near: ClassVar[float] = 1.0
+    far: ClassVar[float] = 0.0
+    threshold: ClassVar[float | None] = None
 
     scale_block: int = 512
 
@@ -50,21 +57,75 @@ class ScaledBlocks(Codec):
         """Return the bytes of the header, the scales and the planes."""
         return HEADER_NBYTES + sum(self._sizes(numel))
 
-    def parts(self, body: Tensor, numel: int) -> tuple[Tensor, ...]:
-        """Return the scales and each plane of a payload's bytes after the header."""
-        return body.split_with_sizes(self._sizes(numel))
+    def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
+        """Choose each block's scale, and each element's sign and level."""
+        numel = x.numel()
+        scales, *planes = self.begin_unflagged(payload, x).split_with_sizes(self._sizes(numel))
+        path, whole = self._path(x.device, numel)
+        flags_of(payload).zero_()
+        if path is not None:
+            path.encode(x[:whole].to(torch.float32), scales, planes[0], planes[-1], flags_of(payload))
+        if whole < numel:
+            payload[FLAGS_OFFSET] |= ~x[whole:].isfinite().all()
+        for here, block, bits in _pieces(whole, numel, self.scale_block, x.device):
+            self.encode_rows(
+                rows_of(x[here], self.scale_block), len(x[here]), scales[block], *(p[bits] for p in planes)
+            )
+
+    def encode_rows(self, rows: Tensor, numel: int, scales: Tensor, *planes: Tensor) -> None:
+        """Write the scales and bits of ``rows``, float32, shape (blocks, scale_block), with ``numel`` elements."""
+        raise NotImplementedError
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Write each element's level."""
+        self._decode(payload, out, None)
+
+    def decode_add(self, payload: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+        """Add ``alpha`` times the vector to ``out`` in one pass."""
+        self._decode(payload, out, alpha)
+
+    def _decode(self, payload: Tensor, out: Tensor, alpha: float | None) -> None:
+        numel, block = out.numel(), self.scale_block
+        scales, *planes = self.body(payload, numel).split_with_sizes(self._sizes(numel))
+        path, whole = self._path(out.device, numel if out.dtype == torch.float32 else 0)
+        if path is not None:
+            path.decode(scales, planes[0], planes[-1], out[:whole], alpha)
+        if whole < numel:
+            value = self._read(scales[2 * (whole // block) :], *(plane[whole // 8 :] for plane in planes))
+            rest, value = out[whole:], value.view(-1)[: numel - whole]
+            if alpha is not None:
+                value = rest.to(torch.promote_types(rest.dtype, torch.float32)) + value * alpha
+            rest.copy_(value)
+
+    def _read(self, scales: Tensor, signs: Tensor, fars: Tensor | None = None) -> Tensor:
+        """Return the elements of blocks, float32, shape (blocks, scale_block)."""
+        scale = read_scales(scales)
+        value = scale * self.near
+        if fars is not None:
+            value = torch.where(read_bits(fars, self.scale_block), scale * self.far, value)
+        return torch.where(read_bits(signs, self.scale_block), -value, value)
+
+    def _path(self, device: torch.device, numel: int) -> tuple[LevelsPath | None, int]:
+        """Return the kernels for a device, if there are any, and how many of ``numel`` elements they take."""
+        if device.type != "cpu" or numel < self.scale_block:
+            return None, 0
+        from lsgd.kernels.cpu.levels import Levels, levels_path
+
+        path = levels_path(Levels(self.near, self.far, self.threshold), self.scale_block)
+        return path, 0 if path is None else numel // self.scale_block * self.scale_block
 
     def _sizes(self, numel: int) -> list[int]:
-        return [2 * -(-numel // self.scale_block)] + [bits_nbytes(numel)] * self.planes
+        planes = 1 if self.threshold is None else 2
+        return [2 * -(-numel // self.scale_block)] + [bits_nbytes(numel)] * planes
 
 
-def pieces(numel: int, scale_block: int, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:
+def _pieces(start: int, stop: int, scale_block: int, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:
     """Yield the elements, bytes of scales and bytes of bits to work on at a time: on a CPU, what its cache holds."""
-    step = max(PIECE if device.type == "cpu" else numel, scale_block)
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        scales = slice(2 * (start // scale_block), 2 * -(-stop // scale_block))
-        yield slice(start, stop), scales, slice(start // 8, -(-stop // 8))
+    step = max(PIECE if device.type == "cpu" else stop, scale_block)
+    for first in range(start, stop, step):
+        last = min(first + step, stop)
+        scales = slice(2 * (first // scale_block), 2 * -(-last // scale_block))
+        yield slice(first, last), scales, slice(first // 8, -(-last // 8))
 
 
 def rows_of(x: Tensor, width: int) -> Tensor:

@@ -25,19 +25,8 @@ class Levels1(blocks.ScaledBlocks):
 
     name: ClassVar[str] = "levels1"
 
-    planes: ClassVar[int] = 1
-
-    def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
-        """Note the signs."""
-        scales, signs = self.parts(self.begin(payload, x), x.numel())
-        rows = blocks.rows_of(x, self.scale_block)
+    def encode_rows(self, rows: Tensor, numel: int, scales: Tensor, *planes: Tensor) -> None:
+        """Note the signs, and the mean magnitude of each block."""
         sums = blocks.sums_of(rows.abs().to(torch.float64))
-        blocks.write_scales(sums / blocks.counts_of(rows, x.numel()), scales)
-        blocks.write_bits(rows < 0, signs)
-
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Write the scale with each element's sign."""
-        scales, signs = self.parts(self.body(payload, out.numel()), out.numel())
-        scale = blocks.read_scales(scales)
-        value = torch.where(blocks.read_bits(signs, self.scale_block), -scale, scale)
-        out.copy_(value.view(-1)[: out.numel()])
+        blocks.write_scales(sums / blocks.counts_of(rows, numel), scales)
+        blocks.write_bits(rows < 0, planes[0])

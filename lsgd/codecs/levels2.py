@@ -30,33 +30,21 @@ class Levels2(blocks.ScaledBlocks):
 
     name: ClassVar[str] = "levels2"
 
-    planes: ClassVar[int] = 2
+    near: ClassVar[float] = NEAR
+    far: ClassVar[float] = FAR
+    threshold: ClassVar[float | None] = THRESHOLD
 
-    def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
+    def encode_rows(self, rows: Tensor, numel: int, scales: Tensor, *planes: Tensor) -> None:
         """Choose the level of each element by the root mean square of its block, then the scale."""
-        scales, signs, levels = self.parts(self.begin(payload, x), x.numel())
-        for here, block, bits in blocks.pieces(x.numel(), self.scale_block, x.device):
-            self._encode(x[here], scales[block], signs[bits], levels[bits])
-
-    def _encode(self, x: Tensor, scales: Tensor, signs: Tensor, levels: Tensor) -> None:
-        rows = blocks.rows_of(x, self.scale_block)
+        signs, fars = planes
         magnitudes = rows.abs().to(torch.float64)
-        counts = blocks.counts_of(rows, x.numel())
+        counts = blocks.counts_of(rows, numel)
         rms = (blocks.sums_of(magnitudes.square()) / counts).sqrt()
         far = rows.abs() > (rms * THRESHOLD).to(torch.float32)[:, None]
         # The scale with the least square error for these levels: close to rms, but exact where all are alike.
         far_sums = blocks.sums_of(torch.where(far, magnitudes, 0.0))
         products = blocks.sums_of(magnitudes) * NEAR + far_sums * (FAR - NEAR)
-        squares = counts * NEAR**2 + far.sum(1) * (FAR**2 - NEAR**2)
+        squares = counts * NEAR**2 + far.sum(1).to(torch.float64) * (FAR**2 - NEAR**2)
         blocks.write_scales(products / squares, scales)
         blocks.write_bits(rows < 0, signs)
-        blocks.write_bits(far, levels)
-
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Write the level of each element."""
-        scales, signs, levels = self.parts(self.body(payload, out.numel()), out.numel())
-        scale = blocks.read_scales(scales)
-        far = blocks.read_bits(levels, self.scale_block)
-        value = torch.where(far, scale * FAR, scale * NEAR)
-        value = torch.where(blocks.read_bits(signs, self.scale_block), -value, value)
-        out.copy_(value.view(-1)[: out.numel()])
+        blocks.write_bits(far, fars)

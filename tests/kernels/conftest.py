@@ -80,7 +80,7 @@ def runner(request):
 
 def avx2_path():
     """The CPU path as it is on a machine without AVX-512, if this one can run that."""
-    from lsgd.kernels.cpu.path import host
+    from lsgd.kernels.cpu.machine import host
 
     if "+avx2" not in host()[1].split(","):
         pytest.skip("this processor has no AVX2")

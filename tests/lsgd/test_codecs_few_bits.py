@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsgd.codecs import codec_of
+from lsgd.codecs.base import flags_of
 from lsgd.errors import ConfigError
+from lsgd.kernels.cpu import levels
 from lsgd.payload import HEADER_NBYTES
 
 LENGTHS = st.integers(0, 1200)
@@ -50,7 +52,7 @@ def halved_sum(numbers: list[float]) -> float:
     return numbers[0]
 
 
-def levels2(x: np.ndarray, width: int) -> tuple[bytes, np.ndarray]:
+def levels2_of(x: np.ndarray, width: int) -> tuple[bytes, np.ndarray]:
     """One block and one number after the other, and so are the others."""
     scales, signs, fars, decoded = [], [], [], []
     for start in range(0, x.size, width):
@@ -70,7 +72,7 @@ def levels2(x: np.ndarray, width: int) -> tuple[bytes, np.ndarray]:
     return np.array(scales, "<u2").tobytes() + packed(signs) + packed(fars), np.array(decoded, np.float32)
 
 
-def levels1(x: np.ndarray, width: int) -> tuple[bytes, np.ndarray]:
+def levels1_of(x: np.ndarray, width: int) -> tuple[bytes, np.ndarray]:
     scales, decoded = [], []
     for start in range(0, x.size, width):
         block = x[start : start + width]
@@ -127,10 +129,10 @@ def topk(x: np.ndarray, k: int) -> tuple[bytes, np.ndarray]:
 
 
 REFERENCES = {
-    "levels2:scale_block=512": lambda x: levels2(x, 512),
-    "levels2:scale_block=8": lambda x: levels2(x, 8),
-    "levels1:scale_block=512": lambda x: levels1(x, 512),
-    "levels1:scale_block=64": lambda x: levels1(x, 64),
+    "levels2:scale_block=512": lambda x: levels2_of(x, 512),
+    "levels2:scale_block=8": lambda x: levels2_of(x, 8),
+    "levels1:scale_block=512": lambda x: levels1_of(x, 512),
+    "levels1:scale_block=64": lambda x: levels1_of(x, 64),
     "minmax4:block=256": lambda x: minmax4(x, 256),
     "minmax4:block=7": lambda x: minmax4(x, 7),
     "topk:k=64": lambda x: topk(x, 64),
@@ -157,6 +159,24 @@ def test_vectors_of_several_pieces(text, numel):
     expected, numbers = REFERENCES[text](x.numpy())
     data, decoded = coded(text, x)
     assert (data, decoded.tobytes()) == (expected, numbers.tobytes())
+
+
+@pytest.mark.parametrize("text", ["levels2", "levels1", "levels2:scale_block=2048", "levels1:scale_block=64"])
+@pytest.mark.parametrize("bad", [1.0, math.nan, -math.inf])
+def test_torch_makes_what_the_kernels_make(text, bad, monkeypatch):
+    """As on GPUs, and where llvmlite is missing; with a part of a block at the end, and in what is added to."""
+    x = vector((1 << 16) + 2100, 1.0, 6)
+    x[5000] = bad
+    codec, made = codec_of(text), []
+    for path in (levels.levels_path, lambda *_: None):
+        monkeypatch.setattr(levels, "levels_path", path)
+        payload, out, added = codec.empty(x.numel(), x.device), torch.empty_like(x), torch.linspace(-1, 1, x.numel())
+        codec.encode(x, payload)
+        codec.decode(payload, out)
+        codec.decode_add(payload, added, alpha=-0.3)
+        made.append((payload, out.nan_to_num(7.0), added.nan_to_num(7.0)))
+        assert bool(flags_of(payload)) != math.isfinite(bad)
+    assert all(map(torch.equal, *made))
 
 
 @pytest.mark.parametrize("text", REFERENCES)

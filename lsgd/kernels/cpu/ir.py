@@ -18,7 +18,10 @@ I32: Final = ir.IntType(32)
 I64: Final = ir.IntType(64)
 F16: Final = ir.HalfType()
 F32: Final = ir.FloatType()
+F64: Final = ir.DoubleType()
 POINTER: Final = ir.PointerType()
+
+_DEFAULT_MXCSR: Final = 0x1F80  # round to nearest even, keep subnormal numbers
 
 
 def vector(element: Any, width: int) -> Any:
@@ -30,7 +33,7 @@ def _operator(integer: str, floating: str = "") -> Callable[[Value, Value | floa
     """Return the method that emits this instruction, or that one for float32."""
 
     def emit(self: Value, other: Value | float) -> Value:
-        instruction = getattr(self.kernel.builder, floating if self.element == F32 else integer)
+        instruction = getattr(self.kernel.builder, floating if self.element in (F32, F64) else integer)
         return Value(self.kernel, instruction(self.raw, self._operand(other)))
 
     return emit
@@ -72,7 +75,7 @@ class Value:
     def compare(self, how: str, other: Value | float) -> Value:
         """Return a truth value for each element; integers compare with their sign, NaN makes it false."""
         builder, operand = self.kernel.builder, self._operand(other)
-        emit = builder.fcmp_ordered if self.element == F32 else builder.icmp_signed
+        emit = builder.fcmp_ordered if self.element in (F32, F64) else builder.icmp_signed
         return Value(self.kernel, emit(how, self.raw, operand))
 
     def where(self, yes: Value | float, no: Value) -> Value:
@@ -135,8 +138,18 @@ class Value:
         operands = [self.raw, self._operand(factor), self._operand(summand)]
         return Value(self.kernel, self.kernel.builder.call(function, operands))
 
+    def square_root(self) -> Value:
+        """Return the square root of a float64 scalar."""
+        function = self.kernel.declare("llvm.sqrt.f64", ir.FunctionType(F64, [F64]))
+        return Value(self.kernel, self.kernel.builder.call(function, [self.raw]))
+
+    def ones(self) -> Value:
+        """Return how many bits of an int64 scalar are set."""
+        function = self.kernel.declare("llvm.ctpop.i64", ir.FunctionType(I64, [I64]))
+        return Value(self.kernel, self.kernel.builder.call(function, [self.raw]))
+
     def magnitude(self) -> Value:
-        """Return the absolute value of a float32."""
+        """Return the absolute value of float32."""
         return (self.convert("bitcast", I32) & 0x7FFFFFFF).convert("bitcast", F32)
 
 
@@ -262,10 +275,40 @@ class Kernel:
         self.builder.branch(top)
         self.builder.position_at_end(done)
 
+    @contextmanager
+    def items(self, count: Value) -> Iterator[Value]:
+        """Take the next number below ``count`` from the counter at the first argument, which threads share."""
+        one = ir.Constant(I64, 1)
+        with self.repeat() as leave_unless:
+            item = Value(self, self.builder.atomic_rmw("add", self.arguments[0].raw, one, "monotonic"))
+            leave_unless(item.compare("<", count))
+            yield item
+
     def finish(self) -> None:
         """End the function."""
         self.builder.ret_void()
 
 
+def entry_point(module: ir.Module, name: str, body: Kernel, *, mxcsr: bool) -> None:
+    """Add the public function ``name(job)``: it sets the rounding mode, calls ``body``, and restores the thread's own.
+
+    ``mxcsr`` says that the machine is an x86, which has this control register.
+    """
+    k = Kernel(module, name, [POINTER], public=True)
+    if not mxcsr:
+        k.call(body, k.arguments[0])
+        k.finish()
+        return
+    kind = ir.FunctionType(ir.VoidType(), [POINTER])
+    read, write = (k.declare(f"llvm.x86.sse.{verb}mxcsr", kind) for verb in ("st", "ld"))
+    before, ours = k.stack(I32, 1), k.stack(I32, 1)
+    k.store(k.constant(_DEFAULT_MXCSR, I32), ours)
+    k.builder.call(read, [before.raw])
+    k.builder.call(write, [ours.raw])
+    k.call(body, k.arguments[0])
+    k.builder.call(write, [before.raw])
+    k.finish()
+
+
 def _alignment(element: Any) -> int:
-    return {I8: 1, I16: 2, I32: 4, I64: 8, F16: 2, F32: 4}.get(element, 8)
+    return {I8: 1, I16: 2, I32: 4, I64: 8, F16: 2, F32: 4, F64: 8}.get(element, 8)

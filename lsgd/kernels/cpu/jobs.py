@@ -13,7 +13,7 @@ from typing import Final
 
 from llvmlite import ir
 
-from lsgd.kernels.cpu.ir import F32, I8, I16, I32, I64, POINTER, Kernel, Value, Variable
+from lsgd.kernels.cpu.ir import F32, I8, I16, I32, I64, POINTER, Kernel, Value, Variable, entry_point
 from lsgd.kernels.cpu.tiles import COMBINE, FLOAT32, WIDTH, Tiles
 from lsgd.kernels.philox import LANES
 from lsgd.kernels.reference import BIG, SMALLEST_UNIT
@@ -22,8 +22,6 @@ TILE: Final = 2048
 PAYLOADS: Final = 3  # the source that is not FLOAT32, FLOAT16 or BFLOAT16
 STATE_FLOATS: Final = 4  # lo, hi, NaN if not finite, nothing
 MAX_SEGMENTS: Final = 256
-
-_DEFAULT_MXCSR: Final = 0x1F80  # round to nearest even, keep subnormal numbers
 
 
 class Job(ctypes.Structure):
@@ -97,7 +95,7 @@ class Jobs:
             "reduce": self._reduce_items(),
         }
         for name, body in bodies.items():
-            self._entry(name, body, mxcsr=mxcsr)
+            entry_point(self.module, name, body, mxcsr=mxcsr)
 
     # ---- on one block ----------------------------------------------------------------------------------------
 
@@ -210,10 +208,7 @@ class Jobs:
         """(job): take items until none is left."""
         k = Kernel(self.module, name, [POINTER])
         job = _JobView(k, k.arguments[0])
-        one = ir.Constant(I64, 1)
-        with k.repeat() as leave_unless:
-            item = Value(k, k.builder.atomic_rmw("add", k.arguments[0].raw, one, "monotonic"))
-            leave_unless(item.compare("<", job.items))
+        with k.items(job.items) as item:
             body(k, job, item)
         k.finish()
         return k
@@ -331,23 +326,6 @@ class Jobs:
                 k.call(self.fill, k.arguments[0], place, n, k.offset(job.address("out"), F32, place), slot)
 
         return self._items("reduce_items", body)
-
-    def _entry(self, name: str, body: Kernel, *, mxcsr: bool) -> None:
-        """The entry point: sets the rounding mode, and restores the thread's own."""
-        k = Kernel(self.module, name, [POINTER], public=True)
-        if not mxcsr:
-            k.call(body, k.arguments[0])
-            k.finish()
-            return
-        kind = ir.FunctionType(ir.VoidType(), [POINTER])
-        read, write = (k.declare(f"llvm.x86.sse.{verb}mxcsr", kind) for verb in ("st", "ld"))
-        before, ours = k.stack(I32, 1), k.stack(I32, 1)
-        k.store(k.constant(_DEFAULT_MXCSR, I32), ours)
-        k.builder.call(read, [before.raw])
-        k.builder.call(write, [ours.raw])
-        k.call(body, k.arguments[0])
-        k.builder.call(write, [before.raw])
-        k.finish()
 
 
 def program_text(*, mxcsr: bool) -> str:

@@ -7,8 +7,6 @@ second. docs/performance/kernels.md says why this path was chosen and what else 
 from __future__ import annotations
 
 import ctypes
-import functools
-import platform
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lsgd.kernels.cpu import openmp
+from lsgd.kernels.cpu.machine import IS_X86, Machine, usable_host
 from lsgd.kernels.layout import Layout, Quantized
 from lsgd.kernels.reference import ReferencePath
 from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
@@ -28,39 +27,6 @@ ITEM_ELEMENTS: Final = 1 << 15  # what a thread takes at a time
 SERIAL_ELEMENTS: Final = 1 << 15  # below this, waking other threads does not pay off
 BIG_BLOCK: Final = 1 << 18  # above this, the threads share a block
 STREAM_NBYTES: Final = 8 << 20  # larger outputs bypass the caches, which they would only flush
-
-_IS_X86: Final = platform.machine() in ("x86_64", "AMD64")
-
-
-@functools.cache
-def host() -> tuple[str, str]:
-    """Return LLVM's name of this machine's processor and the list of its features."""
-    import llvmlite.binding as llvm
-
-    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-
-
-class _Machine:
-    """The compiled kernels: ``address(name)`` of each."""
-
-    def __init__(self, cpu: str, features: str) -> None:
-        import llvmlite.binding as llvm
-
-        from lsgd.kernels.cpu.jobs import program_text
-
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        module = llvm.parse_assembly(program_text(mxcsr=_IS_X86))
-        target = llvm.Target.from_triple(llvm.get_process_triple())
-        target_machine = target.create_target_machine(cpu=cpu, features=features, opt=2)
-        options = llvm.create_pipeline_tuning_options(speed_level=2)
-        # The loops are vectorized already; these passes would only add a second of compiling.
-        options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-        passes = llvm.create_pass_builder(target_machine, options)
-        passes.getModulePassManager().run(module, passes)
-        self._engine = llvm.create_mcjit_compiler(module, target_machine)
-        self._engine.finalize_object()
-        self.address = functools.cache(self._engine.get_function_address)
 
 
 class _Scratch(threading.local):
@@ -88,11 +54,10 @@ class CpuPath(ReferencePath):
 
     def __init__(self, *, cpu: str | None = None, features: str = "") -> None:
         if cpu is None:
-            cpu, features = host()
-            missing = {"+avx2", "+f16c", "+fma"}.difference(features.split(",")) if _IS_X86 else ()
-            if missing:
-                raise RuntimeError(f"this processor ({cpu}) lacks {', '.join(sorted(missing))}")
-        self._machine = _Machine(cpu, features)
+            cpu, features = usable_host()
+        from lsgd.kernels.cpu.jobs import program_text
+
+        self._machine = Machine(program_text(mxcsr=IS_X86), cpu, features)
         self._scratch = _Scratch()
 
     def quantize(self, x: Tensor, layout: Layout, payload: Tensor, seed: int | None) -> None:
