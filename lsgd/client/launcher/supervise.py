@@ -126,6 +126,22 @@ class Supervisor:
         return self._status()
 
     @property
+    def end(self) -> tuple[str, str]:
+        """How the run has ended for this node, ``failed`` or ``stopped``, and why; empty: as its servers say."""
+        if self._failed:
+            return "failed", f"{self._failed.name} {self._failed.fate}"
+        if self._signalled and any(child.status != 0 for child in self._children):
+            return "stopped", f"{self._signalled.name}, and not all processes had ended in time"
+        if self._all_early:
+            return "failed", "all workers left before the end of the run, so there is no consensus"
+        return ("failed", "some processes do not end") if self._alive else ("", "")
+
+    @property
+    def _all_early(self) -> bool:
+        """Whether all workers have left before the end of the run."""
+        return bool(self._early) and self._early == {command.name for command in self._commands if command.joins}
+
+    @property
     def _alive(self) -> list[Child]:
         return [child for child in self._children if child.status is None]
 
@@ -357,7 +373,7 @@ class Supervisor:
             return status if status > 0 else 128 - status
         if self._signalled and any(child.status != 0 for child in self._children):
             return 128 + self._signalled
-        if self._early and self._early == {command.name for command in self._commands if command.joins}:
+        if self._all_early:
             return NOT_TRAINED
         return int(bool(self._alive))
 
