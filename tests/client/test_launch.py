@@ -183,7 +183,7 @@ class TestNode:
         assert [(each["round"], each["count"]) for each in result["rounds"]] == [(1, 0), (2, 100)]
         assert result["loss"] == pytest.approx(sum(result["rounds"][1]["losses"].values()) / 2, rel=1e-5)
         assert (node.run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
-        assert "[launch] the run is finished: all 100 iterations are made; result.json, metrics.jsonl, c" in output
+        assert "[launch] finished: all 100 iterations are made; result.json, metrics.jsonl, c" in output
 
     def test_ctrl_c_makes_the_consensus(self, start):
         node = start("--node", "0")  # alone it takes any port

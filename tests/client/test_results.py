@@ -87,9 +87,7 @@ def test_without_matplotlib_the_rest_is_there_and_one_line_says_what_to_install(
     first, second = capfd.readouterr().out.splitlines()
     assert first.startswith("[launch] there is no curve.png, which needs matplotlib: ")
     assert first.endswith(" -m pip install matplotlib")
-    assert second == (
-        f"[launch] the run is finished: all 900 iterations are made; result.json, metrics.jsonl in {folder}"
-    )
+    assert second == (f"[launch] finished: all 900 iterations are made; result.json, metrics.jsonl in {folder}")
     assert not (folder / "curve.png").exists()
     assert json.loads((folder / "result.json").read_text()) == RESULT | {"state": "finished", "exit_code": 0}
 
@@ -99,7 +97,7 @@ def test_results_that_cannot_be_written_are_said(tmp_path, capfd) -> None:
     results.finish(tmp_path / "run", 1, "failed", "global failed with exit code 2")
     first, second = capfd.readouterr().out.splitlines()
     assert first == f"[launch] the results cannot be written to {tmp_path / 'run'}: No space left on device"
-    assert "the run is failed: global failed" in second
+    assert second.startswith("[launch] failed: global failed with exit code 2; no results are in ")
 
 
 def listed(*arguments: str) -> list[str]:

@@ -53,7 +53,7 @@ def finish(folder: Path, status: int, state: str = "", reason: str = "") -> None
             files += [CURVE] * (not lines)
     except OSError as error:
         lines.append(f"the results cannot be written to {folder}: {error.strerror or error}")
-    lines.append(f"the run is {state}: {reason}; {', '.join(files)} in {folder}")
+    lines.append(f"{state}: {reason}; {', '.join(files) or 'no results are'} in {folder}")
     output = Output(lambda lost: "")
     output.put(sys.stdout.fileno(), "".join(f"{LAUNCHER}{line}\n" for line in lines))
     output.flush(FLUSH_WITHIN_S, FLUSHES)
