@@ -116,6 +116,9 @@ def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeyp
     leave(folder / "broken", going | {"state": "failed", "reason": "node0/worker1 failed with exit code 1 " * 3})
     leave(folder / "killed", going)
     leave(folder / "by-hand", going)
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "node1.lock").touch()
+    os.utime(folder / "elsewhere" / "node1.lock", (2, 2))
     (folder / "no run").mkdir()
     for name in ("done", "broken", "killed"):
         with claimed(folder / name, 0, "tcp://127.0.0.1:9"):
@@ -127,12 +130,14 @@ def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeyp
         lines = listed()
         states = [(Path(run["folder"]).name, run["state"]) for run in json.loads("".join(listed("--json")))]
     assert states == [
-        *((long, "running"), ("killed", "failed"), ("broken", "failed"), ("done", "finished"), ("by-hand", "unknown")),
+        *((long, "running"), ("killed", "failed"), ("broken", "failed"), ("done", "finished")),
+        *(("elsewhere", "unknown"), ("by-hand", "unknown")),
     ]
     assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["run", "state", "algorithm", "iterations", "loss", "time", "started"]
     assert lines[1].startswith("a-very-long-nam") and "… " in lines[1] and " running " in lines[1]
     assert " 12 " in lines[1] and "2h02m" in lines[1]
     assert lines[3].startswith("    its launcher was killed; the logs are in runs/killed")
+    assert "    its results are on node 0" in lines
     (done,) = [line for line in lines if line.startswith("done")]
     assert done.split()[:6] == ["done", "finished", "leader", "900/900", "0.25", "1m15s"]

@@ -36,7 +36,9 @@ def _run(folder: Path) -> dict[str, Any]:
     elif result.get("state") not in ENDED and (folder / "node0.lock").exists():
         result |= {"state": "failed", "reason": f"its launcher was killed; the logs are in {folder}"}
     elif result.get("state") not in ENDED:
-        result |= {"state": "unknown", "reason": "ask its global server: lsgd status --connect HOST:PORT"}
+        by_hand = "it has no launcher: ask its global server with lsgd status --connect HOST:PORT"
+        elsewhere = any(folder.glob("node*.lock"))
+        result |= {"state": "unknown", "reason": "its results are on node 0" if elsewhere else by_hand}
     return {"folder": str(folder), "started": _clock(_started(folder)), **result}
 
 
