@@ -69,7 +69,9 @@ def train(case: str, iterations: int, folder: Path) -> Result:
         command = launch_command(*place, plan, folder / f"node{node}", port=port)
         processes.append(start([*command, "--", sys.executable, str(EXAMPLE)]))
     await_all(processes, case, RUN_DEADLINE_S)
-    found = json.loads((folder / "node0" / "result.json").read_text())
+    found: dict[str, Any] = {}
+    for name in ("result.json", "accuracy.json"):
+        found |= json.loads((folder / "node0" / name).read_text())
     return Result(
         case,
         PLANS[case],
@@ -77,7 +79,7 @@ def train(case: str, iterations: int, folder: Path) -> Result:
         found["leader_accuracy"],
         found["relative_distance_before_last_average"],
         found["seconds"],
-        found["iterations"],
+        found["count"],
         found["rounds_local"],
         found["rounds_global"],
     )

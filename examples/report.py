@@ -1,4 +1,4 @@
-"""What the examples show and keep of a run: a progress bar, a table, and files in the folder of the run.
+"""What the examples show and keep of a run: a progress bar, the accuracy, and the model.
 
 Nothing of it is needed to train; it shows what a worker can tell about its run.
 """
@@ -8,14 +8,11 @@ import json
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-from chart import draw
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -70,27 +67,30 @@ class Progress:
 
 
 def write_results(worker: Worker, model: nn.Module, test: TensorDataset) -> None:
-    """Print the results, and write result.json, model.safetensors and curve.png to the folder of the run.
+    """Print the accuracy, and write accuracy.json and model.safetensors to the folder of the run.
 
-    Called by one worker after the end of training, when ``model`` is the consensus.
+    Called by one worker after the end of training, when ``model`` is the consensus. What the servers know of the run
+    (losses, rounds, leaders) the launcher writes.
     """
-    status = worker.status()
     leader_state = worker.leader_state_dict()
     leader_accuracy = None
     if leader_state is not None:
-        leader = copy.deepcopy(model)
-        leader.load_state_dict(leader_state)
-        leader_accuracy = accuracy(leader, test)
-    result = summary(status, accuracy(model, test), leader_accuracy, worker.consensus_distance)
+        leader_model = copy.deepcopy(model)
+        leader_model.load_state_dict(leader_state)
+        leader_accuracy = accuracy(leader_model, test)
+    result = {
+        "test_accuracy": accuracy(model, test),
+        "leader_accuracy": leader_accuracy,
+        "relative_distance_before_last_average": worker.consensus_distance,
+    }
     folder = worker.run_dir or Path("runs/digits")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    (folder / "accuracy.json").write_text(json.dumps(result, indent=2) + "\n")
     # The parameters are views of one buffer; a copy of each stands alone, as safetensors wants it.
     save_file({name: x.cpu().clone() for name, x in model.state_dict().items()}, folder / "model.safetensors")
-    draw(status, folder / "curve.png")
-    Console().print(table(result))
-    print(sentences(result))
-    print(f"written to {folder}: result.json, model.safetensors, curve.png", flush=True)
+    of_leader = f", {leader_accuracy:.4f} of the leader" if leader_accuracy is not None else ""
+    print(f"test accuracy: {result['test_accuracy']:.4f} of the average{of_leader}")
+    print(f"written to {folder}: accuracy.json, model.safetensors", flush=True)
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
@@ -102,50 +102,3 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
         right = sum(int((model(x.to(device)).argmax(1).cpu() == y).sum()) for x, y in DataLoader(data, batch_size=256))
     model.train(was_training)
     return right / len(data)
-
-
-def summary(
-    status: dict[str, Any], test_accuracy: float, leader_accuracy: float | None, distance: float | None
-) -> dict[str, Any]:
-    """Return the content of result.json from the state of the run and what was measured at its end."""
-    members = status["members"]
-    return {
-        "run": status["run"],
-        "test_accuracy": test_accuracy,
-        "leader_accuracy": leader_accuracy,
-        "workers": len(members),
-        "nodes": status["nodes"],
-        "seconds": status["seconds"],
-        "iterations": status["count"],
-        "iterations_per_worker": {member["worker"]: member["done"] for member in members},
-        "losses": {member["worker"]: member["loss"] for member in members},
-        "times_leader": {member["worker"]: member["times_leader"] for member in members},
-        "rounds_local": status["rounds_local"],
-        "rounds_global": status["rounds_global"],
-        "relative_distance_before_last_average": distance,
-        "leaders": status["leaders"],
-    }
-
-
-def table(result: dict[str, Any]) -> Table:
-    """Return what each worker did as a table."""
-    lines = Table(title=f"run {result['run']}")
-    lines.add_column("worker")
-    for heading in ("iterations", "loss", "times leader"):
-        lines.add_column(heading, justify="right")
-    for worker, done in result["iterations_per_worker"].items():
-        loss = result["losses"][worker]
-        text = "" if loss is None else f"{loss:.4f}"
-        lines.add_row(worker, str(done), text, str(result["times_leader"][worker]))
-    return lines
-
-
-def sentences(result: dict[str, Any]) -> str:
-    """Return what all workers did together, in two lines."""
-    leader = result["leader_accuracy"]
-    return (
-        f"{result['iterations']} iterations in {result['seconds']:.1f} s, "
-        f"{result['rounds_local']} local and {result['rounds_global']} global rounds\n"
-        f"test accuracy: {result['test_accuracy']:.4f} of the average"
-        + (f", {leader:.4f} of the leader" if leader is not None else "")
-    )

@@ -6,11 +6,28 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 MAX_WAITING_NCHARS = 8 << 20
 """How much text waits to be read; what comes after that is dropped."""
 
 _GONE = (errno.EPIPE, errno.EBADF, errno.ENXIO)
+
+
+def append(descriptor: int, data: bytes) -> None:
+    """Append all of this to a file, or nothing.
+
+    Raises:
+        OSError: it cannot be written: the disk is full, say.
+    """
+    length = os.fstat(descriptor).st_size
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, length)  # half a line
+        raise
 
 
 class Output:

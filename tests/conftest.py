@@ -33,4 +33,4 @@ def example(name: str) -> Callable[[], ModuleType]:
     return module
 
 
-chart, digits, report = map(example, ("chart", "digits", "report"))
+digits, report = map(example, ("digits", "report"))

@@ -1,4 +1,7 @@
-"""The Python examples of the documentation run as they stand, each in a process of its own."""
+"""The Python examples of the documentation run as they stand: each in a process, or as the two workers of a run.
+
+A comment above an example says how it is run, if not alone: ``<!-- launched: LSGD_ITERATIONS=40 -->``.
+"""
 
 import os
 import re
@@ -8,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from .integration.running import LIGHT
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLE = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.M | re.S)
+EXAMPLE = re.compile(
+    r"(?:<!-- (?:not run: (?P<why>[^>]+)|launched: (?P<launched>[^>]+)) -->\n)?^```python\n(?P<code>.*?)^```$",
+    re.M | re.S,
+)
 
 
 def examples():
@@ -18,7 +26,7 @@ def examples():
         text = page.read_text(encoding="utf-8")
         for found in EXAMPLE.finditer(text):
             line = text.count("\n", 0, found.start("code")) + 1
-            yield pytest.param(found["code"], found["why"], id=f"{page.name}:{line}")
+            yield pytest.param(found["code"], found["why"], found["launched"], id=f"{page.name}:{line}")
 
 
 def test_there_are_examples_and_few_are_not_run():
@@ -33,14 +41,27 @@ def test_no_python_stands_outside_the_fences():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("code", "why"), list(examples()))
-def test_an_example(code, why, tmp_path):
+@pytest.mark.parametrize(("code", "why", "launched"), list(examples()))
+def test_an_example(code, why, launched, tmp_path):
     script = tmp_path / "example.py"
     script.write_text(code)
     compile(code, str(script), "exec")
     if why is None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
+        command = [sys.executable, str(script)]
+        if launched:
+            environment |= LIGHT | dict(each.split("=") for each in launched.split())
+            command = [
+                sys.executable,
+                "-m",
+                "lsgd.client",
+                "launch",
+                "--device",
+                "cpu",
+                "--workers",
+                "2",
+                "--",
+                *command,
+            ]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -38,6 +38,7 @@ APART = {"client": "server", "server": "client"}
 ONLY_IN = {
     "zmq": {"protocol/sockets.py", "protocol/gate.py", "protocol/monitor.py"},
     "cupy": {"kernels/cuda/path.py"},
+    "matplotlib": {"client/launcher/curve.py"},
 }
 PRIVATE_NAMES_ONLY_IN = {
     "client/groups/torch_group.py",

@@ -12,14 +12,16 @@ import click
 
 from lsgd import __version__
 from lsgd.errors import ConfigError
+from lsgd.plan.forecast import forecast
 from lsgd.plan.options import plan_options
 from lsgd.plan.plan import Plan, read
 from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
 from lsgd.server import global_daemon, local_daemon
-from lsgd.server.daemon import Signals, complain
+from lsgd.server.daemon import Signals, complain, say
 from lsgd.server.journal import Journal
+from lsgd.server.record import Record
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a disk that may be gone a moment later."""
@@ -47,6 +49,11 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
     help="Global: begin no new run; go on with the one in the --journal, or end.",
 )
 @click.option(
+    "--results",
+    type=click.Path(path_type=Path),
+    help="Global: write metrics.jsonl, a line for each round, and result.json to this folder.",
+)
+@click.option(
     "--keys",
     "keys_path",
     type=click.Path(path_type=Path),
@@ -69,6 +76,7 @@ def main(
     save_plan: Path | None,
     journal_path: Path | None,
     continues: bool,
+    results: Path | None,
     keys_path: Path | None,
     token_path: Path | None,
     insecure: bool,
@@ -95,13 +103,13 @@ def main(
             plan = read(path, os.environ, flags).plan
             address = listen or f"tcp://127.0.0.1:{DEFAULT_PORT}"
             keys = listener_keys(address, keys_path, insecure=insecure)
-            sys.exit(_serve_global(plan, address, keys, save_plan, journal_path, continues=continues))
+            sys.exit(_serve_global(plan, address, keys, save_plan, journal_path, results, continues=continues))
         if role == "local":
             given = [name for name, value in {**flags, "plan": plan_path}.items() if value is not None]
             if given:
                 raise ConfigError(f"--{given[0].replace('_', '-')} belongs to the plan, which the global server holds")
-            if continues or journal_path or save_plan:
-                raise ConfigError("--continue, --journal and --save-plan belong to the global server")
+            if continues or journal_path or save_plan or results:
+                raise ConfigError("--continue, --journal, --results and --save-plan belong to the global server")
             if keys_path:
                 raise ConfigError("--keys belongs to the global server; a local one takes --token")
             address = listen or default_local_address()
@@ -123,6 +131,7 @@ def _serve_global(
     keys: KeyRing | None,
     save_plan: Path | None,
     journal_path: Path | None,
+    results: Path | None,
     *,
     continues: bool,
 ) -> int:
@@ -132,8 +141,13 @@ def _serve_global(
         coordinator = global_daemon.begin(plan, journal, continues=continues)
         if save_plan:
             _save_plan(coordinator.state.plan, save_plan, goes_on=journal is not None and journal.resumed)
-        global_daemon.announce(listener.address, coordinator.state.plan, keys.folder if keys else None)
-        return global_daemon.GlobalDaemon(coordinator, listener, journal).run(signals)
+        plan = coordinator.state.plan
+        global_daemon.announce(listener.address, plan, keys.folder if keys else None)
+        if not (journal and journal.resumed):
+            for line in forecast(plan):
+                say(line)
+        record = Record(results, coordinator.state.run) if results else None
+        return global_daemon.GlobalDaemon(coordinator, listener, journal, record).run(signals)
 
 
 def _save_plan(plan: Plan, path: Path, *, goes_on: bool) -> None:

@@ -53,6 +53,7 @@ from lsgd.server.daemon import (
 )
 from lsgd.server.journal import Journal
 from lsgd.server.memento import capture, restore
+from lsgd.server.record import Record
 from lsgd.server.rendezvous import Rendezvous
 from lsgd.server.report import report
 from lsgd.server.rounds import abridged
@@ -91,13 +92,21 @@ class GlobalDaemon:
         coordinator: of the run.
         listener: where local servers and operators connect.
         journal: where the run is kept, so that another process can go on with it; None: nowhere.
+        record: what is written down of it for people; None: nothing.
     """
 
-    def __init__(self, coordinator: Coordinator, listener: Listener, journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        listener: Listener,
+        journal: Journal | None = None,
+        record: Record | None = None,
+    ) -> None:
         self.coordinator = coordinator
         self._state = coordinator.state
         self._listener = listener
         self._journal = journal
+        self._record = record
         self._kept = (-1, -1)  # changes and count as the journal has them
         self._kept_at = 0.0
         self._retry_at = 0.0  # when the journal, which could not be written, is tried again; 0: it could
@@ -123,6 +132,7 @@ class GlobalDaemon:
             signals.wakeup.clear()
             if signals.at_once:
                 say("second signal: ending at once, without a consensus model")
+                self._write_down(now, last=True)
                 return EXIT_AT_ONCE
             if signals.first and not self._state.stopping:
                 self._act(self.coordinator.handle(StopRun(f"the global server got {signals.first}"), now))
@@ -135,7 +145,9 @@ class GlobalDaemon:
                 guarded_at = now
             self._keep(now)
             self._flush()
+            self._write_down(now)
         self._keep(time.monotonic())
+        self._write_down(time.monotonic(), last=True)
         reason = self._state.stopping
         self._dismiss_nodes(poller, reason)
         self._finish_journal()
@@ -293,6 +305,10 @@ class GlobalDaemon:
         if self._retry_at:
             say(f"the journal {self._journal.path} is written again")
         self._kept, self._kept_at, self._retry_at = version, now, 0.0
+
+    def _write_down(self, now: float, *, last: bool = False) -> None:
+        if self._record and (trouble := self._record.keep(self._state, now, last=last)):
+            complain(trouble)
 
     def _finish_journal(self) -> None:
         """Leave nothing to go on with: the run is over, and all know."""

@@ -1,6 +1,8 @@
-"""The state of a run as JSON text, for ``lsgd status`` and for what a training script writes at its end."""
+"""The state of a run as JSON text, for ``lsgd status``, and as :mod:`lsgd.server.record` writes it down."""
 
 import json
+import statistics
+from collections.abc import Reversible
 from dataclasses import asdict
 from typing import Any
 
@@ -22,12 +24,22 @@ _STATES = {
 
 
 def report(state: RunState, now: float) -> str:
-    """Return the run's state; docs/operations.md describes the keys."""
+    """Return the run's state and its last rounds; docs/operations.md describes the keys."""
+    elections = list(state.book.elections)
+    step = -(-len(elections) // MAX_LEADERS) or 1
+    document = summary(state, now) | {"leaders": [entry(election) for election in elections[::-step][::-1]]}
+    text = json.dumps(document)
+    if len(text) > MAX_NBYTES * 3 // 4:  # a run of thousands: the history's losses go first
+        document["leaders"] = [{**entry(e), "losses": {}} for e in elections[::-step][::-1]]
+        text = json.dumps(document)
+    return text
+
+
+def summary(state: RunState, now: float) -> dict[str, Any]:
+    """Return the run's state without its rounds."""
     roster, book = state.roster, state.book
     reason = state.stopping or state.waits_for(now)
-    elections = list(book.elections)
-    step = -(-len(elections) // MAX_LEADERS) or 1
-    document = {
+    return {
         "run": state.run,
         "state": _state(state),
         "reason": reason,
@@ -36,6 +48,7 @@ def report(state: RunState, now: float) -> str:
         "count": state.ledger.count,
         "iterations": state.plan.run.iterations,
         "progress": state.progress(now),
+        "loss": _loss(book.elections),
         "seconds": 0.0 if state.started_at is None else now - state.started_at,
         "rounds_local": book.ordered["local"],
         "rounds_global": book.ordered["global"],
@@ -43,13 +56,7 @@ def report(state: RunState, now: float) -> str:
         "nodes": len(roster.queues),
         "events": state.events,
         "members": [_line(roster, m, now) for m in sorted((roster.left | roster.members).values(), key=by_place)],
-        "leaders": [_entry(election) for election in elections[::-step][::-1]],
     }
-    text = json.dumps(document)
-    if len(text) > MAX_NBYTES * 3 // 4:  # a run of thousands: the history's losses go first
-        document["leaders"] = [{**_entry(e), "losses": {}} for e in elections[::-step][::-1]]
-        text = json.dumps(document)
-    return text
 
 
 def _line(roster: Roster, member: Member, now: float) -> dict[str, Any]:
@@ -68,8 +75,16 @@ def _line(roster: Roster, member: Member, now: float) -> dict[str, Any]:
     }
 
 
-def _entry(election: Election) -> dict[str, Any]:
+def entry(election: Election) -> dict[str, Any]:
+    """Return a round of the history."""
     return {**asdict(election), "losses": {w: finite(loss) for w, loss in election.losses.items()}}
+
+
+def _loss(elections: Reversible[Election]) -> float | None:
+    """Return the mean of what the workers of the last global round had reported then; None: no finite loss."""
+    last = next((e for e in reversed(elections) if e.scope == "global"), None)
+    losses = [x for loss in last.losses.values() if (x := finite(loss)) is not None] if last else []
+    return statistics.fmean(losses) if losses else None
 
 
 def _state(state: RunState) -> str:

@@ -12,6 +12,7 @@ import tomllib
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,12 @@ class Node:
         assert self.left() == []
         return self.process.returncode, output
 
+    @property
+    def result(self) -> dict[str, Any]:
+        """What stays of the run: its state, and its rounds."""
+        rounds = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return json.loads((self.run_dir / "result.json").read_text()) | {"rounds": list(map(json.loads, rounds))}
+
     def about(self, rank: int) -> dict[str, object]:
         """Return what the worker of this rank has told at its end."""
         return json.loads((self.run_dir / f"worker{rank}.json").read_text())
@@ -168,11 +175,22 @@ class TestNode:
             name = log.stem.replace("-", "/")
             shown = [line for line in output.splitlines() if line.startswith(f"[{name}] ")]
             assert [f"[{name}] {line}" for line in log.read_text().splitlines()] == shown
+        assert "by its plan this run makes about 2 global rounds: one for every 64 iterations" in output
+        result = node.result
+        assert (result["state"], result["code"], result["exit_code"]) == ("finished", "all_made", 0)
+        assert (result["count"], result["rounds_global"], result["algorithm"]) == (100, 2, "leader")
+        assert sum(member["done"] for member in result["members"]) == 100
+        assert [(each["round"], each["count"]) for each in result["rounds"]] == [(1, 0), (2, 100)]
+        assert result["loss"] == pytest.approx(sum(result["rounds"][1]["losses"].values()) / 2, rel=1e-5)
+        assert (node.run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
+        assert "[launch] finished: all 100 iterations are made; result.json, metrics.jsonl, c" in output
 
     def test_ctrl_c_makes_the_consensus(self, start):
         node = start("--node", "0")  # alone it takes any port
         until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
         told = CliRunner().invoke(main, ["status", "--run", str(node.run_dir.parent)])
+        (listed,) = json.loads(CliRunner().invoke(main, ["runs", str(node.run_dir.parent), "--json"]).stdout)
+        assert (listed["state"], listed["folder"]) == ("running", str(node.run_dir))
         assert told.exit_code == 0 and f"the run in {node.run_dir}, at tcp://127.0.0.1:" in told.stderr
         assert ":47400:" not in told.stderr
         node.process.send_signal(signal.SIGINT)
@@ -180,6 +198,9 @@ class TestNode:
         assert status == 0, output
         assert node.about(0)["weights"] == node.about(1)["weights"]
         assert "the run is over: the global server got SIGINT" in output and "SIGTERM" not in output
+        assert (node.result["state"], node.result["reason"]) == ("stopped", "the global server got SIGINT")
+        listed = CliRunner().invoke(main, ["runs", str(node.run_dir.parent)])
+        assert "run  stopped  leader" in listed.stdout
 
     def test_goes_on_with_the_run_of_its_folder_on_more_workers(self, start):
         first = start("--node", "0", "--port", "0", LSGD_ITERATIONS="64", LSGD_PERIOD="16")
@@ -199,19 +220,34 @@ class TestNode:
         assert (plan["workers"], plan["algorithm"]["period"]) == (3, 16)
         log = (first.run_dir / "global.log").read_text()
         assert "all 64 iterations are made; 64" in log and "all 99 iterations are made; 99" in log
+        result = first.result
+        assert (result["count"], result["state"], len({each["run"] for each in result["rounds"]})) == (
+            99,
+            "finished",
+            2,
+        )
+        assert [each["count"] for each in result["rounds"]] == [0, 32, 64, 64, 99]
         status, output = start(*again[:-1], str(folder / "nothing"), "--resume").finish()
         assert status == 1 and "there is nothing to resume: no checkpoint of node 0 lies in" in output
 
     def test_failing_worker_ends_the_node(self, start):
-        status, output = start("--node", "0", "--port", "0", program=("fail",)).finish()
+        node = start("--node", "0", "--port", "0", program=("fail",))
+        status, output = node.finish()
         assert status == 1
         report = output.partition("lsgd launch: ")[2]
         assert report.startswith("node0/worker1 failed with exit code 1. Its last lines (all are in ")
         assert "    RuntimeError: the data is bad" in report
+        result = node.result
+        assert (result["state"], result["reason"]) == ("failed", "node0/worker1 failed with exit code 1")
+        assert (result["exit_code"], result["rounds"][0]["count"]) == (1, 0)
 
     def test_a_script_that_never_joins_is_said_with_a_code_of_its_own(self, start):
-        status, output = start("--node", "0", "--workers", "1", script="print('trained alone')").finish()
+        node = start("--node", "0", "--workers", "1", script="print('trained alone')")
+        status, output = node.finish()
         assert status == NOT_TRAINED, output
+        assert (node.result["state"], node.result["exit_code"], node.result["rounds"]) == ("failed", NOT_TRAINED, [])
+        assert "ended without joining the run" in node.result["reason"]
+        assert not (node.run_dir / "curve.png").exists()  # there is nothing to draw
         assert "lsgd launch: node0/worker0 ended without joining the run (exit code 78): its script" in output
         assert "    trained alone" in output
 
@@ -238,6 +274,9 @@ class TestNode:
         assert len(node.left()) == 6  # launcher, guard, two servers, two workers
         node.process.kill()
         until(lambda: not node.left(), "all processes are gone")
+        (listed,) = json.loads(CliRunner().invoke(main, ["runs", str(node.run_dir), "--json"]).stdout)
+        assert listed["state"] == "failed" and listed["reason"].startswith("its launcher was killed")
+        assert listed["run"] == node.result["rounds"][0]["run"]  # what there was by then is there
 
     def test_two_nodes_under_slurm_the_second_first(self, start, tmp_path):
         program(
@@ -424,7 +463,7 @@ class TestEnds:
     def test_full_disk_for_logs_and_plan(self, start, tmp_path):
         run_dir = tmp_path / "full"
         run_dir.mkdir()
-        for name in ("global.log", "node0.log", "node0-worker0.log", "plan.toml.tmp"):
+        for name in ("global.log", "node0.log", "node0-worker0.log", "plan.toml.tmp", "result.json.tmp"):
             (run_dir / name).symlink_to("/dev/full")
         arguments = ("--node", "0", "--port", "0", "--run-dir", str(run_dir))
         status, output = start(*arguments, LSGD_ITERATIONS="60").finish()

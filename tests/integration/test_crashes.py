@@ -1,5 +1,6 @@
 """Processes that are killed, frozen or stuck in the middle of a run, and what becomes of the run."""
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -61,7 +62,7 @@ class JournaledRun:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_global_server_killed_20_times_in_one_run(cluster) -> None:
-    run = JournaledRun(cluster, "--workers", "3", *EVERY)
+    run = JournaledRun(cluster, "--workers", "3", *EVERY, "--results", str(cluster.folder))
     locals_ = [cluster.start_local(node) for node in (0, 1)]
     workers = [cluster.worker("crash", *place, "--sleep", 0.003) for place in ((0, 0), (0, 1), (1, 0))]
     trains(cluster)
@@ -79,6 +80,11 @@ def test_a_global_server_killed_20_times_in_one_run(cluster) -> None:
     assert sum(result["iterations"] for result in results) == steps(cluster)
     assert len({result["model"] for result in results}) == 1
     assert [result["failed"] for result in results] == [[], [], []]
+    written = [json.loads(line) for line in (cluster.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [each["round"] for each in written] == list(range(1, len(written) + 1))
+    result = json.loads((cluster.folder / "result.json").read_text())
+    assert len(written) == result["rounds_local"] + result["rounds_global"] > rounds
+    assert {each["run"] for each in written} == {result["run"]} == {run.run}
 
 
 def test_a_local_server_killed_and_started_again_at_once(cluster) -> None:

@@ -108,6 +108,15 @@ def find_live(folder: Path) -> tuple[Path, str]:
     return max(live)[1:]
 
 
+def is_live(folder: Path) -> bool:
+    """Whether a launcher has this run folder, of whatever user and node; one without a lock has none."""
+    for path in folder.glob("node*.lock"):
+        with suppress(OSError), path.open() as file:
+            if _flock(file.fileno(), fcntl.LOCK_SH) in (errno.EWOULDBLOCK, errno.EACCES):
+                return True
+    return False
+
+
 def _flock(descriptor: int, kind: int) -> int:
     """Take a lock if that is possible now; return 0, or the error's number: it is held, or there are no locks."""
     try:

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from rich.live import Live
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
 from lsgd.client.checkpoint.run_folder import find_live, find_run
-from lsgd.client.cli import operate
+from lsgd.client.cli import operate, runs
 from lsgd.client.launcher import gpus
 from lsgd.client.launcher.launch import Launch, launch
 from lsgd.client.launcher.place import find_place
@@ -193,6 +194,23 @@ def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watc
             time.sleep(WATCH_EVERY_S)
             if not live:
                 click.echo()
+
+
+@main.command("runs")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"))
+@click.option("--json", "as_json", is_flag=True, help="Print all that is known of each, as JSON.")
+def runs_command(folder: Path, as_json: bool) -> None:
+    """List the runs in FOLDER, or in runs/, the newest first: how each has ended or goes on.
+
+    The loss is the mean of what the workers had reported at the last global round.
+    """
+    found = runs.find_runs(folder)
+    if as_json:
+        click.echo(json.dumps(found))
+    elif found:
+        click.echo("\n".join(runs.view(found, max(80, shutil.get_terminal_size().columns))))
+    else:
+        click.echo(f"there are no runs in {folder}; name the folder: lsgd runs FOLDER", err=True)
 
 
 @main.command("set")

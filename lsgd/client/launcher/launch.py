@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS, claimed, runs
+from lsgd.client.launcher import results
 from lsgd.client.launcher.place import Place, claim_port, resolve
 from lsgd.client.launcher.process import Command
 from lsgd.client.launcher.screen import LAUNCHER
@@ -104,14 +105,19 @@ def launch(settings: Launch) -> int:
         if place.node == 0:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
                 old.unlink()
+            results.clear(settings.run_dir, resume=settings.resume)
         _show_tokens(lines, settings.run_dir)
-        return _supervise(settings, network, servers, environ, token)
+        supervisor = _supervisor(settings, network, servers, environ, token)
+        status = supervisor.run()
+        if place.node == 0:
+            results.finish(settings.run_dir, status, *supervisor.end)
+        return status
 
 
-def _supervise(
+def _supervisor(
     settings: Launch, network: str, servers: dict[str, list[str]], environ: dict[str, str], token: str
-) -> int:
-    """Run these servers, the local one, and the workers until they have ended; return the exit status."""
+) -> Supervisor:
+    """Return what runs these servers, the local one, and the workers."""
     place = settings.place
     folder = _socket_folder()
     local = f"ipc://{folder / _SOCKET_NAME}"
@@ -137,7 +143,7 @@ def _supervise(
     environ.pop(TOKEN_VARIABLE, None)  # no business of the training script's
     commands += _workers(settings, local, environ)
     linger = place.node == 0 and place.nodes > 1
-    return Supervisor(commands, stops_run=commands[0].name, linger=linger, folder=folder, local=local).run()
+    return Supervisor(commands, stops_run=commands[0].name, linger=linger, folder=folder, local=local)
 
 
 def _network_address(place: Place, port: int) -> str:
@@ -220,7 +226,7 @@ def _global_arguments(settings: Launch, network: str) -> list[str]:
     if goes_on:
         path = used
     arguments = ["--global", "--listen", network, "--save-plan", str(used)]
-    arguments += ["--journal", str(settings.run_dir / JOURNAL)]
+    arguments += ["--journal", str(settings.run_dir / JOURNAL), "--results", str(settings.run_dir)]
     if path:
         arguments += ["--plan", str(path)]
     wanted = plan.read(path, os.environ, {}).origins.get("workers", "")

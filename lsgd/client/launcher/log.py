@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from lsgd.output import append
+
 SAY_EVERY_S = 60.0
 """How often the trouble of one log is told at most."""
 
@@ -35,7 +37,7 @@ class Log:
         """Append a line, after one that tells how many are missing, if any are."""
         missing = f"... {self._lost} lines are missing here: {self._why}\n" if self._lost else ""
         try:
-            self._append(f"{missing}{text}\n".encode(errors="replace"))
+            append(self._open(), f"{missing}{text}\n".encode(errors="replace"))
         except OSError as error:
             self._lose(error)
             return
@@ -55,18 +57,6 @@ class Log:
         if self._descriptor is None:
             self._descriptor = os.open(self._path, self._flags, 0o666)
         return self._descriptor
-
-    def _append(self, data: bytes) -> None:
-        """Append all of this or nothing."""
-        descriptor = self._open()
-        length = os.fstat(descriptor).st_size
-        try:
-            while data:
-                data = data[os.write(descriptor, data) :]
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(descriptor, length)  # half a line
-            raise
 
     def _lose(self, error: OSError) -> None:
         self._lost += 1

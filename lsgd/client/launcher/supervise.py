@@ -79,6 +79,9 @@ class Supervisor:
         linger: servers may go on when the workers have ended, because other nodes need them.
         folder: a temporary folder of the processes, which is deleted at the end.
         local: address of the local server, where the workers find what they are told.
+
+    Attributes:
+        end: how the run has ended for this node, ``failed`` or ``stopped``, and why; empty: as its servers say.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Supervisor:
         self._folder = folder
         self._local = local
         self._screen = Screen()
+        self.end = ["", ""]
         self._children: list[Child] = []
         self._failed: Child | None = None
         self._early: set[str] = set()  # workers that left before the end of the run
@@ -123,7 +127,12 @@ class Supervisor:
             _send(signal.SIGKILL, self._alive)
             self._guard.close()
             self._screen.close()
-        return self._status()
+        if self._failed:
+            output = Output(lambda lines: "")
+            output.put(sys.stderr.fileno(), self._failed.report())
+            output.flush(FLUSH_WITHIN_S, FLUSHES)
+        status, *self.end = self._outcome()
+        return status
 
     @property
     def _alive(self) -> list[Child]:
@@ -347,19 +356,17 @@ class Supervisor:
             return False
         return not step.is_clean or any(child.status for child in targets)
 
-    def _status(self) -> int:
+    def _outcome(self) -> tuple[int, str, str]:
+        """Return the exit status, and how the run has ended (:attr:`end`)."""
         if self._failed:
-            output = Output(lambda lines: "")
-            output.put(sys.stderr.fileno(), self._failed.report())
-            output.flush(FLUSH_WITHIN_S, FLUSHES)
             status = self._failed.status
             assert status is not None
-            return status if status > 0 else 128 - status
+            return status if status > 0 else 128 - status, "failed", f"{self._failed.name} {self._failed.fate}"
         if self._signalled and any(child.status != 0 for child in self._children):
-            return 128 + self._signalled
+            return 128 + self._signalled, "stopped", f"{self._signalled.name}, and not all processes ended in time"
         if self._early and self._early == {command.name for command in self._commands if command.joins}:
-            return NOT_TRAINED
-        return int(bool(self._alive))
+            return NOT_TRAINED, "failed", "all workers left before the end of the run, so there is no consensus"
+        return (1, "failed", "some processes do not end") if self._alive else (0, "", "")
 
 
 def _send(number: signal.Signals, children: Sequence[Child]) -> None:

@@ -1,0 +1,97 @@
+"""``lsgd runs``: the runs of a folder, from what each has left in its own."""
+
+import textwrap
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lsgd.client.checkpoint.run_folder import is_live
+from lsgd.client.launcher.results import RESULT, ended, read
+
+ENDED = ("finished", "stopped", "failed")
+"""The states that a launcher writes at the end of a run."""
+
+_HEADER = ("run", "state", "algorithm", "iterations", "loss", "time", "started")
+_RIGHT = ("iterations", "loss", "time")
+
+
+def find_runs(folder: Path) -> list[dict[str, Any]]:
+    """Return what ``result.json`` says of each run in ``folder``, or of the run that it is; the newest comes first.
+
+    Added are ``folder``, and a ``state`` that is true: running (somebody has the folder's lock), finished, stopped,
+    failed, or unknown (of a run without a launcher, or on a machine that is not node 0).
+    """
+    folders = [path for path in (folder, *folder.glob("*/")) if (path / RESULT).exists() or any(path.glob("*.lock"))]
+    found = [(_started(path), str(path), path) for path in folders]
+    return [_run(path) for _, _, path in sorted(found, reverse=True)]
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    result = read(folder)
+    if is_live(folder):
+        result["state"] = "running"
+    elif result.get("state") == "over":
+        result["state"] = ended(result)
+    elif result.get("state") not in ENDED and (folder / "node0.lock").exists():
+        result |= {"state": "failed", "reason": f"its launcher was killed; the logs are in {folder}"}
+    elif result.get("state") not in ENDED:
+        by_hand = "it has no launcher: ask its global server with lsgd status --connect HOST:PORT"
+        elsewhere = any(folder.glob("node*.lock"))
+        result |= {"state": "unknown", "reason": "its results are on node 0" if elsewhere else by_hand}
+    return {"folder": str(folder), "started": _clock(_started(folder)), **result}
+
+
+def _started(folder: Path) -> float:
+    """Return when a run was launched: then its lock is written."""
+    paths = [*folder.glob("node*.lock")] or [folder / RESULT]
+    return max(path.stat().st_mtime for path in paths)
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+
+
+def view(found: list[dict[str, Any]], columns: int) -> list[str]:
+    """Return runs as a table of lines no longer than ``columns``, with the reasons of those that did not finish."""
+    rows = [_HEADER, *map(_row, found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for index, least in ((2, 9), (0, 15)):  # the algorithm's name is shortened first, then the run's
+        over = sum(widths) + 2 * (len(widths) - 1) - columns
+        widths[index] -= min(max(0, over), max(0, widths[index] - least))
+    lines = []
+    for row, run in zip(rows, [{}, *found], strict=True):
+        cells = [
+            _short(text, width).rjust(width) if name in _RIGHT else _short(text, width).ljust(width)
+            for name, text, width in zip(_HEADER, row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+        if run.get("state") in ("failed", "stopped", "unknown"):
+            lines += textwrap.wrap(str(run.get("reason", "")), columns, initial_indent="    ", subsequent_indent="    ")
+    return lines
+
+
+def _row(run: dict[str, Any]) -> tuple[str, ...]:
+    limit = f"/{run['iterations']}" if run.get("iterations") else ""
+    loss = run.get("loss")
+    return (
+        Path(run["folder"]).absolute().name,
+        run["state"],
+        str(run.get("algorithm", "-")),
+        f"{run['count']}{limit}" if "count" in run else "-",
+        "-" if loss is None else f"{loss:.4g}",
+        _duration(run["seconds"]) if "seconds" in run else "-",
+        time.strftime("%m-%d %H:%M", datetime.fromisoformat(run["started"]).timetuple()),
+    )
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f}s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{whole % 60:02}s"
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -1,0 +1,109 @@
+"""What a run leaves in its folder: ``result.json``, ``metrics.jsonl`` and ``curve.png``.
+
+The global server writes the first two while the run goes on. At its end the launcher adds how it ended, and the curve.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lsgd.client.launcher.screen import FLUSH_WITHIN_S, FLUSHES, LAUNCHER
+from lsgd.output import Output
+
+METRICS, RESULT, CURVE = "metrics.jsonl", "result.json", "curve.png"
+"""The files of a run folder."""
+
+MAX_POINTS = 2000
+"""Rounds that the picture shows at most; of more, every second, third, ... is left out."""
+
+_STOPPED_CODE = "ordered"  # the global server's reason for a run that was told to stop
+
+
+def clear(folder: Path, *, resume: bool) -> None:
+    """Remove what an earlier run with this folder has left; the rounds of one that goes on stay."""
+    for name in (RESULT, CURVE) if resume else (RESULT, CURVE, METRICS):
+        with suppress(FileNotFoundError):
+            (folder / name).unlink()
+
+
+def finish(folder: Path, status: int, state: str = "", reason: str = "") -> None:
+    """Write how a run has ended into ``result.json``, draw its curve, and say where both are.
+
+    Args:
+        folder: of the run.
+        status: the launcher's exit status.
+        state: ``failed`` or ``stopped``, if the launcher knows better than the global server.
+        reason: why, then.
+    """
+    document = read(folder)
+    state, reason = state or ended(document), reason or str(document.get("reason", ""))
+    document |= {"state": state, "reason": reason, "exit_code": status}
+    path, files, lines = folder / RESULT, [], []
+    try:
+        beside = path.with_name(f"{RESULT}.tmp")
+        beside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)
+        files += [name for name in (RESULT, METRICS) if (folder / name).exists()]
+        if rounds := read_rounds(folder / METRICS):
+            lines += _draw(document, rounds, folder / CURVE)
+            files += [CURVE] * (not lines)
+    except OSError as error:
+        lines.append(f"the results cannot be written to {folder}: {error.strerror or error}")
+    lines.append(f"{state}: {reason}; {', '.join(files) or 'no results are'} in {folder}")
+    output = Output(lambda lost: "")
+    output.put(sys.stdout.fileno(), "".join(f"{LAUNCHER}{line}\n" for line in lines))
+    output.flush(FLUSH_WITHIN_S, FLUSHES)
+
+
+def ended(document: dict[str, Any]) -> str:
+    """Return how a run has ended by its global server's word: ``stopped`` or ``finished``."""
+    return "stopped" if document.get("code") == _STOPPED_CODE else "finished"
+
+
+def _draw(document: dict[str, Any], rounds: list[dict[str, Any]], path: Path) -> list[str]:
+    """Draw the curve, or return why there is none."""
+    try:
+        from lsgd.client.launcher.curve import draw
+    except ImportError:
+        return [f"there is no {CURVE}, which needs matplotlib: {sys.executable} -m pip install matplotlib"]
+    draw(document, rounds, path)
+    return []
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return what ``result.json`` says; empty if there is none."""
+    with suppress(OSError, ValueError):
+        document = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        return document if isinstance(document, dict) else {}
+    return {}
+
+
+def read_rounds(path: Path) -> list[dict[str, Any]]:
+    """Return at most about :data:`MAX_POINTS` rounds of a ``metrics.jsonl``, the last one included.
+
+    What was made again, since the run went back to a checkpoint, is there once.
+    """
+    try:
+        with path.open("rb") as file:
+            total = sum(1 for _ in file)
+        step = -(-total // MAX_POINTS) or 1
+        with path.open(encoding="utf-8") as file:
+            lines = list(islice(file, (total - 1) % step, None, step))
+    except OSError:
+        return []
+    rounds: list[dict[str, Any]] = []
+    for line in _parsed(lines):
+        while rounds and rounds[-1]["count"] > line["count"]:
+            rounds.pop()
+        rounds.append(line)
+    return rounds
+
+
+def _parsed(lines: list[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with suppress(ValueError):  # half a line, of a server that was killed
+            yield json.loads(line)

@@ -1,0 +1,93 @@
+"""How many global rounds a run will make, by its plan."""
+
+from dataclasses import replace
+
+from lsgd.errors import ConfigError
+from lsgd.plan.plan import Phase, Plan, variable
+from lsgd.settings import AlgorithmSettings, fields
+
+FEW_ROUNDS = 20
+"""Fewer exchanges of models than that leave workers which have mostly trained alone."""
+
+_PERIODS = ("period", "interval")
+"""What algorithms call the setting of how many iterations lie between two rounds."""
+
+
+def planned_rounds(plan: Plan) -> int | None:
+    """Return how many global rounds a run makes whose workers all stay; None: it has no number of iterations.
+
+    One begins each phase, one follows whenever its period is over, and the last one makes the consensus.
+    """
+    if not plan.run.iterations:
+        return None
+    rounds, left = 1, plan.run.iterations
+    for phase in plan.phases:
+        iterations = min(left, phase.iterations or left)
+        rounds += _rounds(phase.algorithm, iterations, plan.run.workers)
+        left -= iterations
+    return rounds
+
+
+def forecast(plan: Plan) -> list[str]:
+    """Return what to tell people at the start: how many global rounds there will be, and whether that is few."""
+    run, rounds = plan.run, planned_rounds(plan)
+    if rounds is None:
+        return [f"how many global rounds this run makes depends on its speed: {_often(plan)}"] if run.seconds else []
+    most = f" at most, fewer if {run.seconds:g} s are over first" if run.seconds else ""
+    lines = [f"by its plan this run makes about {rounds} global rounds{most}: {_often(plan)}"]
+    exchanges_models = not all(phase.algorithm.schedule().identical for phase in plan.phases)
+    if rounds < FEW_ROUNDS and exchanges_models and run.workers > 1:
+        lines.append(
+            f"that is few: workers that exchange their models so rarely learn little from one another; {_advice(plan)}"
+        )
+    return lines
+
+
+def _rounds(algorithm: AlgorithmSettings, iterations: int, workers: int) -> int:
+    """Return how many rounds of all workers begin in so many iterations."""
+    schedule = algorithm.schedule()
+    if schedule.lockstep:
+        return iterations // workers
+    return -(-iterations // (schedule.period * workers))
+
+
+def _often(plan: Plan) -> str:
+    periods = [phase.algorithm.schedule().period for phase in plan.phases]
+    if len(periods) > 1:
+        return f"in its phases one for every {', '.join(map(str, periods))} iterations of each worker"
+    return "one for every iteration" if periods == [1] else f"one for every {periods[0]} iterations of each worker"
+
+
+def _advice(plan: Plan) -> str:
+    """Return which setting to change to what, for as many rounds as are not few."""
+    run, (phase, *others) = plan.run, plan.phases
+    longer = f"{variable('iterations')}={_enough_iterations(plan)}"
+    shorter = None if others else _shorter(phase, run.iterations, run.workers)
+    if shorter is None:
+        return f"type {longer} before the command to train longer"
+    return f"type {shorter} before the command to exchange more often, or {longer} to train longer"
+
+
+def _enough_iterations(plan: Plan) -> int:
+    """Return a round number of iterations that make enough rounds: the last phase goes on."""
+    last = plan.phases[-1].algorithm.schedule().period
+    missing = (FEW_ROUNDS - (planned_rounds(plan) or 0)) * last * plan.run.workers
+    step: int = 10 ** max(0, len(str(plan.run.iterations + missing)) - 2)
+    return -(-(plan.run.iterations + missing) // step) * step
+
+
+def _shorter(phase: Phase, iterations: int, workers: int) -> str | None:
+    """Return the variables of a period that is short enough; None: even one iteration is not, or it has no name."""
+    algorithm = phase.algorithm
+    names = [name for name in _PERIODS if name in fields(type(algorithm))]
+    period, local_period = iterations // (workers * (FEW_ROUNDS - 1)), algorithm.schedule().local_period
+    if not names or not 1 <= period < algorithm.schedule().period:
+        return None
+    changes = {names[0]: period}
+    if "local_period" in fields(type(algorithm)):  # which divides the other
+        changes |= {"period": period - period % local_period} if period >= local_period else {"local_period": period}
+    try:
+        replace(algorithm, **changes)
+    except ConfigError:
+        return None
+    return " ".join(f"{variable(name)}={value}" for name, value in changes.items())

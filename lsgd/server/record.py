@@ -1,0 +1,122 @@
+"""What stays of a run in its folder: ``metrics.jsonl`` grows by a line a round, ``result.json`` is the run's state.
+
+The global server writes both, since it knows every round: whoever asked for them now and then could miss some.
+"""
+
+import json
+import math
+import os
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lsgd.output import append
+from lsgd.server.history import Election
+from lsgd.server.report import entry, summary
+from lsgd.server.state import RunState
+
+METRICS, RESULT = "metrics.jsonl", "result.json"
+"""The files."""
+
+RESULT_EVERY_S = 5.0
+"""How often the state is written while the run goes on, in seconds."""
+
+RETRY_EVERY_S = 5.0
+"""How often a disk that cannot be written is tried again, in seconds."""
+
+_TAIL_NBYTES = 1 << 16  # holds several lines, whatever their number of losses
+
+
+class Record:
+    """Writes down the rounds and the state of a run, and never stands in its way.
+
+    Each round is a line of its own, written once: one that was cut short by the server's death is written anew by
+    the server that takes its place. A resumed run's lines follow those of the run before it.
+
+    Args:
+        folder: of the run.
+        run: its identity.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._metrics, self._result = folder / METRICS, folder / RESULT
+        self._run = run
+        self._round: int | None = None  # id of the last one in the file; None: nobody has looked yet
+        self._started = self._started_before() or datetime.now().astimezone().isoformat(timespec="seconds")
+        self._written_at = -math.inf
+        self._retry_at = -math.inf
+        self._failing = False
+
+    def keep(self, state: RunState, now: float, *, last: bool = False) -> str:
+        """Write the rounds that are new, and the state if it is time to, or if this is the end.
+
+        Returns:
+            What there is to say, if anything.
+        """
+        if now < self._retry_at and not last:
+            return ""
+        try:
+            self._append(state)
+            if last or now - self._written_at >= RESULT_EVERY_S:
+                self._write(summary(state, now))
+                self._written_at = now
+        except OSError as error:
+            self._retry_at = now + RETRY_EVERY_S
+            said, self._failing = self._failing, True
+            where = f"{self._metrics} and {RESULT} cannot be written: {error.strerror}"
+            return "" if said else f"{where}; the run goes on, and they are tried again: free space there"
+        said, self._failing = self._failing, False
+        return f"{self._metrics} is written again" if said else ""
+
+    def _append(self, state: RunState) -> None:
+        if self._round is None:
+            self._round = self._mend()
+        new = []
+        for election in reversed(state.book.elections):
+            if election.round <= self._round:
+                break
+            new.append(self._line(election))
+        if new:
+            with self._metrics.open("ab", buffering=0) as file:
+                append(file.fileno(), "".join(f"{line}\n" for line in reversed(new)).encode())
+            self._round = state.book.elections[-1].round
+
+    def _line(self, election: Election) -> str:
+        """Return a round without the digits that nobody reads."""
+        round_ = entry(election)
+        losses = {w: None if loss is None else float(f"{loss:.6g}") for w, loss in round_["losses"].items()}
+        return json.dumps({"run": self._run, **round_, "seconds": round(election.seconds, 3), "losses": losses})
+
+    def _write(self, document: dict[str, Any]) -> None:
+        beside = self._result.with_name(f"{RESULT}.tmp")
+        try:
+            beside.write_text(json.dumps({**document, "started": self._started}, indent=2) + "\n", encoding="utf-8")
+            beside.replace(self._result)
+        except OSError:
+            with suppress(OSError):
+                beside.unlink()
+            raise
+
+    def _mend(self) -> int:
+        """Cut off what a server that died has left of a line; return the id of this run's last round in the file."""
+        self._metrics.parent.mkdir(parents=True, exist_ok=True)
+        with self._metrics.open("a+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            start = file.seek(max(0, end - _TAIL_NBYTES))
+            lines = file.read().splitlines(keepends=True)
+            while lines:
+                with suppress(ValueError, KeyError, TypeError):
+                    line = json.loads(lines[-1])
+                    if lines[-1].endswith(b"\n"):
+                        return int(line["round"]) if line["run"] == self._run else 0
+                lines.pop()
+                os.ftruncate(file.fileno(), start + sum(map(len, lines)))
+        return 0
+
+    def _started_before(self) -> str:
+        """Return when the run was started that this server goes on with; nothing for a new one."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            before = json.loads(self._result.read_text(encoding="utf-8"))
+            return str(before["started"]) if before["run"] == self._run else ""
+        return ""
