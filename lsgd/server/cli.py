@@ -14,12 +14,14 @@ from lsgd import __version__
 from lsgd.errors import ConfigError
 from lsgd.plan.options import plan_options
 from lsgd.plan.plan import Plan, read
+from lsgd.plan.run import RunSettings
 from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
 from lsgd.server import global_daemon, local_daemon
 from lsgd.server.daemon import Signals, complain
 from lsgd.server.journal import Journal
+from lsgd.settings import checked
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a disk that may be gone a moment later."""
@@ -78,6 +80,7 @@ def main(
 
     The plan (which algorithm, its settings, how long) is the global server's; workers get it when they join.
     `lsgd config show` takes the same flags and prints each setting with where its value comes from.
+    A local server takes one of them: --workers says how many workers its node has (1 if not given).
 
     Exit codes: 0 the run ended cleanly; 1 it could not; 2 wrong usage or settings; 3 ended at once by a second
     signal.
@@ -97,6 +100,9 @@ def main(
             keys = listener_keys(address, keys_path, insecure=insecure)
             sys.exit(_serve_global(plan, address, keys, save_plan, journal_path, continues=continues))
         if role == "local":
+            workers = checked(RunSettings, "workers", flags.pop("workers") or 1, "flag --workers")
+            if not workers:
+                raise ConfigError("--workers of a local server says how many workers its node has, at least 1")
             given = [name for name, value in {**flags, "plan": plan_path}.items() if value is not None]
             if given:
                 raise ConfigError(f"--{given[0].replace('_', '-')} belongs to the plan, which the global server holds")
@@ -111,7 +117,7 @@ def main(
                     f"ipc://PATH or tcp://127.0.0.1:PORT (or give --insecure)"
                 )
             above = connect or f"tcp://127.0.0.1:{DEFAULT_PORT}"
-            sys.exit(_serve_local(node, address, above, token_path, insecure=insecure))
+            sys.exit(_serve_local(node, workers, address, above, token_path, insecure=insecure))
         raise ConfigError("say which server to be: --global (one for the run) or --local (one on each machine)")
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
@@ -155,7 +161,9 @@ def _save_plan(plan: Plan, path: Path, *, goes_on: bool) -> None:
         complain(f"{trouble}; the run goes on without that file")
 
 
-def _serve_local(node: int, address: str, global_address: str, token_path: Path | None, *, insecure: bool) -> int:
+def _serve_local(
+    node: int, workers: int, address: str, global_address: str, token_path: Path | None, *, insecure: bool
+) -> int:
     signals = Signals()
     keys = connector_keys(global_address, token_path, node_name(node), insecure=insecure)
     incarnation = secrets.randbits(63)
@@ -164,4 +172,4 @@ def _serve_local(node: int, address: str, global_address: str, token_path: Path 
         Connector(global_address, f"node{node}#{incarnation}".encode(), keys) as link,
     ):
         local_daemon.announce(node, listener.address, global_address)
-        return local_daemon.LocalDaemon(node, incarnation, listener, link).run(signals)
+        return local_daemon.LocalDaemon(node, incarnation, listener, link, workers).run(signals)

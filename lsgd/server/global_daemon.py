@@ -53,6 +53,7 @@ from lsgd.server.daemon import (
 )
 from lsgd.server.journal import Journal
 from lsgd.server.memento import capture, restore
+from lsgd.server.reasons import number_of
 from lsgd.server.rendezvous import Rendezvous
 from lsgd.server.report import report
 from lsgd.server.rounds import abridged
@@ -241,6 +242,7 @@ class GlobalDaemon:
             if known is None or known.hello.incarnation != hello.incarnation:
                 say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)
+            self._act(self.coordinator.handle(hello, now))
             self._send(peer, b"", NodeWelcome(self._state.run))
             return
         if self._challengers.get(hello.node, (0, now))[0] != hello.incarnation:
@@ -369,7 +371,8 @@ def announce(address: str, plan: Plan, keys: Path | None) -> None:
     listens_on = address
     for wildcard in ("//0.0.0.0:", "//[::]:"):
         address = address.replace(wildcard, "//ADDRESS-OF-THIS-MACHINE:")
-    waits = f"{plan.run.workers} worker{'s' * (plan.run.workers > 1)}"
+    workers, nodes = plan.run.workers, plan.run.nodes
+    waits = number_of(workers, "worker") if workers else f"the workers of {number_of(nodes, 'node')}"
     token = f" --token nodeN.token, from {keys}" if keys else ""
     say(
         f"lsgd {__version__} global server on {listens_on}, {plan.algorithm.name}, waits for {waits}; "
