@@ -24,7 +24,7 @@ if (($#)); then
     exec "$python" -m pytest "${several[@]}" -m "not slow and not alone and not root"
 fi
 # What decides for everybody is tested to the last branch, by tests that are cheap to trace.
-decides=(tests/server/test_{coordinator,holders,links,lookahead,member_states,memento,patience,rendezvous,report,resume}.py
+decides=(tests/server/test_{announced,coordinator,holders,last_rounds,links,lookahead,member_states,memento,patience,rendezvous,report,resume}.py
     tests/lsgd/test_{messages,plan,settings}.py)
 "$python" -m pytest "${decides[@]}" --cov --cov-report=
 wait "$types"

@@ -11,7 +11,7 @@
 IP_ADDR=${IP_ADDR:-}          # address of node 0 that all nodes can reach; empty: 127.0.0.1, or what Slurm says
 PORT=${PORT:-}                # TCP port of node 0; empty: 47400, or any that is free if there is one node
 NUM_GROUPS=${NUM_GROUPS:-}    # number of nodes; empty: 1, or what Slurm says
-NUM_WORKERS=${NUM_WORKERS:-}  # workers on each node; empty: one for each GPU, or 2 without GPUs
+NUM_WORKERS=${NUM_WORKERS:-}  # workers on this node; empty: one for each GPU, or 2 without GPUs
 DEVICE=${DEVICE:-auto}        # auto, cpu, cuda, or one GPU: cuda:0
 PLAN=${PLAN:-}                # the plan, a TOML file (node 0's counts); empty: the example's, or the defaults
 ALGORITHM=${ALGORITHM:-}      # leader, bytegrad, qsgd, ... (lsgd algorithms lists them); empty: the plan's

@@ -145,7 +145,7 @@ class Worker:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run has ended; the model then is the consensus."""
+        """Whether the run has ended, and the model is the consensus; or whether this worker has left it."""
         return self._steps.asking.stopped
 
     @property
@@ -319,6 +319,7 @@ class Worker:
 
     def status(self) -> dict[str, Any]:
         """Return the state of the whole run, from the global server; docs/operations.md lists the keys."""
+        self._check_open()
         query = StatusQuery(self._membership.identity.incarnation)
         answer: Status = self._channel.ask(query, lambda m: isinstance(m, Status), what="waiting for the status")
         return dict(json.loads(answer.report))
@@ -327,8 +328,21 @@ class Worker:
         """Return the leader's own model as it was when the consensus was made, as a state dict; None before."""
         return self._replica.leader_state_dict()
 
-    def leave(self, *, failed: bool = False, reason: str = "") -> None:
-        """Leave the run; unused grants go back. The end of the ``with`` block does it."""
+    def leave(self) -> bool:
+        """Leave before the end of the run, with what this worker has learnt given to the others.
+
+        It takes part in the next global round. If all workers leave, that round makes the consensus, as the end of the
+        plan does. If others go on, the model stays as that round has made it. (Where gradients are exchanged, models
+        are identical after each iteration, and there is no such round.)
+
+        Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches().
+        """
+        if self._open and not self.stopped and not self._steps.finish():
+            self._end(reason="it has made its last round")
+        return self._steps.rounds.has_consensus
+
+    def _end(self, *, failed: bool = False, reason: str = "") -> None:
+        """Tell the servers that this worker leaves, once; unused grants go back."""
         if not self._open:
             return
         self._open = False
@@ -343,7 +357,7 @@ class Worker:
         except (ExchangeError, JoinError, ServerLostError) as error:
             logger.warning("%s leaves without the servers' knowing: %s", self.name, error)
         finally:
-            self._channel.close()
+            self._membership.close()
 
     def __enter__(self) -> Self:
         return self
@@ -351,27 +365,19 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.leave(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
+        self._end(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
         if isinstance(error, ServerLostError | EvictedError | NoConsensusError):
             self._exit(error)
-        if error is None and self.stopped and (values := self._checkpoints.non_finite()):
-            self._exit(self._non_finite(values))
+        if error is None and self.stopped and (non_finite := self._checkpoints.non_finite_error()):
+            self._exit(non_finite)
 
     def _exit(self, error: ServerLostError | EvictedError | NoConsensusError | NonFiniteError) -> NoReturn:
         logger.error("%s ends with exit code %d: %s", self.name, error.exit_code, error)
         raise SystemExit(error.exit_code) from error
 
-    def _non_finite(self, values: str) -> NonFiniteError:
-        last = self._checkpoints.last()
-        return NonFiniteError(
-            f"the model at the end of the run is not finite: {values}; lower the learning rate (on a resume, after "
-            f"Worker.join, since a checkpoint has its own), and "
-            + (f"go on from {last} with lsgd launch --resume (RESUME=1)" if last else "begin a new run")
-        )
-
     def _check_open(self) -> None:
         if not self._open:
-            where = "batches() belongs inside the with block of Worker.join, and so does begin_step()"
+            where = "batches(), begin_step() and status() belong inside the with block of Worker.join, before leave()"
             raise LsgdError(f"{self.name} has left the run; {where}")
 
     def _announced(self, loader: Iterable[T]) -> Iterator[T]:
@@ -391,4 +397,4 @@ def _leave_at_exit(me: "weakref.ref[Worker]") -> None:
     """Leave for a script that ends without the end of a ``with`` block."""
     worker = me()
     if worker is not None:
-        worker.leave(reason="its process ended")
+        worker._end(reason="its process ended")

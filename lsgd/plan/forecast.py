@@ -13,8 +13,8 @@ _PERIODS = ("period", "interval")
 """What algorithms call the setting of how many iterations lie between two rounds."""
 
 
-def planned_rounds(plan: Plan) -> int | None:
-    """Return how many global rounds a run makes whose workers all stay; None: it has no number of iterations.
+def planned_rounds(plan: Plan, workers: int) -> int | None:
+    """Return how many global rounds so many workers make, which all stay; None: the run has no number of iterations.
 
     One begins each phase, one follows whenever its period is over, and the last one makes the consensus.
     """
@@ -23,22 +23,23 @@ def planned_rounds(plan: Plan) -> int | None:
     rounds, left = 1, plan.run.iterations
     for phase in plan.phases:
         iterations = min(left, phase.iterations or left)
-        rounds += _rounds(phase.algorithm, iterations, plan.run.workers)
+        rounds += _rounds(phase.algorithm, iterations, workers)
         left -= iterations
     return rounds
 
 
-def forecast(plan: Plan) -> list[str]:
+def forecast(plan: Plan, workers: int) -> list[str]:
     """Return what to tell people at the start: how many global rounds there will be, and whether that is few."""
-    run, rounds = plan.run, planned_rounds(plan)
+    run, rounds = plan.run, planned_rounds(plan, workers)
     if rounds is None:
         return [f"how many global rounds this run makes depends on its speed: {_often(plan)}"] if run.seconds else []
     most = f" at most, fewer if {run.seconds:g} s are over first" if run.seconds else ""
     lines = [f"by its plan this run makes about {rounds} global rounds{most}: {_often(plan)}"]
     exchanges_models = not all(phase.algorithm.schedule().identical for phase in plan.phases)
-    if rounds < FEW_ROUNDS and exchanges_models and run.workers > 1:
+    if rounds < FEW_ROUNDS and exchanges_models and workers > 1:
         lines.append(
-            f"that is few: workers that exchange their models so rarely learn little from one another; {_advice(plan)}"
+            f"that is few: workers that exchange their models so rarely learn little from one another; "
+            f"{_advice(plan, workers)}"
         )
     return lines
 
@@ -58,20 +59,20 @@ def _often(plan: Plan) -> str:
     return "one for every iteration" if periods == [1] else f"one for every {periods[0]} iterations of each worker"
 
 
-def _advice(plan: Plan) -> str:
+def _advice(plan: Plan, workers: int) -> str:
     """Return which setting to change to what, for as many rounds as are not few."""
     run, (phase, *others) = plan.run, plan.phases
-    longer = f"{variable('iterations')}={_enough_iterations(plan)}"
-    shorter = None if others else _shorter(phase, run.iterations, run.workers)
+    longer = f"{variable('iterations')}={_enough_iterations(plan, workers)}"
+    shorter = None if others else _shorter(phase, run.iterations, workers)
     if shorter is None:
         return f"type {longer} before the command to train longer"
     return f"type {shorter} before the command to exchange more often, or {longer} to train longer"
 
 
-def _enough_iterations(plan: Plan) -> int:
+def _enough_iterations(plan: Plan, workers: int) -> int:
     """Return a round number of iterations that make enough rounds: the last phase goes on."""
     last = plan.phases[-1].algorithm.schedule().period
-    missing = (FEW_ROUNDS - (planned_rounds(plan) or 0)) * last * plan.run.workers
+    missing = (FEW_ROUNDS - (planned_rounds(plan, workers) or 0)) * last * workers
     step: int = 10 ** max(0, len(str(plan.run.iterations + missing)) - 2)
     return -(-(plan.run.iterations + missing) // step) * step
 

@@ -9,7 +9,10 @@ from lsgd.settings import setting
 class RunSettings:
     """How long the run is, who takes part, and the time limits."""
 
-    workers: int = setting(1, "the run starts when this many workers have joined", low=1, high=100_000)
+    workers: int = setting(
+        0, "the run starts when this many workers have joined; 0: when those of all nodes have", low=0, high=100_000
+    )
+    nodes: int = setting(1, "of how many nodes the run waits for all workers, if workers is 0", low=1, high=100_000)
     iterations: int = setting(0, "end after this many iterations, of all workers together; 0: no limit", low=0)
     seconds: float = setting(0.0, "end this long after the first iteration; 0: no limit", low=0)
     buffers: str = setting(

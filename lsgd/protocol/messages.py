@@ -20,7 +20,7 @@ import msgpack
 
 from lsgd.errors import ProtocolError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -138,6 +138,7 @@ class Request:
         loss: mean of its last batch losses; None before the first.
         ahead: it still has iterations to make. Such a request is granted at once or forgotten, never held: a worker
             that has none left asks again, with the same number.
+        last: it wants no iteration but a round, after which it leaves.
     """
 
     worker: str
@@ -148,6 +149,7 @@ class Request:
     dropped: int
     loss: float | None
     ahead: bool = False
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +240,17 @@ class Get:
 
 @dataclass(frozen=True, slots=True)
 class NodeHello:
-    """A local server introduces itself; answered by :class:`NodeWelcome` or :class:`Refused`."""
+    """A local server introduces itself; answered by :class:`NodeWelcome` or :class:`Refused`.
+
+    ``workers``: how many this node has, for a run that begins with those of all its nodes.
+    """
 
     protocol: int
     node: int
     incarnation: int
     host: str
     version: str
+    workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,18 @@ import click
 
 from lsgd import __version__
 from lsgd.errors import ConfigError
-from lsgd.plan.forecast import forecast
 from lsgd.plan.options import plan_options
 from lsgd.plan.plan import Plan, read
+from lsgd.plan.run import RunSettings
 from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
 from lsgd.server import global_daemon, local_daemon
 from lsgd.server.daemon import Signals, complain, say
 from lsgd.server.journal import Journal
+from lsgd.server.reasons import number_of
 from lsgd.server.record import Record
+from lsgd.settings import checked
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a disk that may be gone a moment later."""
@@ -86,6 +88,7 @@ def main(
 
     The plan (which algorithm, its settings, how long) is the global server's; workers get it when they join.
     `lsgd config show` takes the same flags and prints each setting with where its value comes from.
+    A local server takes one of them: --workers says how many workers its node has (1 if not given).
 
     Exit codes: 0 the run ended cleanly; 1 it could not; 2 wrong usage or settings; 3 ended at once by a second
     signal.
@@ -105,6 +108,9 @@ def main(
             keys = listener_keys(address, keys_path, insecure=insecure)
             sys.exit(_serve_global(plan, address, keys, save_plan, journal_path, results, continues=continues))
         if role == "local":
+            workers = checked(RunSettings, "workers", flags.pop("workers") or 1, "flag --workers")
+            if not workers:
+                raise ConfigError("--workers of a local server says how many workers its node has, at least 1")
             given = [name for name, value in {**flags, "plan": plan_path}.items() if value is not None]
             if given:
                 raise ConfigError(f"--{given[0].replace('_', '-')} belongs to the plan, which the global server holds")
@@ -119,7 +125,7 @@ def main(
                     f"ipc://PATH or tcp://127.0.0.1:PORT (or give --insecure)"
                 )
             above = connect or f"tcp://127.0.0.1:{DEFAULT_PORT}"
-            sys.exit(_serve_local(node, address, above, token_path, insecure=insecure))
+            sys.exit(_serve_local(node, workers, address, above, token_path, insecure=insecure))
         raise ConfigError("say which server to be: --global (one for the run) or --local (one on each machine)")
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
@@ -142,12 +148,28 @@ def _serve_global(
         if save_plan:
             _save_plan(coordinator.state.plan, save_plan, goes_on=journal is not None and journal.resumed)
         plan = coordinator.state.plan
-        global_daemon.announce(listener.address, plan, keys.folder if keys else None)
-        if not (journal and journal.resumed):
-            for line in forecast(plan):
-                say(line)
+        _announce(listener.address, plan, keys.folder if keys else None)
         record = Record(results, coordinator.state.run) if results else None
         return global_daemon.GlobalDaemon(coordinator, listener, journal, record).run(signals)
+
+
+def _announce(address: str, plan: Plan, keys: Path | None) -> None:
+    """Print what the server listens on, who may connect, how to join it, and how to end a run without an end."""
+    listens_on = address
+    for wildcard in ("//0.0.0.0:", "//[::]:"):
+        address = address.replace(wildcard, "//ADDRESS-OF-THIS-MACHINE:")
+    workers, nodes = plan.run.workers, plan.run.nodes
+    waits = number_of(workers, "worker") if workers else f"the workers of {number_of(nodes, 'node')}"
+    token = f" --token nodeN.token, from {keys}" if keys else ""
+    say(
+        f"lsgd {__version__} global server on {listens_on}, {plan.algorithm.name}, waits for {waits}; "
+        f"join from each machine with: lsgd-server --local --node N --connect {address}{token}"
+    )
+    if not (plan.run.iterations or plan.run.seconds):
+        say(
+            f"this run has no end: its plan has neither iterations nor seconds; end it with: lsgd stop --connect "
+            f"{address}, or give it an end: lsgd set --connect {address} iterations=N (of all workers together)"
+        )
 
 
 def _save_plan(plan: Plan, path: Path, *, goes_on: bool) -> None:
@@ -169,7 +191,9 @@ def _save_plan(plan: Plan, path: Path, *, goes_on: bool) -> None:
         complain(f"{trouble}; the run goes on without that file")
 
 
-def _serve_local(node: int, address: str, global_address: str, token_path: Path | None, *, insecure: bool) -> int:
+def _serve_local(
+    node: int, workers: int, address: str, global_address: str, token_path: Path | None, *, insecure: bool
+) -> int:
     signals = Signals()
     keys = connector_keys(global_address, token_path, node_name(node), insecure=insecure)
     incarnation = secrets.randbits(63)
@@ -178,4 +202,4 @@ def _serve_local(node: int, address: str, global_address: str, token_path: Path 
         Connector(global_address, f"node{node}#{incarnation}".encode(), keys) as link,
     ):
         local_daemon.announce(node, listener.address, global_address)
-        return local_daemon.LocalDaemon(node, incarnation, listener, link).run(signals)
+        return local_daemon.LocalDaemon(node, incarnation, listener, link, workers).run(signals)

@@ -24,7 +24,9 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
     goes on from checkpoints; without one it ends, unless the plan has ``restart_from_scratch``.
 11. Where members cannot reach each other, as few as possible are cut off, so that the rest can: they are no longer
     live, and held again in a global round some time later, which is probed first.
-12. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Who
+12. Whoever asks for a last round gets no iteration, and leaves after the next global round. If all members do, that
+    round makes the consensus; where models are identical by definition, the others need not be waited for.
+13. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Who
     comes later, or finds no consensus to be made, is told to leave.
 """
 
@@ -39,6 +41,7 @@ from lsgd.protocol.messages import (
     Go,
     Join,
     Leave,
+    NodeHello,
     NodeLeave,
     Over,
     Pause,
@@ -80,12 +83,12 @@ class Coordinator:
         self._scheduler = Scheduler(state, self._grants)
         roster = state.roster
         # Enough have joined, once.
-        self._welcoming = roster.generation is not None or len(roster.members) >= state.plan.run.workers
+        self._welcoming = roster.generation is not None or state.suffices(len(roster.members))
         self._few_since = state.now  # the workers wait for others to join
 
     # -- ways in -----------------------------------------------------------------------------------------------
 
-    def handle(self, message: Upward | NodeLeave | StopRun, now: float) -> Decision:
+    def handle(self, message: Upward | NodeHello | NodeLeave | StopRun, now: float) -> Decision:
         """Take in one message and return what to do.
 
         Args:
@@ -98,6 +101,9 @@ class Coordinator:
                 self._join(message)
             case StopRun(reason):
                 self.stop(reason)
+            case NodeHello(node=node, workers=workers):
+                self.state.announced[node] = max(workers, 1)
+                self._welcome([])
             case NodeLeave(node, _, reason):
                 self._node_leave(node, Why.NODE_ENDS(notice=reason))
             case _ if (member := self._sender(message)) is not None:
@@ -209,7 +215,7 @@ class Coordinator:
         self._settle(member, request.done)
         self._scheduler.committed(member, request.committed)
         self._scheduler.left_round(member, Why.PASSED_OVER)
-        member.seq, member.answer, member.loss = request.seq, None, request.loss
+        member.seq, member.answer, member.loss, member.last = request.seq, None, request.loss, request.last
         member.held_at = state.moved_at = state.now
         if member.state is MemberState.PAUSED or member.state is MemberState.STRAGGLER:
             state.ledger.released = True
@@ -310,32 +316,29 @@ class Coordinator:
         return objection(join, next((m.join for m in state.roster.members.values() if m is not old), None))
 
     def _admit(self, join: Join) -> None:
-        state, members = self.state, self.state.roster.members
-        if not members:
+        state, member = self.state, Member(join, self.state.now)
+        if not state.roster.members:
             self._few_since = state.now
-        member = Member(join, state.now)
         state.roster.add(member)
         state.changes += 1
         state.note(Why.JOINS(worker=join.worker, address=join.address, joined=state.joined()))
-        if not self._welcoming and len(members) >= state.plan.run.workers:
-            self._welcoming = True
-            self._few_since = state.now  # from now on it is their first requests that are waited for
-            self._welcome(list(members.values()))
-        else:
-            self._welcome([member])
+        self._welcome([member])
 
     def _welcome(self, members: list[Member]) -> None:
+        """Welcome ``members``, or everybody as soon as enough have joined; before, let them wait."""
         state = self.state
+        everybody = sorted(state.roster.members.values(), key=by_place)
+        if not self._welcoming and state.suffices(len(everybody)):
+            self._welcoming, members = True, everybody
+            self._few_since = state.now  # from now on it is their first requests that are waited for
         if not self._welcoming:
             for member in members:
                 state.answer(member, Waiting(0, state.joined()))
             return
-        everybody = sorted(state.roster.members.values(), key=by_place)
         ranks = {member: rank for rank, member in enumerate(everybody)}
-        size = max(len(everybody), state.plan.run.workers if state.roster.generation is None else 0)
-        first = next(iter(state.roster.members.values())).join
+        size = max(len(everybody), state.wanted if state.roster.generation is None else 0)
         for member in members:
-            _, warned = different_versions(first, member.join)
+            _, warned = different_versions(next(iter(state.roster.members.values())).join, member.join)
             warnings = (warned,) if warned else ()
             state.answer(member, Welcome(state.run, self._plan_json, ranks[member], size, warnings))
 
@@ -343,7 +346,7 @@ class Coordinator:
         """Go on without those who joined and never asked; with too few workers, refuse everybody."""
         state = self.state
         members, waited_s = state.roster.members, state.plan.run.join_timeout_s
-        if len(members) >= state.plan.run.workers:
+        if state.suffices(len(members)):
             for member in state.roster.within(MemberState.JOINED):
                 self._remove(member, Why.NEVER_ASKED(waited_s=waited_s))
             return
@@ -361,6 +364,7 @@ class Coordinator:
     def _node_leave(self, node: int, reason: Reason) -> None:
         state = self.state
         state.changes += 1
+        state.announced.pop(node, None)
         for member in [m for m in state.roster.members.values() if m.join.node == node]:
             member.leaving = reason
             if member.held or member.state is MemberState.CUT:

@@ -7,10 +7,9 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from lsgd import __version__
 from lsgd.errors import ConfigError, ProtocolError
+from lsgd.plan.forecast import forecast
 from lsgd.plan.plan import Plan
 from lsgd.protocol.messages import (
     PROTOCOL,
@@ -53,6 +52,7 @@ from lsgd.server.daemon import (
 )
 from lsgd.server.journal import Journal
 from lsgd.server.memento import capture, restore
+from lsgd.server.reasons import Why
 from lsgd.server.record import Record
 from lsgd.server.rendezvous import Rendezvous
 from lsgd.server.report import report
@@ -253,6 +253,7 @@ class GlobalDaemon:
             if known is None or known.hello.incarnation != hello.incarnation:
                 say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)
+            self._act(self.coordinator.handle(hello, now))
             self._send(peer, b"", NodeWelcome(self._state.run))
             return
         if self._challengers.get(hello.node, (0, now))[0] != hello.incarnation:
@@ -279,8 +280,12 @@ class GlobalDaemon:
             self._send_worker(message.worker, message.incarnation, value)
 
     def _act(self, decision: Decision) -> None:
+        generation = self._state.roster.generation
         for note in decision.notes:
             say(note)
+            if note.code == Why.GENERATION.code and generation is not None and generation.number == 1:
+                for line in forecast(self._state.plan, len(generation.indices)):
+                    say(line)
         for worker, incarnation, message in decision.answers:
             self._send_worker(worker, incarnation, message)
 
@@ -378,21 +383,3 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Co
         f"{state.ledger.count} iterations, {len(state.roster.members)} workers"
     )
     return Coordinator(state)
-
-
-def announce(address: str, plan: Plan, keys: Path | None) -> None:
-    """Print what the server listens on, who may connect, how to join it, and how to end a run without an end."""
-    listens_on = address
-    for wildcard in ("//0.0.0.0:", "//[::]:"):
-        address = address.replace(wildcard, "//ADDRESS-OF-THIS-MACHINE:")
-    waits = f"{plan.run.workers} worker{'s' * (plan.run.workers > 1)}"
-    token = f" --token nodeN.token, from {keys}" if keys else ""
-    say(
-        f"lsgd {__version__} global server on {listens_on}, {plan.algorithm.name}, waits for {waits}; "
-        f"join from each machine with: lsgd-server --local --node N --connect {address}{token}"
-    )
-    if not (plan.run.iterations or plan.run.seconds):
-        say(
-            f"this run has no end: its plan has neither iterations nor seconds; end it with: lsgd stop --connect "
-            f"{address}, or give it an end: lsgd set --connect {address} iterations=N (of all workers together)"
-        )

@@ -28,7 +28,7 @@ class Grants:
         """
         state = self._state
         queue = state.roster.queue_of(member)
-        if queue is None or not member.synced or not state.ledger.has_token(queue):
+        if queue is None or not member.synced or member.last or not state.ledger.has_token(queue):
             return False
         if state.course.schedule.lockstep:  # every iteration is a round: a grant that came back is no token
             return False
@@ -53,6 +53,16 @@ class Grants:
             return
         failed = not member.leaving and (state.in_vain or member.state is MemberState.CUT)
         self._reply(member, Stop(member.seq, None, member.leaving or state.stopping, failed), MemberState.ENDED)
+
+    def let_go(self, members: list[Member]) -> list[Member]:
+        """Dismiss those of ``members`` that leave, and return the others; nobody, if these lack the run's model."""
+        leaves, stays = [m for m in members if m.last], [m for m in members if not m.last]
+        if any(m.synced for m in leaves) and not any(m.synced for m in stays):
+            return []
+        for member in leaves:
+            member.leaving = Why.GOES_ON()
+            self.dismiss(member)
+        return stays
 
     def repeat(self, member: Member) -> None:
         """Answer the same request again."""

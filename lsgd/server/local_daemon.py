@@ -67,10 +67,12 @@ class LocalDaemon:
         incarnation: a random number that this process drew.
         listener: where the workers connect.
         link: to the global server, under the name ``node0#incarnation``.
+        workers: how many this node has.
     """
 
-    def __init__(self, node: int, incarnation: int, listener: Listener, link: Connector) -> None:
+    def __init__(self, node: int, incarnation: int, listener: Listener, link: Connector, workers: int = 1) -> None:
         self._node = node
+        self._own_workers = workers
         self._incarnation = incarnation
         self._listener = listener
         self._global = link
@@ -98,8 +100,7 @@ class LocalDaemon:
         while not self._ended(time.monotonic()):
             now = time.monotonic()
             if now - greeted_at >= HELLO_EVERY_S and not self._over and not self._last_word:
-                hello = NodeHello(PROTOCOL, self._node, self._incarnation, socket.gethostname(), __version__)
-                self._global.send([encode(hello)])
+                self._global.send([encode(self._hello())])
                 greeted_at = now
             poller.wait(TICK_S)
             frozen_s = time.monotonic() - now - TICK_S
@@ -130,6 +131,10 @@ class LocalDaemon:
             complain(f"ended although {', '.join(sorted(self._workers.values()))} did not leave")
         say(f"ended: {self._ending}")
         return 0
+
+    def _hello(self) -> NodeHello:
+        host = socket.gethostname()
+        return NodeHello(PROTOCOL, self._node, self._incarnation, host, __version__, self._own_workers)
 
     def _ended(self, now: float) -> bool:
         """Whether all workers have left, and heard so, and the global server has, or have had the time to."""

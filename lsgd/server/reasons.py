@@ -45,6 +45,8 @@ class Why(enum.Enum):
         "all {limit:.0f} iterations were made before it was resumed; raise iterations to go on "
         "(LSGD_ITERATIONS, or --iterations of lsgd-server)"
     )
+    ALL_LEAVE = "all workers leave after {count} iterations"
+    HOLDERS_LEAVE = "all workers that have the run's model leave after {count} iterations"
     REST_IS_OUT = "{count} of {limit:.0f} iterations are made, the last are with {who}, evicted since"
     REST_TOO_SMALL = "{count} of {limit:.0f} iterations are made, too few are left for one of each worker"
     ROUNDS_FAIL = "{failures} rounds in a row failed, the last because {reason}"
@@ -95,6 +97,9 @@ class Why(enum.Enum):
 
     # A request waits.
     JOINING = "{here} of {wanted} workers have joined"
+    GOES_ON = "the others go on without it; its model is theirs of its last iteration"
+    LAST_HOLDERS = "the last round waits for {who}: all others leave"
+    JOINING_NODES = "joined so far: {workers}; {nodes} of {wanted} nodes have come"
     STARTED = "{here} worker{are} in the run"
     NAME_CONTESTED = (
         "another process was {worker} until {heard_s:.1f} s ago; this one takes its place if it stays silent"

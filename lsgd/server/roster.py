@@ -28,7 +28,8 @@ class Member:
             server was started again, as many as it may have made. Changed by the ledger only, as ``done`` is.
         done: iterations it has reported.
         synced: it has completed the last global round, so that it has the run's model.
-        leaving: why its node is going away.
+        leaving: why its node is going away, or the run goes on without it.
+        last: its request is for a round, and for no iteration: it leaves after that.
         left: why it left.
         seq: number of its last request.
         answer: to that request; None while there is none.
@@ -50,6 +51,7 @@ class Member:
     done: int = 0
     synced: bool = False
     leaving: Reason = NO_REASON
+    last: bool = False
     left: Reason = NO_REASON
     seq: int = 0
     answer: Go | Stop | None = None
@@ -190,6 +192,10 @@ class Roster:
     def within(self, *states: MemberState) -> list[Member]:
         """Return the members in one of these states."""
         return [m for m in self.members.values() if m.state in states]
+
+    def away(self) -> list[Member]:
+        """Return the members that take part in no round now, and will later."""
+        return self.within(MemberState.JOINED, MemberState.STRAGGLER, MemberState.CUT, MemberState.PAUSED)
 
     def holders(self) -> list[Member]:
         """Return the members that have the run's model and have not been told to stop."""

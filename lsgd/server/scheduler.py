@@ -72,7 +72,7 @@ class Scheduler:
         live = roster.live
         if state.book.final or not live or roster.held < live:
             return
-        if roster.generation is not None or live >= state.plan.run.workers:
+        if roster.generation is not None or state.suffices(live):
             self._start_global()
 
     def _serve_held(self) -> bool:
@@ -120,6 +120,10 @@ class Scheduler:
         given = state.ledger.count + sum(m.granted for m in out)
         if given >= limit:
             self.stop(state.all_made(limit, out))
+        if not state.stopping and all(m.last for m in members):
+            if roster.away():
+                return  # somebody goes on, and is to have the run's model first
+            self.stop(Why.ALL_LEAVE(count=state.ledger.count))
         if state.stopping and roster.paused and not self._final_overdue():
             return
         if state.stopping:
@@ -133,6 +137,10 @@ class Scheduler:
             state.book.fresh = True
             algorithm, count = course.algorithm.name, state.ledger.count
             state.note(Why.PHASE(number=course.number + 1, algorithm=algorithm, count=count))
+        if course.schedule.identical and not (members := self._grants.let_go(members)):
+            self.stop(Why.HOLDERS_LEAVE(count=state.ledger.count))
+            self._start_global()
+            return
         left = min(limit, course.end) - given
         if left < len(members) and course.schedule.lockstep:
             self.stop(Why.REST_TOO_SMALL(count=state.ledger.count, limit=limit))
@@ -238,7 +246,7 @@ class Scheduler:
         state, count = self._state, self._state.ledger.count
         if any(m.synced for m in members):
             return False
-        away = state.roster.within(MemberState.JOINED, MemberState.STRAGGLER, MemberState.CUT, MemberState.PAUSED)
+        away = state.roster.away()
         overdue = bool(state.stopping) and self._final_overdue()
         if any(m.synced for m in away) and not overdue:
             return True
@@ -251,7 +259,7 @@ class Scheduler:
         if not state.lost_at:
             state.lost_at = state.now
             state.note(Why.MODEL_LOST(count=count))
-        few = len(state.roster.members) < state.plan.run.workers and not state.stopping
+        few = not state.suffices(len(state.roster.members)) and not state.stopping
         if few and state.now - state.lost_at <= state.plan.run.join_timeout_s:
             return True
         state.failed = Why.MODEL_LOST(count=count)

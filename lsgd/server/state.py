@@ -9,7 +9,7 @@ from lsgd.protocol.messages import Downward
 from lsgd.server.course import Course
 from lsgd.server.links import Links
 from lsgd.server.member_states import MemberState
-from lsgd.server.reasons import NO_REASON, Reason, Why
+from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
 from lsgd.server.roster import MAX_LEFT, Member, Roster, named
 from lsgd.server.rounds import RoundBook
 from lsgd.server.tokens import Ledger
@@ -43,6 +43,7 @@ class RunState:
         closed_at: since when whoever still asks is told to leave; infinite before.
 
     Attributes:
+        announced: how many workers each node has, as its local server says.
         course: where in the plan it is.
         links: who cannot reach whom.
         over: nobody is waited for any more.
@@ -63,6 +64,7 @@ class RunState:
     stopping: Reason = NO_REASON
     failed: Reason = NO_REASON
     closed_at: float = math.inf
+    announced: dict[int, int] = field(default_factory=dict)
     course: Course = field(init=False)
     links: Links = field(init=False)
     over: bool = False
@@ -88,6 +90,16 @@ class RunState:
         """Whether the run has ended without a consensus, since its rounds kept failing."""
         return self.closed and self.book.hopeless
 
+    @property
+    def wanted(self) -> int:
+        """Number of workers that the run begins with, as far as the nodes have said it."""
+        return self.plan.run.workers or sum(self.announced.values())
+
+    def suffices(self, workers: int) -> bool:
+        """Whether the run can begin with so many workers."""
+        run = self.plan.run
+        return workers >= self.wanted and (run.workers > 0 or len(self.announced) >= run.nodes)
+
     def progress(self, now: float) -> float:
         """Return the share of the run that is made, 0 to 1; 0 for one without an end."""
         run = self.plan.run
@@ -111,10 +123,12 @@ class RunState:
 
     def joined(self) -> Reason:
         """Say how many workers have joined; once the run has started, how many there are."""
-        here, wanted = len(self.roster.members), self.plan.run.workers
+        run, here, nodes = self.plan.run, len(self.roster.members), len(self.announced)
         if self.roster.generation is not None:
             return Why.STARTED(here=here, are="s are" if here != 1 else " is")
-        return Why.JOINING(here=here, wanted=max(here, wanted))
+        if not run.workers and nodes < run.nodes:
+            return Why.JOINING_NODES(workers=number_of(here, "worker"), nodes=nodes, wanted=run.nodes)
+        return Why.JOINING(here=here, wanted=max(here, self.wanted))
 
     def waits_for(self, now: float) -> Reason:
         """Say what the held requests wait for."""
@@ -127,7 +141,7 @@ class RunState:
         if self.closed:
             return Why.ENDED(reason=self.stopping)
         if self.roster.generation is None:
-            if len(members) < self.plan.run.workers:
+            if not self.suffices(len(members)):
                 return self.joined()
             return Why.FIRST_REQUESTS(who=named(self.roster.within(MemberState.JOINED)))
         if self.lost_at:
@@ -140,6 +154,8 @@ class RunState:
             waited_s = now - min(m.held_at for m in members if m.held)
             unfinished = f" (round {max(self.book.open)} is not completed yet)" if self.book.open else ""
             return Why.BUSY(waited_s=waited_s, who=named(busy), open_round=unfinished)
+        if (away := self.roster.away()) and all(m.last for m in members if m.held):
+            return Why.LAST_HOLDERS(who=named(away))
         if paused := self.roster.within(MemberState.PAUSED):
             return Why.AWAY(who=named(paused))
         return Why.MODEL_AWAY(who=named(self.roster.within(MemberState.STRAGGLER)))

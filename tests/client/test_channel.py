@@ -132,7 +132,7 @@ def test_a_wait_ends_when_the_launcher_gives_the_servers_up(server, ask) -> None
     server.hears(1)
     server.say(Waiting(1, "for others"))
     notices.give(server.listener.address, notices.Notice.GIVEN_UP)
-    with pytest.raises(ServerLostError, match="and lsgd launch has given its servers up"):
+    with pytest.raises(ServerLostError, match="and its servers have ended or are given up"):
         answer.result(10)
 
 

@@ -162,7 +162,7 @@ class TestNode:
         status, output = node.finish()
         assert status == 0, output
         plan = tomllib.loads((node.run_dir / "plan.toml").read_text())
-        assert (plan["workers"], plan["iterations"]) == (2, 100)
+        assert (plan["workers"], plan["nodes"], plan["iterations"]) == (0, 1, 100)
         first, second = node.about(0), node.about(1)
         assert first["weights"] == second["weights"]
         assert (first["LSGD_LOCAL_RANK"], second["LSGD_LOCAL_RANK"]) == ("0", "1")
@@ -217,7 +217,7 @@ class TestNode:
         assert "goes on after 64 iterations, from checkpoints of node0/worker0, node0/worker1; taking over" in output
         assert "all 99 iterations are made; 99 iterations" in output
         plan = tomllib.loads((first.run_dir / "plan.toml").read_text())
-        assert (plan["workers"], plan["algorithm"]["period"]) == (3, 16)
+        assert (plan["workers"], plan["algorithm"]["period"]) == (0, 16)
         log = (first.run_dir / "global.log").read_text()
         assert "all 64 iterations are made; 64" in log and "all 99 iterations are made; 99" in log
         result = first.result
@@ -257,16 +257,32 @@ class TestNode:
         assert status == NOT_TRAINED, output
         for worker in (0, 1):
             assert f"[launch] node0/worker{worker} has left before the end of the run" in output
+        assert "call worker.leave() after the loop" in output
+
+    def test_workers_that_leave_with_a_word_make_the_consensus(self, start):
+        script = TRAIN.replace("while not worker.stopped:", "for epoch in range(3):")
+        script = script.replace("    about =", "    assert worker.leave() and worker.stopped\n    about =")
+        node = start("--node", "0", script=script, LSGD_ITERATIONS="100000")
+        status, output = node.finish()
+        assert status == 0, output
+        assert "all workers leave after 24 iterations" in output
+        assert node.about(0)["weights"] == node.about(1)["weights"]
 
     def test_nodes_with_other_numbers_of_workers(self, start):
-        common = ("--nodes", "2", "--address", "127.0.0.1", "--port", str(free_port()))
-        first = start("--node", "0", *common, "--workers", "1", LSGD_WORKERS="3", LSGD_ITERATIONS="90")
+        common = ("--nodes", "3", "--address", "127.0.0.1", "--port", str(free_port()))
+        first = start("--node", "0", *common, "--workers", "1", LSGD_ITERATIONS="200")
         second = start("--node", "1", *common, "--workers", "2")
-        for node in (first, second):
+        third = start("--node", "2", *common, "--workers", "2")
+        for node in (first, second, third):
             status, output = node.finish()
             assert status == 0, output
-        assert tomllib.loads((first.run_dir / "plan.toml").read_text())["workers"] == 3
-        assert first.about(0)["weights"] == second.about(1)["weights"] == second.about(2)["weights"]
+        assert "generation 1: 5 workers on 3 nodes" in (first.run_dir / "global.log").read_text()
+        weights = first.about(0)["weights"]
+        assert all(
+            node.about(rank)["weights"] == weights
+            for node, ranks in ((second, (1, 2)), (third, (3, 4)))
+            for rank in ranks
+        )
 
     def test_killed_launcher_leaves_nothing(self, start):
         node = start("--node", "0", "--port", "0")
@@ -299,7 +315,7 @@ class TestNode:
         for node in (second, first):
             status, output = node.finish()
             assert status == 0, output
-        assert "[launch] the run begins with 2 workers, 1 on each node; if nodes have other" in output
+        assert "[launch] the run begins when the workers of all 2 nodes have joined; to begin it with N" in output
         assert (first.about(0)["LSGD_NODE"], second.about(1)["LSGD_NODE"]) == ("0", "1")
         assert first.about(0)["weights"] == second.about(1)["weights"]
 
@@ -407,7 +423,7 @@ class TestEnds:
         taker[-1].close()
         assert status == 2, output
         assert "node0/worker0 ends with exit code 75: " in output
-        assert "lsgd launch has given its servers up; its state is saved in" in output
+        assert "its servers have ended or are given up; its state is saved in" in output
         saved = {path.name for path in (node.run_dir / "checkpoints").glob("*/*/*.safetensors")}
         assert saved == {"node0-worker0.safetensors", "node0-worker1.safetensors"}
 

@@ -276,7 +276,7 @@ def test_without_servers_a_join_fails_in_5_s_with_the_line_to_type(cluster, monk
     monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
     assert joining.FIND_WITHIN_S < 5
     monkeypatch.setattr(joining, "FIND_WITHIN_S", 0.5)
-    with pytest.raises(JoinError, match=r"lsgd-server --local --node N --connect .* lsgd-server --global"):
+    with pytest.raises(JoinError, match=r"servers: lsgd launch -- python .* --local --node N --connect .* --global"):
         Worker.join(model, optimizer)
     monkeypatch.undo()
     monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))

@@ -26,7 +26,7 @@ def plan(environ: dict[str, str] | None = None, **table: object) -> Plan:
     ],
 )
 def test_planned_rounds(table, rounds) -> None:
-    assert planned_rounds(plan(**table)) == rounds
+    assert planned_rounds(plan(**table), table["workers"]) == rounds
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_planned_rounds(table, rounds) -> None:
 )
 def test_each_advice_makes_enough_rounds(table) -> None:
     table |= {"workers": 2}
-    _, advice = forecast(plan(**table))
+    _, advice = forecast(plan(**table), 2)
     assert advice.startswith("that is few: ")
     variants = (
         re.search(r"type (.*?) before the command to exchange", advice),
@@ -52,22 +52,22 @@ def test_each_advice_makes_enough_rounds(table) -> None:
     assert variants[1]
     for found in filter(None, variants):
         environ = dict(each.split("=") for each in found[1].split())
-        rounds = planned_rounds(plan(environ, **table))
+        rounds = planned_rounds(plan(environ, **table), 2)
         assert rounds and rounds >= FEW_ROUNDS
-        assert len(forecast(plan(environ, **table))) == 1
+        assert len(forecast(plan(environ, **table), 2)) == 1
 
 
 def test_the_words() -> None:
-    assert forecast(plan(workers=2, iterations=1000, algorithm={"name": "leader", "period": 64})) == [
+    assert forecast(plan(workers=2, iterations=1000, algorithm={"name": "leader", "period": 64}), 2) == [
         "by its plan this run makes about 9 global rounds: one for every 64 iterations of each worker",
         "that is few: workers that exchange their models so rarely learn little from one another; type "
         "LSGD_PERIOD=16 before the command to exchange more often, or LSGD_ITERATIONS=2500 to train longer",
     ]
-    (line,) = forecast(plan(workers=2, seconds=60, algorithm={"name": "leader", "period": 64}))
+    (line,) = forecast(plan(workers=2, seconds=60, algorithm={"name": "leader", "period": 64}), 2)
     assert line == (
         "how many global rounds this run makes depends on its speed: one for every 64 iterations of each worker"
     )
-    (line,) = forecast(plan(workers=1, seconds=60, iterations=100))
+    (line,) = forecast(plan(workers=1, seconds=60, iterations=100), 1)
     assert " at most, fewer if 60 s are over first: " in line
-    assert len(forecast(plan(workers=2, iterations=10, algorithm={"name": "allreduce"}))) == 1
-    assert forecast(plan(workers=2)) == []
+    assert len(forecast(plan(workers=2, iterations=10, algorithm={"name": "allreduce"}), 2)) == 1
+    assert forecast(plan(workers=2), 2) == []

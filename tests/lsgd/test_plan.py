@@ -104,7 +104,7 @@ def test_the_algorithm_is_chosen_like_any_other_setting(
         ("zzz = 3", ": the run has no setting 'zzz'; known: algorithm, buffers, "),
         ("[[phases]]", ": the run has no setting 'phases'; did you mean 'phase'?"),
         ("workers = 'two'", ": workers = 'two' is not a whole number"),
-        ("workers = 0", ": workers = 0 is not in 1 … 100000"),
+        ("workers = -1", ": workers = -1 is not in 0 … 100000"),
         ("seconds = nan", ": seconds = nan is not a number"),
         ("buffers = 'averge'", ": buffers = 'averge'; did you mean 'average'?"),
         ("sync_optimizer = 1", ": sync_optimizer = 1 is not true or false"),

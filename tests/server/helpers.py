@@ -151,14 +151,23 @@ class Bench:
         return self.say(Heartbeat(*self.who(place)))
 
     def ask(
-        self, place: str, *, did: bool = True, loss: float | None = None, same: bool = False, dropped: int = 0
+        self,
+        place: str,
+        *,
+        did: bool = True,
+        loss: float | None = None,
+        same: bool = False,
+        dropped: int = 0,
+        last: bool = False,
     ) -> dict[str, list[Downward]]:
         """Ask for the next iteration, having done the last; or, with ``same``, again for the same one."""
         if not same:
             self.done[place] += did and self.seqs[place] > 0
             self.seqs[place] += 1
         return self.say(
-            Request(*self.who(place), self.seqs[place], self.done[place], self.committed[place], dropped, loss)
+            Request(
+                *(*self.who(place), self.seqs[place], self.done[place], self.committed[place], dropped, loss), last=last
+            )
         )
 
     def ask_ahead(self, place: str, *, did: int = 0) -> Go | None:
@@ -262,7 +271,7 @@ def _check_nobody_waits_in_vain(state: RunState) -> None:
     roster, tokens, everybody = state.roster, state.ledger.tokens, list(state.roster.members.values())
     for member in everybody:
         group = roster.queue_of(member)
-        if member.held and member.synced and group and not state.course.schedule.lockstep:
+        if member.held and member.synced and group and not (member.last or state.course.schedule.lockstep):
             assert tokens < 1 or group.tokens < 1
         if member.held or member.state is MemberState.CUT:
             assert not state.closed
@@ -279,7 +288,8 @@ def _check_nobody_waits_in_vain(state: RunState) -> None:
                 not any(m.synced for m in everybody if m.live)
                 and any(m.synced or m.committed for m in everybody if m.state is MemberState.STRAGGLER)
             )
-            or (roster.generation is None and roster.live < state.plan.run.workers)
+            or (all(m.last for m in everybody if m.held) and roster.live < len(everybody))
+            or (roster.generation is None and not state.suffices(roster.live))
         )
 
 

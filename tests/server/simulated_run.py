@@ -56,6 +56,7 @@ class Faults:
     pause: float = 0.0  # of an iteration
     unused_pause: float = 0.0  # before an iteration that was granted
     leave: float = 0.0
+    last: float = 0.0  # of a worker that wants one more round, and leaves
     crash: float = 0.0
     exchange: float = 0.0  # of one member's part in a round
     links: float = 0.0  # of a probe that finds pairs which cannot reach each other
@@ -94,6 +95,7 @@ class SimulatedWorker:
         self.ahead: int | None = None  # number of the request for more
         self.granted_ahead: Go | None = None
         self.recalled = False
+        self.last = False
         self.over: set[int] = set()
         self.current: Go | Stop | None = None
         self.pending: Upward | None = None
@@ -124,7 +126,8 @@ class SimulatedWorker:
     def request(self) -> None:
         self.state = "waiting"
         loss = self.run.random.choice([None, float("nan"), self.run.random.random(), float("inf")])
-        self.ask(Request(self.name, self.incarnation, self.seq, self.done, self.committed, self.dropped, loss))
+        progress = (self.done, self.committed, self.dropped)
+        self.ask(Request(self.name, self.incarnation, self.seq, *progress, loss, last=self.last))
 
     def next_request(self) -> None:
         """Go on with what was granted ahead, or ask."""
@@ -217,6 +220,12 @@ class SimulatedWorker:
             self.stopped_with = self.current.round
             self.leave("stopped")
             return
+        if self.last and self.round.scope == "global":
+            self.leave("has made its last round")
+            return
+        if self.last:
+            self.ask_last()
+            return
         self.last_grant = self.current.iterations
         self.left = self.last_grant - 1
         self.begin_step()
@@ -236,12 +245,20 @@ class SimulatedWorker:
         self.run.steps += 1
         if self.run.happens(self.run.faults.leave):
             self.leave("has enough")
+        elif self.run.happens(self.run.faults.last):
+            self.ask_last()
         elif self.run.happens(self.run.faults.crash):
             self.end()
         elif self.run.happens(self.run.faults.pause):
             self.pause()
         else:
             self.next_request()
+
+    def ask_last(self) -> None:
+        self.give_back_ahead()
+        self.last = True
+        self.seq += 1
+        self.request()
 
     def pause(self) -> None:
         self.give_back_ahead()

@@ -64,6 +64,7 @@ anything = st.builds(
     pause=probability,
     unused_pause=probability,
     leave=st.sampled_from([0.0, 0.01]),
+    last=st.sampled_from([0.0, 0.02]),
     crash=st.sampled_from([0.0, 0.01]),
     exchange=st.sampled_from([0.0, 0.01, 0.05]),
     links=st.sampled_from([0.0, 0.3]),

@@ -1,7 +1,5 @@
 """What a run has learned is not given up: who has its model is waited for, and comes back with it."""
 
-from dataclasses import replace
-
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
 from lsgd.plan.plan import Phase as PlanPhase
@@ -204,7 +202,7 @@ def test_a_stop_waits_for_a_straggler_that_alone_has_the_model() -> None:
 
 def test_a_run_goes_back_to_the_phase_of_its_checkpoint() -> None:
     phases = (PlanPhase(LocalSettings(period=1), 4), PlanPhase(LeaderSettings(period=4, local_period=4)))
-    bench = Bench("00", plan=Plan(replace(RunSettings(), lease_s=10.0), phases))
+    bench = Bench("00", plan=Plan(RunSettings(workers=1, lease_s=10.0), phases))
     bench.ask("00")
     for _ in range(5):
         bench.complete_all("00") if bench.member("00").round else None

@@ -111,7 +111,7 @@ def local(cluster: Cluster, above: Above) -> Process:
     cluster.address = above.listener.address
     process = cluster.start_local(3)
     hello = above.hears(NodeHello)
-    assert isinstance(hello, NodeHello) and (hello.protocol, hello.node) == (PROTOCOL, 3)
+    assert isinstance(hello, NodeHello) and (hello.protocol, hello.node, hello.workers) == (PROTOCOL, 3, 1)
     process.says("connected to the global server at .*, run run")
     return process
 

@@ -35,6 +35,8 @@ def run(*arguments: str, **variables: str | None) -> tuple[int, str]:
         (["--global", "--node", "1"], "--connect, --node and --token belong to a local server"),
         (["--global", "--connect", "tcp://x:1"], "--connect, --node and --token belong to a local server"),
         (["--local", "--period", "4"], "--period belongs to the plan, which the global server holds"),
+        (["--local", "--workers", "0"], "says how many workers its node has, at least 1"),
+        (["--local", "--workers", "two"], "flag --workers: workers = 'two' is not a whole number"),
         (["--local", "--plan", "x.toml"], "--plan belongs to the plan"),
         (["--local", "--node", "-1"], "'--node'"),
         (["--global", "--plan", "/nowhere/plan.toml"], "the plan /nowhere/plan.toml cannot be read"),

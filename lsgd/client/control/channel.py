@@ -210,7 +210,7 @@ class Channel:
     def _check_silence(self, now: float, started_at: float, what: str, silence_s: float | None) -> None:
         waited = f"{what} for {now - started_at:.0f} s"
         if self.given_up():
-            raise ServerLostError(f"{waited}, and lsgd launch has given its servers up")
+            raise ServerLostError(f"{waited}, and its servers have ended or are given up")
         if now - self._heard_at > NOTICED_AFTER_S and is_given(self.address, Notice.OVER):
             raise ServerLostError(f"{waited}, and the local server at {self.address} has ended for good")
         if now - self._heard_at > (silence_s or self.silence_s):

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 import torch
@@ -15,6 +15,7 @@ from lsgd.client.control.channel import Channel
 from lsgd.client.control.identity import Identity, gpu_name, versions
 from lsgd.client.control.network import Interface, interface_towards
 from lsgd.client.control.notices import Notice, is_given
+from lsgd.client.control.solo import Solo, is_alone, launch_line
 from lsgd.errors import ConfigError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.flat import describe
 from lsgd.plan.plan import Plan
@@ -45,6 +46,7 @@ class Membership:
         join: what it told them.
         welcome: what they answered.
         plan: the run's settings.
+        servers: of this process alone, if it has its own.
     """
 
     identity: Identity
@@ -53,12 +55,19 @@ class Membership:
     join: Join
     welcome: Welcome
     plan: Plan
+    servers: Solo | None = None
+
+    def close(self) -> None:
+        """End the connection, and the servers if they are this process's own."""
+        self.channel.close()
+        if self.servers is not None:
+            self.servers.close()
 
 
 def join_run(
     model: nn.Module, identity: Identity, timeout_s: float, load: Callable[[str, str, str], Origin]
 ) -> Membership:
-    """Join the run of this machine's local server; see ``Worker.join`` for what it raises.
+    """Join the run of this machine's local server, or one alone; see ``Worker.join`` for what it raises.
 
     Args:
         model: the worker's.
@@ -67,9 +76,24 @@ def join_run(
         load: takes over a checkpoint of the worker of this name with a model of this digest and summary, and returns
             where it is from.
     """
+    servers = Solo(os.environ) if is_alone(os.environ) else None
+    try:
+        address = identity.local_address if servers is None else servers.address
+        membership = _join_at(address, model, identity, timeout_s, load)
+    except BaseException:
+        if servers is not None:
+            servers.close()
+        raise
+    return replace(membership, servers=servers)
+
+
+def _join_at(
+    address: str, model: nn.Module, identity: Identity, timeout_s: float, load: Callable[[str, str, str], Origin]
+) -> Membership:
+    """Join the run of the local server at ``address``; the rest as for :func:`join_run`."""
     digest, summary = describe(model)
     device = next(model.parameters()).device
-    channel = Channel(identity.local_address, identity.incarnation, FIND_WITHIN_S)
+    channel = Channel(address, identity.incarnation, FIND_WITHIN_S)
     try:
         here = _find_server(channel, identity)
         channel.silence_s = SILENCE_S
@@ -177,7 +201,8 @@ def _find_server(channel: Channel, identity: Identity) -> Here:
         if is_given(channel.address, Notice.OVER):
             raise RunOverError("the run is over: its servers on this machine have ended") from None
         raise JoinError(
-            f"no local server answers at {channel.address}; start one on this machine: lsgd-server --local --node N "
+            f"no local server answers at {channel.address}; start the script with its servers: {launch_line()}; or "
+            f"alone: LSGD_SOLO=1, without LSGD_LOCAL; or by hand on this machine: lsgd-server --local --node N "
             f"--connect tcp://GLOBAL-SERVER:{DEFAULT_PORT} (and, once, the global one: lsgd-server --global); "
             f"LSGD_LOCAL names another address"
         ) from None

@@ -20,7 +20,7 @@ class Notice(enum.Enum):
     """A worker has asked to join."""
 
     ENDED = "ended"
-    """A worker has heard that the run ends."""
+    """A worker has heard that the run ends, or has left it as it should."""
 
 
 def give(address: str, notice: Notice, worker: str = "") -> None:

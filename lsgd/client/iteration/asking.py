@@ -24,7 +24,7 @@ class Asking:
 
     Attributes:
         progress: share of the run that is made, as of the last answer.
-        stopped: the run has ended.
+        stopped: the run has ended, for this worker at least.
     """
 
     def __init__(self, membership: Membership, tally: Tally) -> None:
@@ -35,6 +35,7 @@ class Asking:
         self._tally = tally
         self._grants = Grants(membership.plan.run.lookahead)
         self._ahead: Expected | None = None  # the answer to the request for more
+        self._last = False  # what is asked for is a round, and no iteration
 
     def next(self) -> bool:
         """Take the next of the iterations that were granted ahead; return False if there is none."""
@@ -72,6 +73,13 @@ class Asking:
             return False
         self.progress = answer.progress
         return self._grants.take(answer)
+
+    def want_only_round(self) -> None:
+        """Give back all that is granted; the next request is for a round alone, after which this worker leaves."""
+        self._forget_ahead()
+        self._grants.withdraw()
+        self._grants.next()
+        self._last = True
 
     def ask_ahead(self) -> None:
         """Ask for more iterations if few enough are left, and wait for nothing."""
@@ -113,4 +121,4 @@ class Asking:
     def _make_request(self, seq: int, *, ahead: bool = False) -> Request:
         tally = self._tally
         loss = None if ahead else tally.losses.mean()  # it is looked at in rounds only
-        return Request(*self._who, seq, tally.done, tally.committed, tally.dropped, loss, ahead)
+        return Request(*self._who, seq, tally.done, tally.committed, tally.dropped, loss, ahead, self._last)

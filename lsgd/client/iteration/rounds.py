@@ -10,6 +10,7 @@ from lsgd.algorithms import Algorithm
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot
 from lsgd.client.control.joining import Membership
+from lsgd.client.control.notices import Notice, give
 from lsgd.client.iteration.asking import Asking
 from lsgd.client.iteration.consensus import make_consensus
 from lsgd.client.iteration.enter import Entrance
@@ -107,6 +108,29 @@ class Rounds:
             if isinstance(answer, Stop) and answer.failed:
                 raise NoConsensusError(f"{self._who[0]} has no consensus at the end of the run: {answer.reason}")
             return self._asking.take(answer)
+
+    def finish(self) -> None:
+        """Carry out rounds up to the next global one, and make no iteration."""
+        before, ends = self._tally.committed, False
+        while not ends:
+            self._asking.want_only_round()
+            goes_on = self.follow()
+            self.before_step()  # some algorithms exchange here
+            is_global = self.active is not None and self.active.order.scope == "global"
+            ends = not goes_on or (is_global and self._tally.committed > before)
+        self._asking.stopped = True
+        if not self.has_consensus:
+            give(self._channel.address, Notice.ENDED, self._who[0])
+            logger.info(
+                "%s leaves after %d iterations: the run goes on without it, and its model is not the consensus, but "
+                "that of round %d",
+                *(self._who[0], self._tally.done, self._tally.committed),
+            )
+
+    @property
+    def has_consensus(self) -> bool:
+        """Whether the last round has made the run's consensus."""
+        return self.active is not None and self.active.order.final and self.active.state is State.COMMITTED
 
     @torch.no_grad()
     def carry_out(self, order: Round, *, redo: bool = False) -> None:

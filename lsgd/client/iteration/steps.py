@@ -98,6 +98,18 @@ class Steps:
             self._granted = False
             self.asking.pause()
 
+    def finish(self) -> bool:
+        """Take part in a last global round; return whether the model is the consensus."""
+        if not self.asking.stopped:
+            self._replica.check()
+            self.close_step()
+            if self.rounds.pending:
+                self.rounds.drop("leaves in the middle of an iteration")
+            self._granted = False
+            with self.rounds.saving():
+                self.rounds.finish()
+        return self.rounds.has_consensus
+
     def close(self) -> None:
         """Count the last iteration, and remove the hooks."""
         self.close_step()

@@ -9,7 +9,6 @@ import os
 import shutil
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS, claimed, runs
+from lsgd.client.control.folder import SOCKET_NAME, socket_folder
 from lsgd.client.launcher import results
 from lsgd.client.launcher.place import Place, claim_port, resolve
 from lsgd.client.launcher.process import Command
@@ -46,9 +46,6 @@ RESTARTS = 5
 
 JOURNAL = "journal.sqlite"
 """The global server's, in the run folder."""
-
-_SOCKET_NAME = "local"
-_MAX_SOCKET_PATH_NBYTES = 107
 
 
 @dataclass(frozen=True)
@@ -119,10 +116,11 @@ def _supervisor(
 ) -> Supervisor:
     """Return what runs these servers, the local one, and the workers."""
     place = settings.place
-    folder = _socket_folder()
-    local = f"ipc://{folder / _SOCKET_NAME}"
+    folder = socket_folder()
+    local = f"ipc://{folder / SOCKET_NAME}"
     servers[f"node{place.node}"] = [
         *("--local", "--node", str(place.node)),
+        *("--workers", str(len(settings.devices))),
         *("--listen", local, "--connect", network, *["--insecure"] * settings.insecure),
     ]
     variables = environ | ({TOKEN_VARIABLE: token} if token else {})
@@ -218,7 +216,7 @@ def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
 
 
 def _global_arguments(settings: Launch, network: str) -> list[str]:
-    """Return the arguments of the global server; the number of workers is ours, unless the plan has one."""
+    """Return the arguments of the global server; it waits for the workers of all nodes, or as the plan says."""
     variable = os.environ.get("LSGD_PLAN")
     path = settings.plan_path or (Path(variable) if variable else None)
     used = settings.run_dir / "plan.toml"
@@ -229,32 +227,19 @@ def _global_arguments(settings: Launch, network: str) -> list[str]:
     arguments += ["--journal", str(settings.run_dir / JOURNAL), "--results", str(settings.run_dir)]
     if path:
         arguments += ["--plan", str(path)]
-    wanted = plan.read(path, os.environ, {}).origins.get("workers", "")
-    # The plan of the run before has as many as that run had.
-    if not wanted or (goes_on and wanted == f"the plan {path}"):
-        nodes, each = settings.place.nodes, len(settings.devices)
-        arguments += ["--workers", str(nodes * each)]
-        if nodes > 1:
-            print(
-                f"{LAUNCHER}the run begins with {nodes * each} workers, {each} on each node; if nodes have other "
-                f"numbers, tell this one how many there are in all: LSGD_WORKERS=N",
-                flush=True,
-            )
+    nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
+    arguments += ["--nodes", str(nodes)]
+    if goes_on and sourced.origins.get("workers", "") == f"the plan {path}":  # the number of the run before
+        arguments += ["--workers", "0"]
+    elif sourced.plan.run.workers:
+        return arguments
+    if nodes > 1:
+        print(
+            f"{LAUNCHER}the run begins when the workers of all {nodes} nodes have joined; to begin it with N of them, "
+            f"tell this node: LSGD_WORKERS=N",
+            flush=True,
+        )
     return arguments
-
-
-def _socket_folder() -> Path:
-    """Return a new folder that only this user can enter, with a name short enough for a socket in it."""
-    base = tempfile.gettempdir()
-    if len(os.fsencode(f"{base}/lsgd-12345678/{_SOCKET_NAME}")) > _MAX_SOCKET_PATH_NBYTES:
-        base = "/tmp"
-    try:
-        return Path(tempfile.mkdtemp(prefix="lsgd-", dir=base))
-    except OSError as error:
-        raise ConfigError(
-            f"no folder for the sockets of this node can be made in {base}: {error.strerror}; free space there, or "
-            f"name another folder with TMPDIR"
-        ) from None
 
 
 def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[Command]:

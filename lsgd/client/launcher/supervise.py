@@ -240,7 +240,8 @@ class Supervisor:
         self._early.add(child.name)
         self._screen.say(
             f"{child.name} has left before the end of the run, and has no consensus model: the end is the plan's "
-            f"(iterations, seconds), so train until worker.stopped"
+            f"(iterations, seconds), so train until worker.stopped, or call worker.leave() after the loop: it "
+            f"makes the consensus of all workers that leave"
         )
 
     def _fail(self, child: Child) -> None:

@@ -1,0 +1,187 @@
+"""A script without servers runs alone, by the same protocol, and leaves nothing behind however it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from lsgd.client.control.solo import Solo, is_alone
+from lsgd.errors import ConfigError, JoinError
+
+from .running import LIGHT, until
+
+TRAIN = """
+import sys, time, torch
+from lsgd.client import Worker
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+with Worker.join(model, optimizer) as worker:
+    loader = worker.loader(data, batch_size=8)
+    for epoch in range(int(sys.argv[1]) if sys.argv[1:] else 10**9):
+        for (x,) in worker.batches(loader):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            worker.report(loss)
+            if worker.iterations == 4:
+                print("trains", flush=True)
+        if worker.stopped:
+            break
+    assert worker.leave()
+    assert worker.consensus_distance == 0 and worker.timings.steps == worker.iterations
+    print("made", worker.iterations, worker.world_size, worker.algorithm.period, worker.status()["state"])
+"""
+
+
+class Script:
+    """A script, with the variables of this process that are not lsgd's; all that it starts is known by a variable."""
+
+    def __init__(self, folder: Path, *arguments: str, script: str = TRAIN, **variables: str) -> None:
+        self.token = uuid.uuid4().hex
+        self.folder = folder
+        (folder / "my_script.py").write_text(script)
+        (folder / "tmp").mkdir()
+        known = {name: value for name, value in os.environ.items() if not name.startswith("LSGD_")}
+        own = {"TMPDIR": str(folder / "tmp"), "XDG_RUNTIME_DIR": str(folder), "SCRIPT": self.token}
+        environ = known | LIGHT | own | variables
+        with (folder / "output").open("wb") as output:
+            command = [sys.executable, "my_script.py", *arguments]
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environ, stdout=output, stderr=output, start_new_session=True
+            )
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def trains(self) -> None:
+        def seen() -> bool:
+            assert self.process.poll() is None, self.output
+            return "trains" in self.output
+
+        until(seen, "the script trains")
+
+    def ends(self) -> int:
+        """Return the exit code, when there is one and nothing is left."""
+        code = self.process.wait(60)
+        until(lambda: not self.left() and not os.listdir(self.folder / "tmp"), "nothing is left")
+        return code
+
+    def left(self) -> list[int]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.token.encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def servers(self) -> list[int]:
+        """Return the processes of the servers, without the one that guards them."""
+        return [pid for pid in self.left() if b"lsgd.server\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder with a name short enough for sockets in it."""
+    path = Path("/tmp") / f"lsgd-solo-{uuid.uuid4().hex[:8]}"
+    path.mkdir()
+    yield path
+    subprocess.run(["rm", "-r", path], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loops", [(), ("3",)], ids=["to the plan's end", "leaves"])
+def test_it_trains_by_the_plan_and_says_so_in_one_line(folder, loops) -> None:
+    (folder / "plan.toml").write_text('workers = 4\niterations = 40\n[algorithm]\nname = "local"\nperiod = 4\n')
+    script = Script(folder, *loops, LSGD_PLAN="plan.toml", LSGD_PERIOD="5")
+    assert script.ends() == 0, script.output
+    made = 24 if loops else 40
+    assert f"\nmade {made} 1 5 over" in script.output
+    (line,) = re.findall("^.* runs alone.*$", script.output, re.MULTILINE)
+    assert line == (
+        "lsgd: no server is given: this script runs alone, as one worker (workers = 4 of its plan does not count); "
+        f"with others: lsgd launch -- python my_script.py{''.join(f' {x}' for x in loops)}"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_script_that_is_killed_leaves_nothing(folder, number) -> None:
+    script = Script(folder)
+    script.trains()
+    assert "with neither iterations nor seconds in its plan it ends with its loop, or with Ctrl-C" in script.output
+    assert len(script.left()) == 4  # it, both servers, and what guards them
+    os.kill(script.process.pid, number)
+    assert script.ends() != 0
+    assert ("KeyboardInterrupt" in script.output) == (number == signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["a server", "the guard"])
+def test_a_script_whose_servers_are_killed_ends_soon(folder, killed) -> None:
+    script = Script(folder, LSGD_SERVER_TIMEOUT_S="5")
+    script.trains()
+    servers = script.servers()
+    assert len(servers) == 2
+    guards = [pid for pid in script.left() if pid not in (*servers, script.process.pid)]
+    os.kill(servers[0] if killed == "a server" else guards[0], signal.SIGKILL)
+    assert script.ends() == 75, script.output
+    if killed == "a server":
+        assert "its servers have ended or are given up" in script.output
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"LSGD_PERIOD": "none"}, r"variable LSGD_PERIOD: period = 'none' is not a whole number"),
+        ({"LSGD_PLAN": "away.toml"}, r"the plan away\.toml cannot be read"),
+        ({"LSGD_ITERATION": "7"}, r"LSGD_ITERATION is unknown; did you mean"),
+    ],
+)
+def test_a_wrong_setting_is_an_error_before_any_server_starts(environ, message, caplog) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Solo(environ)
+    assert not caplog.messages
+
+
+def test_servers_that_do_not_start_say_why(tmp_path) -> None:
+    (tmp_path / "lsgd.py").write_text("raise ImportError('damaged')")
+    with pytest.raises(JoinError, match=r"do not start: .*ImportError: damaged; start it with: lsgd launch"):
+        Solo({"PYTHONPATH": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("environ", "alone"),
+    [
+        ({}, True),
+        ({"LSGD_SOLO": "1", "SLURM_LOCALID": "0"}, True),
+        ({"SLURM_LOCALID": "0"}, False),
+        ({"LSGD_LOCAL_RANK": "0"}, False),
+        ({"LSGD_SOLO": "1", "LSGD_LOCAL": "ipc:///x"}, False),
+        ({"LSGD_SOLO": "0"}, False),
+    ],
+)
+def test_who_is_alone(monkeypatch, tmp_path, environ: Mapping[str, str], alone) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert is_alone(environ) is alone
+
+
+def test_who_finds_a_server_is_not_alone(open_run, monkeypatch) -> None:
+    socket = Path(open_run.local_address(0).removeprefix("ipc://"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket.parent))
+    assert is_alone({})
+    (socket.parent / "lsgd-local.sock").symlink_to(socket)
+    assert not is_alone({})
+    with pytest.raises(ConfigError, match="neither 1"):
+        is_alone({"LSGD_SOLO": "2"})

@@ -1,0 +1,103 @@
+"""Workers that leave before the end of the run: a last round, and the consensus where all of them leave."""
+
+import pytest
+
+from lsgd.algorithms.allreduce import AllReduceSettings
+from lsgd.protocol.messages import Go, Stop
+
+from .helpers import Bench, started
+
+
+def leave_after(bench: Bench, *places: str) -> None:
+    for place in places:
+        bench.leave(place)
+
+
+def test_all_that_leave_make_the_consensus() -> None:
+    bench = started("00", "01", "10", "11")
+    for place in ("00", "01", "10"):
+        assert not bench.ask(place, last=True)  # though there are tokens
+    order = bench.round_of("00") if bench.ask("11", last=True) else None
+    assert order is not None and order.final and order.scope == "global"
+    assert all(isinstance(bench.only(place), Stop) for place in ("00", "01", "10", "11"))
+    assert "all workers leave after 4 iterations" in bench.state.stopping
+    bench.complete_all("00", "01", "10", "11")
+    leave_after(bench, "00", "01", "10", "11")
+    bench.tick()
+    assert bench.state.over and bench.ledger.count == 4
+
+
+def test_one_that_leaves_takes_part_in_the_next_global_round_and_its_tokens_go_to_the_others() -> None:
+    bench = started("00", "10", period=4, local_period=4)
+    assert not bench.ask("10", last=True)
+    while not bench.got.get("10"):
+        bench.ask("00")
+    order = bench.round("00", "10")
+    assert order.scope == "global" and not order.final
+    bench.complete_all("00", "10")
+    assert bench.ledger.count == 8
+    bench.leave("10")
+    assert bench.ledger.count == 8
+    while "global_round" not in bench.ask("00")["00"][-1].reason.code:
+        pass
+    assert bench.round("00").generation.members == ("node0/worker0",)
+    assert bench.ledger.count == 16  # of the period of two
+
+
+def test_a_local_round_is_made_before_and_the_last_request_comes_again() -> None:
+    bench = started("00", "01", "10", period=8, local_period=2)
+    assert not bench.ask("00", last=True)
+    while not bench.got.get("00"):
+        bench.ask("01")
+    assert bench.round("00", "01").scope == "local"
+    bench.complete_all("00", "01")
+    assert not bench.ask("00", did=False, last=True)
+    assert not bench.state.stopping
+
+
+def test_where_models_are_identical_the_others_go_on_at_once() -> None:
+    bench = started("00", "01", algorithm=AllReduceSettings())
+    bench.ask("00", last=True)
+    bench.ask("01")
+    stop, go = bench.only("00"), bench.only("01")
+    assert isinstance(stop, Stop) and stop.round is None and not stop.failed and "go on without it" in stop.reason
+    assert isinstance(go, Go) and go.round is not None and go.round.generation.members == ("node0/worker1",)
+    bench.leave("00")
+    bench.complete_all("01")
+    bench.ask("01", last=True)
+    assert bench.round("01").final
+
+
+def test_where_only_newcomers_stay_they_get_the_model_and_the_run_ends() -> None:
+    bench = started("00", algorithm=AllReduceSettings())
+    bench.join("01")
+    bench.ask("01")
+    bench.ask("00", last=True)
+    order = bench.round("00", "01")
+    assert order.final and order.new == (1,) and "all workers that have the run's model leave" in bench.state.stopping
+
+
+@pytest.mark.parametrize("comes", ["back", "never"])
+def test_the_last_that_have_the_model_wait_for_one_that_goes_on(comes) -> None:
+    bench = started("00", "10")
+    bench.pause("10")
+    assert not bench.ask("00", last=True)
+    assert bench.waits() == "last_holders"
+    assert not bench.tick(500.0)
+    if comes == "back":
+        bench.ask("10", did=False)
+        while "00" not in bench.got:
+            bench.ask("10")
+        assert not bench.round_of("00").final
+    else:
+        bench.leave("10")
+        assert bench.round_of("00").final
+
+
+def test_a_request_after_a_restart_says_again_that_it_is_the_last() -> None:
+    bench = started("00")
+    bench.ask("00", last=True)
+    assert bench.round("00").final
+    bench.fail("00", bench.member("00").round.round.id)
+    bench.ask("00", same=True, dropped=2, last=True)
+    assert bench.round("00").final
