@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lsgd import __version__
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.plan.forecast import forecast
 from lsgd.plan.plan import Plan
