@@ -17,6 +17,8 @@ OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     "leader": lambda period: LeaderSettings(period=period, local_period=period),
     "leader-strong": lambda period: LeaderSettings(period=period, local_period=period, pull_global=0.5),
     "leader-progress": lambda period: LeaderSettings(period, period, election="progress"),
+    "leader-probe": lambda period: LeaderSettings(period, period, election="probe"),
+    "leader-probe-strong": lambda period: LeaderSettings(period, period, election="probe", pull_global=0.5),
     "leader-loss": lambda period: LeaderSettings(period, period, election="loss"),
     "leader-8bit": lambda period: LeaderSettings(period=period, local_period=period, compression="minmax8"),
     "leader-8bit-delay": lambda period: LeaderSettings(
@@ -49,7 +51,7 @@ BASELINES = tuple(name for name in joining.BASELINES if name != ALONE)
 ONE_MACHINE = "one-machine"
 """The name of a single worker that has all data."""
 
-SAME_MESSAGES = ("leader-strong", "leader-progress", "leader-loss")
+SAME_MESSAGES = ("leader-strong", "leader-progress", "leader-probe", "leader-probe-strong", "leader-loss")
 """Methods that send what ``leader`` does, and differ in what is learned only."""
 
 ALL = (ONE_MACHINE, ALONE, *BASELINES, *OURS)

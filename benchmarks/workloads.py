@@ -21,6 +21,8 @@ from torch.nn import functional
 SHARDS = ("dealt", "fixed", "skewed")
 """Whose images a worker has: dealt anew in each epoch, as ``Worker.loader`` does; dealt once; dealt once by label."""
 
+PROBE_IMAGES, PROBE_WINDOWS, TEST_WINDOWS = 128, 16, 64
+
 # -- tasks that are learned ----------------------------------------------------------------------------------------
 
 
@@ -70,6 +72,10 @@ class Task:
         """Return the mean loss of a batch."""
         output = model(x)
         return functional.cross_entropy(output.flatten(0, -2), y.flatten())
+
+    def probe_data(self) -> tuple[Tensor, Tensor]:
+        """Return the batch of training data that all workers have in common, for elections by it."""
+        raise NotImplementedError
 
     def test_data(self) -> tuple[Tensor, Tensor]:
         """Return what models are tested on."""
@@ -135,6 +141,11 @@ class Digits(Task):
                 if len(batch) == self.batch_size:
                     yield x[batch], y[batch]
 
+    def probe_data(self) -> tuple[Tensor, Tensor]:
+        """Return 128 images, in the order of a lot."""
+        x, y = self.train_data
+        return x[:PROBE_IMAGES], y[:PROBE_IMAGES]
+
     def test_data(self) -> tuple[Tensor, Tensor]:
         """Return the 360 images."""
         return self._test
@@ -197,10 +208,18 @@ class Bytes(Task):
             starts = torch.randint(len(text) - self.context - 1, (self.batch_size,), generator=generator)
             yield windows(text, starts, self.context)
 
+    def probe_data(self) -> tuple[Tensor, Tensor]:
+        """Return 16 windows, spread evenly over the training files."""
+        return evenly(self._train, PROBE_WINDOWS, self.context)
+
     def test_data(self) -> tuple[Tensor, Tensor]:
         """Return 64 windows, spread evenly over the test files."""
-        starts = torch.linspace(0, len(self._test) - self.context - 2, 64).long()
-        return windows(self._test, starts, self.context)
+        return evenly(self._test, TEST_WINDOWS, self.context)
+
+
+def evenly(text: Tensor, count: int, context: int) -> tuple[Tensor, Tensor]:
+    """Return ``count`` windows, spread evenly over the text."""
+    return windows(text, torch.linspace(0, len(text) - context - 2, count).long(), context)
 
 
 def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:

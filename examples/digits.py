@@ -44,6 +44,8 @@ def main() -> None:
         # By the run's progress, not by this worker's steps: workers make different numbers of them.
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 - worker.progress)
         loader = worker.loader(train, batch_size=64)
+        images, labels = (x.to(home) for x in train[:128])  # the same on every worker, for election = "probe"
+        worker.probe(lambda: nn.functional.cross_entropy(model(images), labels))
         with Progress(worker) as progress:
             while not worker.stopped:
                 for x, y in worker.batches(loader):

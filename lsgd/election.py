@@ -3,8 +3,9 @@
 import hashlib
 import math
 
-RULES = ("random", "progress", "loss")
-"""By lot; the lowest loss beside the worker's own usual one; the lowest loss (Leader SGD's paper)."""
+RULES = ("random", "progress", "probe", "loss")
+"""By lot; the lowest loss beside the worker's own usual one; the lowest loss on a batch that all have in common; the
+lowest loss (Leader SGD's paper)."""
 
 USUAL_SHARE = 0.25
 """Share of a new loss in a worker's usual one."""
@@ -20,13 +21,16 @@ def standing(rule: str, loss: float, usual: float | None, lot: str) -> tuple[boo
 
     Args:
         rule: of :data:`RULES`.
-        loss: the candidate's; infinite if it has no finite one, and then it stands behind all that have one.
+        loss: the candidate's, under ``probe`` that of its probe; infinite if it has no finite one, and then it stands
+            behind all that have one.
         usual: as :func:`usual_loss` has it.
         lot: names the run, the round and the candidate; decides by lot, equally on every machine.
     """
     lossless = math.isinf(loss)
     if rule == "random":
         return lossless, int.from_bytes(hashlib.blake2b(lot.encode(), digest_size=6).digest())
-    if rule == "loss" or lossless or usual is None:
-        return lossless, loss if rule == "loss" else 0.0
+    if rule in ("loss", "probe"):
+        return lossless, loss
+    if lossless or usual is None:
+        return lossless, 0.0
     return False, (loss - usual) / (abs(usual) or 1.0)

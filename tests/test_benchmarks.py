@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks import tables
 from benchmarks.convergence import tables as convergence_tables
 from benchmarks.endtoend.tables import table_of
+from benchmarks.mixing import measure, mixing
 from benchmarks.network import tables as network_tables
 from benchmarks.workloads import SHARDS, Digits
 
@@ -102,6 +103,16 @@ def test_shards_are_dealt_as_the_task_says() -> None:
     skewed.shards = "skewed"
     labels = [{int(y) for _, ys in islice(skewed.batches(rank, 2, seed=0), 40) for y in ys} for rank in range(2)]
     assert labels[0] <= set(range(6)) and labels[1] <= set(range(4, 10))
+
+
+@pytest.mark.parametrize("peers", ["exponential", "shift_one"])
+def test_mixing_keeps_the_mean_and_sees_what_is_exact(peers: str) -> None:
+    for members in (1, 2, 5, 8):
+        for exchanges in range(9):
+            matrix = mixing(peers, members, exchanges)
+            assert (matrix == matrix.T).all() and (matrix.sum(axis=1) == 1).all()
+    assert measure(peers, 4).contraction == 0 < measure(peers, 5).contraction < 1
+    assert (measure(peers, 8).contraction == 0) is (peers == "exponential")
 
 
 @slow

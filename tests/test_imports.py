@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors",
-    "lazy output payload registry election settings flat",
+    "lazy output payload registry election settings flat probe",
     "protocol",
     "kernels",
     "codecs",

@@ -34,6 +34,7 @@ from benchmarks.workloads import SHARDS, TASKS
 
 PERIODS, QUICK_PERIODS = (4, 16, 64), (16,)
 SEEDS, QUICK_SEEDS = 5, 1
+COMMON = ("steps", "learning_rate_times", "shards", "fastest")
 METHODS = (ONE_MACHINE, ALONE, *(method for method in BASELINES if method != "hivemind"), *OURS)
 QUICK_TASKS, QUICK_METHODS = (
     ("digits",),
@@ -45,7 +46,7 @@ def run_all(options: argparse.Namespace, pythons: Mapping[str, str], results: Re
     """Make the trainings that have no result yet, several at a time."""
     methods = [(m, period) for m in pythons for period in (options.periods if m in PERIODIC else (0,))]
     trainings = [
-        Training(task, method, period, seed, options.steps, options.learning_rate_times, options.shards)
+        Training(task, method, period, seed, *(getattr(options, name) for name in COMMON))
         for task, seed, (method, period) in itertools.product(options.tasks, range(options.seeds), methods)
     ]
     trainings = [training for training in trainings if not results.has(**asdict(training))]
@@ -77,6 +78,9 @@ def options_of() -> argparse.Namespace:
         default=SHARDS[0],
         help="anew in each epoch, once, or once by label (digits)",
     )
+    parser.add_argument(
+        "--fastest", type=float, default=1.0, metavar="X", help="one worker makes X steps while the others make one"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     add_options(parser, METHODS)
     parser.add_argument("--network", type=Path, help="results of benchmarks.network, for the time to the target")
@@ -91,6 +95,8 @@ def options_of() -> argparse.Namespace:
         parser.error(f"--steps must be at least {first}, when the average is first tested, not {options.steps}")
     options.methods = options.methods or (QUICK_METHODS if options.quick else METHODS)
     options.periods = options.periods or (QUICK_PERIODS if options.quick else PERIODS)
+    if options.fastest != 1 and (others := set(options.methods) & set(BASELINES)):
+        parser.error(f"--fastest is for simulated workers, not for {', '.join(sorted(others))}; name --methods")
     options.seeds = options.seeds or (QUICK_SEEDS if options.quick else SEEDS)
     return options
 
@@ -112,7 +118,7 @@ def main() -> int:
         for row in results.rows
         if row["task"] in options.tasks
         and row["method"] in options.methods
-        and all(row[name] == getattr(options, name) for name in ("steps", "learning_rate_times", "shards"))
+        and all(row[name] == getattr(options, name) for name in COMMON)
     ]
     network = json.loads(options.network.read_text()) if options.network else None
     print("\n" + tables(wanted, network, options.link, WORKERS))

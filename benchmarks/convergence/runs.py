@@ -15,7 +15,7 @@ from benchmarks.methods import ALONE, ONE_MACHINE, OURS
 from benchmarks.testbed.launch import await_all, free_port, start
 from benchmarks.workloads import TASKS, Task
 from lsgd.algorithms.local import LocalSettings
-from lsgd.collectives.simulation import SimulatedGroup, SimulatedWorker, simulate
+from lsgd.collectives.simulation import SimulatedGroup, SimulatedWorker, simulate, steps_at
 from lsgd.settings import AlgorithmSettings
 
 WORKERS = 4
@@ -34,6 +34,7 @@ class Training:
         steps: of a worker; None: the task's.
         learning_rate_times: the task's learning rate, times this.
         shards: of :data:`benchmarks.workloads.SHARDS`.
+        fastest: the first worker makes so many steps while each other one makes one.
     """
 
     task: str
@@ -43,6 +44,7 @@ class Training:
     steps: int | None
     learning_rate_times: float
     shards: str = "dealt"
+    fastest: float = 1.0
 
     def make_task(self) -> Task:
         """Return the task, with this learning rate."""
@@ -71,20 +73,31 @@ class Result:
         return f"{self.steps_to_target} steps to the target, accuracy {self.final_accuracy:.4f}"
 
 
-def train(task: Task, settings: AlgorithmSettings, steps: int, seed: int, workers: int = WORKERS) -> Sequence[Point]:
-    """Train simulated workers, each on a node of its own and with its share of the data; return the curve."""
+def train(
+    task: Task, settings: AlgorithmSettings, steps: int, seed: int, workers: int = WORKERS, fastest: float = 1.0
+) -> Sequence[Point]:
+    """Train simulated workers, each on a node of its own and with its share of the data; return the curve.
+
+    Steps are those of the mean worker.
+    """
     torch.manual_seed(seed)
     start = task.model().state_dict()
+    mean = (fastest + workers - 1) / workers
 
     def member(group: SimulatedGroup) -> Sequence[Point]:
+        speed = (1.0 if group.rank else fastest) / mean
         model = task.model()
         model.load_state_dict(start)
-        worker = SimulatedWorker.of_model(group, settings, model, task.optimizer(model), run=f"seed {seed}")
+        probe = partial(task.loss, model, *task.probe_data())
+        optimizer, run = task.optimizer(model), f"seed {seed}"
+        worker = SimulatedWorker.of_model(group, settings, model, optimizer, run=run, probe=probe, speed=speed)
         evaluation = Evaluation(task, model, worker.average, tests=group.rank == 0)
         batches = task.batches(group.rank, group.size, seed)
-        for step, (x, y) in zip(range(steps), batches, strict=False):
+        every, own_every = task.evaluate_every, steps_at(speed, task.evaluate_every)
+        for step, (x, y) in zip(range(1, int(steps * speed) + 1), batches, strict=False):
             worker.step(partial(task.loss, model, x, y))
-            evaluation.after(step + 1)
+            if step % own_every == 0:
+                evaluation.after(step // own_every * every)
         return evaluation.curve
 
     return simulate((1,) * workers, member, timeout_s=SIMULATED_WITHIN_S)[0]
@@ -126,10 +139,10 @@ def run(training: Training, python: str) -> Result:
     steps = training.steps or task.steps
     if training.method in (ONE_MACHINE, ALONE):
         workers = 1 if training.method == ONE_MACHINE else WORKERS
-        curve = train(task, LocalSettings(period=NEVER), steps, training.seed, workers)
+        curve = train(task, LocalSettings(period=NEVER), steps, training.seed, workers, training.fastest)
     elif training.method in OURS:
         settings = OURS[training.method](training.period or 1)
-        curve = train(task, settings, steps, training.seed)
+        curve = train(task, settings, steps, training.seed, fastest=training.fastest)
     else:
         curve = run_baseline(training, task, steps, python)
     reached = next((step for step, loss, _ in curve if loss <= task.target_loss), None)

@@ -1,8 +1,8 @@
-"""Decentralized SGD: Lian et al., arXiv 1705.09056, with the peers of Bagua, Gan et al., arXiv 2107.01499."""
+"""Decentralized SGD: Lian et al., arXiv 1705.09056, with the peers of Ying et al., arXiv 2110.13363, or of Bagua."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,7 +10,7 @@ from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Algorithm, Flat, empties
 from lsgd.algorithms.common import hierarchical, interval
 from lsgd.collectives.background import Background
-from lsgd.collectives.topology import node_index, shift_one_peer
+from lsgd.collectives.topology import exponential_peer, node_index, shift_one_peer
 from lsgd.lazy import no_grad
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, Schedule, setting
@@ -21,15 +21,24 @@ if TYPE_CHECKING:
     from lsgd.collectives.group import Group
 
 
+ONE_PEER: Mapping[str, Callable[[int, int, int], int | None]] = {
+    "exponential": exponential_peer,
+    "shift_one": shift_one_peer,
+}
+"""The peer of a unit, by the unit's index, the number of units, and that of the exchange; None: it has a bye."""
+
+
 @dataclass(frozen=True)
 class DecentralizedSettings(AlgorithmSettings):
-    """Decentralized SGD (Bagua, arXiv 2107.01499): models are averaged with a peer that changes in every round."""
+    """Decentralized SGD (arXiv 1705.09056): models are averaged with a peer that changes in every round."""
 
     name: ClassVar[str] = "decentralized"
-    summary: ClassVar[str] = "decentralized SGD, models averaged with one peer (Bagua, arXiv 2107.01499)"
+    summary: ClassVar[str] = "decentralized SGD, models averaged with one peer (arXiv 1705.09056)"
 
     peers: str = setting(
-        "shift_one", "the workers whose models are averaged: one peer, or all", choices=("shift_one", "all")
+        "exponential",
+        "whose models are averaged: one peer's at a distance of 2^k, or shifted by one each time; or all",
+        choices=(*ONE_PEER, "all"),
     )
     hierarchical: bool = hierarchical()
     interval: int = interval()
@@ -39,9 +48,8 @@ class DecentralizedSettings(AlgorithmSettings):
         return Schedule(self.interval, self.interval, lockstep=self.interval == 1)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """The model once, unless the worker sits out; with all peers twice, except the worker's own share."""
-        share = (workers - 1) / workers
-        models = 2 * share if self.peers == "all" else share if workers % 2 else 1.0
+        """The model once, unless the worker has a bye; with all peers twice, except the worker's own share."""
+        models = 2 * (workers - 1) / workers if self.peers == "all" else _share_with_peer(self.peers, workers)
         return models * 4 * numel / self.interval
 
     def create(self, parameters: Flat, run: str = "") -> DecentralizedSGD:
@@ -49,11 +57,19 @@ class DecentralizedSettings(AlgorithmSettings):
         return DecentralizedSGD(self)
 
 
+def _share_with_peer(peers: str, workers: int) -> float:
+    """Return which share of the workers has a peer, on average over a sweep of the exchanges."""
+    exchanges = (workers - 1).bit_length()  # of shift_one each has as many byes
+    peer_of = ONE_PEER[peers]
+    found = [peer_of(rank, workers, s) is not None for s in range(exchanges) for rank in range(workers)]
+    return sum(found) / max(1, len(found))
+
+
 class DecentralizedSGD(Algorithm):
     """``x ← mean(x, x of the peer) - lr g(x)``: the gradient is that of the model before the exchange.
 
     The exchange of x begins before the forward pass and runs beside it and the backward pass. Its result is written
-    back just before the optimizer's step. The peer changes in every round (``shift_one``), or all are averaged.
+    back just before the optimizer's step. The peer changes in every round, or all are averaged.
 
     With ``hierarchical``, nodes exchange the sums of their workers' models, so the mean is always over workers. A
     non-finite model is excluded from the mean, and replaced by it.
@@ -136,7 +152,7 @@ class DecentralizedSGD(Algorithm):
                 for total in self._sums:
                     units.all_reduce(total).wait()
             return sum(sizes)
-        peer = shift_one_peer(unit, len(sizes), order.exchanges)
+        peer = ONE_PEER[self.settings.peers](unit, len(sizes), order.exchanges)
         if peer is None:
             if units is not None:  # all members build the group together, also those without a peer
                 units.exchange({}, {})

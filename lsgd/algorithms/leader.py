@@ -46,7 +46,7 @@ class LeaderSettings(AlgorithmSettings):
 
     election: str = setting(
         "random",
-        "who leads: by lot; progress: the lowest loss beside the worker's own usual one; loss: the lowest one",
+        "who leads: by lot; progress: the lowest loss beside its usual one; probe: on a common batch; loss: the lowest",
         choices=RULES,
     )
     compression: str = codec("none", "changes of the leaders' models")

@@ -4,7 +4,7 @@ import atexit
 import json
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -68,10 +68,8 @@ class Worker:
         self._membership = membership
         self._channel = membership.channel
         self._replica = replica
-        self._steps = steps
-        self._checkpoints = checkpoints
-        self._has_announced = False
-        self._open = True
+        self._steps, self._checkpoints = steps, checkpoints
+        self._has_announced, self._open = False, True
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     @classmethod
@@ -117,8 +115,7 @@ class Worker:
         checkpoints.restarted = identity.restarted
         membership = join_run(model, identity, timeout_s, checkpoints.load)
         checkpoints.start(membership.welcome.run)
-        finite, resumed = checkpoints.finite, checkpoints.algorithm
-        replica = Replica(membership, flat, model, optimizers, finite, resumed)
+        replica = Replica(membership, flat, model, optimizers, checkpoints.finite, checkpoints.algorithm)
         return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
 
     # -- what a training loop uses -----------------------------------------------------------------------------
@@ -263,6 +260,7 @@ class Worker:
 
         Raises:
             LsgdError: the last step has not been ended, no optimizer steps, or it has left; else as :meth:`batches`.
+            ConfigError: the plan elects by a probe, and none is registered.
         """
         if not self.stopped:
             self._check_open()
@@ -289,6 +287,13 @@ class Worker:
     def report(self, loss: Tensor | float) -> None:
         """Take in the loss of a batch: the mean of the last ones counts in elections. Never waits for a GPU."""
         self._steps.tally.losses.add(loss)
+
+    def probe(self, evaluate: Callable[[], Tensor | float]) -> None:
+        """Register what ``election = "probe"`` compares: it returns the loss on a batch that all workers have.
+
+        It is called before rounds, without gradients and with the model in evaluation mode.
+        """
+        self._steps.standing.register(evaluate)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Self, TypeVar
 
 import torch
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 from lsgd.collectives.group import Group, Transfer
 from lsgd.collectives.topology import first_ranks, node_ranks
 from lsgd.election import standing, usual_loss
-from lsgd.errors import ExchangeError
+from lsgd.errors import ConfigError, ExchangeError
 from lsgd.flat import FlatParameters, floating_buffers
+from lsgd.probe import probe_loss
 from lsgd.protocol.messages import Generation, Round
 from lsgd.settings import AlgorithmSettings
 
@@ -169,11 +171,23 @@ def generation_of(node_sizes: Sequence[int], number: int = 1) -> Generation:
     return Generation.of(number, places, "gloo")
 
 
+def steps_at(speed: float, steps: int) -> int:
+    """Return how many steps a worker of this speed over the mean makes while the mean worker makes ``steps``.
+
+    Raises:
+        ConfigError: that is no whole number, and all must come to a round at the same time.
+    """
+    own = speed * steps
+    if own < 1 or own != int(own):
+        raise ConfigError(f"a worker of {speed:g} times the mean speed makes {own:g} of {steps} steps: choose others")
+    return int(own)
+
+
 class SimulatedWorker:
     """A worker that trains with an algorithm of lsgd and without servers: what the client does in an iteration.
 
-    All workers of a group make the same number of steps. Rounds come before every ``period``-th and
-    ``local_period``-th step of the algorithm's schedule, and its rule elects who leads, as with servers.
+    Rounds come before every ``period``-th and ``local_period``-th step of the algorithm's schedule, for a worker of
+    another ``speed`` so many times as many, and its rule elects who leads, as with servers.
 
     Args:
         group: all workers.
@@ -183,6 +197,11 @@ class SimulatedWorker:
         optimizer: of the parameters.
         buffers: of the model, to be averaged in global rounds (batch-norm's statistics).
         run: from which the seeds of stochastic rounding and of elections are made.
+        probe: returns the loss on a batch that all workers have in common, for elections by it.
+        speed: over the mean speed of all workers; times a period, it is a whole number of steps.
+
+    Raises:
+        ConfigError: the election needs a probe, or the speed does not fit the periods.
     """
 
     def __init__(
@@ -195,6 +214,8 @@ class SimulatedWorker:
         *,
         buffers: Sequence[Tensor] = (),
         run: str = "",
+        probe: Callable[[], float] | None = None,
+        speed: float = 1.0,
     ) -> None:
         self.group = group
         self.parameters = parameters
@@ -202,11 +223,15 @@ class SimulatedWorker:
         self.optimizer = optimizer
         self.algorithm = settings.create(parameters, run)
         self.steps = 0
-        self._schedule = settings.schedule()
+        self._schedule = schedule = settings.schedule()
+        self._period, self._local_period = steps_at(speed, schedule.period), steps_at(speed, schedule.local_period)
         self._buffers = () if self._schedule.lockstep else buffers
         self._losses: deque[float] = deque(maxlen=self._schedule.local_period)
         self._usual: list[float | None] = [None] * group.size  # as the server keeps it of each worker
         self._run = run
+        self._probe = probe if self._schedule.election == "probe" else None
+        if self._schedule.election == "probe" and probe is None:
+            raise ConfigError("the election goes by a probe, and this worker has none; give it one with probe=...")
         self._rounds = self._global_rounds = 0
 
     @classmethod
@@ -218,13 +243,20 @@ class SimulatedWorker:
         optimizer: torch.optim.Optimizer,
         *,
         run: str = "",
+        probe: Callable[[], Tensor | float] | None = None,
+        speed: float = 1.0,
     ) -> Self:
-        """Return a worker that trains ``model``, whose parameters and gradients move into flat tensors."""
+        """Return a worker that trains ``model``, whose parameters and gradients move into flat tensors.
+
+        The probe is called without gradients, and with the model in evaluation mode.
+        """
         flat = FlatParameters(model)
         gradients = [torch.zeros_like(x) for x in flat.buffers]
         for slot, view in zip(flat.slots, flat.views(gradients), strict=True):
             slot.parameter.grad = view
-        return cls(group, settings, flat.buffers, gradients, optimizer, buffers=floating_buffers(model), run=run)
+        evaluate = partial(probe_loss, model, probe) if probe else None
+        own = (flat.buffers, gradients, optimizer)
+        return cls(group, settings, *own, buffers=floating_buffers(model), run=run, probe=evaluate, speed=speed)
 
     def step(self, compute_loss: Callable[[], Tensor]) -> float:
         """Make one step, after a round if one is due, and return its loss.
@@ -233,8 +265,8 @@ class SimulatedWorker:
             compute_loss: makes the forward pass of the next batch and returns its loss, one number.
         """
         order = None
-        if self.steps % self._schedule.local_period == 0 or self.steps % self._schedule.period == 0:
-            order = self._elect("global" if self.steps % self._schedule.period == 0 else "local")
+        if self.steps % self._local_period == 0 or self.steps % self._period == 0:
+            order = self._elect("global" if self.steps % self._period == 0 else "local")
             if self.steps == 0:
                 self.begin(order)
             else:
@@ -268,6 +300,11 @@ class SimulatedWorker:
         mean = sum(self._losses) / len(self._losses) if self._losses else math.inf
         return mean if math.isfinite(mean) else math.inf
 
+    def _electing_loss(self) -> float:
+        """Return the loss with which it stands in an election: its batches', or its probe's once it has trained."""
+        loss = self._probe() if self._probe is not None and self.steps else self.mean_loss()
+        return loss if math.isfinite(loss) else math.inf
+
     @torch.no_grad()
     def average(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its mean over all workers."""
@@ -275,7 +312,7 @@ class SimulatedWorker:
 
     def _elect(self, scope: str) -> Round:
         """Return the next round with the elected leaders: one on each node, and one of these."""
-        own = torch.tensor([self.mean_loss()], dtype=torch.float64)
+        own = torch.tensor([self._electing_loss()], dtype=torch.float64)
         losses = [torch.empty_like(own) for _ in range(self.group.size)]
         self.group.aside.all_gather(losses, own).wait()
         sizes = self.group.node_sizes

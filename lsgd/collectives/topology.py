@@ -40,6 +40,22 @@ def _shift_one(rank: int, half: int, shift: int) -> int:
     return (shift + rank) % half + half if rank < half else (rank - half - shift) % half
 
 
+def exponential_peer(rank: int, size: int, exchanges: int) -> int | None:
+    """Return the peer of ``rank`` in the exchange number ``exchanges`` (from 0), None for whoever has a bye.
+
+    The one-peer exponential graph (Ying et al., arXiv 2110.13363) in its symmetric form: each sweep pairs ranks that
+    differ in one bit, from the highest bit to the lowest. Where ``size`` is a power of two, a sweep makes the exact
+    mean. Else whoever finds no peer has a bye, and ranks are renumbered by ``size // 2`` from sweep to sweep.
+    """
+    bits = (size - 1).bit_length()
+    if not bits:
+        return None
+    sweep, step = divmod(exchanges, bits)
+    shift = sweep * (size // 2)
+    peer = (rank + shift) % size ^ 1 << bits - 1 - step
+    return (peer - shift) % size if peer < size else None
+
+
 def ring(size: int) -> list[tuple[int, ...]]:
     """Return the neighbors of each rank in a ring: those before and after it, once if they are the same."""
     return [tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank})) for rank in range(size)]

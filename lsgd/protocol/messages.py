@@ -135,7 +135,7 @@ class Request:
         done: iterations that this incarnation has made.
         committed: id of the last round that it completed; 0: none.
         dropped: id of the last round that it was given and could not complete; 0: none.
-        loss: mean of its last batch losses; None before the first.
+        loss: mean of its last batch losses, or that of its probe where this elects; None before the first.
         ahead: it still has iterations to make. Such a request is granted at once or forgotten, never held: a worker
             that has none left asks again, with the same number.
         last: it wants no iteration but a round, after which it leaves.

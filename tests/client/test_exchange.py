@@ -12,6 +12,7 @@ from lsgd.client.checkpoint.run_folder import counts
 from lsgd.client.iteration.asking import Asking
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
+from lsgd.client.iteration.standing import Standing
 from lsgd.client.iteration.tally import Tally
 from lsgd.errors import EvictedError, ExchangeError, ServerLostError
 from lsgd.flat import FlatParameters, describe
@@ -66,7 +67,9 @@ class Members:
             self.channels.append(membership.channel)
             self.replicas.append(replica)
             self.tallies.append(tally)
-            self.rounds.append(Rounds(membership, replica, checkpoints, tally, Asking(membership, tally)))
+            standing = Standing(membership, replica, tally)
+            asking = Asking(membership, tally, standing)
+            self.rounds.append(Rounds(membership, replica, checkpoints, tally, standing, asking))
 
     def round(self, id: int = 1, *, number: int = 1, **changes: object) -> Round:
         made = Round(

@@ -132,7 +132,20 @@ def shift_one(unit, units, exchanges):
     return (exchanges + unit) % half + half if unit < half else (unit - half - exchanges) % half
 
 
-@pytest.mark.parametrize("peers", ["shift_one", "all"])
+def exponential(unit, units, exchanges):
+    """Peers that differ in one bit, the highest first; after each sweep of the bits all are renumbered."""
+    bits = [b for b in (32, 16, 8, 4, 2, 1) if b < units]
+    numbers = list(range(units))
+    for _ in range(exchanges // len(bits) if bits else 0):
+        numbers = [(number + units // 2) % units for number in numbers]
+    wanted = numbers[unit] ^ bits[exchanges % len(bits)] if bits else units
+    return numbers.index(wanted) if wanted in numbers else unit
+
+
+PEER_OF = {"exponential": exponential, "shift_one": shift_one}
+
+
+@pytest.mark.parametrize("peers", [*PEER_OF, "all"])
 @pytest.mark.parametrize("hierarchical", [True, False])
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("node_sizes", NODES)
@@ -145,14 +158,15 @@ def test_decentralized(node_sizes, interval, hierarchical, peers):
         gradients = [r.gradient() for r in reference]  # of the models before they are averaged
         models = [r.x for r in reference]
         for u, unit in enumerate(units if step % interval == 0 else []):
-            peer = shift_one(u, len(units), step // interval)
-            members = {*unit, *units[peer]} if peers == "shift_one" else range(len(reference))
+            members = range(len(reference))
+            if peers in PEER_OF:
+                members = {*unit, *units[PEER_OF[peers](u, len(units), step // interval)]}
             for rank in unit:
                 reference[rank].x = np.mean([models[k] for k in sorted(members)], axis=0)
         for r, gradient in zip(reference, gradients, strict=True):
             r.apply(gradient)
     assert_follows(workers, reference)
-    if len(reference) > 2 and peers == "shift_one" and not hierarchical:
+    if len(reference) > 2 and peers in PEER_OF and not hierarchical:
         assert relative_error(workers[0].model, workers[1].model) > 1e-4
 
 
@@ -180,7 +194,9 @@ def test_the_exchange_runs_beside_forward_and_backward():
     assert simulate([1, 1], member) == [(True, True, True, False)] * 2
 
 
-@pytest.mark.parametrize("settings", [DecentralizedSettings(), ElasticSettings(), LocalSettings(), DiLoCoSettings()])
+@pytest.mark.parametrize(
+    "settings", [DecentralizedSettings(peers="shift_one"), ElasticSettings(), LocalSettings(), DiLoCoSettings()]
+)
 def test_a_failed_exchange_has_not_happened(settings):
     """A peer is lost in the middle: the model and the algorithm's state are as they were."""
     changed, raised = [], []

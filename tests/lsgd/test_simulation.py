@@ -10,7 +10,9 @@ from torch import nn
 
 from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.algorithms.base import Algorithm
+from lsgd.algorithms.leader import LeaderSettings
 from lsgd.collectives.simulation import SimulatedWorker, simulate
+from lsgd.errors import ConfigError
 from lsgd.settings import AlgorithmSettings, Schedule
 
 NODES = (2, 1)
@@ -82,6 +84,39 @@ def test_a_loss_that_is_not_finite_never_leads():
     assert simulate((3,), member) == [1, 1, 1]
 
 
+def test_the_probe_elects_by_what_it_returns_and_not_by_the_losses():
+    """Rank 0 has the lowest losses, rank 2 the best model; before the first step nobody is asked."""
+    modes = []
+
+    def member(group):
+        model = nn.Linear(3, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.constant_(model.bias, 3.0 - group.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def probe():
+            modes.append((model.training, torch.is_grad_enabled()))
+            return model.bias.sum()
+
+        settings = LeaderSettings(period=2, local_period=2, election="probe", pull_global=0.0, proximal_global=0.0)
+        worker = SimulatedWorker.of_model(group, settings, model, optimizer, probe=probe)
+        leaders = []
+        for _ in range(4):
+            worker.step(lambda: LOSSES[group.rank] + 0.0 * model.weight.sum())
+            leaders.append(worker.algorithm.global_leader[0].sum().item())
+        assert model.training
+        return leaders
+
+    assert simulate((3,), member) == [[3.0, 3.0, 1.0, 1.0]] * 3
+    assert modes == [(False, False)] * 3
+
+    def without(group):
+        worker_of(group, LeaderSettings(election="probe"), nn.Linear(3, 1))
+
+    with pytest.raises(ConfigError, match="give it one with probe="):
+        simulate((1,), without)
+
+
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_buffers_are_averaged_in_global_rounds_unless_all_have_one_model(lockstep):
     def member(group):
@@ -92,6 +127,31 @@ def test_buffers_are_averaged_in_global_rounds_unless_all_have_one_model(lockste
         return float(model.seen)
 
     assert simulate(NODES, member) == ([0.0, 1.0, 2.0] if lockstep else [1.0, 1.0, 1.0])
+
+
+def test_a_faster_worker_makes_more_steps_between_the_same_rounds():
+    def member(group):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        speed = 2.0 if group.rank == 0 else 0.5
+        worker = SimulatedWorker.of_model(group, NotingSettings(), model, optimizer, speed=speed)
+        for _ in range(int(8 * speed)):
+            worker.step(lambda: model.bias.sum())
+        return [bool(order) for order in worker.algorithm.rounds], [r.id for r in worker.algorithm.rounds if r]
+
+    fast, *slow = simulate(NODES, member)
+    assert fast == ([True, False, False, False] * 4, [1, 2, 3, 4])
+    assert slow == [([True] * 4, [1, 2, 3, 4])] * 2
+
+
+def test_a_speed_that_fits_no_period_is_refused():
+    def member(group):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        SimulatedWorker.of_model(group, NotingSettings(), model, optimizer, speed=0.75)
+
+    with pytest.raises(ConfigError, match=r"0\.75 times the mean speed makes 1\.5 of 2 steps"):
+        simulate((1,), member)
 
 
 def test_it_trains_the_model_with_the_mean_gradient():

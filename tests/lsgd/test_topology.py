@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lsgd.collectives.topology import (
     complete,
+    exponential_peer,
     first_ranks,
     mixing_matrix,
     node_index,
@@ -47,15 +48,47 @@ def test_shift_one_is_that_of_the_original():
     assert [shift_one_peer(r, 5, 1) for r in range(5)] == [4, None, 3, 2, 0]
 
 
+def averaged(x, peer_of, exchanges):
+    """Return the numbers after one exchange of their owners with their peers, each the other's."""
+    peers = [peer_of(rank, len(x), exchanges) for rank in range(len(x))]
+    assert all(p is None or (p != r and peers[p] == r) for r, p in enumerate(peers))
+    return np.array([(x[r] + x[r if p is None else p]) / 2 for r, p in enumerate(peers)])
+
+
 @sizes
-def test_shift_one_reaches_consensus(size):
+@pytest.mark.parametrize("peer_of", [exponential_peer, shift_one_peer])
+def test_peers_reach_consensus(size, peer_of):
     """Averaging with the peers again and again brings all to the mean."""
     x = np.random.default_rng(size).normal(size=size)
     mean = x.mean()
     for exchanges in range(40 * size):
-        peers = [shift_one_peer(rank, size, exchanges) for rank in range(size)]
-        x = np.array([(x[r] + x[r if p is None else p]) / 2 for r, p in enumerate(peers)])
+        x = averaged(x, peer_of, exchanges)
     np.testing.assert_allclose(x, mean, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 64])
+def test_a_sweep_of_exponential_peers_is_the_exact_mean(size):
+    """At distances 2^k of a power of two, wherever the sweep begins in the run."""
+    bits = size.bit_length() - 1
+    for first in (0, 7 * bits):
+        x = np.random.default_rng(size).normal(size=size)
+        mean = x.mean()
+        for exchanges in range(first, first + bits):
+            assert np.ptp(x) > 1e-3, "not sooner"
+            x = averaged(x, exponential_peer, exchanges)
+        np.testing.assert_allclose(x, mean, rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [7, 8, 9, 12, 15, 16, 33, 63])
+def test_exponential_peers_mix_faster_than_shift_one(size):
+    """What is left of any start after the same number of exchanges, as the largest singular value."""
+    left = []
+    for peer_of in (exponential_peer, shift_one_peer):
+        x = np.eye(size) - 1 / size
+        for exchanges in range(4 * size.bit_length()):
+            x = averaged(x, peer_of, exchanges)
+        left.append(np.linalg.norm(x, 2))
+    assert left[0] < 0.5 * left[1]
 
 
 @sizes

@@ -542,6 +542,10 @@ def test_the_lot_never_falls_on_a_worker_without_a_finite_loss() -> None:
     assert set(leaders_of("random", [(math.nan, 3.0, None)] * 30)) == {1}
 
 
+def test_the_probe_elects_the_lowest_loss_whatever_came_before() -> None:
+    assert leaders_of("probe", [(1.0, 8.0, 2.0), (0.9, 0.5, None), (math.nan, 0.6, 0.55)]) == [0, 1, 2]
+
+
 def test_progress_elects_who_has_improved_most_beside_its_own_history() -> None:
     history = [(1.0, 8.0, -2.0), (1.0, 8.0, -2.0)]
     assert leaders_of("progress", history) == [0, 0]  # no history; then nobody has improved

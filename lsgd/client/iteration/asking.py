@@ -5,6 +5,7 @@ import logging
 from lsgd.client.control.channel import Expected
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.grants import Grants
+from lsgd.client.iteration.standing import Standing
 from lsgd.client.iteration.tally import Tally
 from lsgd.errors import ExchangeError, JoinError, ServerLostError
 from lsgd.protocol.messages import Go, Pause, Paused, Request, Stop
@@ -21,18 +22,20 @@ class Asking:
     Args:
         membership: its place in the run.
         tally: what it has done, which every request says.
+        standing: its loss, which requests that may open a round say.
 
     Attributes:
         progress: share of the run that is made, as of the last answer.
         stopped: the run has ended, for this worker at least.
     """
 
-    def __init__(self, membership: Membership, tally: Tally) -> None:
+    def __init__(self, membership: Membership, tally: Tally, standing: Standing) -> None:
         self.progress = 0.0
         self.stopped = False
         self._channel = membership.channel
         self._who = (membership.join.worker, membership.join.incarnation)
         self._tally = tally
+        self._standing = standing
         self._grants = Grants(membership.plan.run.lookahead)
         self._ahead: Expected | None = None  # the answer to the request for more
         self._last = False  # what is asked for is a round, and no iteration
@@ -56,9 +59,10 @@ class Asking:
         """
         seq = self._grants.seq
         expected, self._ahead = self._ahead, None
+        request = self._make_request(seq)
         with self._tally.spending("waiting"):
             answer: Go | Stop = self._channel.ask(
-                self._make_request(seq),
+                request,
                 expected or (lambda m: isinstance(m, Go | Stop) and m.seq == seq),
                 what=f"{self._who[0]} waits for its next iteration",
                 silence_s=silence_s,
@@ -120,5 +124,5 @@ class Asking:
 
     def _make_request(self, seq: int, *, ahead: bool = False) -> Request:
         tally = self._tally
-        loss = None if ahead else tally.losses.mean()  # it is looked at in rounds only
+        loss = None if ahead else self._standing.loss()  # it is looked at in rounds only
         return Request(*self._who, seq, tally.done, tally.committed, tally.dropped, loss, ahead, self._last)

@@ -18,6 +18,7 @@ from lsgd.client.iteration.exchange import exchange
 from lsgd.client.iteration.gradients import GradientExchange
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.round import ActiveRound, State
+from lsgd.client.iteration.standing import Standing
 from lsgd.client.iteration.tally import Tally
 from lsgd.errors import (
     BrokenLinksError,
@@ -44,6 +45,7 @@ class Rounds:
         replica: what it trains.
         checkpoints: of this worker.
         tally: what it has done.
+        standing: its loss in elections.
         asking: asks the servers for orders.
 
     Attributes:
@@ -59,6 +61,7 @@ class Rounds:
         replica: Replica,
         checkpoints: Checkpoints,
         tally: Tally,
+        standing: Standing,
         asking: Asking,
     ) -> None:
         self.active: ActiveRound | None = None
@@ -71,6 +74,7 @@ class Rounds:
         self._replica = replica
         self._checkpoints = checkpoints
         self._tally = tally
+        self._standing = standing
         self._asking = asking
         self._count = 0  # of the run's iterations, as of the last global round
         self._served: Algorithm | None = None  # that which ``gradients`` is for
@@ -171,16 +175,12 @@ class Rounds:
                 raise
 
     def _check_losses(self) -> None:
-        """Warn once if the algorithm elects leaders, and this worker has trained without one."""
+        """Warn once if the algorithm elects leaders, and this worker has trained without one that counts."""
         if self._warned or not self._tally.done or self.world_size == 1 or not self._replica.elects:
             return
-        if trouble := self._tally.losses.trouble():
+        if trouble := self._standing.trouble():
             self._warned = True
-            logger.warning(
-                "%s %s, so it leads only if no worker has a finite loss; call worker.report(loss) after each step, and "
-                "lower the learning rate if the loss is not finite",
-                *(self._who[0], trouble),
-            )
+            logger.warning("%s %s", self._who[0], trouble)
 
     def arm(self, *, begun: bool) -> None:
         """Let the backward passes of a step that has begun exchange gradients, and none between two steps."""

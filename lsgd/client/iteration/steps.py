@@ -11,6 +11,7 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.asking import Asking
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
+from lsgd.client.iteration.standing import Standing
 from lsgd.client.iteration.tally import Tally
 from lsgd.errors import LsgdError, ServerLostError
 
@@ -38,6 +39,7 @@ class Steps:
 
     Attributes:
         tally: what it has done.
+        standing: its loss in elections.
         asking: its requests.
         rounds: its part in them.
         useful: in this step an optimizer was called, or gradients were added up in ``no_sync()``.
@@ -45,8 +47,9 @@ class Steps:
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
         self.tally = Tally(membership.plan.loss_window, checkpoints.losses)
-        self.asking = Asking(membership, self.tally)
-        self.rounds = Rounds(membership, replica, checkpoints, self.tally, self.asking)
+        self.standing = Standing(membership, replica, self.tally, resumed=checkpoints.iterations > 0)
+        self.asking = Asking(membership, self.tally, self.standing)
+        self.rounds = Rounds(membership, replica, checkpoints, self.tally, self.standing, self.asking)
         self._name = membership.join.worker
         self._replica = replica
         self._granted = False  # an iteration may be made that has not been made yet
@@ -66,6 +69,7 @@ class Steps:
             raise LsgdError(
                 f"{self._name}: begin_step() again before end_step(); end each step, also one without optimizer.step()"
             )
+        self.standing.check()
         self._check_optimizers()
         self.useful = False
         self._begun = self._has_next()

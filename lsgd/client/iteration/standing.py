@@ -1,0 +1,81 @@
+"""The loss with which a worker stands in elections: the mean of its last batches', or its probe's."""
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lsgd.client.control.joining import Membership
+from lsgd.client.iteration.replica import Replica
+from lsgd.client.iteration.tally import Tally
+from lsgd.errors import ConfigError
+from lsgd.probe import probe_loss
+
+PROBES_A_PERIOD = 8
+"""Most times that a probe is evaluated between two rounds."""
+
+
+class Standing:
+    """What a worker's requests say of its loss.
+
+    A request may open a round, and the worker cannot know which one will. So the probe is evaluated for a request if
+    the last value is from before the last round, or an eighth of a period old.
+
+    Args:
+        membership: its place in the run.
+        replica: what it trains; its algorithm says what the election goes by.
+        tally: what it has done.
+        resumed: its model is that of a checkpoint.
+    """
+
+    def __init__(self, membership: Membership, replica: Replica, tally: Tally, *, resumed: bool = False) -> None:
+        schedules = [phase.algorithm.schedule() for phase in membership.plan.phases]
+        self._name = membership.join.worker
+        self._needs_probe = any(schedule.election == "probe" for schedule in schedules)
+        self._replica = replica
+        self._tally = tally
+        self._resumed = resumed
+        self._evaluate: Callable[[], Tensor | float] | None = None
+        self._probed: float | None = None
+        self._probed_at = (-1, 0)  # the last round then, and the iterations made
+
+    def register(self, evaluate: Callable[[], Tensor | float]) -> None:
+        """Take a probe, instead of one taken before."""
+        self._evaluate, self._probed_at = evaluate, (-1, 0)
+
+    def check(self) -> None:
+        """Check that there is a probe if a phase of the plan elects by it.
+
+        Raises:
+            ConfigError: not so.
+        """
+        if self._needs_probe and self._evaluate is None:
+            raise ConfigError(
+                f'{self._name}: the plan has election = "probe", and this worker has none; register one after '
+                f"Worker.join, worker.probe(lambda: criterion(model(x), y)), with a batch that is the same for all "
+                f'workers, or set election = "random"'
+            )
+
+    def loss(self) -> float | None:
+        """Return the loss, for a request that may open a round; None if there is none yet."""
+        schedule, tally = self._replica.algorithm.settings.schedule(), self._tally
+        if schedule.election != "probe" or self._evaluate is None:
+            return tally.losses.mean()
+        if not (tally.committed or self._resumed):
+            return None  # its model is its own yet, not the run's
+        committed, done = self._probed_at
+        if committed != tally.committed or tally.done - done >= max(1, schedule.local_period // PROBES_A_PERIOD):
+            with tally.spending("exchange"):
+                self._probed = probe_loss(self._replica.model, self._evaluate)
+            self._probed_at = (tally.committed, tally.done)
+        return self._probed
+
+    def trouble(self) -> str:
+        """Return in words why this worker leads only if nobody has a finite loss; an empty text: it may lead."""
+        so = "so it leads only if no worker has a finite loss"
+        if self._replica.algorithm.settings.schedule().election == "probe":
+            finite = self._probed is None or math.isfinite(self._probed)
+            return "" if finite else f"has a probe whose loss is not finite, {so}; lower the learning rate"
+        trouble = self._tally.losses.trouble()
+        advice = "call worker.report(loss) after each step, and lower the learning rate if the loss is not finite"
+        return f"{trouble}, {so}; {advice}" if trouble else ""
