@@ -79,7 +79,8 @@ def train(task: Task, settings: AlgorithmSettings, steps: int, seed: int, worker
     def member(group: SimulatedGroup) -> Sequence[Point]:
         model = task.model()
         model.load_state_dict(start)
-        worker = SimulatedWorker.of_model(group, settings, model, task.optimizer(model), run=f"seed {seed}")
+        optimizer = task.optimizer(model)
+        worker = SimulatedWorker.of_model(group, settings, model, optimizer, steps=steps, run=f"seed {seed}")
         evaluation = Evaluation(task, model, worker.average, tests=group.rank == 0)
         batches = task.batches(group.rank, group.size, seed)
         for step, (x, y) in zip(range(steps), batches, strict=False):

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, copy_all, empties
-from lsgd.algorithms.common import block, codec, period
+from lsgd.algorithms.common import Periodic, block, codec
 from lsgd.codecs import codec_of
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.lazy import no_grad, torch
 from lsgd.protocol.messages import Round
-from lsgd.settings import AlgorithmSettings, Schedule, setting
+from lsgd.settings import setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,26 +23,21 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LocalSettings(AlgorithmSettings):
+class LocalSettings(Periodic):
     """Local SGD (arXiv 1805.09767): models are averaged every period, with an optional outer optimizer."""
 
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "local SGD, models averaged every period (arXiv 1805.09767)"
 
-    period: int = period()
     outer_lr: float = setting(1.0, "learning rate of the outer step; 1 without momentum: the mean", low=0)
     outer_momentum: float = setting(0.0, "Nesterov momentum of the outer step", low=0, high=1)
     compression: str = codec("none", "the models' changes")
     block: int = block()
 
-    def schedule(self) -> Schedule:
-        """Exchange every ``period`` steps."""
-        return Schedule(self.period, self.period)
-
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """The model's change twice, except the worker's own share."""
         codec = codec_of(self.compression, self.block)
-        return 2 * (workers - 1) / workers * numel * codec.element_nbytes / self.period
+        return 2 * (workers - 1) / workers * numel * codec.element_nbytes / self.schedule().period
 
     def create(self, parameters: Flat, run: str = "") -> LocalSGD:
         """Return the algorithm."""

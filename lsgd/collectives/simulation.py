@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lsgd.collectives.group import Group, Transfer
 from lsgd.collectives.topology import first_ranks, node_ranks
 from lsgd.election import standing, usual_loss
-from lsgd.errors import ExchangeError
+from lsgd.errors import ConfigError, ExchangeError
 from lsgd.flat import FlatParameters, floating_buffers
 from lsgd.protocol.messages import Generation, Round
 from lsgd.settings import AlgorithmSettings
@@ -173,7 +173,8 @@ class SimulatedWorker:
     """A worker that trains with an algorithm of lsgd and without servers: what the client does in an iteration.
 
     All workers of a group make the same number of steps. Rounds come before every ``period``-th and
-    ``local_period``-th step of the algorithm's schedule, and its rule elects who leads, as with servers.
+    ``local_period``-th step of the algorithm's schedule, and its rule elects who leads, as with servers. If it is known
+    how many ``steps`` a worker makes, the period has the same ramps as with servers.
 
     Args:
         group: all workers.
@@ -182,6 +183,7 @@ class SimulatedWorker:
         gradients: of the same shapes; what the backward pass adds to.
         optimizer: of the parameters.
         buffers: of the model, to be averaged in global rounds (batch-norm's statistics).
+        steps: that each worker makes in all; 0: unknown.
         run: from which the seeds of stochastic rounding and of elections are made.
     """
 
@@ -194,15 +196,20 @@ class SimulatedWorker:
         optimizer: torch.optim.Optimizer,
         *,
         buffers: Sequence[Tensor] = (),
+        steps: int = 0,
         run: str = "",
     ) -> None:
+        if settings.time_share:
+            raise ConfigError("simulated workers have no network whose time could be measured: set a period")
         self.group = group
         self.parameters = parameters
         self.gradients = gradients
         self.optimizer = optimizer
         self.algorithm = settings.create(parameters, run)
         self.steps = 0
+        self._planned, self._steps_in_all = settings, steps
         self._schedule = settings.schedule()
+        self._stretch_began = 0  # the step of the last global round
         self._buffers = () if self._schedule.lockstep else buffers
         self._losses: deque[float] = deque(maxlen=self._schedule.local_period)
         self._usual: list[float | None] = [None] * group.size  # as the server keeps it of each worker
@@ -217,6 +224,7 @@ class SimulatedWorker:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        steps: int = 0,
         run: str = "",
     ) -> Self:
         """Return a worker that trains ``model``, whose parameters and gradients move into flat tensors."""
@@ -224,7 +232,8 @@ class SimulatedWorker:
         gradients = [torch.zeros_like(x) for x in flat.buffers]
         for slot, view in zip(flat.slots, flat.views(gradients), strict=True):
             slot.parameter.grad = view
-        return cls(group, settings, flat.buffers, gradients, optimizer, buffers=floating_buffers(model), run=run)
+        buffers = floating_buffers(model)
+        return cls(group, settings, flat.buffers, gradients, optimizer, buffers=buffers, steps=steps, run=run)
 
     def step(self, compute_loss: Callable[[], Tensor]) -> float:
         """Make one step, after a round if one is due, and return its loss.
@@ -232,9 +241,11 @@ class SimulatedWorker:
         Args:
             compute_loss: makes the forward pass of the next batch and returns its loss, one number.
         """
-        order = None
-        if self.steps % self._schedule.local_period == 0 or self.steps % self._schedule.period == 0:
-            order = self._elect("global" if self.steps % self._schedule.period == 0 else "local")
+        order, since = None, self.steps - self._stretch_began
+        if since % self._schedule.local_period == 0 or since % self._schedule.period == 0:
+            order = self._elect("global" if since % self._schedule.period == 0 else "local")
+            if order.scope == "global":
+                self._begin_stretch()
             if self.steps == 0:
                 self.begin(order)
             else:
@@ -242,6 +253,13 @@ class SimulatedWorker:
             for buffer in self._buffers if order.scope == "global" else ():
                 self.average(buffer)
         return self.iterate(order, compute_loss)
+
+    def _begin_stretch(self) -> None:
+        """Take up the settings that hold up to the next global round."""
+        self._stretch_began = self.steps
+        progress = self.steps / self._steps_in_all if self._steps_in_all else None
+        self.algorithm.settings = self._planned.at(progress)
+        self._schedule = self.algorithm.settings.schedule()
 
     def begin(self, order: Round) -> None:
         """Begin a generation: take over the state that all share from the source, and reset the algorithm."""

@@ -33,6 +33,8 @@ def report(state: RunState, now: float) -> str:
         "reason": reason,
         "code": reason.code,
         "algorithm": state.course.algorithm.name,
+        "period": state.course.schedule.period,
+        "period_reason": state.course.why,
         "count": state.ledger.count,
         "iterations": state.plan.run.iterations,
         "progress": state.progress(now),

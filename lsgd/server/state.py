@@ -88,6 +88,11 @@ class RunState:
         """Whether the run has ended without a consensus, since its rounds kept failing."""
         return self.closed and self.book.hopeless
 
+    @property
+    def ends(self) -> bool:
+        """Whether the run has a length."""
+        return bool(self.plan.run.iterations or self.plan.run.seconds)
+
     def progress(self, now: float) -> float:
         """Return the share of the run that is made, 0 to 1; 0 for one without an end."""
         run = self.plan.run
