@@ -244,12 +244,12 @@ class SimulatedWorker:
         order, since = None, self.steps - self._stretch_began
         if since % self._schedule.local_period == 0 or since % self._schedule.period == 0:
             order = self._elect("global" if since % self._schedule.period == 0 else "local")
+            if self.steps:
+                self.algorithm.settle(self.parameters)
             if order.scope == "global":
                 self._begin_stretch()
             if self.steps == 0:
                 self.begin(order)
-            else:
-                self.algorithm.settle(self.parameters)
             for buffer in self._buffers if order.scope == "global" else ():
                 self.average(buffer)
         return self.iterate(order, compute_loss)
