@@ -13,6 +13,9 @@ from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralize
 from lsgd.algorithms.qsgd import QSGDSettings
 from lsgd.settings import AlgorithmSettings
 
+RAMP_SHARE = 0.05
+"""Share of the run in which the period grows, or falls, in the methods that have ramps."""
+
 OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     "leader": lambda period: LeaderSettings(period=period, local_period=period),
     "leader-strong": lambda period: LeaderSettings(period=period, local_period=period, pull_global=0.5),
@@ -26,6 +29,9 @@ OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     ),
     "elastic": lambda period: ElasticSettings(period=period),
     "local": lambda period: LocalSettings(period=period),
+    "local-warm": lambda period: LocalSettings(period=period, warm_share=RAMP_SHARE),
+    "local-closing": lambda period: LocalSettings(period=period, closing_share=RAMP_SHARE),
+    "local-ramps": lambda period: LocalSettings(period=period, warm_share=RAMP_SHARE, closing_share=RAMP_SHARE),
     "local-8bit": lambda period: LocalSettings(period=period, compression="minmax8"),
     "local-2bit": lambda period: LocalSettings(period=period, compression="levels2"),
     "local-1bit": lambda period: LocalSettings(period=period, compression="levels1"),
@@ -51,8 +57,11 @@ BASELINES = tuple(name for name in joining.BASELINES if name != ALONE)
 ONE_MACHINE = "one-machine"
 """The name of a single worker that has all data."""
 
-SAME_MESSAGES = ("leader-strong", "leader-progress", "leader-probe", "leader-probe-strong", "leader-loss")
-"""Methods that send what ``leader`` does, and differ in what is learned only."""
+SAME_MESSAGES = (
+    *("leader-strong", "leader-progress", "leader-probe", "leader-probe-strong", "leader-loss"),
+    *("local-warm", "local-closing", "local-ramps"),
+)
+"""Methods whose messages are those of ``leader`` or ``local``; they differ in what is learned, or how often."""
 
 ALL = (ONE_MACHINE, ALONE, *BASELINES, *OURS)
 """Names of all methods, in the order of tables."""

@@ -11,9 +11,12 @@ import math
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from lsgd.errors import ConfigError
+
+AUTO = "auto"
+"""The word for the value 0 of a setting that the servers may choose."""
 
 if TYPE_CHECKING:
     from lsgd.algorithms.base import Algorithm, Flat
@@ -28,13 +31,15 @@ def setting(
     choices: Collection[str] = (),
     valid: Callable[[Any], object] | None = None,
     fixed: bool = False,
+    auto: bool = False,
 ) -> Any:
     """Declare a setting: its default, its meaning, its range (inclusive) or its choices.
 
     A ``fixed`` setting cannot be changed during a run, because the format of what is sent depends on it. ``valid``
-    raises ConfigError for a wrong value, for rules that ``choices`` cannot express.
+    raises ConfigError for a wrong value, for rules that ``choices`` cannot express. ``auto``: a whole number from 1, or
+    0, which is written :data:`AUTO` and means that the servers choose.
     """
-    metadata = {"meaning": meaning, "low": low, "high": high, "choices": choices, "fixed": fixed}
+    metadata = {"meaning": meaning, "low": low, "high": high, "choices": choices, "fixed": fixed, "auto": auto}
     metadata["valid"] = valid
     return field(default=default, metadata=metadata)
 
@@ -70,6 +75,22 @@ class AlgorithmSettings:
     def schedule(self) -> Schedule:
         """Return when the algorithm needs rounds."""
         raise NotImplementedError
+
+    @property
+    def time_share(self) -> float:
+        """Share of the time that exchanges may take, where the servers choose the period; 0: the plan has it."""
+        return 0.0
+
+    def at(self, progress: float | None, period: int | None = None) -> Self:
+        """Return the settings of the stretch from a share of the run to the next global round.
+
+        Servers and simulated workers both ask here.
+
+        Args:
+            progress: share of the run that is made, 0 to 1; None: the run has no end, or several phases.
+            period: that the servers have chosen; None: that of the settings.
+        """
+        return self
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """Return the bytes that a worker sends per iteration, on average, each worker on a node of its own.
@@ -111,6 +132,10 @@ def checked(cls: type, name: str, value: Any, origin: str) -> Any:
     spec = fields(cls)[name]
     kind = typing.get_type_hints(cls)[name]
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
+    if spec.metadata["auto"]:
+        if value == AUTO or (value == 0 and type(value) is int):
+            return 0
+        wanted += f", or {AUTO}"
     converted = _converted(kind, value)
     if converted is None:
         raise ConfigError(f"{origin}: {name} = {value!r} is not {wanted}")
@@ -164,6 +189,11 @@ def changed(settings: Any, changes: Mapping[str, str], others: Collection[str] =
     return dataclasses.replace(settings, **values)
 
 
+def shown(spec: dataclasses.Field[Any], value: Any) -> Any:
+    """Return a setting's value as people write it."""
+    return AUTO if spec.metadata["auto"] and value == 0 else value
+
+
 def span(spec: dataclasses.Field[Any]) -> str:
     """Return the range or choices of a setting, for help texts and messages."""
     meta = spec.metadata
@@ -172,7 +202,8 @@ def span(spec: dataclasses.Field[Any]) -> str:
     low, high = (f"{bound:.15g}" for bound in (meta["low"], meta["high"]))
     if low == "-inf" and high == "inf":
         return ""
-    return f"{low} … {high}" if high != "inf" else f"at least {low}"
+    word = f"{AUTO} | " if meta["auto"] else ""
+    return word + (f"{low} … {high}" if high != "inf" else f"at least {low}")
 
 
 def _converted(kind: type, value: Any) -> Any:

@@ -90,7 +90,9 @@ def train(
         model.load_state_dict(start)
         probe = partial(task.loss, model, *task.probe_data())
         optimizer, run = task.optimizer(model), f"seed {seed}"
-        worker = SimulatedWorker.of_model(group, settings, model, optimizer, run=run, probe=probe, speed=speed)
+        worker = SimulatedWorker.of_model(
+            group, settings, model, optimizer, steps=steps, run=run, probe=probe, speed=speed
+        )
         evaluation = Evaluation(task, model, worker.average, tests=group.rank == 0)
         batches = task.batches(group.rank, group.size, seed)
         every, own_every = task.evaluate_every, steps_at(speed, task.evaluate_every)

@@ -2,16 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Self
 
 from lsgd.codecs import CODECS, Codec, codec_of
 from lsgd.errors import ConfigError
-from lsgd.settings import setting
+from lsgd.settings import AlgorithmSettings, Schedule, setting
+
+EXCHANGE_SHARE = 0.05
+"""Share of the time that exchanges may take by default."""
 
 
-def period() -> Any:
-    """Declare the period of an algorithm that exchanges rarely."""
-    return setting(64, "iterations of a worker, on average, between exchanges", low=1, high=1 << 30)
+def period(between: str = "exchanges") -> Any:
+    """Declare a period; at ``auto`` the server chooses it."""
+    return setting(64, f"iterations of a worker, on average, between {between}", low=1, high=1 << 30, auto=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Periodic(AlgorithmSettings):
+    """Base of the settings of algorithms that exchange models every ``period``, which may change during a run."""
+
+    period: int = period()
+    warm_share: float = setting(
+        0.0, "share of the run in which the period doubles from 1 to its value; 0: none", low=0, high=0.5
+    )
+    closing_share: float = setting(
+        0.0, "share of the run, its last, in which the period falls by halves to 1; 0: none", low=0, high=0.5
+    )
+    exchange_share: float = setting(
+        EXCHANGE_SHARE, "share of the time that exchanges may take where period is auto", low=0.001, high=0.9
+    )
+
+    def schedule(self) -> Schedule:
+        """Exchange every ``period`` steps; at ``auto`` every step, until a server has said how many."""
+        return Schedule(self.period or 1, self.period or 1)
+
+    @property
+    def time_share(self) -> float:
+        """The setting ``exchange_share`` where the period is ``auto``."""
+        return 0.0 if self.period else self.exchange_share
+
+    def with_period(self, period: int) -> Self:
+        """Return the settings with another period, or one as near to it as is valid."""
+        return dataclasses.replace(self, period=period)
+
+    def at(self, progress: float | None, period: int | None = None) -> Self:
+        """Return the settings with the period of the ramp, if the run is on one."""
+        most = self.period if period is None else period
+        return self.with_period(ramp(most, progress, self.warm_share, self.closing_share))
+
+
+def ramp(period: int, progress: float | None, warm_share: float, closing_share: float) -> int:
+    """Return the period at a share of the run: powers of two on the two ramps, ``period`` between them.
+
+    On a ramp the period grows with the distance from its end of the run: each power of two p lasts for p times the
+    same share (1 for twice that), so a ramp has about log2(period) times as many rounds as without.
+    """
+    if progress is None:
+        return period
+    rise = progress / warm_share if warm_share else 1.0
+    fall = (1.0 - progress) / closing_share if closing_share else 1.0
+    reached = int(period * min(rise, fall, 1.0))
+    return period if reached >= period else 1 << (max(1, reached).bit_length() - 1)
+
+
+def least_period(exchange_s: float, step_s: float, share: float) -> int:
+    """Return the least number of steps between exchanges that keeps these below ``share`` of the time."""
+    return max(1, math.ceil(exchange_s / step_s / share))
 
 
 def interval() -> Any:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all, empties
-from lsgd.algorithms.common import period
+from lsgd.algorithms.common import Periodic
 from lsgd.lazy import no_grad
 from lsgd.protocol.messages import Round
-from lsgd.settings import AlgorithmSettings, Schedule, setting
+from lsgd.settings import setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,13 +21,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ElasticSettings(AlgorithmSettings):
+class ElasticSettings(Periodic):
     """EASGD (arXiv 1412.6651): workers and a master model, of which all have a copy, attract each other."""
 
     name: ClassVar[str] = "elastic"
     summary: ClassVar[str] = "elastic averaging SGD (arXiv 1412.6651)"
 
-    period: int = period()
     strength: float = setting(
         0.43,
         "beta: how far the master moves toward the mean; a worker moves by beta / workers",
@@ -35,13 +34,9 @@ class ElasticSettings(AlgorithmSettings):
         high=1,
     )
 
-    def schedule(self) -> Schedule:
-        """Exchange every ``period`` steps."""
-        return Schedule(self.period, self.period)
-
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """The model twice, except the worker's own share."""
-        return 2 * (workers - 1) / workers * 4 * numel / self.period
+        return 2 * (workers - 1) / workers * 4 * numel / self.schedule().period
 
     def create(self, parameters: Flat, run: str = "") -> ElasticSGD:
         """Return the algorithm."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all, empties
-from lsgd.algorithms.common import block, codec, delay
+from lsgd.algorithms.common import Periodic, block, codec, delay, period
 from lsgd.codecs import codec_of
 from lsgd.collectives.background import Background
 from lsgd.collectives.topology import node_index, node_ranks
@@ -15,7 +16,7 @@ from lsgd.election import RULES
 from lsgd.errors import ConfigError
 from lsgd.lazy import no_grad, torch
 from lsgd.protocol.messages import Round
-from lsgd.settings import AlgorithmSettings, Schedule, setting
+from lsgd.settings import Schedule, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,14 +27,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LeaderSettings(AlgorithmSettings):
+class LeaderSettings(Periodic):
     """Leader SGD (arXiv 1905.10395): workers are pulled toward a worker that each round elects."""
 
     name: ClassVar[str] = "leader"
     summary: ClassVar[str] = "Leader SGD (arXiv 1905.10395)"
     elects: ClassVar[bool] = True
 
-    period: int = setting(64, "iterations of a worker, on average, between global rounds", low=1, high=1 << 30)
+    period: int = period("global rounds")
     local_period: int = setting(16, "the same for rounds inside a node; divides period", low=1, high=1 << 30)
     pull_global: float = setting(0.1, "c2: pull of a global round toward the global leader", low=0, high=1)
     pull_local: float = setting(0.1, "c1: pull of a local round toward the node's leader", low=0, high=1)
@@ -54,7 +55,7 @@ class LeaderSettings(AlgorithmSettings):
     delay: int = delay("take over a leader's model")
 
     def __post_init__(self) -> None:
-        if self.period < self.local_period or self.period % self.local_period:
+        if self.period and (self.period < self.local_period or self.period % self.local_period):
             raise ConfigError(
                 f"period = {self.period} is not a multiple of local_period = {self.local_period}; "
                 f"set local_period to a divisor of period, or equal to it for global rounds only"
@@ -67,12 +68,22 @@ class LeaderSettings(AlgorithmSettings):
 
     def schedule(self) -> Schedule:
         """Return its two periods."""
-        return Schedule(self.period, self.local_period, election=self.election)
+        return Schedule(self.period or self.local_period, self.local_period, election=self.election)
+
+    def with_period(self, period: int) -> Self:
+        """Return the settings with another period: at most ``local_period``, above ``delay``, or a multiple of it.
+
+        Up to ``local_period`` there are global rounds only.
+        """
+        if period <= self.local_period:
+            period = max(period, self.delay + 1)
+            return dataclasses.replace(self, period=period, local_period=period)
+        return dataclasses.replace(self, period=-(-period // self.local_period) * self.local_period)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """One worker sends its model to all others, directly or relayed."""
         codec = codec_of(self.compression, self.block)
-        return (workers - 1) / workers * numel * codec.element_nbytes / self.period
+        return (workers - 1) / workers * numel * codec.element_nbytes / self.schedule().period
 
     def create(self, parameters: Flat, run: str = "") -> LeaderSGD:
         """Return the algorithm."""
@@ -115,10 +126,18 @@ class LeaderSGD(Algorithm):
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """The node's leader starts as the global leader; the first round of a generation is global."""
-        two_levels = len(group.node_sizes) > 1 and self.settings.local_period < self.settings.period
         self._global = _LeaderCopy(self._global.model, self.settings)
-        self._local = _LeaderCopy(clones(self._global.model), self.settings) if two_levels else None
+        self._local = None
         self._background = Background()
+        self._set_levels(group)
+
+    def _set_levels(self, group: Group) -> None:
+        """Have a model of the node's leader where there are local rounds, at first the global leader's."""
+        two_levels = len(group.node_sizes) > 1 and self.settings.local_period < self.settings.period
+        if not two_levels:
+            self._local = None
+        elif self._local is None:
+            self._local = _LeaderCopy(clones(self._global.model), self.settings)
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
@@ -126,6 +145,8 @@ class LeaderSGD(Algorithm):
         if order is None:
             return
         self.settle(parameters)
+        if order.scope == "global":  # the only one that may change the periods
+            self._set_levels(group)
         # The global leader also leads its node, so its local pull does not move it. So both models can be sent
         # before either pull, and nothing changes until both have arrived.
         transfers = []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, copy_all
-from lsgd.algorithms.common import block, codec, delay, fragments, hierarchical, period
+from lsgd.algorithms.common import Periodic, block, codec, delay, fragments, hierarchical
 from lsgd.codecs import Codec, codec_of
 from lsgd.collectives.background import Background
 from lsgd.collectives.compressed_mean import CompressedMean, sent_nbytes
@@ -18,7 +19,7 @@ from lsgd.collectives.two_round import chunk_bounds
 from lsgd.errors import ConfigError
 from lsgd.lazy import no_grad, torch
 from lsgd.protocol.messages import Round
-from lsgd.settings import AlgorithmSettings, Schedule, setting
+from lsgd.settings import Schedule, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,13 +30,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LocalSettings(AlgorithmSettings):
+class LocalSettings(Periodic):
     """Local SGD (arXiv 1805.09767): models are averaged every period, with an optional outer optimizer."""
 
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "local SGD, models averaged every period (arXiv 1805.09767)"
 
-    period: int = period()
     outer_lr: float = setting(1.0, "learning rate of the outer step; 1 without momentum: the mean", low=0)
     outer_momentum: float = setting(0.0, "Nesterov momentum of the outer step", low=0, high=1)
     compression: str = codec("none", "the models' changes")
@@ -51,6 +51,8 @@ class LocalSettings(AlgorithmSettings):
     )
 
     def __post_init__(self) -> None:
+        if not self.period:  # the servers choose a fitting one
+            return
         if self.period % self.fragments:
             raise ConfigError(
                 f"period = {self.period} is not a multiple of fragments = {self.fragments}, of which one is exchanged "
@@ -64,8 +66,21 @@ class LocalSettings(AlgorithmSettings):
 
     def schedule(self) -> Schedule:
         """Exchange a fragment every ``period / fragments`` steps."""
-        interval = self.period // self.fragments
+        interval = (self.period or self._least_period) // self.fragments
         return Schedule(interval, interval)
+
+    @property
+    def _least_period(self) -> int:
+        return self.fragments * (self.delay + 1)
+
+    def with_period(self, period: int) -> Self:
+        """Return the settings with the next multiple of ``fragments`` from this period on, with room for ``delay``."""
+        whole = -(-period // self.fragments) * self.fragments
+        return dataclasses.replace(self, period=max(whole, self._least_period))
+
+    def at(self, progress: float | None, period: int | None = None) -> Self:
+        """Return the settings of a stretch, as the base does; between rounds is one fragment's share of a period."""
+        return super().at(progress, None if period is None else period * self.fragments)
 
     def make_codec(self) -> Codec:
         """Return the codec."""
@@ -73,10 +88,10 @@ class LocalSettings(AlgorithmSettings):
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """The model's change: twice, except the worker's own share, or once to each other worker."""
-        codec = self.make_codec()
+        codec, period = self.make_codec(), self.period or self._least_period
         if codec.lossless:
-            return 2 * (workers - 1) / workers * numel * codec.element_nbytes / self.period
-        return sent_nbytes(codec, numel, workers) / self.period
+            return 2 * (workers - 1) / workers * numel * codec.element_nbytes / period
+        return sent_nbytes(codec, numel, workers) / period
 
     def create(self, parameters: Flat, run: str = "") -> LocalSGD:
         """Return the algorithm."""

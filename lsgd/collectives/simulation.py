@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -187,7 +187,8 @@ class SimulatedWorker:
     """A worker that trains with an algorithm of lsgd and without servers: what the client does in an iteration.
 
     Rounds come before every ``period``-th and ``local_period``-th step of the algorithm's schedule, for a worker of
-    another ``speed`` so many times as many, and its rule elects who leads, as with servers.
+    another ``speed`` so many times as many, and its rule elects who leads, as with servers. If it is known how many
+    ``steps`` the mean worker makes, the period has the same ramps as with servers.
 
     Args:
         group: all workers.
@@ -196,6 +197,7 @@ class SimulatedWorker:
         gradients: of the same shapes; what the backward pass adds to.
         optimizer: of the parameters.
         buffers: of the model, to be averaged in global rounds (batch-norm's statistics).
+        steps: that the mean worker makes in all; 0: unknown.
         run: from which the seeds of stochastic rounding and of elections are made.
         probe: returns the loss on a batch that all workers have in common, for elections by it.
         speed: over the mean speed of all workers; times a period, it is a whole number of steps.
@@ -213,18 +215,22 @@ class SimulatedWorker:
         optimizer: torch.optim.Optimizer,
         *,
         buffers: Sequence[Tensor] = (),
+        steps: int = 0,
         run: str = "",
         probe: Callable[[], float] | None = None,
         speed: float = 1.0,
     ) -> None:
+        if settings.time_share:
+            raise ConfigError("simulated workers have no network whose time could be measured: set a period")
         self.group = group
         self.parameters = parameters
         self.gradients = gradients
         self.optimizer = optimizer
         self.algorithm = settings.create(parameters, run)
         self.steps = 0
-        self._schedule = schedule = settings.schedule()
-        self._period, self._local_period = steps_at(speed, schedule.period), steps_at(speed, schedule.local_period)
+        self._planned, self._steps_in_all, self._speed = settings, steps, speed
+        self._stretch_began = 0  # the step of the last global round
+        self._take_up(settings)
         self._buffers = () if self._schedule.lockstep else buffers
         self._losses: deque[float] = deque(maxlen=self._schedule.local_period)
         self._usual: list[float | None] = [None] * group.size  # as the server keeps it of each worker
@@ -242,6 +248,7 @@ class SimulatedWorker:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        steps: int = 0,
         run: str = "",
         probe: Callable[[], Tensor | float] | None = None,
         speed: float = 1.0,
@@ -255,8 +262,8 @@ class SimulatedWorker:
         for slot, view in zip(flat.slots, flat.views(gradients), strict=True):
             slot.parameter.grad = view
         evaluate = partial(probe_loss, model, probe) if probe else None
-        own = (flat.buffers, gradients, optimizer)
-        return cls(group, settings, *own, buffers=floating_buffers(model), run=run, probe=evaluate, speed=speed)
+        options: dict[str, Any] = {"steps": steps, "run": run, "probe": evaluate, "speed": speed}
+        return cls(group, settings, flat.buffers, gradients, optimizer, buffers=floating_buffers(model), **options)
 
     def step(self, compute_loss: Callable[[], Tensor]) -> float:
         """Make one step, after a round if one is due, and return its loss.
@@ -264,16 +271,29 @@ class SimulatedWorker:
         Args:
             compute_loss: makes the forward pass of the next batch and returns its loss, one number.
         """
-        order = None
-        if self.steps % self._local_period == 0 or self.steps % self._period == 0:
-            order = self._elect("global" if self.steps % self._period == 0 else "local")
+        order, since = None, self.steps - self._stretch_began
+        if since % self._local_period == 0 or since % self._period == 0:
+            order = self._elect("global" if since % self._period == 0 else "local")
+            if self.steps:
+                self.algorithm.settle(self.parameters)
+            if order.scope == "global":
+                self._begin_stretch()
             if self.steps == 0:
                 self.begin(order)
-            else:
-                self.algorithm.settle(self.parameters)
             for buffer in self._buffers if order.scope == "global" else ():
                 self.average(buffer)
         return self.iterate(order, compute_loss)
+
+    def _begin_stretch(self) -> None:
+        """Take up the settings that hold up to the next global round."""
+        self._stretch_began = self.steps
+        in_all = self._steps_in_all * self._speed
+        self.algorithm.settings = self._planned.at(self.steps / in_all if in_all else None)
+        self._take_up(self.algorithm.settings)
+
+    def _take_up(self, settings: AlgorithmSettings) -> None:
+        self._schedule = schedule = settings.schedule()
+        self._period, self._local_period = (steps_at(self._speed, n) for n in (schedule.period, schedule.local_period))
 
     def begin(self, order: Round) -> None:
         """Begin a generation: take over the state that all share from the source, and reset the algorithm."""

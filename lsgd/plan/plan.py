@@ -25,7 +25,7 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.codecs import CODECS
 from lsgd.errors import ConfigError
 from lsgd.plan.run import RunSettings
-from lsgd.settings import AlgorithmSettings, checked, fields, nearest
+from lsgd.settings import AlgorithmSettings, checked, fields, nearest, shown
 
 VARIABLE_PREFIX = "LSGD_"
 OTHER_VARIABLES = frozenset(
@@ -86,7 +86,7 @@ class Plan:
 
     def _sections(self) -> dict[str, Any]:
         """Return the algorithm, or the phases, as the plan file has them."""
-        tables = [table_of(phase.algorithm) | {"iterations": phase.iterations} for phase in self.phases]
+        tables = [_shown_table(phase.algorithm) | {"iterations": phase.iterations} for phase in self.phases]
         if len(tables) > 1:
             return {"phase": tables}
         del tables[0]["iterations"]
@@ -138,7 +138,7 @@ class Sourced:
         several = len(self.plan.phases) > 1
         for number, phase in enumerate(self.plan.phases, start=1):
             section = f"phase{number}" if several else "algorithm"
-            table = table_of(phase.algorithm) | ({"iterations": phase.iterations} if several else {})
+            table = _shown_table(phase.algorithm) | ({"iterations": phase.iterations} if several else {})
             values |= {f"{section}.{name}": value for name, value in table.items()}
         return [(name, json.dumps(value), self.origins.get(name, "default")) for name, value in values.items()]
 
@@ -146,6 +146,12 @@ class Sourced:
 def table_of(settings: AlgorithmSettings) -> dict[str, Any]:
     """Return an algorithm's name and settings as its table in a plan."""
     return {"name": settings.name, **asdict(settings)}
+
+
+def _shown_table(settings: AlgorithmSettings) -> dict[str, Any]:
+    """Return the table as people write it."""
+    known = fields(type(settings))
+    return {n: shown(known[n], value) if n in known else value for n, value in table_of(settings).items()}
 
 
 def algorithm_of(table: Mapping[str, Any], origin: str) -> AlgorithmSettings:

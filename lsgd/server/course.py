@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 
 from lsgd.plan.plan import Phase, table_of
+from lsgd.server.pace import Pace
+from lsgd.server.reasons import Reason, Why
 from lsgd.settings import AlgorithmSettings
 
 
@@ -16,7 +18,9 @@ class Course:
         number: of the current phase, from 0.
         algorithm: as of the last global round.
         schedule: when that one wants rounds.
-        next_algorithm: from the next global round on.
+        next_algorithm: as it is planned from the next global round on; its period may be ``auto``.
+        pace: how long steps and rounds take.
+        why: the period is what it is.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
@@ -25,24 +29,48 @@ class Course:
         self.algorithm = phases[0].algorithm
         self.schedule = self.algorithm.schedule()
         self.next_algorithm = self.algorithm
+        self.pace = Pace()
+        self.why: Reason = Why.PLANNED()
 
-    def resume(self, number: int, algorithm: AlgorithmSettings, next_algorithm: AlgorithmSettings) -> None:
+    def resume(
+        self, number: int, algorithm: AlgorithmSettings, next_algorithm: AlgorithmSettings, pace: Pace, why: Reason
+    ) -> None:
         """Go on where another left off."""
         self.number, self.algorithm, self.next_algorithm = number, algorithm, next_algorithm
-        self.schedule = algorithm.schedule()
+        self.schedule, self.pace, self.why = algorithm.schedule(), pace, why
 
-    def take_up(self, count: int, members: int) -> bool:
+    def take_up(self, count: int, members: int, progress: float | None = None) -> bool:
         """Go on to the phase that a global round of ``members`` after ``count`` iterations is in.
 
         A phase in which every iteration is a round ends when too few are left for one of each member. Returns
         whether a phase begins.
+
+        Args:
+            count: of the run's iterations.
+            members: of the round.
+            progress: share of the run that is made; None: it has no end.
         """
         before = self.number
         while self.end - count < (members if self.next_algorithm.schedule().lockstep else 1):
             self.number += 1
             self.next_algorithm = self.phases[self.number].algorithm
-        self.algorithm, self.schedule = self.next_algorithm, self.next_algorithm.schedule()
+        if self.number != before:
+            self.pace = Pace()  # another algorithm sends other bytes
+        self._set_period(progress if len(self.phases) == 1 else None)
         return self.number != before
+
+    def _set_period(self, progress: float | None) -> None:
+        """Say which settings hold up to the next global round, and why its period does."""
+        planned, period, self.why = self.next_algorithm, None, Why.PLANNED()
+        if share := planned.time_share:
+            self.why = self.pace.choose(share)
+            period = self.pace.period
+        else:
+            self.pace.period = planned.schedule().period
+        self.algorithm = planned.at(progress, period)
+        if progress is not None and self.algorithm != planned.at(None, period):
+            self.why = Why.WARM() if progress < 0.5 else Why.CLOSING()
+        self.schedule = self.algorithm.schedule()
 
     def rewind(self, count: int) -> None:
         """Go back to the phase that the run was in after ``count`` iterations."""

@@ -14,13 +14,14 @@ from lsgd.errors import ConfigError
 from lsgd.plan.plan import Plan, algorithm_of, table_of
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop
 from lsgd.server.member_states import MemberState
+from lsgd.server.pace import Pace
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, OpenRound, Roster, finite
 from lsgd.server.rounds import RoundBook
 from lsgd.server.state import RunState
 from lsgd.server.tokens import Ledger
 
-VERSION = 6
+VERSION = 7
 """Of the form of the data."""
 
 _KEPT = ("rank", "synced", "done", "committed", "times_leader", "usual")
@@ -47,6 +48,8 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "phase": course.number,
         "algorithm": table_of(course.algorithm),
         "next_algorithm": table_of(course.next_algorithm),
+        "pace": course.pace.to_json(),
+        "why": course.why.to_json(),
         "generation": None if roster.generation is None else dataclasses.asdict(roster.generation),
         "broken": roster.broken.to_json(),
         "open": [
@@ -100,8 +103,9 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         failed=Reason(*saved["failed"]),
         closed_at=now if saved["closed"] else math.inf,
     )
-    algorithms = [algorithm_of(saved[key], "the journal") for key in ("algorithm", "next_algorithm")]
-    state.course.resume(saved["phase"], *algorithms)
+    algorithm, following = (algorithm_of(saved[key], "the journal") for key in ("algorithm", "next_algorithm"))
+    pace, why = Pace.of_json(saved["pace"]), Reason(*saved["why"])
+    state.course.resume(saved["phase"], algorithm, following, pace, why)
     state.links.restore(saved["links"], now)
     for each in opened:
         _answer_again(state, each)

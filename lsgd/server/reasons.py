@@ -119,6 +119,13 @@ class Why(enum.Enum):
     GLOBAL_ROUND = "global round {id}: all {members} members are held"
     AGAIN = "the global server was started again"
 
+    # A period is chosen.
+    PLANNED = "as planned"
+    WARM = "the run begins with short periods"
+    CLOSING = "the run ends with short periods"
+    UNMEASURED = "no round has been timed yet"
+    MEASURED = "a round takes {round_s:.2g} s, a step {step_s:.2g} s"
+
     # Something has happened.
     JOINS = "{worker} joins from {address}; {joined}"
     TOO_LATE = "{worker} comes too late: the run is ending"
@@ -132,6 +139,7 @@ class Why(enum.Enum):
     EVICTED = "{who} {are} evicted from round {id}: the others waited {patience_s:g} s for {them}"
     EVICTED_LINK = "{who} evicted for {wait_s:g} s, the others go on: {reason}; {check}"
     PHASE = "phase {number}: {algorithm}, from iteration {count} on"
+    PERIOD = "period {period}: {reason}"
     GENERATION = "generation {number}: {workers} on {nodes}, over {backend}{why}"
     RESUMED = "goes on after {count} iterations, from checkpoints of {holders}{takers}"
     NO_HOLDER = "nobody who has completed the last global round is left"

@@ -45,6 +45,8 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
         "reason": reason,
         "code": reason.code,
         "algorithm": state.course.algorithm.name,
+        "period": state.course.schedule.period,
+        "period_reason": state.course.why,
         "count": state.ledger.count,
         "iterations": state.plan.run.iterations,
         "progress": state.progress(now),

@@ -133,7 +133,9 @@ class Scheduler:
             self._begin_generation(members)
             self._order("global", members, roster.queues.values(), final=True)
             return
-        if course.take_up(given, len(members)):
+        course.pace.asked(state.now, state.ledger.count)
+        before = course.schedule.period
+        if course.take_up(given, len(members), state.progress(state.now) if state.ends else None):
             state.book.fresh = True
             algorithm, count = course.algorithm.name, state.ledger.count
             state.note(Why.PHASE(number=course.number + 1, algorithm=algorithm, count=count))
@@ -141,6 +143,8 @@ class Scheduler:
             self.stop(Why.HOLDERS_LEAVE(count=state.ledger.count))
             self._start_global()
             return
+        if course.schedule.period != before:
+            state.note(Why.PERIOD(period=course.schedule.period, reason=course.why))
         left = min(limit, course.end) - given
         if left < len(members) and course.schedule.lockstep:
             self.stop(Why.REST_TOO_SMALL(count=state.ledger.count, limit=limit))
@@ -213,6 +217,8 @@ class Scheduler:
             checkpoint=due or final,
             probe=book.fresh and self._doubts(members),
         )
+        if scope == "global":
+            course.pace.ordered(now, state.ledger.count, len(members), first=book.fresh)
         book.order(order, members)
         state.changes += 1
         leader.times_leader += 1
@@ -301,6 +307,8 @@ class Scheduler:
         if opened.waiting:
             return
         state.changes += 1
+        if opened.round.scope == "global":
+            state.course.pace.completed(state.now)
         if opened.round.final:
             self._close()
 
@@ -350,6 +358,7 @@ class Scheduler:
     def end_generation(self, reason: Reason) -> None:
         """End the generation, and tell its members, unless that has happened."""
         roster = self._state.roster
+        self._state.course.pace.interrupted()
         for member in roster.end_generation(reason):
             assert roster.generation is not None
             self._state.answer(member, GenerationOver(roster.generation.number, reason))

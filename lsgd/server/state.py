@@ -100,6 +100,11 @@ class RunState:
         run = self.plan.run
         return workers >= self.wanted and (run.workers > 0 or len(self.announced) >= run.nodes)
 
+    @property
+    def ends(self) -> bool:
+        """Whether the run has a length."""
+        return bool(self.plan.run.iterations or self.plan.run.seconds)
+
     def progress(self, now: float) -> float:
         """Return the share of the run that is made, 0 to 1; 0 for one without an end."""
         run = self.plan.run

@@ -44,9 +44,10 @@ def lsgd(servers):
 def test_status_says_what_the_run_waits_for(lsgd):
     code, output = lsgd("status")
     assert code == 0
-    run, rounds = output.splitlines()
+    run, rounds, period = output.splitlines()
     assert run.endswith(", local: waiting, 0 of 2 workers have joined")
     assert rounds.startswith("0 of 100 iterations in 0.0 s (0.0 a second), 0 global and 0 local rounds")
+    assert period == "period 8: as planned"
 
 
 def test_the_run_is_found_by_its_folder(servers, tmp_path, monkeypatch):
@@ -95,12 +96,14 @@ def test_the_table_of_members():
     away = member | {"worker": "node0/worker1", "rank": -1, "state": "left", "loss": None}
     status = {"run": "r", "algorithm": "leader", "state": "running", "reason": "why", "iterations": 0}
     status |= {"count": 24, "seconds": 2.0, "rounds_global": 1, "rounds_local": 2, "generation": 1}
+    status |= {"period": 24, "period_reason": "a round takes 1.2 s, a step 0.05 s"}
     console = Console(width=100, file=io.StringIO())
     console.print(operate.view(status | {"members": [member, away]}))
     lines = console.file.getvalue().splitlines()
     assert lines[1] == "24 iterations in 2.0 s (12.0 a second), 1 global and 2 local rounds, generation 1"
-    assert lines[3].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
-    assert lines[4].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]
+    assert lines[2] == "period 24: a round takes 1.2 s, a step 0.05 s"
+    assert lines[4].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
+    assert lines[5].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,9 @@ def test_the_table_of_members():
         ("outer_momentum=2", "outer_momentum = '2' is not in 0 … 1"),
         ("outer_lr=fast", "outer_lr = 'fast' is not a number"),
         ("outer_lr", "write it as NAME=VALUE, not 'outer_lr'"),
-        ("zzz=1", "zzz is unknown; known: error_decay, iterations, keep, outer_lr, outer_momentum, period, seconds"),
+        ("exchange_share=0", "exchange_share = '0' is not in 0.001 … 0.9"),
+        ("period=automatic", "period = 'automatic' is not a whole number, or auto"),
+        ("zzz=1", "zzz is unknown; known: closing_share, error_decay, exchange_share, iterations, keep, outer_lr"),
     ],
 )
 def test_a_change_that_cannot_be(lsgd, change, reason):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lsgd.algorithms.leader import LeaderSettings
-from lsgd.collectives.simulation import simulate
+from lsgd.collectives.simulation import SimulatedWorker, simulate
 from lsgd.errors import ExchangeError
 
 from .reference import Exchange, LeaderReference, Problem
@@ -222,3 +222,30 @@ def test_a_new_generation_starts_with_the_source_s_leader():
         return all((z == 2).all() for zs in leaders for z in zs)
 
     assert simulate(node_sizes, member) == [True] * 3
+
+
+def test_local_rounds_begin_when_the_period_has_grown() -> None:
+    """The first stretches of a run with short periods have global rounds only."""
+    settings = LeaderSettings(period=8, local_period=2, warm_share=0.5, closing_share=0.5)
+
+    def member(group):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = SimulatedWorker.of_model(group, settings, model, optimizer, steps=64)
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(group.rank))
+        levels = []
+        for _ in range(64):
+            worker.step(lambda: (model(inputs) - group.rank).square().mean())
+            now = worker.algorithm.settings
+            assert bool(worker.algorithm.local_leader) == (now.local_period < now.period)
+            levels.append((now.period, [x.clone() for x in worker.algorithm.local_leader]))
+        return levels
+
+    workers = simulate([2, 2], member)
+    assert [period for period, _ in workers[0]] == [period for period, _ in workers[3]]
+    assert {period for period, _ in workers[0]} == {1, 2, 4, 8}
+    assert sum(bool(local) for _, local in workers[0]) > 16
+    for one, other in ((0, 1), (2, 3)):  # those of a node follow the same leader
+        for (_, mine), (_, theirs) in zip(workers[one], workers[other], strict=True):
+            assert all(map(torch.equal, mine, theirs))

@@ -30,7 +30,9 @@ def fragments_of(numel, count):
 @pytest.mark.parametrize("keep", [0.0, 0.5])
 def test_fragments_and_delay(fragments, delay, keep):
     """Streaming DiLoCo in float64: snapshot at a round, outer step ``delay`` steps later, models mixed."""
-    settings = LocalSettings(PERIOD, outer_lr=0.7, outer_momentum=0.5, fragments=fragments, delay=delay, keep=keep)
+    settings = LocalSettings(
+        period=PERIOD, outer_lr=0.7, outer_momentum=0.5, fragments=fragments, delay=delay, keep=keep
+    )
     interval = settings.schedule().period
     assert interval == PERIOD // fragments
 
@@ -77,10 +79,10 @@ def test_fragments_and_delay(fragments, delay, keep):
 
 
 CODECS = {
-    "two rounds of 2 bits": LocalSettings(PERIOD, compression="levels2:scale_block=8"),
-    "of 1 bit, all workers": LocalSettings(PERIOD, compression="levels1:scale_block=8", hierarchical=False),
-    "fragments": LocalSettings(PERIOD, compression="levels2:scale_block=8", fragments=2),
-    "sparse": SparseSettings(PERIOD, compression="topk:k=8", error_decay=1.0),
+    "two rounds of 2 bits": LocalSettings(period=PERIOD, compression="levels2:scale_block=8"),
+    "of 1 bit, all workers": LocalSettings(period=PERIOD, compression="levels1:scale_block=8", hierarchical=False),
+    "fragments": LocalSettings(period=PERIOD, compression="levels2:scale_block=8", fragments=2),
+    "sparse": SparseSettings(period=PERIOD, compression="topk:k=8", error_decay=1.0),
 }
 
 
@@ -235,3 +237,13 @@ def test_a_failed_exchange_keeps_the_residuals():
 def test_settings_that_do_not_fit(options, words):
     with pytest.raises(ConfigError, match=words):
         LocalSettings(**options)
+
+
+def test_the_server_chooses_how_often_a_fragment_is_exchanged():
+    """Of a whole model a period has as many rounds as fragments; there is time for the delay."""
+    settings = LocalSettings(period=0, fragments=4, delay=2)
+    assert settings.schedule().period == 3
+    assert settings.at(None, 10).period == 40 and settings.at(None, 10).schedule().period == 10
+    assert settings.at(None, 1).schedule().period == 3
+    ramped = LocalSettings(period=64, fragments=4, warm_share=0.1)
+    assert [ramped.at(p).schedule().period for p in (0.0, 0.03, 0.1)] == [1, 4, 16]

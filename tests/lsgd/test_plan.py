@@ -205,6 +205,20 @@ def test_a_period_given_alone_brings_its_local_period(period: str, local_period:
     assert rows["algorithm.local_period"] == derived
 
 
+@pytest.mark.parametrize("name", ["leader", "local"])
+def test_auto_is_a_period_wherever_a_plan_is_written(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(f'[algorithm]\nname = "{name}"\nperiod = "auto"')
+    by_flag = read(None, {}, {"algorithm": name, "period": "auto"})
+    by_file = read(path, {}, {})
+    plan = read(None, {"LSGD_PERIOD": "auto", "LSGD_ALGORITHM": name}, {}).plan
+    assert plan == by_flag.plan == by_file.plan == Plan.from_json(plan.to_json())
+    assert plan.algorithm.period == 0 and plan.loss_window == (16 if name == "leader" else 1)  # type: ignore[attr-defined]
+    assert ("algorithm.period", '"auto"', f"the plan {path}") in by_file.rows()
+    path.write_text(plan.to_toml())
+    assert 'period = "auto"' in path.read_text() and read(path, {}, {}).plan == plan
+
+
 def test_settings_that_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match="period = 64 is not a multiple of local_period = 48"):
         read(None, {}, {"local_period": 48})

@@ -24,6 +24,7 @@ class Sample:
     share: float = setting(0.5, "a share", low=0, high=1)
     any_number: float = setting(0.0, "any number")
     at_least: int = setting(3, "no upper end", low=3)
+    often: int = setting(4, "one that the servers may choose", low=1, high=10, auto=True)
     flag: bool = setting(False, "a flag")
     kind: str = setting("average", "a choice", choices=("average", "keep"))
     text: str = setting("", "free text")
@@ -87,6 +88,9 @@ def test_a_codec_is_named_with_its_parameters() -> None:
         ("count", 3, 3),
         ("count", "3", 3),
         ("count", 10, 10),
+        ("often", "auto", 0),
+        ("often", 0, 0),
+        ("often", "3", 3),
         ("share", 1, 1.0),
         ("share", "1e-3", 0.001),
         ("any_number", -1e300, -1e300),
@@ -118,6 +122,10 @@ def test_right_values(name: str, value: object, result: object) -> None:
         ("count", [3], "count = [3] is not a whole number"),
         ("count", 11, "count = 11 is not in 0 … 10"),
         ("count", "-1", "count = '-1' is not in 0 … 10"),
+        ("often", "0", "often = '0' is not in auto | 1 … 10"),
+        ("often", False, "often = False is not a whole number, or auto"),
+        ("often", "Auto", "often = 'Auto' is not a whole number, or auto"),
+        ("count", "auto", "count = 'auto' is not a whole number"),
         ("at_least", 2, "at_least = 2 is not at least 3"),
         ("share", "half", "share = 'half' is not a number"),
         ("share", math.nan, "share = nan is not a number"),
@@ -142,6 +150,7 @@ def test_wrong_values_say_where_what_and_what_is_right(name: str, value: object,
     [
         ("count", "0 … 10"),
         ("at_least", "at least 3"),
+        ("often", "auto | 1 … 10"),
         ("any_number", ""),
         ("flag", ""),
         ("kind", "average | keep"),

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
+from lsgd.algorithms.common import EXCHANGE_SHARE, least_period
 from lsgd.client.control.identity import versions
 from lsgd.client.control.network import Interface, interface_towards
 from lsgd.client.groups.connections import Connections
@@ -48,8 +49,6 @@ REDUCE_NUMEL = 1 << 18
 PING_COUNT, PING_NBYTES = 20, 4
 CLOCK_WARNING_S = 1.0
 MIN_DESCRIPTORS = 1024
-EXCHANGE_SHARE = 0.05
-"""Share of the time that exchanges may take at the suggested period."""
 
 _PING, _DATA = b"p", b"d"
 
@@ -295,7 +294,7 @@ def _first_line(error: Exception) -> str:
 
 def suggested_period(transfer_s: float, step_s: float) -> int:
     """Return the least power of two of iterations between exchanges that keeps these below :data:`EXCHANGE_SHARE`."""
-    return int(2 ** max(0, math.ceil(math.log2(transfer_s / step_s / EXCHANGE_SHARE))))
+    return 1 << (least_period(transfer_s, step_s, EXCHANGE_SHARE) - 1).bit_length()
 
 
 def _measure(group: TorchGroup, target: int) -> Link:

@@ -56,14 +56,15 @@ def ask(address: str, message: Operator, keys: ConnectorKeys | None = None) -> d
 
 
 def view(status: dict[str, Any]) -> Group:
-    """Return a status for people: two lines, and a table of the workers."""
+    """Return a status for people: three lines, and a table of the workers."""
     limit = f" of {status['iterations']}" if status["iterations"] else ""
     rate = status["count"] / status["seconds"] if status["seconds"] else 0.0
     lines = Text(
         f"run {status['run']}, {status['algorithm']}: {status['state']}, {status['reason']}\n"
         f"{status['count']}{limit} iterations in {status['seconds']:.1f} s ({rate:.1f} a second), "
         f"{status['rounds_global']} global and {status['rounds_local']} local rounds, "
-        f"generation {status['generation']}"
+        f"generation {status['generation']}\n"
+        f"period {status['period']}: {status['period_reason']}"
     )
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     table.add_column("worker", no_wrap=True)

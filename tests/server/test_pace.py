@@ -1,0 +1,260 @@
+"""The period of each stretch: the plan's, its ramps at both ends of a run, and one that measured times ask for."""
+
+import json
+from typing import Any
+
+import pytest
+from torch import nn, optim
+
+from lsgd.algorithms.common import Periodic, least_period, ramp
+from lsgd.algorithms.elastic import ElasticSettings
+from lsgd.algorithms.leader import LeaderSettings
+from lsgd.algorithms.local import LocalSettings
+from lsgd.collectives.simulation import SimulatedGroup, SimulatedWorker, simulate
+from lsgd.errors import ConfigError
+from lsgd.plan.plan import Phase as PlanPhase
+from lsgd.plan.plan import Plan
+from lsgd.plan.run import RunSettings
+from lsgd.server.coordinator import Coordinator
+from lsgd.server.memento import capture, restore
+from lsgd.server.pace import MOST_PERIOD
+from lsgd.server.report import report
+
+from .helpers import Bench, make_plan, started
+
+PAIR = ("00", "10")
+
+
+class Timed:
+    """A run of two workers on two nodes, whose steps and rounds take as long as the test says.
+
+    Attributes:
+        periods: of all stretches, the one that has begun included.
+    """
+
+    def __init__(self, settings: Periodic, **run: Any) -> None:
+        self.bench = started(*PAIR, plan=make_plan(algorithm=settings, workers=2, **run))
+        self.step_s, self.round_s = 0.01, 0.1
+        self.periods = [self.bench.state.course.schedule.period]
+        self.said: list[str] = []
+
+    def stretch(self) -> int:
+        """Make the steps up to the next global round, and that round; return the period from there."""
+        bench = self.bench
+        for _ in range(self.periods[-1]):
+            bench.now += self.step_s
+            bench.ask_all(*PAIR)
+            self.said += [str(note) for note in bench.notes if note.code.startswith("period")]
+            while (order := bench.member("00").round) is not None and order.round.scope == "local":
+                for place in PAIR:
+                    bench.complete_all(place)
+        assert bench.round(*PAIR).scope == "global"
+        bench.now += self.round_s
+        bench.complete_all(*PAIR)
+        settings = json.loads(bench.book.elections and bench.state.course.to_json())
+        assert settings["period"] == bench.state.course.schedule.period
+        self.periods.append(settings["period"])
+        return self.periods[-1]
+
+    def stretches(self, number: int) -> int:
+        for _ in range(number):
+            self.stretch()
+        return self.periods[-1]
+
+
+# -- the ramps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("progress", "shares", "period"),
+    [
+        (None, (0.5, 0.5), 48),
+        (0.0, (0.0, 0.0), 48),
+        (0.0, (0.1, 0.0), 1),
+        (0.05, (0.1, 0.0), 16),  # half of 48, down to a power of two
+        (0.0999, (0.1, 0.0), 32),
+        (0.1, (0.1, 0.0), 48),
+        (0.89, (0.1, 0.1), 48),
+        (0.95, (0.0, 0.1), 16),
+        (1.0, (0.0, 0.1), 1),
+    ],
+)
+def test_the_ramps(progress: float | None, shares: tuple[float, float], period: int) -> None:
+    assert ramp(48, progress, *shares) == period
+    assert LocalSettings(period=48, warm_share=shares[0], closing_share=shares[1]).at(progress).period == period
+
+
+def test_a_ramp_gives_each_power_of_two_as_many_rounds() -> None:
+    steps, periods, step = 10_000, [], 0
+    while step < steps:
+        periods.append(ramp(64, step / steps, 0.1, 0.0))
+        step += periods[-1]
+    counts = [periods.count(p) for p in (1, 2, 4, 8, 16, 32)]
+    assert counts == pytest.approx([32, 16, 16, 16, 16, 16], abs=1)  # below 2 there is nothing but 1
+    assert periods == sorted(periods)
+
+
+def test_servers_and_simulated_workers_follow_the_same_ramps() -> None:
+    settings = LocalSettings(period=16, warm_share=0.2, closing_share=0.2)
+    timed = Timed(settings, iterations=2 * 200)
+    while sum(timed.periods) < 200:
+        timed.stretch()
+
+    def member(group: SimulatedGroup) -> list[int]:
+        model = nn.Linear(2, 1)
+        worker = SimulatedWorker.of_model(group, settings, model, optim.SGD(model.parameters()), steps=200)
+        rounds = []
+        average = worker.algorithm.before_forward
+
+        def noted(parameters: Any, members: Any, order: Any) -> None:
+            rounds.extend([worker.steps] * (order is not None))
+            average(parameters, members, order)
+
+        worker.algorithm.before_forward = noted  # type: ignore[method-assign]
+        for _ in range(200):
+            worker.step(lambda: sum(p.square().sum() for p in model.parameters()))
+        return rounds
+
+    begins = [sum(timed.periods[:n]) for n in range(len(timed.periods))]
+    assert simulate((1, 1), member) == [begins, begins]
+    assert timed.periods[0] == timed.periods[-1] == 1 and max(timed.periods) == 16
+    assert timed.said[0] == "period 2: the run begins with short periods"
+    assert "period 16: as planned" in timed.said
+    assert "period 8: the run ends with short periods" in timed.said
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        make_plan(algorithm=LocalSettings(period=8, warm_share=0.5, closing_share=0.5), workers=2),
+        Plan(
+            RunSettings(workers=2, iterations=100),
+            (PlanPhase(LocalSettings(period=8, warm_share=0.5), 50), PlanPhase(LocalSettings(period=8))),
+        ),
+    ],
+    ids=["no end", "phases"],
+)
+def test_a_run_without_an_end_or_with_phases_has_no_ramps(plan: Plan) -> None:
+    bench = started(*PAIR, plan=plan)
+    assert bench.state.course.schedule.period == 8
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_the_leaders_periods_are_always_valid(delay: int) -> None:
+    settings = LeaderSettings(period=60, local_period=20, delay=delay, warm_share=0.5)
+    for step in range(100):
+        schedule = settings.at(step / 100).schedule()  # its constructor refuses what is not valid
+        assert delay < schedule.local_period <= 20
+    assert [settings.at(x).schedule()[:2] for x in (0.3, 0.5)] == [(40, 20), (60, 20)]
+    assert settings.at(0.0).schedule()[:2] == (delay + 1, delay + 1)  # and no local rounds
+
+
+# -- auto ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_period_keeps_exchanges_below_the_share() -> None:
+    assert [least_period(*case) for case in ((1.2, 0.05, 0.05), (0.0, 1.0, 0.05), (1e-9, 1.0, 0.5))] == [480, 1, 1]
+
+
+def test_auto_follows_a_link_that_changes_and_says_why() -> None:
+    timed = Timed(ElasticSettings(period=0, exchange_share=0.25))
+    assert timed.periods == [1]
+    assert timed.stretches(8) == 40  # 0.1 s, over a quarter of steps of 0.01 s
+    assert timed.periods == [1, 1, 2, 4, 8, 16, 32, 40, 40]
+    assert timed.said[-1] == "period 40: a round takes 0.1 s, a step 0.01 s"
+
+    timed.round_s *= 10.0
+    assert timed.stretches(2) == 40  # one late round changes nothing, as two do not yet count
+    assert timed.stretches(6) == 400
+    assert all(b <= 2 * a for a, b in zip(timed.periods, timed.periods[1:], strict=False))
+
+    timed.round_s *= 0.001
+    assert timed.stretches(14) == 1
+
+    shown = json.loads(report(timed.bench.state, timed.bench.now))
+    assert (shown["period"], shown["period_reason"]) == (1, "a round takes 0.001 s, a step 0.01 s")
+
+
+def test_auto_stays_where_it_is_while_times_scatter() -> None:
+    timed = Timed(LocalSettings(period=0, exchange_share=0.25))
+    timed.stretches(8)
+    for n in range(20):
+        timed.round_s = 0.1 * (0.85, 1.15, 1.0, 8.0)[n % 4]  # each fourth is out of line
+        timed.stretch()
+    assert set(timed.periods[-20:]) == {40}
+
+
+def test_auto_is_bounded_and_has_the_ramps_of_the_run() -> None:
+    timed = Timed(LocalSettings(period=0, exchange_share=0.05))
+    timed.round_s, timed.step_s = 600.0, 0.0
+    timed.bench.coordinator.change({"period": "auto"})
+    assert timed.stretches(12) == MOST_PERIOD
+    ramped = Timed(LocalSettings(period=0, closing_share=0.5, exchange_share=0.25), iterations=2 * 400)
+    while sum(ramped.periods) < 400:
+        ramped.stretch()
+    assert max(ramped.periods) == 40 and ramped.periods[-1] == 1
+
+
+def test_a_plan_that_changes_to_auto_and_back() -> None:
+    timed = Timed(LeaderSettings(period=4, local_period=2, exchange_share=0.25))
+    timed.stretch()
+    timed.bench.coordinator.change({"period": "auto"})
+    assert timed.stretches(2) == 16  # from the period that was planned
+    timed.bench.coordinator.change({"period": "4"})
+    assert timed.stretch() == 4
+
+
+def test_rounds_that_are_made_again_and_first_ones_are_not_timed() -> None:
+    timed = Timed(LocalSettings(period=0, exchange_share=0.25))
+    bench = timed.bench
+    for _ in range(3):
+        bench.ask_all(*PAIR)
+        order = bench.round(*PAIR)
+        bench.now += 50.0
+        bench.fail("00", order.id)
+        for place in PAIR:
+            bench.ask(place, same=True, dropped=order.id)
+        bench.now += 70.0
+        bench.complete_all(*PAIR)
+    assert bench.state.course.pace.to_json()["rounds_s"] == []
+    assert timed.stretches(9) in (40, 41)  # the clock's digits
+
+
+def test_another_phase_is_timed_anew() -> None:
+    phases = (PlanPhase(LocalSettings(period=0, exchange_share=0.25), 200), PlanPhase(ElasticSettings(period=0)))
+    bench = started(*PAIR, plan=Plan(RunSettings(workers=2), phases))
+    for _ in range(100):
+        bench.now += 0.01
+        bench.ask_all(*PAIR)
+        if bench.member("00").round is not None:
+            bench.now += 0.1
+            bench.complete_all(*PAIR)
+    course = bench.state.course
+    assert (course.algorithm.name, course.schedule.period, course.why.code) == ("elastic", 1, "unmeasured")
+
+
+def test_a_server_that_is_started_again_goes_on_with_what_was_measured() -> None:
+    timed = Timed(LocalSettings(period=0, exchange_share=0.25))
+    timed.stretches(8)
+    bench: Bench = timed.bench
+    saved = json.loads(json.dumps(capture(bench.state, bench.now)))
+    bench.coordinator = Coordinator(restore(saved, 5000.0))
+    bench.now = 5000.0
+    course = bench.state.course
+    assert (course.schedule.period, course.why) == (40, "a round takes 0.1 s, a step 0.01 s")
+    bench.ask_all(*PAIR)  # nothing was granted: the next global round comes at once
+    bench.complete_all(*PAIR)
+    assert course.schedule.period == 40
+    timed.round_s = 0.2
+    assert timed.stretches(3) == 80
+
+
+# -- the setting ---------------------------------------------------------------------------------------------------
+
+
+def test_simulated_workers_refuse_auto() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=r"simulated workers have no network .*: set a period"):
+        simulate(
+            (1,), lambda g: SimulatedWorker.of_model(g, LocalSettings(period=0), model, optim.SGD(model.parameters()))
+        )
