@@ -19,7 +19,7 @@ from lsgd.client.checkpoint.file import DamagedError, Packed, pack, read, sweep,
 from lsgd.client.checkpoint.finite import FiniteCheck, in_words
 from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, runs
 from lsgd.client.loader import ShardLoader
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, NonFiniteError
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
 from lsgd.settings import AlgorithmSettings
@@ -189,9 +189,16 @@ class Checkpoints:
             return None
         return checkpoint_path(self.folder, found[0].run, found[0].iterations, self._about["worker"])
 
-    def non_finite(self) -> str:
-        """Return in words which values of the model are not finite; an empty text: all are."""
-        return in_words(self.finite.broken())
+    def non_finite_error(self) -> NonFiniteError | None:
+        """Return the error of a run whose model is not finite at its end; None: it is."""
+        if not (values := in_words(self.finite.broken())):
+            return None
+        last = self.last()
+        return NonFiniteError(
+            f"the model at the end of the run is not finite: {values}; lower the learning rate (on a resume, after "
+            f"Worker.join, since a checkpoint has its own; with worker.schedule, each group's initial_lr), and "
+            + (f"go on from {last} with lsgd launch --resume (RESUME=1)" if last else "begin a new run")
+        )
 
     def take(self, count: int, algorithm: Algorithm, losses: Sequence[float], done: int) -> Snapshot | None:
         """Copy the state as it is now, to be written by :meth:`save`; None if it is not finite, or has no place.
@@ -244,7 +251,7 @@ class Checkpoints:
 
     def _check_finite(self, count: int) -> bool:
         """Return whether the model is finite, and say once that it is not."""
-        words = self.non_finite()
+        words = in_words(self.finite.broken())
         if words and self._is_finite:
             last = self.last()
             logger.warning(

@@ -5,6 +5,7 @@ import logging
 from lsgd.client.control.channel import Expected
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.grants import Grants
+from lsgd.client.iteration.progress import Progress
 from lsgd.client.iteration.tally import Tally
 from lsgd.errors import ExchangeError, JoinError, ServerLostError
 from lsgd.protocol.messages import Go, Pause, Paused, Request, Stop
@@ -23,23 +24,24 @@ class Asking:
         tally: what it has done, which every request says.
 
     Attributes:
-        progress: share of the run that is made, as of the last answer.
+        progress: share of the run that is made.
         stopped: the run has ended.
     """
 
     def __init__(self, membership: Membership, tally: Tally) -> None:
-        self.progress = 0.0
+        self.progress = Progress(membership.plan.run, membership.welcome.world_size, lambda: tally.done)
         self.stopped = False
         self._channel = membership.channel
         self._who = (membership.join.worker, membership.join.incarnation)
         self._tally = tally
         self._grants = Grants(membership.plan.run.lookahead)
         self._ahead: Expected | None = None  # the answer to the request for more
+        self._said = 0  # iterations that it has made, as of the last request
 
     def next(self) -> bool:
         """Take the next of the iterations that were granted ahead; return False if there is none."""
         if self._ahead is not None and (go := self._ahead.answered) is not None:
-            self.progress = go.progress
+            self.progress.answered(go.progress, self._said)
             self._grants.take(go)
             self._forget_ahead()
         if self._channel.recalled():
@@ -67,10 +69,11 @@ class Asking:
     def take(self, answer: Go | Stop) -> bool:
         """Take in an answer whose round is done; return whether it grants an iteration: else the run has ended."""
         if isinstance(answer, Stop):
-            self.stopped, self.progress = True, 1.0
+            self.stopped = True
+            self.progress.answered(1.0, self._said)
             logger.info("%s stops after %d iterations: %s", self._who[0], self._tally.done, answer.reason)
             return False
-        self.progress = answer.progress
+        self.progress.answered(answer.progress, self._said)
         return self._grants.take(answer)
 
     def ask_ahead(self) -> None:
@@ -112,5 +115,6 @@ class Asking:
 
     def _make_request(self, seq: int, *, ahead: bool = False) -> Request:
         tally = self._tally
+        self._said = tally.done
         loss = None if ahead else tally.losses.mean()  # it is looked at in rounds only
         return Request(*self._who, seq, tally.done, tally.committed, tally.dropped, loss, ahead)

@@ -9,6 +9,7 @@ import torch
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.asking import Asking
+from lsgd.client.iteration.progress import Schedules
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.client.iteration.tally import Tally
@@ -40,6 +41,7 @@ class Steps:
         tally: what it has done.
         asking: its requests.
         rounds: its part in them.
+        schedules: of the optimizers' learning rates.
         useful: in this step an optimizer was called, or gradients were added up in ``no_sync()``.
     """
 
@@ -47,6 +49,7 @@ class Steps:
         self.tally = Tally(membership.plan.loss_window, checkpoints.losses)
         self.asking = Asking(membership, self.tally)
         self.rounds = Rounds(membership, replica, checkpoints, self.tally, self.asking)
+        self.schedules = Schedules(self.asking.progress, membership.plan.run, replica.optimizers)
         self._name = membership.join.worker
         self._replica = replica
         self._granted = False  # an iteration may be made that has not been made yet
@@ -71,6 +74,7 @@ class Steps:
         self._begun = self._has_next()
         self.rounds.arm(begun=self._begun)
         if self._begun:
+            self.schedules.follow()
             self.tally.spend("compute")
         return self._begun
 
