@@ -168,7 +168,7 @@ class VisionDigits(Digits):
     name = "vit"
     steps = 2048
     evaluate_every = 64
-    target_loss = 0.4
+    target_loss = 0.3
     learning_rate = 2e-3
     warmup = 1 / 32
     noise = 0.2

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from benchmarks.methods import ALONE, ONE_MACHINE, ONE_MACHINE_SAMPLES
 from benchmarks.report.plots import COLORS
@@ -39,9 +39,7 @@ def _draw(rows: Rows, task: str, period: int, workers: int, path: Path) -> None:
         color, style = COLORS[index % len(COLORS)], STYLES[index // len(COLORS) % len(STYLES)]
         _draw_method(axes, [row for row in rows if row["method"] == method], method, color, style)
     axes.axhline(TASKS[task].target_loss, color="black", linewidth=0.8)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter())  # "3" rather than a power of ten
-    axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
+    _scale_losses(axes)
     axes.set_xlabel("steps of a worker")
     axes.set_ylabel("test loss of the average of all models, median and range over seeds")
     axes.set_title(f"{task}, {workers} workers, period {period}; the line is the target", fontsize=11)
@@ -81,14 +79,23 @@ def draw_bytes(rows: Rows, task: str, workers: int, path: Path) -> None:
     for method in [method for method in LEVELS if method in losses]:
         color, style = LEVELS[method]
         level = statistics.median(loss for points in losses[method].values() for _, loss in points)
-        axes.axhline(level, color=color, linestyle=style, linewidth=1.2, label=method)
+        axes.axhline(level, color=color, linestyle=style, linewidth=1.2)
+        x, ha, va = (0.99, "right", "top") if method == ONE_MACHINE_SAMPLES else (0.01, "left", "bottom")
+        axes.text(x, level, method, transform=axes.get_yaxis_transform(), ha=ha, va=va, fontsize=8, color=color)
+    axes.margins(y=0.1)
     axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter())
-    axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
+    _scale_losses(axes)
     axes.set_xlabel("bytes that a worker sends in a step, on average; numbers at points are periods")
     axes.set_ylabel("final test loss, median over seeds")
     axes.set_title(f"{task}, {workers} workers; the level lines send nothing", fontsize=11)
     axes.grid(True, which="major", alpha=0.3)
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=90)
+
+
+def _scale_losses(axes: Axes) -> None:
+    """Let the losses have a logarithmic axis with plain numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
+    for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        set_formatter(StrMethodFormatter("{x:g}"))
