@@ -58,7 +58,8 @@ with Worker.join(model, optimizer) as worker:
     assert worker.run_dir is not None
     path = worker.run_dir / worker.name.replace("/", "-")
     loader = plain_loader() if options.same_data else worker.loader(data, batch_size=16)
-    worker.schedule(optimizer, "linear")
+    if worker.plan.run.iterations or worker.plan.run.seconds:
+        worker.schedule(optimizer, "linear")
     with path.with_suffix(".steps").open("w", buffering=1) as steps:
         broken = False
         while not worker.stopped and not broken:
