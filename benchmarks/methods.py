@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+from torch import nn
+
 from benchmarks.baselines import joining
 from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.algorithms.bytegrad import ByteGradSettings
@@ -55,7 +57,10 @@ BASELINES = tuple(name for name in joining.BASELINES if name != ALONE)
 """Names of the baselines that communicate."""
 
 ONE_MACHINE = "one-machine"
-"""The name of a single worker that has all data."""
+"""The name of a single worker that has all data, and makes the steps of one worker."""
+
+ONE_MACHINE_SAMPLES = "one-machine-samples"
+"""The same with as many steps as all workers make together, and so as many samples."""
 
 SAME_MESSAGES = (
     *("leader-strong", "leader-progress", "leader-probe", "leader-probe-strong", "leader-loss"),
@@ -63,7 +68,7 @@ SAME_MESSAGES = (
 )
 """Methods whose messages are those of ``leader`` or ``local``; they differ in what is learned, or how often."""
 
-ALL = (ONE_MACHINE, ALONE, *BASELINES, *OURS)
+ALL = (ONE_MACHINE, ONE_MACHINE_SAMPLES, ALONE, *BASELINES, *OURS)
 """Names of all methods, in the order of tables."""
 
 PERIODIC = frozenset(name for name, settings in OURS.items() if not settings(64).schedule().lockstep) | {
@@ -73,3 +78,29 @@ PERIODIC = frozenset(name for name, settings in OURS.items() if not settings(64)
     "hivemind",
 }
 """Methods that have a period; all others exchange in every step."""
+
+
+def sent_nbytes(method: str, period: int, model: nn.Module, workers: int) -> float | None:
+    """Return the bytes that a worker sends per step, on average, by formula; None for a method without one."""
+    numel = sum(p.numel() for p in model.parameters())
+    if method in (ONE_MACHINE, ONE_MACHINE_SAMPLES, ALONE):
+        return 0.0
+    if method in OURS:
+        return OURS[method](period or 1).sent_nbytes(numel, workers)
+    ring = 2 * (workers - 1) / workers
+    if method.startswith("ddp-powersgd"):
+        return ring * 4 * _powersgd_numel(model, rank=int(method.removeprefix("ddp-powersgd")))
+    element_nbytes = {"ddp": 4.0, "ddp-float16": 2.0}
+    if method in ("post-local-sgd", "torchft-local-sgd", "torchft-diloco"):
+        return ring * 4 * numel / period
+    return ring * element_nbytes[method] * numel if method in element_nbytes else None
+
+
+def _powersgd_numel(model: nn.Module, rank: int) -> int:
+    """Return the numbers that PowerSGD sends: two factors of each matrix of which they are at most half."""
+    sent = 0
+    for parameter in model.parameters():
+        rows = parameter.shape[0]
+        factors = rank * (rows + parameter.numel() // rows)
+        sent += factors if parameter.ndim > 1 and 2 * factors < parameter.numel() else parameter.numel()
+    return sent

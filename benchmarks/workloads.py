@@ -2,11 +2,12 @@
 
 - :class:`Digits` (W1): handwritten digits, a small convolutional network with batch-norm.
 - :class:`Bytes` (W2): the next byte of the standard library's own sources, a transformer of 0.25 million parameters.
+- :class:`Text`, :class:`TextFull`, :class:`VisionDigits`, :class:`SkewedDigits`: tasks in which exchanging is worth
+  something, since one worker sees too few samples; their learning rate warms up and decays.
 - :class:`TimedMLP` (W3): 25 million parameters, whose layers take a set time beside what they compute.
 - :class:`WideDigits` (W4): the digits of W1 for an MLP of 5 million parameters: real compute, and many bytes.
 """
 
-import math
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -17,6 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from benchmarks.transformers import Transformer, VisionTransformer
+from lsgd.learning_rate import factor
+
+DECAY = 0.2
+"""Share of the run, its end, in which the learning rate of tasks with a warm-up falls to 0."""
 
 SHARDS = ("dealt", "fixed", "skewed")
 """Whose images a worker has: dealt anew in each epoch, as ``Worker.loader`` does; dealt once; dealt once by label."""
@@ -41,11 +48,11 @@ class Task:
         name: what the command line calls it.
         steps: of each worker, in a full run.
         evaluate_every: steps between two evaluations.
-        target_loss: on the test data; four workers of DistributedDataParallel reach it after a third to a half of
-            ``steps``.
+        target_loss: on the test data; workers of DistributedDataParallel reach it before their last step.
         batch_size: of each worker.
         learning_rate: chosen with DistributedDataParallel.
         shards: of :data:`SHARDS`.
+        warmup: share of the run in which the learning rate rises; None: it is constant, and does not decay either.
     """
 
     name: ClassVar[str]
@@ -55,6 +62,13 @@ class Task:
     batch_size: ClassVar[int]
     learning_rate: float
     shards: str = "dealt"
+    warmup: ClassVar[float | None] = None
+
+    def set_learning_rate(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
+        """Set the learning rate of a step that is made when this share of the run is."""
+        times = 1.0 if self.warmup is None else factor("wsd", progress, self.warmup, DECAY)
+        for group in optimizer.param_groups:
+            group["lr"] = self.learning_rate * times
 
     def model(self) -> nn.Module:
         """Return a new model, from torch's random numbers."""
@@ -151,6 +165,44 @@ class Digits(Task):
         return self._test
 
 
+class SkewedDigits(Digits):
+    """The digits, of which each worker has some labels only."""
+
+    name = "skewed"
+    shards = "skewed"
+    warmup = 1 / 16
+
+
+class VisionDigits(Digits):
+    """The digits for a small vision transformer, each image moved by a pixel at random, and with noise."""
+
+    name = "vit"
+    steps = 2048
+    evaluate_every = 64
+    target_loss = 0.3
+    learning_rate = 2e-3
+    warmup = 1 / 32
+    noise = 0.2
+
+    def model(self) -> nn.Module:
+        """Return the transformer, of 26,000 parameters."""
+        return VisionTransformer(width=32, layers=2, heads=4, side=8, patch=2, classes=10)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.05)
+
+    def batches(self, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what the digits yield, moved and with noise."""
+        generator = torch.Generator().manual_seed(seed * workers + rank)
+        pixels = torch.arange(8)
+        for x, y in super().batches(rank, workers, seed):
+            rows, columns = torch.randint(3, (2, len(y), 1), generator=generator) + pixels
+            each = torch.arange(len(y))[:, None, None]
+            moved = functional.pad(x, (1, 1, 1, 1))[each, 0, rows[:, :, None], columns[:, None]].unsqueeze(1)
+            yield moved + self.noise * torch.randn(x.shape, generator=generator), y
+
+
 class WideDigits(Digits):
     """The digits for an MLP with two hidden layers of ``width``; all of its compute is real."""
 
@@ -222,6 +274,32 @@ def evenly(text: Tensor, count: int, context: int) -> tuple[Tensor, Tensor]:
     return windows(text, torch.linspace(0, len(text) - context - 2, count).long(), context)
 
 
+class Text(Bytes):
+    """:class:`Bytes` in longer windows, for a transformer of 0.12 million parameters."""
+
+    name = "text"
+    target_loss = 1.95
+    warmup = 1 / 16
+    context = 128
+    width, layers = 64, 2
+
+    def model(self) -> nn.Module:
+        """Return the transformer."""
+        return Transformer(self.width, self.layers, heads=4, context=self.context)
+
+
+class TextFull(Text):
+    """:class:`Text` with a transformer of a million parameters, for four times the steps, with 32 windows in each."""
+
+    name = "text-full"
+    steps = 4096
+    evaluate_every = 128
+    target_loss = 1.5
+    batch_size = 32
+    warmup = 1 / 64
+    width, layers = 160, 3
+
+
 def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Return bytes and the bytes that follow them, each int64 of shape (windows, context)."""
     places = starts[:, None] + torch.arange(context + 1)
@@ -229,53 +307,7 @@ def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
     return found[:, :-1], found[:, 1:]
 
 
-class Transformer(nn.Module):
-    """A decoder of bytes, with tied embeddings (GPT-2's blocks, without dropout)."""
-
-    def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(256, width)
-        self.places = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-        for block in self.blocks:  # the sum of the residuals keeps its size
-            assert isinstance(block, Block)
-            for last in (block.mix, block.shrink):
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits of the next bytes, shape (windows, context, 256), for bytes (windows, context)."""
-        y = self.bytes(x) + self.places.weight[: x.shape[1]]
-        for block in self.blocks:
-            y = block(y)
-        return functional.linear(self.norm(y), self.bytes.weight)
-
-
-class Block(nn.Module):
-    """Causal attention and a two-layer perceptron, each after a norm and beside a residual."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_attention, self.norm_perceptron = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.project = nn.Linear(width, 3 * width)
-        self.mix = nn.Linear(width, width)
-        self.widen, self.shrink = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, of the shape of its input (windows, context, width)."""
-        projected = self.project(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = projected.permute(2, 0, 3, 1, 4)  # each (windows, heads, context, width of a head)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.mix(attended.transpose(1, 2).flatten(-2))
-        x = x + self.shrink(functional.gelu(self.widen(self.norm_perceptron(x))))
-        return x
-
-
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, Bytes)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Text, VisionDigits, SkewedDigits, TextFull, Digits, Bytes)}
 """What is learned, by name."""
 
 # -- a wide model that is only sent --------------------------------------------------------------------------------

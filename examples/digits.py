@@ -41,8 +41,7 @@ def main() -> None:
     model = network().to(home)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with Worker.join(model, optimizer) as worker:
-        # By the run's progress, not by this worker's steps: workers make different numbers of them.
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 - worker.progress)
+        worker.schedule(optimizer, "linear")
         loader = worker.loader(train, batch_size=64)
         images, labels = (x.to(home) for x in train[:128])  # the same on every worker, for election = "probe"
         worker.probe(lambda: nn.functional.cross_entropy(model(images), labels))
@@ -53,7 +52,6 @@ def main() -> None:
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
-                    schedule.step()
                     worker.report(loss)
                     progress.show(loss)
         if worker.rank == 0:

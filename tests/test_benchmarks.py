@@ -1,26 +1,18 @@
 """The benchmarks run, and their figures are possible ones; what the figures are is for docs/performance."""
 
-import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from benchmarks import tables
-from benchmarks.convergence import tables as convergence_tables
 from benchmarks.endtoend.tables import table_of
 from benchmarks.mixing import measure, mixing
 from benchmarks.network import tables as network_tables
-from benchmarks.workloads import SHARDS, Digits
-
-from .integration.running import until
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 240
@@ -77,32 +69,6 @@ def test_overlap_is_within_what_is_possible(tmp_path: Path) -> None:
         assert result["step_s"] > result["load"] * result["link_by_arithmetic_s"]
         assert result["link_s"] > 0.8 * result["link_by_arithmetic_s"]
         assert result["ceiling"] <= 1.0
-
-
-def test_shards_are_dealt_as_the_task_says() -> None:
-    def epochs(shards: str, count: int) -> list[list[Tensor]]:
-        """Return the images of two workers in some epochs."""
-        digits = Digits()
-        digits.shards = shards
-        workers = [digits.batches(rank, 2, seed=0) for rank in range(2)]
-        per_epoch = 1437 // 2 // digits.batch_size
-        return [
-            [torch.cat([x for x, _ in islice(each, per_epoch)]).flatten(1) for each in workers] for _ in range(count)
-        ]
-
-    def seen(images: list[Tensor]) -> set[tuple[float, ...]]:
-        return {tuple(image.tolist()) for each in images for image in each}
-
-    for shards in SHARDS:
-        for one, other in epochs(shards, 2):
-            assert not seen([one]) & seen([other])
-    every = len(seen([Digits().train_data[0].flatten(1)]))
-    assert len(seen([one for one, _ in epochs("dealt", 8)])) > 0.95 * every
-    assert len(seen([one for one, _ in epochs("fixed", 8)])) < 0.52 * every
-    skewed = Digits()
-    skewed.shards = "skewed"
-    labels = [{int(y) for _, ys in islice(skewed.batches(rank, 2, seed=0), 40) for y in ys} for rank in range(2)]
-    assert labels[0] <= set(range(6)) and labels[1] <= set(range(4, 10))
 
 
 @pytest.mark.parametrize("peers", ["exponential", "shift_one"])
@@ -218,48 +184,6 @@ def test_the_table_of_endtoend_has_medians_and_ratios_only_where_both_reached_th
     ]
 
 
-@slow
-def test_convergence_trains_simulated_workers_as_real_ones_of_a_baseline(tmp_path: Path) -> None:
-    pictures = tmp_path / "pictures"
-    smallest = ("--steps", "40", "--plots", str(pictures), "--methods", "ddp", "allreduce", "leader")
-    results = {r["method"]: r for r in quick("convergence", tmp_path, *smallest)["results"]}
-    for result in results.values():
-        assert [step for step, _, _ in result["curve"]] == [8, 16, 24, 32, 40]
-        assert result["final_loss"] < 2.0, "nothing was learned: ten equal guesses have a loss of 2.3"
-    losses = {method: result["final_loss"] for method, result in results.items()}
-    assert math.isclose(losses["allreduce"], losses["ddp"], rel_tol=0.1), "they differ in batch-norm's averages only"
-    assert not math.isclose(losses["leader"], losses["allreduce"], rel_tol=1e-3)
-    assert [picture.name for picture in pictures.iterdir()] == ["convergence-digits-16.png"]
-
-
-@slow
-def test_convergence_wants_steps_up_to_the_first_test() -> None:
-    command = [sys.executable, "-m", "benchmarks.convergence", "--tasks", "digits", "--steps", "7"]
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert refused.returncode == 2
-    assert "--steps must be at least 8, when the average is first tested, not 7" in refused.stderr
-
-
-@slow
-def test_a_killed_convergence_leaves_no_process_of_a_baseline() -> None:
-    steps = f"--steps={10**9 + os.getpid()}"  # marks its processes
-    command = [sys.executable, "-m", "benchmarks.convergence", "--quick", steps, "--methods", "ddp"]
-
-    def ranks() -> list[bytes]:
-        said = []
-        for process in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):  # it has ended
-                said.append(process.read_bytes())
-        return [line for line in said if b"convergence.baseline" in line and steps.encode() in line]
-
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as benchmark:
-        try:
-            until(lambda: len(ranks()) == 4, "four processes train", DEADLINE_S / 2)
-        finally:
-            benchmark.kill()
-    until(lambda: not ranks(), "they have ended", DEADLINE_S / 2)
-
-
 def test_a_ratio_of_step_times_is_the_median_of_those_within_a_turn() -> None:
     common = {"nodes": 2, "link": "100mbit", "compute_s": 0.1, "wait_s": 0.02, "sent_nbytes": 2.1e6}
     steps_s = {"ddp": (1.0, 2.0, 4.0), "leader": (0.5, 0.5, 0.4)}  # ratios of a turn: 2, 4, 10
@@ -298,29 +222,6 @@ def test_the_fastest_baseline_is_that_of_the_same_link_and_number_of_nodes() -> 
         "| 100mbit | 2 | post-local-sgd | 300.0 | 200.0 | 1.50 |  |  |",
         "| 100mbit | 3 | ddp | 8000.0 | 250.0 | 32.00 | 160.0 | 50.00 |",
     ]
-
-
-def test_the_time_to_a_target_is_steps_times_the_time_of_a_step_of_the_same_period() -> None:
-    def trained(method: str, period: int, seed: int, steps: int | None, accuracy: float) -> dict:
-        common = {"task": "digits", "method": method, "period": period, "seed": seed}
-        return {**common, "steps_to_target": steps, "final_accuracy": accuracy}
-
-    rows = [
-        *(trained("ddp", 0, 0, 100, 0.98), trained("ddp", 0, 1, 300, 0.98)),
-        *(trained("leader", 16, 0, 110, 0.97), trained("leader", 16, 1, None, 0.98)),
-        trained("leader", 64, 0, 120, 0.96),
-    ]
-    measured = [("ddp", 4, 0.5), ("leader", 4, 0.1), ("leader", 2, 0.05)]
-    results = [{"method": m, "link": "100mbit", "nodes": nodes, "step_s": s} for m, nodes, s in measured]
-    network = {"settings": {"period": 16}, "results": results}
-    assert convergence_tables.tables(rows, network, "100mbit", 4).splitlines()[-3:] == [
-        "| ddp |  | 200 ± 141 | 2 of 2 | 1.00 | 0.9800 ± 0.0000 |  | 500.0 | 100.0 | 1.00 |",
-        "| leader | 16 | 110 | 1 of 2 | 1.10 | 0.9750 ± 0.0071 | -0.50 ± 0.71 | 100.0 | 11.0 | 4.55 |",
-        "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |  |  |  |",
-    ]
-    assert convergence_tables.tables(rows, None, "", 4).splitlines()[-1] == (
-        "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |"
-    )
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors",
     "lazy output payload registry election settings flat probe",
+    "learning_rate",
     "protocol",
     "kernels",
     "codecs",

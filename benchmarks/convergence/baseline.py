@@ -48,6 +48,7 @@ def main() -> NoReturn:
     evaluation = Evaluation(task, model, average, tests=given.rank == 0)
     with joined(given, model, optimizer, task.batch_size, given.port) as (wrapped, stepped):
         for step, (x, y) in zip(range(given.steps), batches, strict=False):
+            task.set_learning_rate(optimizer, (step + 0.5) / given.steps)
             stepped.zero_grad()
             task.loss(wrapped, x, y).backward()
             stepped.step()

@@ -20,11 +20,15 @@ class Evaluation:
         model: this worker's, which stays as it is.
         average: replaces a tensor by its mean over all workers; called by all.
         tests: this worker is the one that tests.
+        or_own: test this worker's model too, and keep the better of the two: for workers that never exchange.
     """
 
-    def __init__(self, task: Task, model: nn.Module, average: Callable[[Tensor], None], *, tests: bool) -> None:
+    def __init__(
+        self, task: Task, model: nn.Module, average: Callable[[Tensor], None], *, tests: bool, or_own: bool = False
+    ) -> None:
         self.curve: list[Point] = []
         self._task, self._model, self._average, self._tests = task, model, average, tests
+        self._or_own = or_own
         self._mean = task.model()
 
     @torch.no_grad()
@@ -41,4 +45,6 @@ class Evaluation:
         for mean, part in zip(means, flat.split([x.numel() for x in own]), strict=True):
             mean.copy_(part.view(mean.shape))
         score = self._task.test(self._mean)
+        if self._or_own:
+            score = min(score, self._task.test(self._model), key=lambda found: found.loss)
         self.curve.append((step, score.loss, score.accuracy))

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,18 +12,17 @@ from functools import partial
 import torch
 
 from benchmarks.convergence.evaluation import Evaluation, Point
-from benchmarks.methods import ALONE, ONE_MACHINE, OURS
+from benchmarks.methods import ALONE, ONE_MACHINE, ONE_MACHINE_SAMPLES, OURS, sent_nbytes
 from benchmarks.testbed.launch import await_all, free_port, start
 from benchmarks.workloads import TASKS, Task
 from lsgd.algorithms.local import LocalSettings
 from lsgd.collectives.simulation import SimulatedGroup, SimulatedWorker, simulate, steps_at
 from lsgd.settings import AlgorithmSettings
 
-WORKERS = 4
 NEVER = 1 << 30  # a period that no run reaches
 DIGITS = 5  # of a curve's points
-LAST_SHARE = 8  # the final accuracy is the mean over the last eighth of the tests
-DEADLINE_S, SIMULATED_WITHIN_S = 3600.0, 600.0
+LAST_SHARE = 8  # of the tests, over which a task with a constant learning rate takes the mean of the final ones
+DEADLINE_S, SIMULATED_WITHIN_S = 4 * 3600.0, 600.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class Training:
     shards: str = "dealt"
     fastest: float = 1.0
 
+    def __str__(self) -> str:
+        rate = "" if self.learning_rate_times == 1 else f", learning rate times {self.learning_rate_times:g}"
+        return f"{self.task}, seed {self.seed}, {self.method}, period {self.period}{rate}"
+
     def make_task(self) -> Task:
         """Return the task, with this learning rate."""
         task = TASKS[self.task]()
@@ -60,31 +64,45 @@ class Result:
 
     Args:
         steps_to_target: of a worker; None if the target was never reached.
-        final_loss: mean over the last tests, as is ``final_accuracy``.
+        final_loss: of the last test, as is ``final_accuracy``; the mean over the last eighth of them where the learning
+            rate does not decay.
+        sent_nbytes: by a worker in a step, on average, by formula; None: unknown.
+        compute_s: processor time of a step of one worker; None: not measured.
         curve: (step, loss, accuracy) of each test.
     """
 
     steps_to_target: int | None
     final_loss: float
     final_accuracy: float
+    sent_nbytes: float | None
+    compute_s: float | None
     curve: Sequence[Point]
 
     def __str__(self) -> str:
-        return f"{self.steps_to_target} steps to the target, accuracy {self.final_accuracy:.4f}"
+        last = f"loss {self.final_loss:.4f}, accuracy {self.final_accuracy:.4f}"
+        return f"{self.steps_to_target} steps to the target, {last}"
 
 
 def train(
-    task: Task, settings: AlgorithmSettings, steps: int, seed: int, workers: int = WORKERS, fastest: float = 1.0
-) -> Sequence[Point]:
-    """Train simulated workers, each on a node of its own and with its share of the data; return the curve.
+    task: Task,
+    settings: AlgorithmSettings,
+    steps: int,
+    seed: int,
+    workers: int,
+    *,
+    fastest: float = 1.0,
+    or_own: bool = False,
+) -> tuple[Sequence[Point], float]:
+    """Train simulated workers, each on a node of its own and with its share of the data.
 
-    Steps are those of the mean worker.
+    Returns:
+        The curve, in steps of the mean worker, and the processor seconds of a step of the first worker.
     """
     torch.manual_seed(seed)
     start = task.model().state_dict()
     mean = (fastest + workers - 1) / workers
 
-    def member(group: SimulatedGroup) -> Sequence[Point]:
+    def member(group: SimulatedGroup) -> tuple[Sequence[Point], float]:
         speed = (1.0 if group.rank else fastest) / mean
         model = task.model()
         model.load_state_dict(start)
@@ -93,19 +111,23 @@ def train(
         worker = SimulatedWorker.of_model(
             group, settings, model, optimizer, steps=steps, run=run, probe=probe, speed=speed
         )
-        evaluation = Evaluation(task, model, worker.average, tests=group.rank == 0)
+        evaluation = Evaluation(task, model, worker.average, tests=group.rank == 0, or_own=or_own)
+        compute_s, own_steps = 0.0, int(steps * speed)
         batches = task.batches(group.rank, group.size, seed)
         every, own_every = task.evaluate_every, steps_at(speed, task.evaluate_every)
-        for step, (x, y) in zip(range(1, int(steps * speed) + 1), batches, strict=False):
+        for step, (x, y) in zip(range(1, own_steps + 1), batches, strict=False):
+            task.set_learning_rate(worker.optimizer, (step - 0.5) / own_steps)
+            began_s = time.thread_time()
             worker.step(partial(task.loss, model, x, y))
+            compute_s += time.thread_time() - began_s
             if step % own_every == 0:
                 evaluation.after(step // own_every * every)
-        return evaluation.curve
+        return evaluation.curve, compute_s / own_steps
 
     return simulate((1,) * workers, member, timeout_s=SIMULATED_WITHIN_S)[0]
 
 
-def run_baseline(training: Training, task: Task, steps: int, python: str) -> Sequence[Point]:
+def run_baseline(training: Training, task: Task, steps: int, workers: int, python: str) -> Sequence[Point]:
     """Train the workers of a baseline, real processes, and return the curve.
 
     Raises:
@@ -128,31 +150,34 @@ def run_baseline(training: Training, task: Task, steps: int, python: str) -> Seq
         "benchmarks.convergence.baseline",
         *flags,
         "--addresses",
-        *["127.0.0.1"] * WORKERS,
+        *["127.0.0.1"] * workers,
     ]
-    processes = [start([*command, f"--rank={rank}"]) for rank in range(WORKERS)]
+    processes = [start([*command, f"--rank={rank}"]) for rank in range(workers)]
     said = await_all(processes, f"{training.method} on {training.task}", DEADLINE_S)
     return [(int(step), loss, accuracy) for step, loss, accuracy in json.loads(said[0].splitlines()[-1])]
 
 
-def run(training: Training, python: str) -> Result:
+def run(training: Training, workers: int, python: str) -> Result:
     """Train with one method and one seed."""
-    task = training.make_task()
+    task, method, seed = training.make_task(), training.method, training.seed
     steps = training.steps or task.steps
-    if training.method in (ONE_MACHINE, ALONE):
-        workers = 1 if training.method == ONE_MACHINE else WORKERS
-        curve = train(task, LocalSettings(period=NEVER), steps, training.seed, workers, training.fastest)
-    elif training.method in OURS:
-        settings = OURS[training.method](training.period or 1)
-        curve = train(task, settings, steps, training.seed, fastest=training.fastest)
+    compute_s: float | None = None
+    if method in (ONE_MACHINE, ONE_MACHINE_SAMPLES):
+        steps *= workers if method == ONE_MACHINE_SAMPLES else 1
+        curve, compute_s = train(task, LocalSettings(period=NEVER), steps, seed, 1)
+    elif method == ALONE or method in OURS:
+        settings = LocalSettings(period=NEVER) if method == ALONE else OURS[method](training.period or 1)
+        alone, fastest = method == ALONE, training.fastest
+        curve, compute_s = train(task, settings, steps, seed, workers, fastest=fastest, or_own=alone)
     else:
-        curve = run_baseline(training, task, steps, python)
+        curve = run_baseline(training, task, steps, workers, python)
     reached = next((step for step, loss, _ in curve if loss <= task.target_loss), None)
-    last = curve[-max(1, len(curve) // LAST_SHARE) :]
+    last = curve[-max(1, len(curve) // LAST_SHARE) :] if task.warmup is None else curve[-1:]
     loss = sum(loss for _, loss, _ in last) / len(last)
     accuracy = sum(accuracy for _, _, accuracy in last) / len(last)
     short = [(step, round(loss, DIGITS), round(accuracy, DIGITS)) for step, loss, accuracy in curve]
-    return Result(reached, loss, accuracy, short)
+    nbytes = sent_nbytes(method, training.period, task.model(), workers)
+    return Result(reached, loss, accuracy, nbytes, compute_s, short)
 
 
 def prepare() -> None:

@@ -1,5 +1,6 @@
 """The tables of benchmarks/convergence, made from its results and those of benchmarks/network."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,19 +8,21 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.methods import ALL, PERIODIC
-from benchmarks.report.tables import spread, table
+from benchmarks.report.tables import number, spread, table
 
-REFERENCE = "ddp"
+REFERENCES = ("ddp", "allreduce")  # the first that was run; simulated, the second is exactly the first
 COLUMNS = (
     *("method", "period", "steps to the target", "reached it", "over DDP's"),
     *("final accuracy", "points over DDP's"),
 )
+COLUMNS_OF_LOSS = ("method", "period", "learning rate times", "final loss", "over DDP's", "kB a step", "DDP's over it")
+LINKS_MBIT = {"1 Gbit": 1000, "100 Mbit": 100, "10 Mbit": 10}
 COLUMNS_OF_TIME = ("ms a step", "s to the target", "DDP's over it")
 Rows = Sequence[Mapping[str, Any]]
 
 
 def tables(rows: Rows, network: Mapping[str, Any] | None, link: str, workers: int) -> str:
-    """Return a table for each task, with a line for each method and period.
+    """Return two tables for each task, with a line for each method and period: steps, then losses and bytes.
 
     Args:
         rows: the results.
@@ -28,7 +31,9 @@ def tables(rows: Rows, network: Mapping[str, Any] | None, link: str, workers: in
         workers: how many there are.
     """
     tasks = dict.fromkeys(row["task"] for row in rows)
-    return "\n\n".join(f"**{task}**\n\n{task_table(rows, task, network, link, workers)}" for task in tasks)
+    return "\n\n".join(
+        f"**{task}**\n\n{task_table(rows, task, network, link, workers)}\n\n{loss_table(rows, task)}" for task in tasks
+    )
 
 
 def task_table(
@@ -40,21 +45,61 @@ def task_table(
     if not here:
         return table(columns, [])
     runs = pd.DataFrame(here)
-    reference = runs[runs["method"] == REFERENCE].set_index("seed")  # runs of equal seed are compared
+    reference_method = _reference(runs)
+    reference = runs[runs["method"] == reference_method].set_index("seed")  # runs of equal seed are compared
     runs["ratio"] = runs["steps_to_target"] / runs["seed"].map(reference["steps_to_target"])
     runs["points"] = (runs["final_accuracy"] - runs["seed"].map(reference["final_accuracy"])) * 100
-    reference_s = _step_s(network, link, workers, REFERENCE, 0)
+    reference_s = _step_s(network, link, workers, reference_method, 0)
     lines = []
     for method, period in sorted({(row["method"], row["period"]) for row in here}, key=_place):
         of_one = runs[(runs["method"] == method) & (runs["period"] == period)]
         found = {
             name: of_one[name].dropna().tolist() for name in ("steps_to_target", "ratio", "final_accuracy", "points")
         }
-        line = [method, str(period or ""), *_steps(method, len(of_one), found)]
+        line = [method, str(period or ""), *_steps(method == reference_method, len(of_one), found)]
         if network:
             line += _times(found, _step_s(network, link, workers, method, period), reference_s)
         lines.append(line)
     return table(columns, lines)
+
+
+def loss_table(rows: Rows, task: str) -> str:
+    """Return the table of a task's losses and bytes, with the seconds to the target on links, which are computed.
+
+    A step takes the processor time of the task, the least that was measured, and then its bytes over the bandwidth.
+    """
+    columns = [*COLUMNS_OF_LOSS, *(f"computed s to the target, {link}" for link in LINKS_MBIT)]
+    here = [row for row in rows if row["task"] == task]
+    if not here:
+        return table(columns, [])
+    runs = pd.DataFrame(here).reindex(columns=[*here[0], *({"sent_nbytes", "compute_s"} - here[0].keys())])
+    reference_method = _reference(runs)
+    reference = runs[runs["method"] == reference_method].set_index("seed")
+    runs["ratio"] = runs["final_loss"] / runs["seed"].map(reference["final_loss"])
+    compute_s, reference_nbytes = runs["compute_s"].min(), reference["sent_nbytes"].median()
+    lines = []
+    for method, period in sorted({(row["method"], row["period"]) for row in here}, key=_place):
+        of_one = runs[(runs["method"] == method) & (runs["period"] == period)]
+        nbytes = of_one["sent_nbytes"].median()
+        steps = of_one["steps_to_target"].mean()
+        seconds = [steps * (compute_s + nbytes * 8 / (mbit * 1e6)) for mbit in LINKS_MBIT.values()]
+        lines.append(
+            [
+                method,
+                str(period or ""),
+                " or ".join(f"{times:g}" for times in sorted(set(of_one["learning_rate_times"]))),
+                spread(of_one["final_loss"].tolist(), ".4f"),
+                "1.000" if method == reference_method else spread(of_one["ratio"].dropna().tolist(), ".3f"),
+                number(nbytes / 1e3, ".2f"),
+                number(reference_nbytes / nbytes if nbytes else math.nan, ".0f"),
+                *(number(value, ".1f", "never" if math.isnan(steps) else "") for value in seconds),
+            ]
+        )
+    return table(columns, lines)
+
+
+def _reference(runs: pd.DataFrame) -> str:
+    return next((method for method in REFERENCES if (runs["method"] == method).any()), REFERENCES[0])
 
 
 def _place(line: tuple[str, int]) -> tuple[int, int]:
@@ -71,9 +116,8 @@ def _step_s(network: Mapping[str, Any] | None, link: str, workers: int, method: 
     return statistics.median(found) if found else None
 
 
-def _steps(method: str, runs: int, found: Mapping[str, list[float]]) -> Sequence[str]:
+def _steps(is_reference: bool, runs: int, found: Mapping[str, list[float]]) -> Sequence[str]:
     """Return the cells that need no network; ``found`` has the numbers of those runs that have them."""
-    is_reference = method == REFERENCE
     return (
         spread(found["steps_to_target"], ".0f") or "never",
         f"{len(found['steps_to_target'])} of {runs}",

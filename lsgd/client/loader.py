@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -147,6 +147,28 @@ def peek(batches: Iterator[T]) -> tuple[list[T], Iterator[T]]:
     """Return the first of the batches in a list, empty if there is none, and an iterator over all of them."""
     first = list(islice(batches, 1))
     return first, chain(first, batches)
+
+
+class FirstData:
+    """Lets the servers compare what the workers begin with, where it is not sharded here.
+
+    Args:
+        tell: takes the digest of the first batch.
+    """
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self._tell: Callable[[str], object] | None = tell
+
+    def of(self, loader: Iterable[T], world_size: int) -> Iterator[T]:
+        """Iterate a loader; before the first iteration, tell the digest of data that we do not shard."""
+        source = iter(loader)
+        if self._tell is not None and not isinstance(loader, ShardLoader):
+            tell, self._tell = self._tell, None
+            warn_if_unsharded(loader, world_size)
+            first, source = peek(source)
+            if found := digest(first):
+                tell(found)
+        return source
 
 
 def warn_if_unsharded(loader: object, world_size: int) -> None:

@@ -18,7 +18,8 @@ from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS
 from lsgd.client.control.identity import identify
-from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers
+from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
+from lsgd.client.iteration.progress import Schedule
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.steps import Steps
 from lsgd.client.iteration.tally import Timings
@@ -68,8 +69,9 @@ class Worker:
         self._membership = membership
         self._channel = membership.channel
         self._replica = replica
-        self._steps, self._checkpoints = steps, checkpoints
-        self._has_announced, self._open = False, True
+        self._steps, self._checkpoints, self._open = steps, checkpoints, True
+        join = membership.join
+        self._data = loaders.FirstData(lambda digest: self._channel.send(Data(join.worker, join.incarnation, digest)))
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     @classmethod
@@ -137,8 +139,8 @@ class Worker:
 
     @property
     def progress(self) -> float:
-        """Share of the whole run that is made, 0 to 1, as of the last answer: for learning-rate schedules."""
-        return self._steps.asking.progress
+        """Share of the whole run that is made, 0 to 1: for schedules of your own (:meth:`schedule` has some)."""
+        return self._steps.asking.progress.share()
 
     @property
     def stopped(self) -> bool:
@@ -231,7 +233,7 @@ class Worker:
         self._check_open()
         self._steps.close_step()
         left = loaders.length(loader)
-        source = self._announced(loader)
+        source = self._data.of(loader, self.world_size)
         try:
             while self.begin_step():
                 try:
@@ -283,6 +285,30 @@ class Worker:
         if loss is not None:
             self.report(loss)
         return self._steps.end()
+
+    def schedule(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        kind: str = "wsd",
+        *,
+        warmup: float = 0.0,
+        decay: float = 0.2,
+    ) -> None:
+        """Set the learning rates before each iteration from now on, as the run's progress says.
+
+        That of a parameter group is its base rate times :func:`lsgd.learning_rate.factor`. The base is the rate at the
+        first call; the group keeps it as ``initial_lr``, and so do checkpoints.
+
+        Args:
+            optimizer: the one that was joined, or several, perhaps wrapped.
+            kind: ``wsd`` (constant, at last linear to 0), ``cosine`` or ``linear``, each after the warm-up.
+            warmup: share of the run in which the rate rises from 0.
+            decay: share of the run in which it falls with ``wsd``.
+
+        Raises:
+            ConfigError: an argument is wrong, or the plan has no end.
+        """
+        self._steps.schedules.add(unwrapped(optimizer), Schedule(kind, warmup, decay))
 
     def report(self, loss: Tensor | float) -> None:
         """Take in the loss of a batch: the mean of the last ones counts in elections. Never waits for a GPU."""
@@ -373,8 +399,8 @@ class Worker:
         self._end(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
         if isinstance(error, ServerLostError | EvictedError | NoConsensusError):
             self._exit(error)
-        if error is None and self.stopped and (non_finite := self._checkpoints.non_finite_error()):
-            self._exit(non_finite)
+        if error is None and self.stopped and (broken := self._checkpoints.non_finite_error()):
+            self._exit(broken)
 
     def _exit(self, error: ServerLostError | EvictedError | NoConsensusError | NonFiniteError) -> NoReturn:
         logger.error("%s ends with exit code %d: %s", self.name, error.exit_code, error)
@@ -384,18 +410,6 @@ class Worker:
         if not self._open:
             where = "batches(), begin_step() and status() belong inside the with block of Worker.join, before leave()"
             raise LsgdError(f"{self.name} has left the run; {where}")
-
-    def _announced(self, loader: Iterable[T]) -> Iterator[T]:
-        """Iterate a loader; before the first iteration the servers compare data that we do not shard."""
-        source = iter(loader)
-        if not self._has_announced and not isinstance(loader, loaders.ShardLoader):
-            self._has_announced = True
-            loaders.warn_if_unsharded(loader, self.world_size)
-            first, source = loaders.peek(source)
-            if digest := loaders.digest(first):
-                join = self._membership.join
-                self._channel.send(Data(join.worker, join.incarnation, digest))
-        return source
 
 
 def _leave_at_exit(me: "weakref.ref[Worker]") -> None:

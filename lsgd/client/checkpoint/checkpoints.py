@@ -189,18 +189,14 @@ class Checkpoints:
             return None
         return checkpoint_path(self.folder, found[0].run, found[0].iterations, self._about["worker"])
 
-    def non_finite(self) -> str:
-        """Return in words which values of the model are not finite; an empty text: all are."""
-        return in_words(self.finite.broken())
-
     def non_finite_error(self) -> NonFiniteError | None:
-        """Return the error of a run whose model is not finite at its end; None if all is well."""
-        if not (values := self.non_finite()):
+        """Return the error of a run whose model is not finite at its end; None: it is."""
+        if not (values := in_words(self.finite.broken())):
             return None
         last = self.last()
         return NonFiniteError(
             f"the model at the end of the run is not finite: {values}; lower the learning rate (on a resume, after "
-            f"Worker.join, since a checkpoint has its own), and "
+            f"Worker.join, since a checkpoint has its own; with worker.schedule, each group's initial_lr), and "
             + (f"go on from {last} with lsgd launch --resume (RESUME=1)" if last else "begin a new run")
         )
 
@@ -255,7 +251,7 @@ class Checkpoints:
 
     def _check_finite(self, count: int) -> bool:
         """Return whether the model is finite, and say once that it is not."""
-        words = self.non_finite()
+        words = in_words(self.finite.broken())
         if words and self._is_finite:
             last = self.last()
             logger.warning(

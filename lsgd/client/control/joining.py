@@ -136,14 +136,23 @@ def _join_at(
     return Membership(identity, device, channel, join, welcome, plan)
 
 
-def torch_optimizers(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
+def unwrapped(given: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers that a worker was given: one or several, each perhaps inside wrappers.
+
+    Raises:
+        ConfigError: one is something else.
+    """
+    several = isinstance(given, Iterable) and not hasattr(given, "optimizer")
+    return [_unwrapped(x) for x in (given if several else [given])]
+
+
+def torch_optimizers(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that a worker joins with, as :func:`unwrapped` does.
 
     Raises:
         ConfigError: there is none, one is something else, or has a parameter that is not the model's.
     """
-    several = isinstance(given, Iterable) and not hasattr(given, "optimizer")
-    optimizers = [_unwrapped(x) for x in (given if several else [given])]
+    optimizers = unwrapped(given)
     if not optimizers:
         raise ConfigError("Worker.join was given no optimizer, so nothing would be trained; pass a list of one or more")
     known = {id(p) for p in model.parameters()}
@@ -165,7 +174,7 @@ def _unwrapped(given: Any) -> torch.optim.Optimizer:
     if not isinstance(inner, torch.optim.Optimizer):
         kind = type(given)
         raise ConfigError(
-            f"Worker.join takes a torch.optim.Optimizer, or a wrapper with one in its attribute `optimizer`, and not a "
+            f"a worker takes a torch.optim.Optimizer, or a wrapper with one in its attribute `optimizer`, and not a "
             f"{kind.__module__}.{kind.__qualname__}; pass the optimizer of torch that it steps"
         )
     return inner

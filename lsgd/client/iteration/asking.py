@@ -5,6 +5,7 @@ import logging
 from lsgd.client.control.channel import Expected
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.grants import Grants
+from lsgd.client.iteration.progress import Progress
 from lsgd.client.iteration.standing import Standing
 from lsgd.client.iteration.tally import Tally
 from lsgd.errors import ExchangeError, JoinError, ServerLostError
@@ -25,12 +26,12 @@ class Asking:
         standing: its loss, which requests that may open a round say.
 
     Attributes:
-        progress: share of the run that is made, as of the last answer.
+        progress: share of the run that is made.
         stopped: the run has ended, for this worker at least.
     """
 
     def __init__(self, membership: Membership, tally: Tally, standing: Standing) -> None:
-        self.progress = 0.0
+        self.progress = Progress(membership.plan.run, membership.welcome.world_size, lambda: tally.done)
         self.stopped = False
         self._channel = membership.channel
         self._who = (membership.join.worker, membership.join.incarnation)
@@ -39,11 +40,12 @@ class Asking:
         self._grants = Grants(membership.plan.run.lookahead)
         self._ahead: Expected | None = None  # the answer to the request for more
         self._last = False  # what is asked for is a round, and no iteration
+        self._said = 0  # iterations that it has made, as of the last request
 
     def next(self) -> bool:
         """Take the next of the iterations that were granted ahead; return False if there is none."""
         if self._ahead is not None and (go := self._ahead.answered) is not None:
-            self.progress = go.progress
+            self.progress.answered(go.progress, self._said)
             self._grants.take(go)
             self._forget_ahead()
         if self._channel.recalled():
@@ -72,10 +74,11 @@ class Asking:
     def take(self, answer: Go | Stop) -> bool:
         """Take in an answer whose round is done; return whether it grants an iteration: else the run has ended."""
         if isinstance(answer, Stop):
-            self.stopped, self.progress = True, 1.0
+            self.stopped = True
+            self.progress.answered(1.0, self._said)
             logger.info("%s stops after %d iterations: %s", self._who[0], self._tally.done, answer.reason)
             return False
-        self.progress = answer.progress
+        self.progress.answered(answer.progress, self._said)
         return self._grants.take(answer)
 
     def want_only_round(self) -> None:
@@ -124,5 +127,6 @@ class Asking:
 
     def _make_request(self, seq: int, *, ahead: bool = False) -> Request:
         tally = self._tally
+        self._said = tally.done
         loss = None if ahead else self._standing.loss()  # it is looked at in rounds only
         return Request(*self._who, seq, tally.done, tally.committed, tally.dropped, loss, ahead, self._last)

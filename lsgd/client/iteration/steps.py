@@ -9,6 +9,7 @@ import torch
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.asking import Asking
+from lsgd.client.iteration.progress import Schedules
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.client.iteration.standing import Standing
@@ -42,6 +43,7 @@ class Steps:
         standing: its loss in elections.
         asking: its requests.
         rounds: its part in them.
+        schedules: of the optimizers' learning rates.
         useful: in this step an optimizer was called, or gradients were added up in ``no_sync()``.
     """
 
@@ -50,6 +52,7 @@ class Steps:
         self.standing = Standing(membership, replica, self.tally, resumed=checkpoints.iterations > 0)
         self.asking = Asking(membership, self.tally, self.standing)
         self.rounds = Rounds(membership, replica, checkpoints, self.tally, self.standing, self.asking)
+        self.schedules = Schedules(self.asking.progress, membership.plan.run, replica.optimizers)
         self._name = membership.join.worker
         self._replica = replica
         self._granted = False  # an iteration may be made that has not been made yet
@@ -75,6 +78,7 @@ class Steps:
         self._begun = self._has_next()
         self.rounds.arm(begun=self._begun)
         if self._begun:
+            self.schedules.follow()
             self.tally.spend("compute")
         return self._begun
 

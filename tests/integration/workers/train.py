@@ -58,7 +58,8 @@ with Worker.join(model, optimizer) as worker:
     assert worker.run_dir is not None
     path = worker.run_dir / worker.name.replace("/", "-")
     loader = plain_loader() if options.same_data else worker.loader(data, batch_size=16)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 - 0.9 * worker.progress)
+    if worker.plan.run.iterations or worker.plan.run.seconds:
+        worker.schedule(optimizer, "linear")
     with path.with_suffix(".steps").open("w", buffering=1) as steps:
         broken = False
         while not worker.stopped and not broken:
@@ -73,9 +74,8 @@ with Worker.join(model, optimizer) as worker:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                schedule.step()
                 times.append(time.monotonic())
-                rates.append(schedule.get_last_lr()[0])
+                rates.append(optimizer.param_groups[0]["lr"])
                 steps.write(f"{iteration}\n")
                 worker.report(float("nan") if options.nan else loss)
                 if iteration == options.fail_at:

@@ -1,0 +1,138 @@
+"""The share of a run that is made, between the servers' answers too, and the learning rates that follow it."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lsgd import learning_rate
+from lsgd.errors import ConfigError
+from lsgd.plan.run import RunSettings
+
+MEMORY = 0.9
+"""Weight of what was known of this worker's share before the last answer."""
+
+
+EQUAL_FOR = 8.0
+"""As if so many iterations had been an equal share, before the first answers."""
+
+
+class Progress:
+    """The share of the run that is made, 0 to 1, as this worker knows it.
+
+    Answers say it exactly, and may come for many iterations at once. In between, each iteration of this worker counts
+    for as much as in the past (for an equal share, before the first answers), and so does time in a plan that ends by
+    time. What runs ahead of the answers waits for them. Only the run itself goes back, to a checkpoint: then an answer
+    is below the one before.
+
+    Args:
+        run: has the plan's end.
+        world_size: workers at the start.
+        done: returns the iterations that this worker has made.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self, run: RunSettings, world_size: int, done: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run = run
+        self._done = done
+        self._clock = clock
+        self._answer: float | None = None  # the last, and when it was
+        self._answer_done, self._answer_s = 0, 0.0
+        self._highest = 0.0  # of all that was told
+        # So many iterations of this worker were that share of the run; the older ones count less.
+        self._iterations = EQUAL_FOR
+        self._share = EQUAL_FOR * world_size / run.iterations if run.iterations else 0.0
+
+    def answered(self, answer: float, done: int) -> None:
+        """Take in the share of the run that an answer says, as of a request that said ``done`` own iterations."""
+        if self._answer is not None:
+            if answer < self._answer:
+                self._highest = answer
+            elif done > self._answer_done:
+                self._iterations = MEMORY * self._iterations + done - self._answer_done
+                self._share = MEMORY * self._share + answer - self._answer
+        self._answer, self._answer_done, self._answer_s = answer, done, self._clock()
+
+    def share(self, ahead: float = 0.0) -> float:
+        """Return it as of so many iterations of this worker from now: 0.5 is the middle of the one that comes."""
+        if self._answer is None:
+            return 0.0
+        made = self._done() - self._answer_done + ahead
+        by_count = made * self._share / self._iterations if self._run.iterations else 0.0
+        by_time = (self._clock() - self._answer_s) / self._run.seconds if self._run.seconds else 0.0
+        self._highest = max(self._highest, min(1.0, self._answer + max(by_count, by_time)))
+        return self._highest
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning rate that follows the run: see :func:`lsgd.learning_rate.factor` for what the arguments mean.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+
+    kind: str
+    warmup: float
+    decay: float
+
+    def __post_init__(self) -> None:
+        learning_rate.check(self.kind, self.warmup, self.decay)
+
+    def set(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
+        """Set the learning rate of each parameter group: its base, which the group keeps, times the factor."""
+        factor = learning_rate.factor(self.kind, progress, self.warmup, self.decay)
+        for group in optimizer.param_groups:
+            rate = group["lr"]
+            base = group.setdefault("initial_lr", float(rate))
+            if isinstance(rate, Tensor):  # a step that is compiled or captured reads it from there
+                rate.fill_(float(base) * factor)
+            else:
+                group["lr"] = float(base) * factor
+
+
+class Schedules:
+    """The schedules of a worker's optimizers.
+
+    Args:
+        progress: of the run.
+        run: its settings.
+        optimizers: of the worker.
+    """
+
+    def __init__(self, progress: Progress, run: RunSettings, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._progress = progress
+        self._run = run
+        self._optimizers = list(optimizers)
+        self._schedules: dict[int, Schedule] = {}  # by an optimizer's place
+
+    def add(self, optimizers: Sequence[torch.optim.Optimizer], schedule: Schedule) -> None:
+        """Let the learning rates of some optimizers follow a schedule from now on, in place of an earlier one.
+
+        Raises:
+            ConfigError: the plan has no end, or the worker has not joined with one of the optimizers.
+        """
+        if not self._run.iterations and not self._run.seconds:
+            raise ConfigError(
+                "worker.schedule needs a run with an end, and the plan has neither iterations nor seconds; add "
+                "--iterations or --seconds to lsgd-server --global, or one of them to the plan file"
+            )
+        places = [i for o in optimizers for i, own in enumerate(self._optimizers) if own is o]
+        if len(places) < len(optimizers):
+            raise ConfigError(
+                "worker.schedule was given an optimizer that this worker has not joined with; pass the one, or the "
+                "list, that Worker.join was given"
+            )
+        self._schedules |= dict.fromkeys(places, schedule)
+        self.follow()
+
+    def follow(self) -> None:
+        """Set the learning rates of the iteration that comes."""
+        if self._schedules:
+            progress = self._progress.share(ahead=0.5)
+            for place, schedule in self._schedules.items():
+                schedule.set(self._optimizers[place], progress)

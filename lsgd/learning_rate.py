@@ -1,0 +1,45 @@
+"""Learning rates over a run: factors of the base rate, by the share of the run that is made."""
+
+import math
+
+from lsgd.errors import ConfigError
+from lsgd.settings import nearest
+
+KINDS = ("wsd", "cosine", "linear")
+"""Warm-up, then: constant with a linear decay at the end (warm-up, stable, decay); half a cosine; a line."""
+
+
+def check(kind: str, warmup: float, decay: float) -> None:
+    """Check the arguments of :func:`factor`.
+
+    Raises:
+        ConfigError: one is unknown or out of range.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"no schedule is called {kind!r}; {nearest(kind, KINDS)}")
+    for name, share in (("warmup", warmup), ("decay", decay)):
+        if not 0 <= share < 1:
+            hint = "; for N steps of M, give N / M" if share >= 1 else ""
+            raise ConfigError(f"{name} = {share:g} is not a share of the run, from 0 to less than 1{hint}")
+    if kind == "wsd" and warmup + decay > 1:
+        raise ConfigError(f"warmup = {warmup:g} and decay = {decay:g} are more than the whole run; lower one of them")
+
+
+def factor(kind: str, progress: float, warmup: float, decay: float) -> float:
+    """Return what to multiply the base learning rate by, from 0 to 1.
+
+    It rises in a line from 0 during the warm-up. Then ``wsd`` stays at 1 and falls in a line to 0 in the last part of
+    the run; ``cosine`` falls to 0 as half a cosine (SGDR, arXiv 1608.03983, without restarts); ``linear`` in a line.
+
+    Args:
+        kind: of :data:`KINDS`.
+        progress: share of the run that is made, 0 to 1.
+        warmup: share of the run that is the warm-up.
+        decay: share of the run in which ``wsd`` falls; the others ignore it.
+    """
+    if progress < warmup:
+        return progress / warmup
+    if kind == "wsd":
+        return min(1.0, (1 - progress) / decay) if decay else 1.0
+    after = (progress - warmup) / (1 - warmup)
+    return 1 - after if kind == "linear" else (1 + math.cos(math.pi * after)) / 2

@@ -1,0 +1,101 @@
+"""Learning rates that follow the run: one worker in this process, real servers."""
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lsgd.client import Worker
+from lsgd.client.checkpoint.run_folder import CHECKPOINTS
+from lsgd.errors import ConfigError
+from lsgd.learning_rate import factor
+
+RATE = 0.05
+ITERATIONS = 64
+WHOLE_RUN = ("--workers", "1", "--iterations", str(ITERATIONS), "--period")
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    return model, torch.optim.Adam(model.parameters(), lr=RATE)
+
+
+def train(worker: Worker, model: nn.Module, optimizer: torch.optim.Optimizer, most: int, micro: int = 1) -> list[float]:
+    """Make at most so many iterations of some micro-batches; return the rate that each forward pass has seen."""
+    rates = []
+    for _ in range(most):
+        for last in range(1, micro + 1):
+            if not worker.begin_step():
+                return rates
+            rates.append(optimizer.param_groups[0]["lr"])
+            loss = model(torch.ones(4, 6)).square().mean()
+            loss.backward()
+            worker.status()  # what was asked for before is answered before
+            if last == micro:
+                optimizer.step()
+                optimizer.zero_grad()
+            if not worker.end_step(loss):
+                return rates
+    return rates
+
+
+@pytest.fixture
+def join(cluster, monkeypatch):
+    """Start the servers, and have this process join with a model and its optimizer."""
+    monkeypatch.setenv("LSGD_LOCAL_RANK", "0")
+
+    def start(period: int, *arguments: str):
+        servers = cluster.start(*WHOLE_RUN, str(period), "--local-period", str(period), *arguments)
+        monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+        return servers
+
+    return start
+
+
+@pytest.mark.parametrize("lookahead", [0, 64])
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
+def test_each_iteration_has_the_rate_of_its_place_in_the_run(join, kind: str, lookahead: int) -> None:
+    """Also where answers come for up to 16 iterations at once, a quarter of the period."""
+    join(ITERATIONS, "--lookahead", str(lookahead))
+    model, optimizer = parts()
+    with Worker.join(model, optimizer) as worker:
+        wrapper = SimpleNamespace(optimizer=optimizer)  # as accelerate's
+        worker.schedule(wrapper, kind, warmup=0.25, decay=0.25)
+        rates = train(worker, model, optimizer, ITERATIONS + 1, micro=2)
+        assert worker.stopped and worker.progress == 1.0
+    assert rates[::2] == rates[1::2], "it changed within an iteration"
+    wanted = [RATE * factor(kind, (i + 0.5) / ITERATIONS, 0.25, 0.25) for i in range(ITERATIONS)]
+    assert rates[::2] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_resumed_run_goes_on_from_its_base_rate(join, tmp_path: Path, monkeypatch) -> None:
+    server, locals_ = join(16, "--lookahead", "0", "--checkpoint-every", "1")
+    model, optimizer = parts()
+    with Worker.join(model, optimizer, checkpoint_dir=tmp_path / CHECKPOINTS) as worker:
+        worker.schedule(optimizer, "linear")
+        assert train(worker, model, optimizer, 40)[-1] < 0.5 * RATE
+    for process in (server, *locals_):
+        if process.poll() is None:
+            process.send(signal.SIGKILL)
+        process.wait()
+    monkeypatch.setenv("LSGD_RESUME", str(tmp_path / CHECKPOINTS))
+    join(16, "--lookahead", "0")
+    model, optimizer = parts()
+    with Worker.join(model, optimizer) as worker:
+        assert optimizer.param_groups[0]["lr"] < 0.6 * RATE, "the checkpoint has the rate of its iteration"
+        worker.schedule(optimizer, "linear")
+        rates = train(worker, model, optimizer, ITERATIONS)
+        assert worker.stopped
+    wanted = [RATE * (1 - (i + 0.5) / ITERATIONS) for i in range(ITERATIONS - len(rates), ITERATIONS)]
+    assert len(rates) == ITERATIONS - 32, "it goes on after the last global round"
+    assert rates == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_run_without_an_end_has_no_schedule(here) -> None:
+    model, optimizer = parts()
+    with Worker.join(model, optimizer) as worker, pytest.raises(ConfigError, match="needs a run with an end"):
+        worker.schedule(optimizer, "cosine")
