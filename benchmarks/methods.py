@@ -30,10 +30,12 @@ OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
         period=period, local_period=period, compression="minmax8", delay=period // 2
     ),
     "elastic": lambda period: ElasticSettings(period=period),
-    "local": lambda period: LocalSettings(period=period),
-    "local-warm": lambda period: LocalSettings(period=period, warm_share=RAMP_SHARE),
-    "local-closing": lambda period: LocalSettings(period=period, closing_share=RAMP_SHARE),
-    "local-ramps": lambda period: LocalSettings(period=period, warm_share=RAMP_SHARE, closing_share=RAMP_SHARE),
+    "local": lambda period: LocalSettings(period=period, compression="none"),
+    "local-warm": lambda period: LocalSettings(period=period, compression="none", warm_share=RAMP_SHARE),
+    "local-closing": lambda period: LocalSettings(period=period, compression="none", closing_share=RAMP_SHARE),
+    "local-ramps": lambda period: LocalSettings(
+        period=period, compression="none", warm_share=RAMP_SHARE, closing_share=RAMP_SHARE
+    ),
     "local-8bit": lambda period: LocalSettings(period=period, compression="minmax8"),
     "local-2bit": lambda period: LocalSettings(period=period, compression="levels2"),
     "local-1bit": lambda period: LocalSettings(period=period, compression="levels1"),

@@ -19,6 +19,10 @@ TIME_OF_DAY = {
 FOR_PEOPLE = {
     ("server/daemon.py", "strftime"),  # before each line that a server prints
     ("client/cli/commands.py", "strftime"),  # the name of a run's folder
+    ("client/cli/runs.py", "datetime"),  # when a run began
+    ("client/cli/runs.py", "strftime"),
+    ("server/record.py", "datetime"),  # when a run began
+    ("server/record.py", "now"),
     ("client/cli/doctor.py", "time"),  # compared between two machines
 }
 

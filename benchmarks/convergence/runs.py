@@ -164,9 +164,11 @@ def run(training: Training, workers: int, python: str) -> Result:
     compute_s: float | None = None
     if method in (ONE_MACHINE, ONE_MACHINE_SAMPLES):
         steps *= workers if method == ONE_MACHINE_SAMPLES else 1
-        curve, compute_s = train(task, LocalSettings(period=NEVER), steps, seed, 1)
+        curve, compute_s = train(task, LocalSettings(period=NEVER, compression="none"), steps, seed, 1)
     elif method == ALONE or method in OURS:
-        settings = LocalSettings(period=NEVER) if method == ALONE else OURS[method](training.period or 1)
+        settings = (
+            LocalSettings(period=NEVER, compression="none") if method == ALONE else OURS[method](training.period or 1)
+        )
         alone, fastest = method == ALONE, training.fastest
         curve, compute_s = train(task, settings, steps, seed, workers, fastest=fastest, or_own=alone)
     else:

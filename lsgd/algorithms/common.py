@@ -15,9 +15,9 @@ EXCHANGE_SHARE = 0.05
 """Share of the time that exchanges may take by default."""
 
 
-def period(between: str = "exchanges") -> Any:
-    """Declare a period; at ``auto`` the server chooses it."""
-    return setting(64, f"iterations of a worker, on average, between {between}", low=1, high=1 << 30, auto=True)
+def period(between: str = "exchanges", default: int = 64) -> Any:
+    """Declare a period; at ``auto``, which is 0, the server chooses it."""
+    return setting(default, f"iterations of a worker, on average, between {between}", low=1, high=1 << 30, auto=True)
 
 
 @dataclass(frozen=True, kw_only=True)

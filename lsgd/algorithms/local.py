@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, copy_all
-from lsgd.algorithms.common import Periodic, block, codec, delay, fragments, hierarchical
+from lsgd.algorithms.common import Periodic, block, codec, delay, fragments, hierarchical, period
 from lsgd.codecs import Codec, codec_of
 from lsgd.collectives.background import Background
 from lsgd.collectives.compressed_mean import CompressedMean, sent_nbytes
@@ -36,9 +36,10 @@ class LocalSettings(Periodic):
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "local SGD, models averaged every period (arXiv 1805.09767)"
 
+    period: int = period(default=0)
     outer_lr: float = setting(1.0, "learning rate of the outer step; 1 without momentum: the mean", low=0)
     outer_momentum: float = setting(0.0, "Nesterov momentum of the outer step", low=0, high=1)
-    compression: str = codec("none", "the models' changes")
+    compression: str = codec("levels2", "the models' changes")
     block: int = block()
     error_decay: float = setting(
         1.0, "factor of what rounding has lost when the next exchange adds it; 0: no error feedback", low=0, high=1
@@ -105,8 +106,10 @@ class DiLoCoSettings(LocalSettings):
     name: ClassVar[str] = "diloco"
     summary: ClassVar[str] = "DiLoCo, local SGD with an outer Nesterov step (arXiv 2311.08105)"
 
+    period: int = period()
     outer_lr: float = setting(0.7, "learning rate of the outer step", low=0)
     outer_momentum: float = setting(0.9, "Nesterov momentum of the outer step", low=0, high=1)
+    compression: str = codec("none", "the models' changes")
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class SparseSettings(LocalSettings):
     name: ClassVar[str] = "sparse"
     summary: ClassVar[str] = "SparseLoCo, the largest changes of the models (arXiv 2508.15706)"
 
+    period: int = period()
     compression: str = codec("topk", "the models' changes")
     error_decay: float = setting(
         0.95, "factor of what was not sent when the next exchange adds it; 0: it is dropped", low=0, high=1

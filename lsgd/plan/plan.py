@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lsgd.algorithms import ALGORITHMS
-from lsgd.algorithms.leader import LeaderSettings
+from lsgd.algorithms.local import LocalSettings
 from lsgd.codecs import CODECS
 from lsgd.errors import ConfigError
 from lsgd.plan.run import RunSettings
@@ -35,11 +35,15 @@ OTHER_VARIABLES = frozenset(
 """Variables that are not settings of the plan: the place of a process, its keys, and its checkpoints."""
 
 
+DEFAULT = LocalSettings
+"""The algorithm of a plan that names none. docs/performance/convergence.md has the figures behind the choice."""
+
+
 @dataclass(frozen=True)
 class Phase:
     """A part of the run: its algorithm, and its length in iterations of all workers (0: to the end of the run)."""
 
-    algorithm: AlgorithmSettings = field(default_factory=LeaderSettings)
+    algorithm: AlgorithmSettings = field(default_factory=DEFAULT)
     iterations: int = 0
 
 
@@ -242,9 +246,9 @@ def _phase_tables(table: Mapping[str, Any], origin: str) -> list[Mapping[str, An
 
 
 def _algorithm(sourced: Mapping[str, tuple[Any, str]]) -> AlgorithmSettings:
-    """Return the settings of the algorithm that ``sourced`` names, Leader SGD if it names none."""
+    """Return the settings of the algorithm that ``sourced`` names, the default if it names none."""
     settings = dict(sourced)
-    name, named_by = settings.pop("name", (LeaderSettings.name, "default"))
+    name, named_by = settings.pop("name", (DEFAULT.name, "default"))
     if not isinstance(name, str) or name not in ALGORITHMS:
         raise ConfigError(f"{named_by}: {ALGORITHMS.unknown(name)}")
     algorithm: AlgorithmSettings = _settings(ALGORITHMS[name], settings)
@@ -253,7 +257,7 @@ def _algorithm(sourced: Mapping[str, tuple[Any, str]]) -> AlgorithmSettings:
 
 def _derive_local_period(sourced: dict[str, tuple[Any, str]]) -> None:
     """Where a period is given alone, add the largest local period up to the default that divides it, or itself."""
-    cls = ALGORITHMS.get(str(sourced.get("name", (LeaderSettings.name, ""))[0]))
+    cls = ALGORITHMS.get(str(sourced.get("name", (DEFAULT.name, ""))[0]))
     if cls is None or "period" not in sourced or "local_period" not in fields(cls).keys() - sourced.keys():
         return
     period, default = checked(cls, "period", *sourced["period"]), cls().schedule().local_period

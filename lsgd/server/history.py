@@ -11,6 +11,9 @@ from lsgd.server.roster import Member
 MAX_ELECTIONS = 4096
 """How many of the last rounds the history keeps."""
 
+FIRST_LINES, LINES_EVERY_S = 20, 1.0
+"""So many rounds have a line of their own in the log; later ones at most one for each interval."""
+
 MAX_LOSSES = 64
 """Of how many workers, in rank order, a round of the history keeps the loss; the leader's is always there."""
 
@@ -45,12 +48,13 @@ def election(order: Round, leader: Member, members: Sequence[Member], seconds: f
     return Election(order.id, order.scope, node, leader.worker, order.count, seconds, losses)
 
 
-def line(entry: Election, *, final: bool) -> Reason:
-    """Return the line that tells people of a round."""
+def line(entry: Election, *, final: bool, leads: bool) -> Reason:
+    """Return the line that tells people of a round, and of its leader if anybody takes over what one leads with."""
     where = f" of node{entry.node}" if entry.scope == "local" else " makes the consensus" if final else ""
     loss = entry.losses[entry.worker]
     if loss is not None and not math.isfinite(loss):
         known = "nobody has a finite loss"
     else:
         known = "no loss yet" if loss is None else f"loss {loss:.4g}"
-    return Why.ROUND(scope=entry.scope, id=entry.round, where=where, worker=entry.worker, loss=known, count=entry.count)
+    who = f"leader {entry.worker} ({known})" if leads else f"{known} ({entry.worker})" if loss is not None else known
+    return Why.ROUND(scope=entry.scope, id=entry.round, where=where, who=who, count=entry.count)

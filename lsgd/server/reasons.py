@@ -134,7 +134,7 @@ class Why(enum.Enum):
     BACK = "{worker} is back, and has the run's model"
     STOPPING = "stopping: {reason}"
     CHANGED = "{name} is to be {text}"
-    ROUND = "{scope} round {id}{where}: leader {worker} ({loss}), {count} iterations"
+    ROUND = "{scope} round {id}{where}: {who}, {count} iterations"
     ROUND_FAILS = "round {id} failed: {reason}"
     EVICTED = "{who} {are} evicted from round {id}: the others waited {patience_s:g} s for {them}"
     EVICTED_LINK = "{who} evicted for {wait_s:g} s, the others go on: {reason}; {check}"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from lsgd.protocol.messages import GenerationOver, Round
 from lsgd.server.admission import origin_of
 from lsgd.server.grants import Grants
-from lsgd.server.history import election, line
+from lsgd.server.history import FIRST_LINES, LINES_EVERY_S, election, line
 from lsgd.server.links import connected, pairs_of, told, whole_nodes
 from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import CHECK, Reason, Why, number_of
@@ -34,6 +34,8 @@ class Scheduler:
         self._state = state
         self._grants = grants
         self._final_due_at: float | None = None
+        self._line_at = -math.inf
+        self._said_period = 0
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -143,8 +145,10 @@ class Scheduler:
             self.stop(Why.HOLDERS_LEAVE(count=state.ledger.count))
             self._start_global()
             return
-        if course.schedule.period != before:
-            state.note(Why.PERIOD(period=course.schedule.period, reason=course.why))
+        period = course.schedule.period
+        if period != before and not self._said_period / 2 < period < self._said_period * 2:
+            self._said_period = period
+            state.note(Why.PERIOD(period=period, reason=course.why))
         left = min(limit, course.end) - given
         if left < len(members) and course.schedule.lockstep:
             self.stop(Why.REST_TOO_SMALL(count=state.ledger.count, limit=limit))
@@ -224,8 +228,12 @@ class Scheduler:
         leader.times_leader += 1
         entry = election(order, leader, members, now - state.started_at)
         book.elections.append(entry)
-        if final or not course.schedule.lockstep:  # where every iteration is a round, no line for each
-            state.note(line(entry, final=final))
+        # Rounds of models have lines; those that come one after the other at once have not one each.
+        if final or (
+            not course.schedule.lockstep and (order.id <= FIRST_LINES or now - self._line_at >= LINES_EVERY_S)
+        ):
+            self._line_at = now
+            state.note(line(entry, final=final, leads=state.leads))
         if scope == "local":
             reason = Why.LOCAL_ROUND(id=order.id, members=len(members), node=members[0].join.node)
         else:

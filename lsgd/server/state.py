@@ -101,6 +101,12 @@ class RunState:
         return workers >= self.wanted and (run.workers > 0 or len(self.announced) >= run.nodes)
 
     @property
+    def leads(self) -> bool:
+        """Whether others take over what the elected worker has."""
+        run = self.plan.run
+        return self.course.algorithm.elects or "leader" in (run.consensus, run.buffers)
+
+    @property
     def ends(self) -> bool:
         """Whether the run has a length."""
         return bool(self.plan.run.iterations or self.plan.run.seconds)

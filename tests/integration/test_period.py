@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_a_run_begins_and_ends_with_short_periods_on_all_workers(cluster) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_auto_follows_a_link_that_changes(tmp_path: Path) -> None:
-    plan = {"LSGD_ALGORITHM": "local", "LSGD_PERIOD": "auto", "LSGD_EXCHANGE_SHARE": "0.5", "NUM_WORKERS": "1"}
+    plan = {"LSGD_COMPRESSION": "none", "LSGD_PERIOD": "auto", "LSGD_EXCHANGE_SHARE": "0.5", "NUM_WORKERS": "1"}
     with Testbed(2, rate_mbit=100) as testbed:
 
         def status() -> dict[str, Any]:
@@ -54,4 +55,4 @@ def test_auto_follows_a_link_that_changes(tmp_path: Path) -> None:
         until(lambda: status()["period"] <= 1.5 * fast, f"about {fast} again", 90)
         lsgd(testbed.hosts[0], tmp_path / "keys", "stop")
         outputs = finish(processes)
-    assert f"period {slow['period']}: a round takes " in outputs[0]
+    assert re.search(r"period \d+: a round takes ", outputs[0])

@@ -242,7 +242,7 @@ def test_whoever_does_not_fit_is_refused_and_told_why(cluster) -> None:
             "--width",
             20,
         ),
-        r"a worker of node1 speaks version 99 .*, and the local server of node1 on .* speaks 2 .*; install the same": (
+        r"a worker of node1 speaks version 99 .*, and the local server of node1 on .* speaks 3 .*; install the same": (
             *("--protocol", 99),
         ),
     }

@@ -30,9 +30,8 @@ def fragments_of(numel, count):
 @pytest.mark.parametrize("keep", [0.0, 0.5])
 def test_fragments_and_delay(fragments, delay, keep):
     """Streaming DiLoCo in float64: snapshot at a round, outer step ``delay`` steps later, models mixed."""
-    settings = LocalSettings(
-        period=PERIOD, outer_lr=0.7, outer_momentum=0.5, fragments=fragments, delay=delay, keep=keep
-    )
+    outer = {"outer_lr": 0.7, "outer_momentum": 0.5, "compression": "none"}
+    settings = LocalSettings(period=PERIOD, **outer, fragments=fragments, delay=delay, keep=keep)
     interval = settings.schedule().period
     assert interval == PERIOD // fragments
 
@@ -142,8 +141,8 @@ def whole_residuals(algorithm, *, own):
 @pytest.mark.parametrize(
     ("settings", "members", "verbs"),
     [
-        (LocalSettings(compression="levels2"), 2, {"all_gather"}),
-        (LocalSettings(compression="levels2"), 3, {"all_to_all", "all_gather"}),
+        (LocalSettings(64, compression="levels2"), 2, {"all_gather"}),
+        (LocalSettings(64, compression="levels2"), 3, {"all_to_all", "all_gather"}),
         (SparseSettings(), 5, {"all_gather"}),
         (SparseSettings(), 6, {"all_to_all", "all_gather"}),
     ],
@@ -169,7 +168,7 @@ def test_error_feedback_reaches_what_rounding_cannot(compression, members):
     exact = 100 * torch.cat(moves)
 
     def moved(decay):
-        settings = LocalSettings(compression=compression, error_decay=decay)
+        settings = LocalSettings(64, compression=compression, error_decay=decay)
 
         def member(group):
             worker = TorchWorker(settings, group, Problem(members))
@@ -191,7 +190,7 @@ def test_a_mean_that_is_not_finite_changes_no_common_model(caplog):
     """A change that a codec cannot hold: all go back to the common model, and the next round works."""
 
     def member(group):
-        worker = TorchWorker(LocalSettings(compression="float16"), group, Problem(3))
+        worker = TorchWorker(LocalSettings(64, compression="float16"), group, Problem(3))
         worker.begin(make_round([1] * 3))
         common = worker.model
         if group.rank == 1:
@@ -208,7 +207,7 @@ def test_a_mean_that_is_not_finite_changes_no_common_model(caplog):
 
 def test_a_failed_exchange_keeps_the_residuals():
     def member(group):
-        settings = LocalSettings(compression="levels2", hierarchical=False, block=8)
+        settings = LocalSettings(64, compression="levels2", hierarchical=False, block=8)
         worker = TorchWorker(settings, group, Problem(3))
         worker.begin(make_round([1] * 3))
         worker.iterate(None)

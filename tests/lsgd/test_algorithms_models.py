@@ -50,8 +50,8 @@ def test_elastic(node_sizes):
 
 
 OUTER = {
-    "mean": LocalSettings(period=6),
-    "mean of changes times 0.5": LocalSettings(period=6, outer_lr=0.5),
+    "mean": LocalSettings(6, compression="none"),
+    "mean of changes times 0.5": LocalSettings(6, outer_lr=0.5, compression="none"),
     "diloco": DiLoCoSettings(period=6),
 }
 
@@ -105,7 +105,7 @@ def test_common_models_stay_identical(name, dtype):
     """500 steps of three workers: the same master, or common model and momentum, on all of them."""
     settings = {
         "elastic": ElasticSettings(period=5),
-        "local": LocalSettings(period=5),
+        "local": LocalSettings(5, compression="none"),
         "local in 8 bits": LocalSettings(period=5, compression="minmax8", block=5),
         "local in 2 bits": LocalSettings(period=5, compression="levels2:scale_block=8", hierarchical=False),
         "diloco": DiLoCoSettings(period=5, compression="minmax8"),
@@ -195,7 +195,13 @@ def test_the_exchange_runs_beside_forward_and_backward():
 
 
 @pytest.mark.parametrize(
-    "settings", [DecentralizedSettings(peers="shift_one"), ElasticSettings(), LocalSettings(), DiLoCoSettings()]
+    "settings",
+    [
+        DecentralizedSettings(peers="shift_one"),
+        ElasticSettings(),
+        LocalSettings(64, compression="none"),
+        DiLoCoSettings(),
+    ],
 )
 def test_a_failed_exchange_has_not_happened(settings):
     """A peer is lost in the middle: the model and the algorithm's state are as they were."""
@@ -234,9 +240,9 @@ def test_a_failed_exchange_has_not_happened(settings):
         DecentralizedSettings(peers="all", hierarchical=False),
         DecentralizedSettings(),
         ElasticSettings(),
-        LocalSettings(),
-        LocalSettings(compression="minmax8"),
-        LocalSettings(compression="levels2", fragments=2),
+        LocalSettings(64, compression="none"),
+        LocalSettings(64, compression="minmax8"),
+        LocalSettings(64, compression="levels2", fragments=2),
         SparseSettings(hierarchical=False),
     ],
     ids=str,
@@ -262,7 +268,7 @@ def test_a_model_that_is_not_finite_is_left_out(settings, caplog):
     assert caplog.text.count("this worker's model is not finite") == 1
 
 
-@pytest.mark.parametrize("settings", [ElasticSettings(), DiLoCoSettings(), LocalSettings(compression="levels1")])
+@pytest.mark.parametrize("settings", [ElasticSettings(), DiLoCoSettings(), LocalSettings(64, compression="levels1")])
 def test_state_dict_round_trip(settings):
     def member(group):
         worker = TorchWorker(settings, group, Problem(2), momentum=0.0)

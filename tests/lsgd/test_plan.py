@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.algorithms.leader import LeaderSettings
+from lsgd.algorithms.local import LocalSettings
 from lsgd.codecs import CODECS
 from lsgd.codecs.plain import Float16
 from lsgd.errors import ConfigError
@@ -52,7 +53,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_defaults() -> None:
     sourced = read(None, {}, {})
-    assert sourced.plan == Plan() == Plan(RunSettings(), (Phase(LeaderSettings()),))
+    assert sourced.plan == Plan() == Plan(RunSettings(), (Phase(LocalSettings()),))
     assert all(origin == "default" for _, _, origin in sourced.rows())
 
 
@@ -108,15 +109,15 @@ def test_the_algorithm_is_chosen_like_any_other_setting(
         ("seconds = nan", ": seconds = nan is not a number"),
         ("buffers = 'averge'", ": buffers = 'averge'; did you mean 'average'?"),
         ("sync_optimizer = 1", ": sync_optimizer = 1 is not true or false"),
-        ("[algorithm]\nperid = 3", ": the algorithm leader has no setting 'perid'; did you mean 'period'?"),
+        ("[algorithm]\nperid = 3", ": the algorithm local has no setting 'perid'; did you mean 'period'?"),
         (
             "[algorithm]\nworkers = 3",
-            ": the algorithm leader has no setting 'workers'; write workers = ... above [algorithm]",
+            ": the algorithm local has no setting 'workers'; write workers = ... above [algorithm]",
         ),
         ("[algorithm]\nname = 'leder'", ": algorithm 'leder' is unknown; did you mean 'leader'?"),
         ("[algorithm]\nname = ['leader']", ": algorithm ['leader'] is unknown; did you mean 'leader'?"),
         ("[algorithm]\nname = 3", ": algorithm 3 is unknown; known: allreduce, "),
-        ("[algorithm]\npull_local = 2", ": pull_local = 2 is not in 0 … 1"),
+        ("[algorithm]\nname = 'leader'\npull_local = 2", ": pull_local = 2 is not in 0 … 1"),
         ("[algorithm]\nperiod = [1, 2]", ": period = [1, 2] is not a whole number"),
         ("algorithm = 'qsgd'", ": algorithm must be a table; write [algorithm] and below it name = 'qsgd'"),
         ("workers = ", " is not TOML: Invalid value"),
@@ -177,7 +178,7 @@ def test_variables_of_others_and_of_places_are_left_alone() -> None:
 
 def test_wrong_flags() -> None:
     with pytest.raises(ConfigError, match=r"^flag --pull-global: pull_global = 3 is not in 0 … 1$"):
-        read(None, {}, {"pull_global": 3})
+        read(None, {}, {"algorithm": "leader", "pull_global": 3})
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_nobody_goes_on_alone_where_every_iteration_is_a_round(tmp_path: Path, t
     ("period", "local_period"), [("8", 8), ("20", 10), ("48", 16), ("17", 17), ("1", 1), ("64", 16)]
 )
 def test_a_period_given_alone_brings_its_local_period(period: str, local_period: int) -> None:
-    sourced = read(None, {"LSGD_PERIOD": period}, {})
+    sourced = read(None, {"LSGD_PERIOD": period, "LSGD_ALGORITHM": "leader"}, {})
     algorithm = sourced.plan.algorithm
     assert isinstance(algorithm, LeaderSettings)
     assert (algorithm.period, algorithm.local_period) == (int(period), local_period)
@@ -221,7 +222,7 @@ def test_auto_is_a_period_wherever_a_plan_is_written(tmp_path: Path, name: str) 
 
 def test_settings_that_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match="period = 64 is not a multiple of local_period = 48"):
-        read(None, {}, {"local_period": 48})
+        read(None, {}, {"algorithm": "leader", "period": 64, "local_period": 48})
 
 
 PHASES = """
