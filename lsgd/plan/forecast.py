@@ -31,6 +31,11 @@ def planned_rounds(plan: Plan, workers: int) -> int | None:
 def forecast(plan: Plan, workers: int) -> list[str]:
     """Return what to tell people at the start: how many global rounds there will be, and whether that is few."""
     run, rounds = plan.run, planned_rounds(plan, workers)
+    if shares := [phase.algorithm.time_share for phase in plan.phases if phase.algorithm.time_share]:
+        return [
+            f"how many global rounds this run makes depends on its network: with period = auto the servers choose how "
+            f"often, so that exchanges take {' or '.join(f'{share:.0%}' for share in shares)} of the time"
+        ]
     if rounds is None:
         return [f"how many global rounds this run makes depends on its speed: {_often(plan)}"] if run.seconds else []
     most = f" at most, fewer if {run.seconds:g} s are over first" if run.seconds else ""

@@ -311,7 +311,7 @@ def test_batches_outside_the_with_block_is_an_error(here) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with Worker.join(model, optimizer) as worker:
         loader = worker.loader(dataset(), batch_size=BATCH)
-    with pytest.raises(LsgdError, match="has left the run; batches\\(\\), .* belong inside the with block"):
+    with pytest.raises(LsgdError, match=r"has left the run; batches\(\), .* belong inside the with block"):
         next(iter(worker.batches(loader)))
 
 

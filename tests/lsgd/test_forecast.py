@@ -67,7 +67,9 @@ def test_the_words() -> None:
     assert line == (
         "how many global rounds this run makes depends on its speed: one for every 64 iterations of each worker"
     )
-    (line,) = forecast(plan(workers=1, seconds=60, iterations=100), 1)
+    (line,) = forecast(plan(workers=1, seconds=60, iterations=100, algorithm={"name": "leader"}), 1)
     assert " at most, fewer if 60 s are over first: " in line
     assert len(forecast(plan(workers=2, iterations=10, algorithm={"name": "allreduce"}), 2)) == 1
-    assert forecast(plan(workers=2), 2) == []
+    assert forecast(plan(workers=2, algorithm={"name": "leader"}), 2) == []
+    (line,) = forecast(plan(workers=2, iterations=1000), 2)
+    assert "depends on its network" in line and "exchanges take 5% of the time" in line
