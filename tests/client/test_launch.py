@@ -68,6 +68,8 @@ class Node:
         self.run_dir = folder / "run"
         self.token = uuid.uuid4().hex
         (folder / "train.py").write_text(script)
+        if "--plan" not in arguments:  # a period that is known
+            variables = {"LSGD_ALGORITHM": "leader", **variables}
         environ = {**os.environ, **LIGHT, "LAUNCHED": self.token, **variables}
         options = ["--device", "cpu", "--run-dir", str(self.run_dir), *arguments]
         self.process = subprocess.Popen(

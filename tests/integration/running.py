@@ -181,7 +181,9 @@ class Cluster:
         return self.processes[-1]
 
     def start_global(self, *arguments: str, listen: str = "tcp://127.0.0.1:0") -> Process:
-        """Start the global server and note its address."""
+        """Start the global server and note its address; without an algorithm, Leader SGD, whose period is known."""
+        if not {"--algorithm", "--plan"} & set(arguments):
+            arguments += ("--algorithm", "leader")
         server = self.server("global", "--global", "--listen", listen, *arguments)
         self.address = server.says(r"global server on (\S+),")[1]
         return server

@@ -57,6 +57,7 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
         "NUM_GROUPS": "3",
         "NUM_WORKERS": "1",
         "LSGD_PERIOD": "16",
+        "LSGD_ALGORITHM": "leader",
         "LSGD_LOCAL_PERIOD": "16",
         "LSGD_EXCHANGE_TIMEOUT_S": "4",
     }

@@ -15,6 +15,7 @@ from .test_two_nodes import finish, start
 
 ADDRESS = "tcp://10.77.0.1:47400"
 PLAN = {
+    "LSGD_ALGORITHM": "leader",
     "LSGD_PERIOD": "16",
     "LSGD_LOCAL_PERIOD": "4",
     "LSGD_LEASE_S": "3",
