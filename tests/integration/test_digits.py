@@ -20,6 +20,7 @@ NO_EXCHANGE = """
 iterations = 1500
 
 [algorithm]
+name = "leader"
 period = 1000000
 local_period = 1000000
 pull_global = 0.0
