@@ -17,6 +17,7 @@ from lsgd.client.cli import operate
 from lsgd.client.cli.commands import main
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
 from lsgd.settings import fields
+from lsgd.settings import shown as shown_value
 
 from ..integration.running import Cluster
 
@@ -170,7 +171,9 @@ def test_all_algorithms_with_their_bytes():
     megabytes = {name: float(words[1]) for name, words in lines.items()}
     assert megabytes["allreduce"] == 4.0  # 2 (n - 1) / n of 4 bytes a parameter
     assert megabytes["qsgd"] == pytest.approx(1 + 8 / 2048, abs=1e-3)
-    assert megabytes["local"] == pytest.approx(4 / 64, abs=1e-3)
+    assert megabytes["diloco"] == pytest.approx(4 / 64, abs=1e-3)
+    assert megabytes["local"] == pytest.approx(1 / 4 + 2 / 512, abs=1e-3)
+    assert " ".join(lines["local"]).endswith("(in an exchange; its period is auto)")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -178,7 +181,9 @@ def test_one_algorithm_with_its_settings(name):
     done = CliRunner().invoke(main, ["algorithms", name])
     assert done.exit_code == 0
     shown = {line.split()[0]: line.split()[1] for line in done.output.splitlines()[3:]}
-    expected = {setting: json.dumps(spec.default) for setting, spec in fields(ALGORITHMS[name]).items()}
+    expected = {
+        setting: json.dumps(shown_value(spec, spec.default)) for setting, spec in fields(ALGORITHMS[name]).items()
+    }
     assert shown == expected
 
 

@@ -40,7 +40,10 @@ def run(*arguments: str, **variables: str | None) -> tuple[int, str]:
         (["--local", "--plan", "x.toml"], "--plan belongs to the plan"),
         (["--local", "--node", "-1"], "'--node'"),
         (["--global", "--plan", "/nowhere/plan.toml"], "the plan /nowhere/plan.toml cannot be read"),
-        (["--global", "--period", "10", "--local-period", "4"], "is not a multiple of local_period"),
+        (
+            ["--global", "--algorithm", "leader", "--period", "10", "--local-period", "4"],
+            "is not a multiple of local_period",
+        ),
         (["--global", "--periods", "4"], "No such option"),
         (["--global", "--listen", "udp://x"], "cannot listen on 'udp://x'"),
         (["--local", "--listen", "ipc://" + "x" * 120], "longer than the system allows"),

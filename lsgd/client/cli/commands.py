@@ -29,7 +29,7 @@ from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import OPERATOR, KeyRing, connector_keys, default_folder, node_name, token_path
 from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
 from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
-from lsgd.settings import fields, span
+from lsgd.settings import fields, shown, span
 
 WATCH_EVERY_S = 2.0
 
@@ -298,13 +298,15 @@ def algorithms(name: str | None, parameters: int, workers: int) -> None:
         raise click.UsageError(ALGORITHMS.unknown(name))
     click.echo(f"{'':28} MB sent an iteration by one of {workers} workers, {parameters:,} parameters")
     for cls in ALGORITHMS.values() if name is None else [ALGORITHMS[name]]:
-        megabytes = cls().sent_nbytes(parameters, workers) / 1e6
-        click.echo(f"{cls.name:28} {megabytes:10.3f}  {cls.summary}")
+        settings = cls()
+        megabytes = settings.sent_nbytes(parameters, workers) / 1e6
+        rarely = " (in an exchange; its period is auto)" if settings.time_share else ""
+        click.echo(f"{cls.name:28} {megabytes:10.3f}  {cls.summary}{rarely}")
     if name is None:
         return
     click.echo()
     for setting, spec in fields(ALGORITHMS[name]).items():
-        value = json.dumps(spec.default)
+        value = json.dumps(shown(spec, spec.default))
         click.echo(f"  {setting:18} {value:12} {span(spec) or 'any':24} {spec.metadata['meaning']}")
 
 
