@@ -28,6 +28,7 @@ LAYERS = (
     "client/iteration",
     "client/launcher",
     "client/worker",
+    "client/integrations",
     "client/cli",
     "client/__init__ client/__main__",
 )
@@ -40,6 +41,8 @@ ONLY_IN = {
     "zmq": {"protocol/sockets.py", "protocol/gate.py", "protocol/monitor.py"},
     "cupy": {"kernels/cuda/path.py"},
     "matplotlib": {"client/launcher/curve.py"},
+    "transformers": {"client/integrations/transformers.py"},
+    "accelerate": {"client/integrations/transformers.py"},
 }
 PRIVATE_NAMES_ONLY_IN = {
     "client/groups/torch_group.py",

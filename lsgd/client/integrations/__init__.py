@@ -1,0 +1,1 @@
+"""Callbacks for trainers of other libraries, one module each; each needs its library, which nothing else imports."""

@@ -1,0 +1,345 @@
+"""A callback that makes any Trainer of Hugging Face transformers a worker of a run."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import BatchSampler
+
+from lsgd.client.integrations.stream import ShardStream
+from lsgd.client.worker import Worker
+from lsgd.errors import ConfigError
+
+try:
+    from accelerate.state import GradientState
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import SaveStrategy
+except ImportError as missing:
+    raise ImportError(
+        f"LsgdCallback needs transformers and accelerate: pip install 'lsgd[transformers]' ({missing})"
+    ) from missing
+
+logger = logging.getLogger("lsgd")
+
+DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+"""Variables by which accelerate decides to train with DistributedDataParallel."""
+
+
+class LsgdCallback(TrainerCallback):
+    """Makes a Trainer a worker of a run: ``Trainer(..., callbacks=[LsgdCallback()])``.
+
+    The worker joins where training begins, with what accelerate has prepared. Each optimizer step is an iteration. The
+    run's end stops the Trainer, and the model is the consensus then. Where the Trainer stops first, the worker leaves.
+
+    Each worker draws its shard of the training data. The learning rates of the Trainer's schedule follow the run. The
+    worker is paused while the Trainer evaluates or saves, and only rank 0 saves. The end of training evaluates and
+    saves the consensus, if the Trainer is to do so at all.
+
+    It may be used in a ``with`` statement around ``train()``: then an exception there is told to the run, and errors
+    of lsgd end the process with the exit codes of ``with Worker.join(...)``.
+
+    Args:
+        shard: whether to deal the training data to the workers; not where each has data of its own.
+        options: of :meth:`lsgd.client.Worker.join`.
+
+    Raises:
+        ConfigError: the environment has the variables of torchrun.
+    """
+
+    def __init__(self, *, shard: bool = True, **options: Any) -> None:
+        found = [name for name in DISTRIBUTED if name in os.environ]
+        if found:
+            raise ConfigError(
+                f"with {', '.join(found)} in the environment the Trainer uses DistributedDataParallel, and lsgd takes "
+                f"its place: start the script by `lsgd launch -- python SCRIPT` instead of torchrun or accelerate "
+                f"launch; or `unset {' '.join(DISTRIBUTED)}`, and set LSGD_LOCAL_RANK"
+            )
+        self.worker: Worker | None = None
+        """The worker, from the beginning of training on."""
+        self._shard = shard
+        self._options = options
+        self._stream: ShardStream | None = None
+        self._batch_size = 0
+        self._in_step = False
+        self._at_end: dict[str, Tensor] | None = None  # the model, where the run has ended while the worker paused
+        self._losses: list[Tensor] = []  # of the step's micro-batches
+        self._has_losses = False  # the model has returned one
+        self._summed = False  # whether they add up to the step's loss
+        self._muted = ExitStack()
+        self._hooks: list[Any] = []
+        self._save_strategy = SaveStrategy.NO
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the run, 0 before training: ``if callback.rank == 0: trainer.save_model()``."""
+        return 0 if self.worker is None else self.worker.rank
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+        if self.worker is not None:
+            self.worker.__exit__(kind, error, trace)
+
+    # -- the events of a Trainer, in their order ---------------------------------------------------------------
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Refuse what would not train as a worker."""
+        check(args)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: Any,
+        lr_scheduler: Any,
+        train_dataloader: Any,
+        **_: Any,
+    ) -> None:
+        """Join the run."""
+        check(args)
+        options = dict(self._options)
+        if self._shard and (stream := self._sharded(args, train_dataloader)):
+            options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": stream}
+        self.worker = worker = Worker.join(model, optimizer, **options)
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward, with_kwargs=True),
+        ]
+        self._save_strategy = args.save_strategy
+        state.is_world_process_zero = worker.rank == 0  # has the progress bar; later, that must not change
+        say_who_ends(worker, state.max_steps)
+        if not isinstance(lr_scheduler, LambdaLR):
+            logger.warning(
+                "%s: a %s follows this worker's own steps and not the run; the schedules that TrainingArguments "
+                "(lr_scheduler_type) names follow the run",
+                *(worker.name, type(lr_scheduler).__name__),
+            )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
+    ) -> None:
+        """Have an iteration to make."""
+        worker = self._joined
+        with self._leaving_on_error():
+            goes_on = (not self._in_step or worker.end_step()) and worker.begin_step()
+        self._in_step = goes_on
+        args.save_strategy = self._save_strategy
+        if not goes_on:  # it ended while this worker paused, and the Trainer makes one more step before it stops
+            self._at_end = {name: x.clone() for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+            control.should_training_stop = True
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Count a micro-batch."""
+        self._consume()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: Any, **_: Any
+    ) -> None:
+        """End the iteration, or pause after it to evaluate or to save."""
+        worker = self._joined
+        self._muted.close()
+        if self._at_end is not None:
+            state.global_step -= 1
+            self._stop(control)
+            return
+        self._consume()
+        if self._losses:
+            worker.report(torch.stack(self._losses).sum() / (1 if self._summed else len(self._losses)))
+            self._losses.clear()
+        with self._leaving_on_error():
+            if control.should_training_stop:
+                self._stop(control)
+            elif not self._paused(args, control):
+                self._in_step = False
+                if not worker.end_step():
+                    self._stop(control)
+        if isinstance(lr_scheduler, LambdaLR):
+            share = max(worker.progress, state.global_step / state.max_steps)
+            lr_scheduler.last_epoch = round(share * state.max_steps) - 1
+            lr_scheduler.step()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
+    ) -> None:
+        """If the Trainer stops, leave, and have the last model evaluated and saved; else pause if that is due."""
+        worker = self._joined
+        with self._leaving_on_error():
+            if control.should_training_stop:
+                worker.leave()
+            else:
+                self._paused(args, control)
+        if not control.should_training_stop:
+            return
+        if self._at_end is not None:
+            model.load_state_dict(self._at_end, strict=False)
+            self._at_end = None
+        self._let_save(args, worker.rank == 0)
+        control.should_evaluate = args.eval_strategy != "no"
+        control.should_save = args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, Any], **_: Any
+    ) -> None:
+        """Add the run's round and leader to the logs of rank 0; report a loss that the model itself does not return."""
+        worker = self._joined
+        if "loss" in logs and not self._has_losses:
+            worker.report(logs["loss"])
+        if worker.rank != 0 or not {"loss", "train_loss"} & logs.keys():
+            return
+        more: dict[str, Any] = {"lsgd_progress": round(worker.progress, 4)}
+        if worker.consensus_distance is not None:
+            more["lsgd_consensus_distance"] = worker.consensus_distance
+        if not worker.stopped:
+            status = worker.status()
+            more["lsgd_round"] = status["rounds_global"]
+            leaders = [each["worker"] for each in status["leaders"] if each["scope"] == "global"]
+            more["lsgd_leader"] = leaders[-1] if leaders else ""
+        logs |= more
+        state.log_history[-1] |= more
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Leave the run."""
+        args.save_strategy = self._save_strategy
+        with self._leaving_on_error():
+            self._joined.leave()
+        self.__exit__(None, None, None)
+
+    # -- what they are made of ---------------------------------------------------------------------------------
+
+    @property
+    def _joined(self) -> Worker:
+        assert self.worker is not None
+        return self.worker
+
+    @contextmanager
+    def _leaving_on_error(self) -> Iterator[None]:
+        """Let an error leave the run as one inside ``with Worker.join(...)`` does."""
+        try:
+            yield
+        except Exception as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _stop(self, control: TrainerControl) -> None:
+        """Stop the Trainer; the end of the epoch, which follows, has the last evaluation and saving."""
+        control.should_training_stop = True
+        control.should_evaluate = control.should_save = False
+
+    def _paused(self, args: TrainingArguments, control: TrainerControl) -> bool:
+        """Pause the worker if the Trainer is about to evaluate or to save; say whether it is."""
+        if not control.should_evaluate and not control.should_save:
+            return False
+        worker = self._joined
+        # Not rank 0: while one worker pauses, the ranks of the others are counted without it.
+        members = [each["worker"] for each in worker.status()["members"] if each["state"] != "left"]
+        self._let_save(args, worker.name in members[:1])
+        control.should_save &= args.save_strategy != SaveStrategy.NO
+        with worker.pause():
+            return True
+
+    def _let_save(self, args: TrainingArguments, saves: bool) -> None:
+        """Let the Trainer save or not, until its next step; it also looks there after an evaluation."""
+        args.save_strategy = self._save_strategy if saves else SaveStrategy.NO
+
+    def _close(self) -> None:
+        self._muted.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _sharded(self, args: TrainingArguments, loader: Any) -> ShardStream | None:
+        """Put the shards in the place of the training data's sampler; return None if it has none."""
+        batches = getattr(loader, "batch_sampler", None)
+        if not isinstance(batches, BatchSampler) or not hasattr(batches, "sampler"):
+            logger.warning(
+                "the training data has no sampler that could be sharded, so each worker draws from all of it: give "
+                "the Trainer a dataset with a length, or each worker data of its own and LsgdCallback(shard=False)"
+            )
+            return None
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        if strategy not in ("random", "sequential"):
+            logger.warning("train_sampling_strategy = %r is not used: shards are dealt at random", str(strategy))
+        self._batch_size = batches.batch_size
+        self._stream = ShardStream(
+            len(loader.dataset),
+            len(batches) * self._batch_size,  # so that every batch is a whole one
+            lambda: (0, 1) if self.worker is None else (self.worker.rank, self.worker.world_size),
+            args.seed if args.data_seed is None else args.data_seed,
+            shuffle=strategy != "sequential",
+        )
+        batches.sampler = self._stream
+        return self._stream
+
+    def _consume(self) -> None:
+        if self._stream is not None:
+            self._stream.consume(self._batch_size)
+
+    def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Let only the backward pass of a step's last micro-batch exchange gradients."""
+        self._muted.close()
+        if model.training and not GradientState().sync_gradients:
+            self._muted.enter_context(self._joined.no_sync())
+
+    def _after_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        """Note the loss: with ``num_items_in_batch`` a share of the step's, else that of the micro-batch."""
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if model.training and loss is not None:
+            self._has_losses = True
+            self._losses.append(loss.detach().float().mean())
+            self._summed = options.get("num_items_in_batch") is not None
+
+
+def check(args: TrainingArguments) -> None:
+    """Refuse arguments with which a Trainer cannot be a worker.
+
+    Raises:
+        ConfigError: there are such.
+    """
+    if args.world_size > 1 or args.parallel_mode.value == "distributed":
+        raise ConfigError(
+            f"accelerate has set up distributed training ({args.world_size} processes), and lsgd takes its place: "
+            f"start the script by `lsgd launch -- python SCRIPT`, without torchrun, accelerate launch or mpirun"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"this process sees {args.n_gpu} GPUs, and the Trainer would use them all by DataParallel; show each "
+            f"worker one, by this line before torch is imported: "
+            f"os.environ['CUDA_VISIBLE_DEVICES'] = os.environ.get('LSGD_LOCAL_RANK', '0')"
+        )
+    if args.load_best_model_at_end:
+        raise ConfigError("load_best_model_at_end would put another model in the consensus' place; leave it out")
+    if args.auto_find_batch_size:
+        raise ConfigError("auto_find_batch_size begins training again after the join; set per_device_train_batch_size")
+
+
+def say_who_ends(worker: Worker, max_steps: int) -> None:
+    """Log which ends training: the plan, or the Trainer's own number of steps."""
+    run = worker.plan.run
+    ends = [f"{run.iterations} iterations of all workers together"] if run.iterations else []
+    ends += [f"{run.seconds:g} s"] if run.seconds else []
+    if not ends:
+        logger.warning("%s: the plan has no end, so this worker leaves after max_steps = %d", worker.name, max_steps)
+    elif max_steps * worker.world_size < run.iterations:
+        logger.warning(
+            "%s leaves after %d steps of its own (max_steps, or num_train_epochs), before the run's end after %s; "
+            "max_steps = %d leaves the end to the run",
+            *(worker.name, max_steps, " or ".join(ends), run.iterations),
+        )
+    else:
+        logger.info(
+            "%s: the run ends after %s, and stops the Trainer, or max_steps = %d of this worker do, whichever is first",
+            *(worker.name, " or ".join(ends), max_steps),
+        )

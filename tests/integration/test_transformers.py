@@ -1,0 +1,145 @@
+"""Trainers of transformers as workers, by LsgdCallback: the real library, real servers, two processes."""
+
+import importlib
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lsgd.errors import ConfigError
+
+from .running import Cluster, ForkServer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+MODULE = "lsgd.client.integrations.transformers"
+
+
+class TrainerCluster(Cluster):
+    """Its workers have imported transformers before the fork."""
+
+    worker_forks = ForkServer("torch", "torch._dynamo", MODULE, "transformers.trainer", "transformers.models.gpt2")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[TrainerCluster]:
+    pytest.importorskip("transformers", reason="pip install 'lsgd[transformers]'")
+    made = TrainerCluster(tmp_path)
+    yield made
+    made.close()
+
+
+def train(cluster: TrainerCluster, plan: list[str], *arguments: object, first: tuple[object, ...] = ()) -> Any:
+    """Train in two workers, the first with more arguments, and return the last status and what they know."""
+    server, _ = cluster.start("--workers", "2", *plan)
+    workers = [cluster.worker("trainer", 0, i, *arguments, *(first if i == 0 else ())) for i in range(2)]
+    for worker in workers:
+        worker.succeeds()
+    return server.succeeds(), [cluster.result(0, i) for i in range(2)]
+
+
+@pytest.mark.parametrize("algorithm", ["local", "bytegrad"])
+def test_two_trainers_train_one_model(cluster, algorithm) -> None:
+    plan = ["--algorithm", algorithm, "--iterations", "60"]
+    plan += ["--period", "8"] if algorithm == "local" else []
+    output, workers = train(cluster, plan, "--micro-batches", 2)
+    assert "all 60 iterations are made; 60 iterations" in output and "failed" not in output
+    assert [w["steps"] for w in workers] == [w["iterations"] for w in workers]
+    assert sum(w["iterations"] for w in workers) == 60 and all(w["stopped"] for w in workers)
+    assert workers[0]["final"] == workers[1]["final"]
+    first, second = (w["drawn"] for w in workers)
+    assert len(first) >= 48 and sorted(first[:48] + second[:48]) == list(range(96))
+    assert all(len(w["drawn"]) >= 4 * 2 * w["iterations"] for w in workers)
+    for w in workers:
+        assert len(w["losses"]) == w["steps"]
+        assert abs(w["losses"][0] - math.log(16)) < 0.5 and w["losses"][-1] < 0.5 * w["losses"][0]
+        assert w["rates"][0] == 0.02 and w["rates"] == sorted(w["rates"], reverse=True)
+        assert w["rates"][-1] < 0.003  # the Trainer's schedule ends with the run, long before max_steps
+    leads = next(w for w in workers if w["rank"] == 0)
+    assert leads["logs"]["lsgd_progress"] == 1.0 and leads["logs"]["lsgd_round"] > 0
+
+
+def test_it_pauses_to_evaluate_and_one_worker_saves(cluster) -> None:
+    plan = ["--algorithm", "local", "--iterations", "40", "--period", "4"]
+    _, workers = train(cluster, plan, "--every", 3)
+    assert workers[0]["final"] == workers[1]["final"]
+    for w in workers:
+        assert w["states"] and set(w["states"]) == {"away"}
+        assert w["steps"] == w["iterations"]
+    assert workers[0]["saved"] and not workers[1]["saved"]
+    assert workers[0]["saved_last"] + workers[1]["saved_last"] == [workers[0]["final"]]  # the consensus, once
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_run_that_ends_while_a_trainer_evaluates(cluster, micro_batches) -> None:
+    """The Trainer makes one step more before it stops, which is taken back."""
+    plan = ["--algorithm", "bytegrad", "--iterations", "40"]
+    waits = ("--every", 3, "--wait-at", 3)
+    _, workers = train(cluster, plan, "--micro-batches", micro_batches, first=waits)
+    assert sum(w["iterations"] for w in workers) == 40
+    assert [w["steps"] for w in workers] == [w["iterations"] for w in workers]
+    assert workers[0]["iterations"] <= 4 and workers[0]["final"] == workers[1]["final"]
+
+
+def test_trainers_that_stop_before_the_run_leave_with_a_consensus(cluster) -> None:
+    plan = ["--algorithm", "local", "--iterations", "1000", "--period", "4"]
+    _, workers = train(cluster, plan, "--max-steps", 7)
+    assert [w["steps"] for w in workers] == [w["iterations"] for w in workers] == [7, 7]
+    assert workers[0]["final"] == workers[1]["final"]
+    assert workers[0]["rates"][-1] == pytest.approx(0.02 / 7)
+    assert all("leaves after 7 steps of its own" in p.output for p in cluster.processes if p.name.startswith("worker"))
+
+
+def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:
+    server, _ = cluster.start("--workers", "2", "--algorithm", "bytegrad", "--iterations", "20")
+    failing = cluster.worker("trainer", 0, 0, "--fail-at", 3)
+    other = cluster.worker("trainer", 0, 1, "--no-loss")
+    assert failing.wait() == 1
+    other.succeeds()
+    output = server.succeeds()
+    assert "node0/worker0 leaves: failed: RuntimeError: as the test wants it (3 iterations)" in output
+    assert re.search(r"makes the consensus: loss [\d.]+ \(node0/worker1\)", output)  # what the Trainer computed
+    assert cluster.result(0, 1)["iterations"] == 17
+
+
+def test_the_example(cluster) -> None:
+    cluster.start("--workers", "2", "--iterations", "24", "--period", "4")
+    workers = [cluster.worker("trainer", 0, i, "--example", EXAMPLE) for i in range(2)]
+    outputs = [worker.succeeds() for worker in workers]
+    assert any("lsgd_consensus_distance" in each for each in outputs)
+    results = [cluster.result(0, i) for i in range(2)]
+    assert results[0]["final"] == results[1]["final"]
+    assert sum(w["iterations"] for w in results) == 24
+    assert (cluster.folder / "transformers-model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_a_worker_is_refused(monkeypatch, tmp_path) -> None:
+    pytest.importorskip("transformers", reason="pip install 'lsgd[transformers]'")
+    from transformers import TrainingArguments
+
+    integration = importlib.import_module(MODULE)
+    with monkeypatch.context() as environment:
+        environment.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ConfigError, match=r"with WORLD_SIZE in the environment .*lsgd launch"):
+            integration.LsgdCallback()
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    integration.check(arguments)
+    for name, value, what in (
+        ("load_best_model_at_end", True, "load_best_model_at_end"),
+        ("auto_find_batch_size", True, "per_device_train_batch_size"),
+        ("_n_gpu", 2, "sees 2 GPUs.*CUDA_VISIBLE_DEVICES"),
+    ):
+        with monkeypatch.context() as changed, pytest.raises(ConfigError, match=what):
+            changed.setattr(arguments, name, value)
+            integration.check(arguments)
+
+
+def test_without_the_library_the_import_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'lsgd\[transformers\]'"):
+        importlib.import_module(MODULE)

@@ -1,0 +1,140 @@
+"""A Trainer of transformers as a worker: a tiny GPT-2 learns to count, with switches for what a test is about.
+
+Writes to ``<name>.json`` what it knows at the end.
+"""
+
+import argparse
+import hashlib
+import json
+import runpy
+from os import chdir, environ
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from lsgd.client.integrations.transformers import LsgdCallback
+
+LENGTH, CONTEXT = 96, 8
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--example", type=Path, help="run this script instead, in the run's folder")
+parser.add_argument("--max-steps", type=int, default=1000)
+parser.add_argument("--micro-batches", type=int, default=1)
+parser.add_argument("--every", type=int, default=1000, help="steps between evaluations, and between checkpoints")
+parser.add_argument("--wait-at", type=int, default=0, help="evaluate at this step until the run is over for the others")
+parser.add_argument("--fail-at", type=int, default=0, help="raise in the user's own callback, after this step")
+parser.add_argument("--no-loss", action="store_true", help="let the Trainer compute the loss, and not the model")
+options = parser.parse_args()
+folder = Path(environ["LSGD_RUN_DIR"])
+
+
+class Notes(TrainerCallback):
+    """Notes what a user's own callback sees."""
+
+    losses: list[float] = []  # noqa: RUF012
+    rates: list[float] = []  # noqa: RUF012
+    states: list[str] = []  # noqa: RUF012
+    saved: list[str] = []  # noqa: RUF012
+    saved_last: list[str] = []  # noqa: RUF012
+    logs: dict[str, object] = {}  # noqa: RUF012
+
+    def on_log(self, args, state, control, *, logs, **_):
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+            self.rates.append(logs["learning_rate"])
+            self.logs |= logs
+
+    def on_evaluate(self, args, state, control, **_):
+        if control.should_training_stop:
+            return
+        waits = state.global_step == options.wait_at
+        while (status := lsgd.worker.status())["code"] != "made" and waits and others_train(status):
+            pass
+        self.states += [each["state"] for each in status["members"] if each["worker"] == lsgd.worker.name]
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == options.fail_at:
+            raise RuntimeError("as the test wants it")
+
+    def on_save(self, args, state, control, **_):
+        path = f"{args.output_dir}/checkpoint-{state.global_step}/model.safetensors"
+        (self.saved_last if control.should_training_stop else self.saved).append(digest(load_file(path)))
+
+
+def others_train(status):
+    """Whether another worker is to make iterations of the run yet."""
+    return status["count"] < status["iterations"] - 1
+
+
+def batch(samples):
+    drawn.extend(int(x[0]) for x in samples)
+    inputs = torch.stack([x[1:] for x in samples])
+    return {"input_ids": inputs, "labels": inputs}
+
+
+def loss_of(output, labels, num_items_in_batch):
+    return torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def digest(state):
+    data = b"".join(state[name].detach().view(torch.uint8).numpy().tobytes() for name in sorted(state))
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+drawn: list[int] = []
+notes = Notes()
+if options.example:
+    chdir(folder)
+    names = runpy.run_path(str(options.example))
+    trainer, lsgd = names["trainer"], names["lsgd"]
+else:
+    starts = torch.arange(LENGTH).unsqueeze(1)
+    data = torch.cat([starts, (starts + torch.arange(CONTEXT)) % 16], dim=1)
+    shape = {"n_positions": CONTEXT, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, bos_token_id=0, eos_token_id=0, **shape))
+    strategy = "steps" if options.every < options.max_steps else "no"
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        max_steps=options.max_steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=options.micro_batches,
+        learning_rate=0.02,
+        logging_steps=1,
+        eval_strategy=strategy,
+        eval_steps=options.every,
+        save_strategy=strategy,
+        save_steps=options.every,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    lsgd = LsgdCallback()
+    trainer = Trainer(
+        *(model, arguments),
+        train_dataset=data,
+        eval_dataset=data[:4],
+        data_collator=batch,
+        callbacks=[lsgd, notes],
+        compute_loss_func=loss_of if options.no_loss else None,
+    )
+    with lsgd:
+        trainer.train()
+
+tensors = {name: x for name, x in trainer.model.state_dict().items() if name != "lm_head.weight"}  # which is tied
+result = {
+    "iterations": lsgd.worker.iterations,
+    "steps": trainer.state.global_step,
+    "stopped": lsgd.worker.stopped,
+    "rank": lsgd.rank,
+    "drawn": drawn,
+    "final": digest(tensors),
+    "saved": notes.saved,
+    "saved_last": notes.saved_last,
+    "losses": notes.losses,
+    "rates": notes.rates,
+    "logs": {name: value for name, value in notes.logs.items() if name.startswith("lsgd_")},
+    "states": notes.states,
+}
+(folder / f"{lsgd.worker.name.replace('/', '-')}.json").write_text(json.dumps(result))
