@@ -12,7 +12,7 @@ from benchmarks.testbed import Host, Testbed
 from lsgd.errors import NoConsensusError
 
 from .running import SCRIPTS, until
-from .test_partition import live_nodes, lsgd
+from .test_partition import Operator, live_nodes
 from .test_two_nodes import finish, start
 
 
@@ -57,13 +57,13 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
         "NUM_GROUPS": "3",
         "NUM_WORKERS": "1",
         "LSGD_PERIOD": "16",
+        "LSGD_ALGORITHM": "leader",
         "LSGD_LOCAL_PERIOD": "16",
         "LSGD_EXCHANGE_TIMEOUT_S": "4",
     }
     with Testbed(3) as testbed:
-
-        def status() -> dict[str, Any]:
-            return dict(json.loads(lsgd(testbed.hosts[0], tmp_path / "keys", "status", "--json")))
+        operator = Operator(testbed.hosts[0], tmp_path / "keys")
+        status = operator.status
 
         def trains(nodes: set[int]) -> dict[str, Any]:
             """Return the status, when these nodes alone have completed two global rounds more."""
@@ -72,7 +72,7 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
 
         command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.01")
         processes = [start(host, tmp_path, *command, **plan) for host in testbed.hosts]
-        until((tmp_path / "keys" / "operator.token").exists, "node 0 makes the keys")
+        operator.finds_the_server()
         trains({0, 1, 2})
         cut_link(testbed.hosts[1], testbed.hosts[2])
         trains({0, 1})
@@ -82,7 +82,7 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
         assert cut == ["node2/worker0"]
         mend_link(testbed.hosts[1], testbed.hosts[2])
         trains({0, 1, 2})
-        lsgd(testbed.hosts[0], tmp_path / "keys", "stop")
+        operator.stop()
         outputs = finish(processes)
     said = outputs[0].splitlines()
     failed = [line for line in said if "[global]" in line and " failed: " in line]
