@@ -65,7 +65,7 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
         operator = Operator(testbed.hosts[0], tmp_path / "keys")
         status = operator.status
 
-        def trains(nodes: set[int]) -> dict[str, Any]:
+        def trains(nodes: list[int]) -> dict[str, Any]:
             """Return the status, when these nodes alone have completed two global rounds more."""
             first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live", 60)
             return until(lambda: (s := status())["rounds_global"] >= first["rounds_global"] + 3 and s, "it trains")
@@ -73,15 +73,15 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
         command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.01")
         processes = [start(host, tmp_path, *command, **plan) for host in testbed.hosts]
         operator.finds_the_server()
-        trains({0, 1, 2})
+        trains([0, 1, 2])
         cut_link(testbed.hosts[1], testbed.hosts[2])
-        trains({0, 1})
+        trains([0, 1])
         cut = until(  # between its attempts to come back
             lambda: [m["worker"] for m in status()["members"] if m["state"] == "cut"], "node 2 is cut off"
         )
         assert cut == ["node2/worker0"]
         mend_link(testbed.hosts[1], testbed.hosts[2])
-        trains({0, 1, 2})
+        trains([0, 1, 2])
         operator.stop()
         outputs = finish(processes)
     said = outputs[0].splitlines()
