@@ -14,6 +14,8 @@ from benchmarks.endtoend.tables import table_of
 from benchmarks.mixing import measure, mixing
 from benchmarks.network import tables as network_tables
 
+from .integration.running import LIGHT
+
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 240
 root = pytest.mark.root
@@ -24,11 +26,11 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces ne
 pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
 
 
-def quick(name: str, folder: Path, *arguments: str, size: str = "--quick") -> dict:
+def quick(name: str, folder: Path, *arguments: str, size: str = "--quick", **variables: str) -> dict:
     """Run a benchmark with --quick, or in another size, and return what it has written."""
     result = folder / "result.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", size, "--json", str(result), *arguments]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
@@ -83,7 +85,7 @@ def test_mixing_keeps_the_mean_and_sees_what_is_exact(peers: str) -> None:
 
 @slow
 def test_sweep_has_every_pair_of_settings(tmp_path: Path) -> None:
-    found = quick("sweep", tmp_path)
+    found = quick("sweep", tmp_path, **LIGHT)
     results = found["results"]
     pairs = [(r["learning_rate"], r["strength"]) for r in results]
     assert len(set(pairs)) == len(pairs) == 9

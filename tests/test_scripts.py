@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from .integration.running import LIGHT
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = """
 [build-system]
@@ -198,7 +200,7 @@ class TestTrain:
         """Run train.sh from another folder with these arguments and variables."""
 
         def train(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-            environ = {**os.environ, "PYTHON": sys.executable, "RUN_NAME": "mine", "DEVICE": "cpu"}
+            environ = {**os.environ, **LIGHT, "PYTHON": sys.executable, "RUN_NAME": "mine", "DEVICE": "cpu"}
             command = ["/bin/bash", str(ROOT / "scripts" / "train.sh"), *arguments]
             return subprocess.run(command, cwd=tmp_path, env={**environ, **variables}, capture_output=True, text=True)
 

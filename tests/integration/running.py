@@ -88,10 +88,12 @@ class ForkServer:
 
     Args:
         modules: to import before the first fork.
+        popen: starts the server of forks, on another host perhaps.
     """
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen) -> None:
         self._modules = modules
+        self._popen = popen
         self._process: subprocess.Popen[bytes] | None = None
         self._codes: dict[int, int] = {}
         self._started: list[int] = []
@@ -108,8 +110,8 @@ class ForkServer:
 
     def _begin(self) -> subprocess.Popen[bytes]:
         environ = {**os.environ, **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}}
-        process = subprocess.Popen(
-            [sys.executable, HERE / "forkserver.py", *self._modules],
+        process = self._popen(
+            [sys.executable, str(HERE / "forkserver.py"), *self._modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,

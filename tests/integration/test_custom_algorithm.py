@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .running import SCRIPTS
+from .running import LIGHT, SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "examples" / "custom_algorithm"
@@ -29,7 +29,11 @@ def installed(tmp_path_factory):
 
 def with_path(site: Path) -> dict[str, str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LSGD_")}
-    return {**environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    return {
+        **environ,
+        "PYTHONPATH": os.pathsep.join([str(site), LIGHT["PYTHONPATH"], str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def lsgd(site: Path, *arguments: str) -> str:
@@ -68,7 +72,7 @@ def test_settings_of_it_load_no_torch(installed):
 @pytest.mark.slow
 def test_it_trains_through_the_servers(installed, tmp_path):
     plan = tmp_path / "plan.toml"
-    plan.write_text('iterations = 400\n[algorithm]\nname = "soft"\nperiod = 4\n')
+    plan.write_text('iterations = 200\n[algorithm]\nname = "soft"\nperiod = 4\n')
     lsgd(
         *(installed, "launch", "--workers", "2", "--device", "cpu", "--port", "0"),
         *("--plan", str(plan), "--run-dir", str(tmp_path / "run")),

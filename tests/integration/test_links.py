@@ -12,7 +12,7 @@ from benchmarks.testbed import Host, Testbed
 from lsgd.errors import NoConsensusError
 
 from .running import SCRIPTS, until
-from .test_partition import live_nodes, lsgd
+from .test_partition import Operator, live_nodes
 from .test_two_nodes import finish, start
 
 
@@ -62,28 +62,27 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
         "LSGD_EXCHANGE_TIMEOUT_S": "4",
     }
     with Testbed(3) as testbed:
+        operator = Operator(testbed.hosts[0], tmp_path / "keys")
+        status = operator.status
 
-        def status() -> dict[str, Any]:
-            return dict(json.loads(lsgd(testbed.hosts[0], tmp_path / "keys", "status", "--json")))
-
-        def trains(nodes: set[int]) -> dict[str, Any]:
+        def trains(nodes: list[int]) -> dict[str, Any]:
             """Return the status, when these nodes alone have completed two global rounds more."""
             first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live", 60)
             return until(lambda: (s := status())["rounds_global"] >= first["rounds_global"] + 3 and s, "it trains")
 
         command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.01")
         processes = [start(host, tmp_path, *command, **plan) for host in testbed.hosts]
-        until((tmp_path / "keys" / "operator.token").exists, "node 0 makes the keys")
-        trains({0, 1, 2})
+        operator.finds_the_server()
+        trains([0, 1, 2])
         cut_link(testbed.hosts[1], testbed.hosts[2])
-        trains({0, 1})
+        trains([0, 1])
         cut = until(  # between its attempts to come back
             lambda: [m["worker"] for m in status()["members"] if m["state"] == "cut"], "node 2 is cut off"
         )
         assert cut == ["node2/worker0"]
         mend_link(testbed.hosts[1], testbed.hosts[2])
-        trains({0, 1, 2})
-        lsgd(testbed.hosts[0], tmp_path / "keys", "stop")
+        trains([0, 1, 2])
+        operator.stop()
         outputs = finish(processes)
     said = outputs[0].splitlines()
     failed = [line for line in said if "[global]" in line and " failed: " in line]

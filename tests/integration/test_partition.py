@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks.testbed import Host, Testbed
 
-from .running import SCRIPTS, until
+from .running import SCRIPTS, ForkServer, until
 from .test_two_nodes import finish, start
 
 ADDRESS = "tcp://10.77.0.1:47400"
@@ -23,10 +24,32 @@ PLAN = {
 }
 
 
-def lsgd(host: Host, keys: Path, *arguments: str) -> str:
-    """Run an operator's command on ``host``."""
-    command = [sys.executable, "-m", "lsgd.client", *arguments, "--connect", ADDRESS]
-    return host.run(command, env={**os.environ, "LSGD_KEYS": str(keys)})
+class Operator:
+    """Somebody on ``host`` who gives commands to the run with these keys, each in a process forked there."""
+
+    def __init__(self, host: Host, keys: Path) -> None:
+        self._keys = keys
+        self._outputs = (keys.parent / f"operator{number}.log" for number in count())
+        self._forks = ForkServer("lsgd.client.cli.commands", popen=host.popen)
+
+    def finds_the_server(self) -> None:
+        """Wait until node 0 has made the keys, and its server listens."""
+        log = self._keys.parent / "node0" / "global.log"
+        until(lambda: log.exists() and "global server on" in log.read_text(), "the global server listens")
+
+    def lsgd(self, *arguments: str) -> str:
+        """Return what the command prints."""
+        environ = {**os.environ, "LSGD_KEYS": str(self._keys)}
+        command = [*arguments, "--connect", ADDRESS]
+        return self._forks.start("lsgd.client", command, environ, next(self._outputs)).succeeds()
+
+    def status(self) -> dict[str, Any]:
+        return dict(json.loads(self.lsgd("status", "--json")))
+
+    def stop(self) -> None:
+        """End the run."""
+        self.lsgd("stop")
+        self._forks.close()
 
 
 @pytest.mark.root
@@ -35,36 +58,36 @@ def lsgd(host: Host, keys: Path, *arguments: str) -> str:
 @pytest.mark.timeout(240)
 def test_a_node_that_is_cut_off_is_evicted_and_comes_back_when_the_link_does(tmp_path: Path) -> None:
     with Testbed(2) as testbed:
+        operator = Operator(testbed.hosts[0], tmp_path / "keys")
+        status = operator.status
 
-        def status() -> dict[str, Any]:
-            return dict(json.loads(lsgd(testbed.hosts[0], tmp_path / "keys", "status", "--json")))
-
-        def trains(nodes: set[int], iterations: int) -> dict[str, Any]:
-            """Return the status, when the workers of these nodes alone have made so many iterations more."""
+        def trains(nodes: list[int], iterations: int) -> dict[str, Any]:
+            """Return the status, when the workers on these nodes, and no others, have made so many iterations more."""
             first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live", 60)
             return until(lambda: (s := status())["count"] >= first["count"] + iterations and s, "the run goes on")
 
         command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.01")
         processes = [start(host, tmp_path, *command, **PLAN) for host in testbed.hosts]
-        until((tmp_path / "keys" / "operator.token").exists, "node 0 makes the keys")
-        whole = trains({0, 1}, 50)
+        operator.finds_the_server()
+        whole = trains([0, 0, 1, 1], 50)
         testbed.cut(testbed.hosts[1])
-        alone = trains({0}, 50)
+        alone = trains([0, 0], 50)
         assert alone["generation"] > whole["generation"]
         testbed.mend(testbed.hosts[1])
-        again = trains({0, 1}, 50)
+        again = trains([0, 0, 1, 1], 50)
         assert again["generation"] > alone["generation"]
-        lsgd(testbed.hosts[0], tmp_path / "keys", "stop")
+        operator.stop()
         outputs = finish(processes)
     assert "node1/worker0 was evicted from the run; it is started again" in outputs[1]
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("node*/node*.json"))]
     assert len(results) == 4
     assert len({result["model"] for result in results}) == 1
     steps = sum(len(path.read_text().split()) for path in tmp_path.glob("node*/*.steps"))
-    count = int(outputs[0].rpartition("the run is over: lsgd stop; ")[2].split()[0])
+    counted = int(outputs[0].rpartition("the run is over: lsgd stop; ")[2].split()[0])
     # Of each worker that was cut off one step may not have been heard of, and one more that was granted ahead.
-    assert 0 <= steps - count <= 4
+    assert 0 <= steps - counted <= 4
 
 
-def live_nodes(status: dict[str, Any]) -> set[int]:
-    return {m["node"] for m in status["members"] if m["state"] in ("held", "live")}
+def live_nodes(status: dict[str, Any]) -> list[int]:
+    """Return the node of each worker that is in the run."""
+    return sorted(m["node"] for m in status["members"] if m["state"] in ("held", "live"))

@@ -1,19 +1,17 @@
 """The period in real runs: short at both ends, and with auto as long as the link wants."""
 
-import json
 import os
 import re
 import sys
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.testbed import Testbed
 
 from .running import SCRIPTS, until
-from .test_partition import lsgd
+from .test_partition import Operator
 from .test_two_nodes import finish, start
 
 
@@ -39,20 +37,19 @@ def test_a_run_begins_and_ends_with_short_periods_on_all_workers(cluster) -> Non
 def test_auto_follows_a_link_that_changes(tmp_path: Path) -> None:
     plan = {"LSGD_COMPRESSION": "none", "LSGD_PERIOD": "auto", "LSGD_EXCHANGE_SHARE": "0.5", "NUM_WORKERS": "1"}
     with Testbed(2, rate_mbit=100) as testbed:
-
-        def status() -> dict[str, Any]:
-            return dict(json.loads(lsgd(testbed.hosts[0], tmp_path / "keys", "status", "--json")))
+        operator = Operator(testbed.hosts[0], tmp_path / "keys")
+        status = operator.status
 
         # A round sends a megabyte each way: 0.08 s, and then 0.8 s, beside steps of 0.02 s.
         command = ("--", sys.executable, str(SCRIPTS / "steps.py"), "--width", "512", "--sleep", "0.02")
         processes = [start(host, tmp_path, *command, **plan) for host in testbed.hosts]
-        until((tmp_path / "keys" / "operator.token").exists, "node 0 makes the keys")
+        operator.finds_the_server()
         fast = until(lambda: (s := status())["rounds_global"] > 12 and s, "it trains")["period"]
         testbed.set_rate(10)
         slow = until(lambda: (s := status())["period"] > 3 * fast and s, f"more than 3 times {fast}", 90)
         assert slow["period_reason"].startswith("a round takes ")
         testbed.set_rate(None)
         until(lambda: status()["period"] <= 1.5 * fast, f"about {fast} again", 90)
-        lsgd(testbed.hosts[0], tmp_path / "keys", "stop")
+        operator.stop()
         outputs = finish(processes)
     assert re.search(r"period \d+: a round takes ", outputs[0])

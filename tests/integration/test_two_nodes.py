@@ -79,7 +79,7 @@ def processes_on(host: Host) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_nodes_reach_the_accuracy_with_local_rounds_inside_each(tmp_path: Path) -> None:
-    iterations = 2000
+    iterations = 1200
     with Testbed(2) as testbed:
         finish([start(host, tmp_path, LSGD_ITERATIONS=str(iterations)) for host in testbed.hosts])
         assert [processes_on(host) for host in testbed.hosts] == [[], []]

@@ -122,8 +122,8 @@ QUANTIZED = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_models_stay_identical(name, dtype):
-    """500 steps of three workers on two nodes: the same bits everywhere, and a model that fits."""
-    first, *others = train(QUANTIZED[name], [2, 1], 500, dtypes=(dtype, torch.float32), lr=0.01, momentum=0.0)
+    """200 steps of three workers on two nodes: the same bits everywhere, and a model that fits."""
+    first, *others = train(QUANTIZED[name], [2, 1], 200, dtypes=(dtype, torch.float32), lr=0.01, momentum=0.0)
     assert first.parameters[0].dtype is dtype
     for other in others:
         assert all(map(torch.equal, first.parameters, other.parameters))
