@@ -270,7 +270,7 @@ def test_every_algorithm_takes_every_codec(sign, name, codec):
 
 
 def test_bytes_of_a_codec_of_ones_own(sign):
-    settings = LocalSettings(64, compression="sign:block=64", period=1)
+    settings = LocalSettings(1, compression="sign:block=64")
     assert settings.sent_nbytes(1_000_000, 2) == pytest.approx(1_000_000 * (1 + 4 / 64))
 
     def member(group):
