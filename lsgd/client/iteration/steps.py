@@ -111,7 +111,9 @@ class Steps:
         if not self.asking.stopped:
             self._replica.check()
             self.close_step()
-            if self.rounds.pending:
+            if self.rounds.pending and self.rounds.gradients is None:
+                self.rounds.before_step()  # models are exchanged without a backward pass, too
+            elif self.rounds.pending:
                 self.rounds.drop("leaves in the middle of an iteration")
             self._granted = False
             with self.rounds.saving():
