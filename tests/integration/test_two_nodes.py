@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,8 +65,17 @@ def start(
 
 
 def finish(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """Return what each process showed, when all have ended well."""
-    outputs = [process.communicate()[0] for process in processes]
+    """Return what each process showed, when all have ended well; one that ends badly ends the others."""
+
+    def ended(process: subprocess.Popen[str]) -> str:
+        output = process.communicate()[0]
+        if process.returncode:
+            for other in processes:
+                other.terminate()
+        return output
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        outputs = list(pool.map(ended, processes))
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
     return outputs
 
@@ -132,13 +142,15 @@ def test_node_1_may_start_first_and_waits_for_its_token_in_a_folder_that_both_se
 def test_while_one_node_is_in_a_local_round_the_other_keeps_training(tmp_path: Path) -> None:
     script = tmp_path / "times.py"
     script.write_text(ITERATION_TIMES)
-    plan = {"LSGD_ITERATIONS": "800", "LSGD_PERIOD": "400", "LSGD_LOCAL_PERIOD": "10", "INSECURE": "1"}
+    plan = {"LSGD_ALGORITHM": "leader", "LSGD_ITERATIONS": "800", "LSGD_PERIOD": "400", "LSGD_LOCAL_PERIOD": "10"}
     with Testbed(2) as testbed:
         # A model of 1 MB takes more than 0.3 s from one worker of node 0 to the other.
         testbed.hosts[0].run(
             ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *"rate 20mbit burst 128k latency 1s".split()]
         )
-        finish([start(host, tmp_path, "--", sys.executable, str(script), **plan) for host in testbed.hosts])
+        finish(
+            [start(host, tmp_path, "--", sys.executable, str(script), INSECURE="1", **plan) for host in testbed.hosts]
+        )
     times_s = [
         [float(line) for line in (tmp_path / f"node{rank // 2}" / f"times{rank}").read_text().split()]
         for rank in range(4)
