@@ -91,7 +91,8 @@ def test_groups_listen_no_more_once_they_are_formed(switchboard, addresses, monk
         refused = [is_refused(address) for address in tuple(addresses)]
         return all(refused) and every_verb(group)
 
-    with while_forming(monkeypatch, lambda: others.append(socket.create_server(("127.0.0.1", 0)))):
+    # Of an address of their own: on the groups' one they would now and then get a port that was just closed.
+    with while_forming(monkeypatch, lambda: others.append(socket.create_server(("127.0.0.2", 0)))):
         assert run(switchboard, (2, 1), work) == [True] * 3
     assert len(addresses) == 3 * 2 + 2 + 2  # the world and the subset, the node of two, and across
     assert listeners() - before == {s.getsockname() for s in others}
