@@ -87,6 +87,10 @@ class Task:
         output = model(x)
         return functional.cross_entropy(output.flatten(0, -2), y.flatten())
 
+    def reached(self, score: Score) -> bool:
+        """Return whether a model with this score is as good as the target."""
+        return score.loss <= self.target_loss
+
     def probe_data(self) -> tuple[Tensor, Tensor]:
         """Return the batch of training data that all workers have in common, for elections by it."""
         raise NotImplementedError
@@ -216,6 +220,10 @@ class WideDigits(Digits):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
+
+    def reached(self, score: Score) -> bool:
+        """Return whether the accuracy is that of the target."""
+        return score.accuracy >= self.target_accuracy
 
     def model(self) -> nn.Module:
         """Return the MLP."""

@@ -160,7 +160,8 @@ def test_endtoend_tests_the_average_of_the_models_and_draws_it(tmp_path: Path) -
     ddp, local = found["results"]
     assert (ddp["method"], local["method"]) == ("ddp", "local-8bit")
     for result in (ddp, local):
-        steps, seconds, accuracies = zip(*result["curve"], strict=True)
+        steps, seconds, losses, accuracies = zip(*result["curve"], strict=True)
+        assert result["final_loss"] == losses[-1] < losses[0]
         assert list(steps) == list(range(8, result["steps"] + 1, 8))
         assert list(seconds) == sorted(set(seconds))
         assert 0.85 < max(accuracies) < 1.0
@@ -172,7 +173,7 @@ def test_endtoend_tests_the_average_of_the_models_and_draws_it(tmp_path: Path) -
 
 
 def test_the_table_of_endtoend_has_medians_and_ratios_only_where_both_reached_the_target() -> None:
-    common = {"steps": 80, "sent_nbytes": 2.1e6, "final_accuracy": 0.98}
+    common = {"steps": 80, "sent_nbytes": 2.1e6, "final_loss": 0.07, "final_accuracy": 0.98}
     measured = [("ddp", 40.0, 64, 0.5), ("leader", 5.0, 72, 0.1), ("alone", None, None, 0.05)]
     measured += [("leader", 4.0, 48, 0.05), ("leader", None, None, 0.2)]
     rows = [
@@ -180,9 +181,9 @@ def test_the_table_of_endtoend_has_medians_and_ratios_only_where_both_reached_th
         for m, s, steps, step_s in measured
     ]
     assert table_of(rows).splitlines()[-3:] == [
-        "| ddp | 1 | 80 | 40.0 |  | 1.00 | 64 | 500.0 | 1.00 | 2.100 | 0.9800 |",
-        "| leader | 3 | 80 | 5.0 | 4.0 to never | 8.00 | 72 | 100.0 | 5.00 | 2.100 | 0.9800 |",
-        "| alone | 1 | 80 | never |  |  |  | 50.0 | 10.00 | 2.100 | 0.9800 |",
+        "| ddp | 1 | 80 | 40.0 |  | 1.00 | 64 | 500.0 | 1.00 | 2.100 | 0.070 | 0.9800 |",
+        "| leader | 3 | 80 | 5.0 | 4.0 to never | 8.00 | 72 | 100.0 | 5.00 | 2.100 | 0.070 | 0.9800 |",
+        "| alone | 1 | 80 | never |  |  |  | 50.0 | 10.00 | 2.100 | 0.070 | 0.9800 |",
     ]
 
 

@@ -1,10 +1,12 @@
 """Seconds to an accuracy: ``python -m benchmarks.endtoend [--link 100mbit] [--json FILE] [--plot FILE]``. Linux, root.
 
 Two hosts of the testbed (benchmarks/testbed), one worker each, train an MLP of 5 million parameters (W4) on
-scikit-learn's digits; lsgd's methods with the real servers, ``lsgd launch`` and Worker. Compute and bytes are real, and
-all processes share this machine's cores, so that what a method computes for its exchange costs it time too. First
-model, batches, optimizer, learning rate and period are the same for all; a seed chooses model and batches, and tables
-have medians over the seeds.
+scikit-learn's digits, or another task (``--task``); lsgd's methods with the real servers, ``lsgd launch`` and Worker.
+Compute and bytes are real, and all processes share this machine's cores, so that what a method computes for its
+exchange costs it time too. First model, batches, optimizer and learning rate are the same for all; a seed chooses model
+and batches, and tables have medians over the seeds. ``--period`` is that of all methods that are given one. ``default``
+is a plan that says nothing: the servers choose its period. ``one-machine`` is one worker with all data, which makes
+the steps of one; ``one-machine-samples`` those of both.
 
 The clock starts with the first step, when processes have met and have the same model. Every eight steps each worker
 copies its model, while its clock stands; the average of the workers' models is tested after the run. That average
@@ -26,24 +28,33 @@ from pathlib import Path
 import torch
 
 from benchmarks.baselines.environments import interpreters_of
-from benchmarks.endtoend.runs import NODES, Result, Settings, run
+from benchmarks.endtoend.runs import DEFAULT, NODES, Result, Settings, run
 from benchmarks.endtoend.tables import table_of
-from benchmarks.methods import ALONE, BASELINES
+from benchmarks.methods import ALONE, BASELINES, ONE_MACHINE, ONE_MACHINE_SAMPLES
 from benchmarks.report.about import about, argument_parser, heading
 from benchmarks.report.results import Results, add_options
 from benchmarks.testbed import LINKS, Testbed, TestbedError
-from benchmarks.workloads import WideDigits
+from benchmarks.workloads import TASKS, WideDigits
 
 METHODS = (
+    *(ONE_MACHINE, ONE_MACHINE_SAMPLES),
     *BASELINES,
-    ALONE,
-    *("leader", "leader-8bit", "leader-8bit-delay", "local-8bit", "diloco"),
+    *(ALONE, DEFAULT),
+    *("leader", "leader-8bit", "leader-8bit-delay", "local-8bit", "local-2bit", "diloco", "sparse"),
     *("low_precision_decentralized", "bytegrad"),
 )
 QUICK_METHODS = ("ddp", "ddp-powersgd1", "post-local-sgd", "leader-8bit", "local-8bit", "bytegrad")
 
-FULL = Settings(width=2200, period=64, steps=WideDigits.steps, wire_s=120.0)
-QUICK = Settings(width=512, period=16, steps=72, wire_s=4.0)
+WIDTH, PERIOD, WIRE_S = 2200, 64, 120.0
+QUICK = Settings(task=WideDigits.name, width=512, period=16, steps=72, wire_s=4.0)
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Return what all runs have in common."""
+    if options.quick:
+        return QUICK
+    steps = options.steps or (WideDigits.steps if options.task == WideDigits.name else TASKS[options.task].steps)
+    return Settings(options.task, WIDTH, options.period, steps, options.wire_s)
 
 
 def run_all(options: argparse.Namespace, settings: Settings, pythons: Mapping[str, str], results: Results) -> None:
@@ -63,7 +74,11 @@ def run_once(method: str, link: str, seed: int, settings: Settings, python: str)
 def options_of() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argument_parser("benchmarks.endtoend", __doc__)
-    parser.add_argument("--quick", action="store_true", help="a small model, six methods, few steps")
+    parser.add_argument("--quick", action="store_true", help="a small wide model, six methods, few steps")
+    parser.add_argument("--task", choices=(WideDigits.name, *TASKS), default=WideDigits.name, help="what is learned")
+    parser.add_argument("--period", type=int, default=PERIOD, help="of the methods that are given one")
+    parser.add_argument("--steps", type=int, help="of a worker, instead of the task's")
+    parser.add_argument("--wire-s", type=float, default=WIRE_S, help="longest time of all steps' bytes, by arithmetic")
     parser.add_argument("--link", choices=LINKS, default="100mbit", help="the network between the hosts")
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 0")
     add_options(parser, METHODS)
@@ -76,7 +91,7 @@ def options_of() -> argparse.Namespace:
 def main() -> int:
     """Train with every method on one link, and print a Markdown table."""
     options = options_of()
-    settings = QUICK if options.quick else FULL
+    settings = settings_of(options)
     pythons = interpreters_of(options.methods, options.baseline_python)
     torch.set_num_threads(1)
     machine = about("benchmarks.endtoend")
@@ -92,8 +107,10 @@ def main() -> int:
     if options.plot:
         from benchmarks.endtoend.plot import draw
 
-        title = f"Digits, MLP of width {settings.width}, {NODES} hosts, {options.link}, period {settings.period}"
-        draw(rows, title, WideDigits.target_accuracy, options.plot)
+        losses = settings.task != WideDigits.name
+        title = f"{settings.task}, {NODES} hosts, {options.link}, period {settings.period} where it is given"
+        target = TASKS[settings.task].target_loss if losses else WideDigits.target_accuracy
+        draw(rows, title, target, options.plot, losses=losses)
     return results.end(options.methods, pythons)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.testbed.interface import counters
-from benchmarks.workloads import WideDigits
+from benchmarks.workloads import TASKS, Task, WideDigits
 
 SNAPSHOTS, MARKS = "snapshots.float32", "marks.json"
 """Names of the files that a worker leaves: models, float32 of shape (marks, parameters), and the times of these."""
@@ -19,14 +19,16 @@ class Recorder:
     """Keeps a copy of the model every few steps, to be tested after the run; the clock stands while it copies.
 
     Args:
+        task: what is learned.
         model: this worker's.
+        optimizer: of the model; its learning rate follows the steps.
         steps: that are recorded; later ones are not.
-        every: how many steps lie between two copies.
     """
 
-    def __init__(self, model: nn.Module, steps: int, every: int) -> None:
+    def __init__(self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        self._task, self._optimizer, self._steps = task, optimizer, steps
         self._parameters = list(model.parameters())
-        self._every = every
+        every = self._every = task.evaluate_every
         numel = sum(x.numel() for x in self._parameters)
         self._copies = torch.ones(steps // every, numel)  # written now, so that copying takes no page faults
         self._marks: list[dict[str, float]] = []
@@ -38,6 +40,7 @@ class Recorder:
 
         The first call starts the clock.
         """
+        self._task.set_learning_rate(self._optimizer, min(1.0, (position + 0.5) / self._steps))
         now = time.perf_counter()
         if self._start_s is None:
             self._start_s = now
@@ -65,16 +68,23 @@ class Recorder:
 def parser() -> argparse.ArgumentParser:
     """Return the arguments that every worker has."""
     found = argparse.ArgumentParser()
+    found.add_argument("--task", required=True)
     found.add_argument("--width", type=int, required=True)
     found.add_argument("--steps", type=int, required=True)
     found.add_argument("--seed", type=int, required=True)
     return found
 
 
-def prepare(given: argparse.Namespace) -> tuple[WideDigits, nn.Module, torch.optim.Optimizer, Recorder]:
+def task_of(name: str, width: int) -> Task:
+    """Return a task; the width is that of the wide one."""
+    return WideDigits(width) if name == WideDigits.name else TASKS[name]()
+
+
+def prepare(given: argparse.Namespace) -> tuple[Task, nn.Module, torch.optim.Optimizer, Recorder]:
     """Return the task, its model and optimizer, the same for every method, and what records the model."""
     torch.set_num_threads(1)
     torch.manual_seed(given.seed)
-    task = WideDigits(given.width)
+    task = task_of(given.task, given.width)
     model = task.model()
-    return task, model, task.optimizer(model), Recorder(model, given.steps, task.evaluate_every)
+    optimizer = task.optimizer(model)
+    return task, model, optimizer, Recorder(task, model, optimizer, given.steps)

@@ -10,18 +10,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.endtoend.recorder import MARKS, SNAPSHOTS
-from benchmarks.methods import OURS, PERIODIC
-from benchmarks.testbed import LINKS, Testbed
+from benchmarks.endtoend.recorder import MARKS, SNAPSHOTS, task_of
+from benchmarks.methods import ALONE, ONE_MACHINE, ONE_MACHINE_SAMPLES, OURS, PERIODIC
+from benchmarks.testbed import LINKS, Host, Testbed
 from benchmarks.testbed.launch import Process, await_all, launch_all, start
-from benchmarks.workloads import WideDigits
+from benchmarks.workloads import Score, Task
 from lsgd.algorithms.allreduce import AllReduceSettings
+from lsgd.plan.plan import DEFAULT as DEFAULT_SETTINGS
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
+from lsgd.settings import AlgorithmSettings
 
 NODES = 2
 MORE_STEPS = 8  # of methods with a period, so that the slower worker too sees the end of those that count
 DEADLINE_S = 900.0
+
+DEFAULT = "default"
+"""The method of a plan that says nothing: its servers choose the period."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +34,28 @@ class Settings:
     """What all runs have in common.
 
     Args:
-        width: of the model's two hidden layers.
-        period: steps between exchanges, for the methods that have a period.
+        task: what is learned.
+        width: of the wide model's two hidden layers.
+        period: steps between exchanges, for the methods that are given one.
         steps: of a worker.
         wire_s: longest that the bytes of all steps may take, by arithmetic; else there are fewer steps.
     """
 
+    task: str
     width: int
     period: int
     steps: int
     wire_s: float
 
-    def steps_of(self, method: str, link: str, numel: int) -> int:
+    def make_task(self) -> Task:
+        """Return the task."""
+        return task_of(self.task, self.width)
+
+    def steps_of(self, method: str, link: str, numel: int, every: int) -> int:
         """Return how many steps of a worker are recorded, a multiple of those between two tests."""
-        rate_mbit, every = LINKS[link][0], WideDigits.evaluate_every
-        most = self.steps
-        if rate_mbit is not None and method not in PERIODIC:
+        rate_mbit = LINKS[link][0]
+        most = self.steps * (NODES if method == ONE_MACHINE_SAMPLES else 1)
+        if rate_mbit is not None and method not in (*PERIODIC, DEFAULT):
             step_s = nbytes_of(method, numel) * 8 / (rate_mbit * 1e6)
             most = min(most, int(self.wire_s / step_s)) if step_s else most
         return max(2 * every, most // every * every)
@@ -60,8 +71,8 @@ class Result:
         steps_to_target: of a worker, until then.
         step_s: time of a step.
         sent_nbytes: what a host sent for a step, headers of the segments included, the mean over the hosts.
-        final_accuracy: in the last test.
-        curve: step, seconds and accuracy of each test.
+        final_loss: in the last test, as is ``final_accuracy``.
+        curve: step, seconds, loss and accuracy of each test.
     """
 
     steps: int
@@ -69,12 +80,18 @@ class Result:
     steps_to_target: int | None
     step_s: float
     sent_nbytes: float
+    final_loss: float
     final_accuracy: float
-    curve: Sequence[tuple[int, float, float]]
+    curve: Sequence[tuple[int, float, float, float]]
 
     def __str__(self) -> str:
         reached = "never" if self.seconds_to_target is None else f"after {self.seconds_to_target:.1f} s"
-        return f"{self.step_s * 1e3:.1f} ms a step, at the target {reached}"
+        return f"{self.step_s * 1e3:.1f} ms a step, at the target {reached}, final loss {self.final_loss:.4f}"
+
+
+def algorithm_of(method: str, period: int) -> AlgorithmSettings:
+    """Return the settings of one of lsgd's methods."""
+    return DEFAULT_SETTINGS() if method == DEFAULT else OURS[method](period)
 
 
 def nbytes_of(method: str, numel: int) -> float:
@@ -91,65 +108,69 @@ def run(testbed: Testbed, method: str, link: str, seed: int, settings: Settings,
     Raises:
         RunFailedError: a host failed.
     """
-    task = WideDigits(settings.width)
-    steps = settings.steps_of(method, link, sum(x.numel() for x in task.model().parameters()))
+    task = settings.make_task()
+    steps = settings.steps_of(method, link, sum(x.numel() for x in task.model().parameters()), task.evaluate_every)
     with tempfile.TemporaryDirectory(prefix="lsgd-benchmark-") as name:
-        folder = Path(name)
-        arguments = [f"--width={settings.width}", f"--steps={steps}", f"--seed={seed}"]
-        if method in OURS:
+        folder, hosts = Path(name), testbed.hosts
+        arguments = [f"--task={settings.task}", f"--width={settings.width}", f"--steps={steps}", f"--seed={seed}"]
+        if method in OURS or method == DEFAULT:
             processes = start_ours(testbed, method, steps, settings, folder, arguments)
+        elif method in (ONE_MACHINE, ONE_MACHINE_SAMPLES):
+            hosts = testbed.hosts[:1]
+            processes = start_baseline(hosts, ALONE, settings, folder, python, arguments)
         else:
-            processes = start_baseline(testbed, method, settings, folder, python, arguments)
+            processes = start_baseline(hosts, method, settings, folder, python, arguments)
         await_all(processes, f"{method}, {link},", DEADLINE_S)
-        return result_of(task, [folder / host.name for host in testbed.hosts])
+        return result_of(task, [folder / host.name for host in hosts])
 
 
 def start_ours(
     testbed: Testbed, method: str, steps: int, settings: Settings, folder: Path, arguments: Sequence[str]
 ) -> list[Process]:
     """Start the launchers of one of lsgd's methods, whose plan differs from the defaults in the period only."""
-    more = MORE_STEPS if method in PERIODIC else 1
+    more = MORE_STEPS if method in (*PERIODIC, DEFAULT) else 1
     limits = RunSettings(workers=NODES, iterations=NODES * (steps + more))
     command = [sys.executable, "-m", "benchmarks.endtoend.worker", *arguments]
-    plan = Plan(limits, (Phase(OURS[method](settings.period)),))
+    plan = Plan(limits, (Phase(algorithm_of(method, settings.period)),))
     return launch_all(testbed.hosts, plan, folder, lambda host: command)
 
 
 def start_baseline(
-    testbed: Testbed, method: str, settings: Settings, folder: Path, python: str, arguments: Sequence[str]
+    hosts: Sequence[Host], method: str, settings: Settings, folder: Path, python: str, arguments: Sequence[str]
 ) -> list[Process]:
     """Start the processes of a baseline."""
     command = [python, "-m", "benchmarks.endtoend.baseline", *arguments]
     command += [f"--method={method}", f"--period={settings.period}"]
-    command += ["--addresses", *(host.address for host in testbed.hosts)]
-    return [start([*command, f"--rank={host.index}", f"--output={folder / host.name}"], host) for host in testbed.hosts]
+    command += ["--addresses", *(host.address for host in hosts)]
+    return [start([*command, f"--rank={host.index}", f"--output={folder / host.name}"], host) for host in hosts]
 
 
-def result_of(task: WideDigits, folders: Sequence[Path]) -> Result:
+def result_of(task: Task, folders: Sequence[Path]) -> Result:
     """Return the result of a run from what its workers have left, each in a folder."""
     marks = [json.loads((folder / MARKS).read_text()) for folder in folders]
     numbers = (folders[0] / SNAPSHOTS).stat().st_size // 4
     models = [torch.from_file(str(folder / SNAPSHOTS), size=numbers).view(len(marks[0]), -1) for folder in folders]
-    curve = []
+    curve, reached = [], None
     for index, at in enumerate(zip(*marks, strict=True)):
-        mean = torch.stack([of_one[index] for of_one in models]).mean(0)
-        curve.append((at[0]["step"], max(one["at_s"] for one in at), accuracy_of(task, mean)))
+        score = score_of(task, torch.stack([of_one[index] for of_one in models]).mean(0))
+        point = (at[0]["step"], max(one["at_s"] for one in at), score.loss, score.accuracy)
+        reached = reached or (point if task.reached(score) else None)
+        curve.append(point)
     steps = curve[-1][0] - curve[0][0]
     sent = sum(one[-1]["sent_nbytes"] - one[0]["sent_nbytes"] for one in marks) / len(marks)
-    reached = next((point for point in curve if point[2] >= task.target_accuracy), None)
     return Result(
         curve[-1][0],
         reached[1] if reached else None,
         reached[0] if reached else None,
         (curve[-1][1] - curve[0][1]) / steps,
         sent / steps,
-        curve[-1][2],
+        *curve[-1][2:],
         curve,
     )
 
 
-def accuracy_of(task: WideDigits, parameters: Tensor) -> float:
-    """Return the accuracy on the test data of the model with these parameters, float32 in one dimension."""
+def score_of(task: Task, parameters: Tensor) -> Score:
+    """Return the score on the test data of the model with these parameters, float32 in one dimension."""
     model = task.model()
     torch.nn.utils.vector_to_parameters(parameters, model.parameters())
-    return task.test(model).accuracy
+    return task.test(model)

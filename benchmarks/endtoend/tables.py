@@ -11,7 +11,7 @@ from benchmarks.report.tables import number, table
 REFERENCE = "ddp"
 COLUMNS = (
     *("method", "seeds", "steps", "s to target", "range", "over DDP", "steps to target"),
-    *("ms a step", "over DDP", "MB a step", "final accuracy"),
+    *("ms a step", "over DDP", "MB a step", "final loss", "final accuracy"),
 )
 
 
@@ -22,6 +22,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     runs = pd.DataFrame(rows).drop(columns=["link", "curve"], errors="ignore")
     never = ["seconds_to_target", "steps_to_target"]
     runs[never] = runs[never].astype(float).fillna(math.inf)
+    runs["final_loss"] = runs["final_loss"].astype(float)  # older results have none
     of_method = runs.groupby("method", sort=False)
     medians = of_method.median()
     medians["seeds"] = of_method.size()
@@ -46,5 +47,6 @@ def _line(found: Mapping[Any, Any], reference: Mapping[Any, Any]) -> Sequence[st
         f"{found['step_s'] * 1e3:.1f}",
         number(reference["step_s"] / found["step_s"], ".2f"),
         f"{found['sent_nbytes'] / 1e6:.3f}",
+        number(found["final_loss"], ".3f"),
         f"{found['final_accuracy']:.4f}",
     )
