@@ -54,6 +54,7 @@ class LsgdCallback(Callback):
         self._batch_size = 0
         self._in_step = False
         self._away = False  # paused in this step
+        self._closed = False
         self._muted = ExitStack()
 
     @property
@@ -79,7 +80,7 @@ class LsgdCallback(Callback):
         options = dict(self._options)
         if self._shard and (stream := self._sharded(trainer)):
             options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": stream}
-        self._in_step = self._away = False
+        self._in_step = self._away = self._closed = False
         self._worker = worker = Worker.join(pl_module, trainer.optimizers, **options)
         rank_zero_only.rank = worker.rank
         if worker.rank != 0 and trainer.progress_bar_callback is not None:
@@ -158,6 +159,7 @@ class LsgdCallback(Callback):
 
     def _close(self, error: BaseException | None) -> None:
         self._muted.close()
+        self._closed = True
         if self._worker is not None:
             self.worker.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
@@ -170,9 +172,9 @@ class LsgdCallback(Callback):
 
     def saves(self) -> bool:
         """Whether this worker is the one that saves; if so, it is paused for it."""
-        if self._worker is None:
-            return True
-        if not is_saver(self.worker):
+        if self._worker is None or self._closed:
+            return self.rank == 0
+        if not is_saver(self._worker):
             return False
         self._pause()
         return True
