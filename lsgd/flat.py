@@ -143,9 +143,10 @@ def describe(model: nn.Module) -> tuple[str, str]:
 
 def _detached(name: str, what: str) -> DetachedError:
     return DetachedError(
-        f"the parameter {name} was {what} after Worker.join (by model.to(...), model.layer = ... or "
-        f"load_state_dict(..., assign=True), for example), so its training would not be exchanged; do that before the "
-        f"join, or copy the new values into the old parameter, as load_state_dict does without assign=True"
+        f"the parameter {name} was {what} after Worker.join (by model.to(...), model.layer = ..., "
+        f"load_state_dict(..., assign=True) or accelerate's LocalSGD, for example), so its training would not be "
+        f"exchanged; do that before the join, or copy the new values into the old parameter, as load_state_dict does "
+        f"without assign=True"
     )
 
 

@@ -42,7 +42,8 @@ ONLY_IN = {
     "cupy": {"kernels/cuda/path.py"},
     "matplotlib": {"client/launcher/curve.py"},
     "transformers": {"client/integrations/transformers.py"},
-    "accelerate": {"client/integrations/transformers.py"},
+    "accelerate": {"client/integrations/accelerate.py", "client/integrations/transformers.py"},
+    "lightning": {"client/integrations/lightning.py"},
 }
 PRIVATE_NAMES_ONLY_IN = {
     "client/groups/torch_group.py",

@@ -3,8 +3,9 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Any
 
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from lsgd.client.loader import ShardSampler
 from lsgd.errors import ConfigError
@@ -71,3 +72,20 @@ class ShardStream(Sampler[int]):
             yield from shard[skip:]
             skip = 0
             self._shards.epoch += 1
+
+
+def shard(loader: Any, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool) -> ShardStream | None:
+    """Put a worker's shards in the place of a DataLoader's sampler; return None if it has none.
+
+    Args:
+        loader: changed here; a pass over it keeps its number of batches, each of them a whole one.
+        place: returns (rank, world size) of this worker now.
+        seed: of the shards; the same on all workers.
+        shuffle: whether to shuffle each shard.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    if not isinstance(batches, BatchSampler) or not hasattr(batches, "sampler"):
+        return None
+    stream = ShardStream(len(loader.dataset), len(batches) * batches.batch_size, place, seed, shuffle)
+    batches.sampler = stream
+    return stream

@@ -1,7 +1,6 @@
 """A callback that makes any Trainer of Hugging Face transformers a worker of a run."""
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -10,9 +9,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import BatchSampler
 
-from lsgd.client.integrations.stream import ShardStream
+from lsgd.client.integrations.shared import is_saver, place, refuse_distributed, say_who_ends, state_of_run
+from lsgd.client.integrations.stream import ShardStream, shard
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
 
@@ -26,9 +25,6 @@ except ImportError as missing:
     ) from missing
 
 logger = logging.getLogger("lsgd")
-
-DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-"""Variables by which accelerate decides to train with DistributedDataParallel."""
 
 
 class LsgdCallback(TrainerCallback):
@@ -53,13 +49,7 @@ class LsgdCallback(TrainerCallback):
     """
 
     def __init__(self, *, shard: bool = True, **options: Any) -> None:
-        found = [name for name in DISTRIBUTED if name in os.environ]
-        if found:
-            raise ConfigError(
-                f"with {', '.join(found)} in the environment the Trainer uses DistributedDataParallel, and lsgd takes "
-                f"its place: start the script by `lsgd launch -- python SCRIPT` instead of torchrun or accelerate "
-                f"launch; or `unset {' '.join(DISTRIBUTED)}`, and set LSGD_LOCAL_RANK"
-            )
+        refuse_distributed("the Trainer")
         self.worker: Worker | None = None
         """The worker, from the beginning of training on."""
         self._shard = shard
@@ -120,7 +110,7 @@ class LsgdCallback(TrainerCallback):
         ]
         self._save_strategy = args.save_strategy
         state.is_world_process_zero = worker.rank == 0  # has the progress bar; later, that must not change
-        say_who_ends(worker, state.max_steps)
+        say_who_ends(worker, state.max_steps, "max_steps, or num_train_epochs")
         if not isinstance(lr_scheduler, LambdaLR):
             logger.warning(
                 "%s: a %s follows this worker's own steps and not the run; the schedules that TrainingArguments "
@@ -199,14 +189,7 @@ class LsgdCallback(TrainerCallback):
             worker.report(logs["loss"])
         if worker.rank != 0 or not {"loss", "train_loss"} & logs.keys():
             return
-        more: dict[str, Any] = {"lsgd_progress": round(worker.progress, 4)}
-        if worker.consensus_distance is not None:
-            more["lsgd_consensus_distance"] = worker.consensus_distance
-        if not worker.stopped:
-            status = worker.status()
-            more["lsgd_round"] = status["rounds_global"]
-            leaders = [each["worker"] for each in status["leaders"] if each["scope"] == "global"]
-            more["lsgd_leader"] = leaders[-1] if leaders else ""
+        more = state_of_run(worker)
         logs |= more
         state.log_history[-1] |= more
 
@@ -243,9 +226,7 @@ class LsgdCallback(TrainerCallback):
         if not control.should_evaluate and not control.should_save:
             return False
         worker = self._joined
-        # Not rank 0: while one worker pauses, the ranks of the others are counted without it.
-        members = [each["worker"] for each in worker.status()["members"] if each["state"] != "left"]
-        self._let_save(args, worker.name in members[:1])
+        self._let_save(args, is_saver(worker))
         control.should_save &= args.save_strategy != SaveStrategy.NO
         with worker.pause():
             return True
@@ -262,25 +243,22 @@ class LsgdCallback(TrainerCallback):
 
     def _sharded(self, args: TrainingArguments, loader: Any) -> ShardStream | None:
         """Put the shards in the place of the training data's sampler; return None if it has none."""
-        batches = getattr(loader, "batch_sampler", None)
-        if not isinstance(batches, BatchSampler) or not hasattr(batches, "sampler"):
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        self._stream = shard(
+            loader,
+            lambda: place(self.worker),
+            args.seed if args.data_seed is None else args.data_seed,
+            shuffle=strategy != "sequential",
+        )
+        if self._stream is None:
             logger.warning(
                 "the training data has no sampler that could be sharded, so each worker draws from all of it: give "
                 "the Trainer a dataset with a length, or each worker data of its own and LsgdCallback(shard=False)"
             )
             return None
-        strategy = getattr(args, "train_sampling_strategy", "random")
         if strategy not in ("random", "sequential"):
             logger.warning("train_sampling_strategy = %r is not used: shards are dealt at random", str(strategy))
-        self._batch_size = batches.batch_size
-        self._stream = ShardStream(
-            len(loader.dataset),
-            len(batches) * self._batch_size,  # so that every batch is a whole one
-            lambda: (0, 1) if self.worker is None else (self.worker.rank, self.worker.world_size),
-            args.seed if args.data_seed is None else args.data_seed,
-            shuffle=strategy != "sequential",
-        )
-        batches.sampler = self._stream
+        self._batch_size = loader.batch_sampler.batch_size
         return self._stream
 
     def _consume(self) -> None:
@@ -323,23 +301,3 @@ def check(args: TrainingArguments) -> None:
         raise ConfigError("load_best_model_at_end would put another model in the consensus' place; leave it out")
     if args.auto_find_batch_size:
         raise ConfigError("auto_find_batch_size begins training again after the join; set per_device_train_batch_size")
-
-
-def say_who_ends(worker: Worker, max_steps: int) -> None:
-    """Log which ends training: the plan, or the Trainer's own number of steps."""
-    run = worker.plan.run
-    ends = [f"{run.iterations} iterations of all workers together"] if run.iterations else []
-    ends += [f"{run.seconds:g} s"] if run.seconds else []
-    if not ends:
-        logger.warning("%s: the plan has no end, so this worker leaves after max_steps = %d", worker.name, max_steps)
-    elif max_steps * worker.world_size < run.iterations:
-        logger.warning(
-            "%s leaves after %d steps of its own (max_steps, or num_train_epochs), before the run's end after %s; "
-            "max_steps = %d leaves the end to the run",
-            *(worker.name, max_steps, " or ".join(ends), run.iterations),
-        )
-    else:
-        logger.info(
-            "%s: the run ends after %s, and stops the Trainer, or max_steps = %d of this worker do, whichever is first",
-            *(worker.name, " or ".join(ends), max_steps),
-        )

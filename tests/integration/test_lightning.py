@@ -1,0 +1,148 @@
+"""Trainers of Lightning as workers, by LsgdCallback: the real library, real servers, two processes."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lsgd.errors import ConfigError
+
+from .running import Cluster, ForkServer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
+MODULE = "lsgd.client.integrations.lightning"
+
+
+class LightningCluster(Cluster):
+    """Its workers have imported Lightning before the fork."""
+
+    worker_forks = ForkServer("torch", "torch._dynamo", "lightning", MODULE)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LightningCluster]:
+    pytest.importorskip("lightning", reason="pip install 'lsgd[lightning]'")
+    made = LightningCluster(tmp_path)
+    yield made
+    made.close()
+
+
+def train(cluster: Cluster, plan: list[str], *arguments: object, first: tuple[object, ...] = ()) -> Any:
+    """Train in two workers, the first with more arguments, and return the last status and what they know."""
+    server, _ = cluster.start("--workers", "2", *plan)
+    workers = [cluster.worker("lightning_worker", 0, i, *arguments, *(first if i == 0 else ())) for i in range(2)]
+    for worker in workers:
+        worker.succeeds()
+    return server.succeeds(), [cluster.result(0, i) for i in range(2)]
+
+
+@pytest.mark.parametrize("algorithm", ["local", "bytegrad"])
+@pytest.mark.parametrize("arguments", [("--micro-batches", 2), ("--manual",)], ids=["accumulated", "manual"])
+def test_two_trainers_train_one_model(cluster, algorithm, arguments) -> None:
+    plan = ["--algorithm", algorithm, "--iterations", "60"]
+    plan += ["--period", "8"] if algorithm == "local" else []
+    output, workers = train(cluster, plan, "--min-steps", 500, *arguments)
+    assert "all 60 iterations are made; 60 iterations" in output and "failed" not in output
+    assert [w["steps"] for w in workers] == [w["iterations"] for w in workers]
+    assert sum(w["iterations"] for w in workers) == 60 and all(w["stopped"] for w in workers)
+    assert workers[0]["final"] == workers[1]["final"]
+    first, second = (w["drawn"] for w in workers)
+    assert len(first) >= 48 and sorted(first[:48] + second[:48]) == list(range(96))
+    assert all(w["losses"][-1] < 0.1 * w["losses"][0] for w in workers)
+    batches = 1 if "--manual" in arguments else 2
+    assert all(len(w["losses"]) in (batches * w["iterations"], batches * w["iterations"] + 1) for w in workers)
+    logs = next(w for w in workers if w["rank"] == 0)["logs"]
+    assert float(logs[-1]["lsgd_progress"]) == 1.0 and float(logs[-1]["lsgd_consensus_distance"]) >= 0
+    assert max(float(row["lsgd_round"] or 0) for row in logs) > 0
+
+
+def test_it_pauses_to_validate_and_one_worker_saves(cluster) -> None:
+    """And a checkpoint of Lightning is where another run begins."""
+    plan = ["--algorithm", "local", "--iterations", "40", "--period", "4"]
+    _, workers = train(cluster, plan, "--every", 3)
+    assert workers[0]["final"] == workers[1]["final"]
+    for w in workers:
+        assert w["states"] and set(w["states"]) == {"away"}
+        assert w["steps"] == w["iterations"]
+    saved = sorted((cluster.folder / "saved").iterdir(), key=lambda path: path.stat().st_mtime)
+    assert saved and not any("-v1" in path.name for path in saved)
+
+    (cluster.folder / "again").mkdir()
+    again = LightningCluster(cluster.folder / "again")
+    early = next(path for path in saved if "step=3.ckpt" in path.name)
+    _, workers = train(again, [*plan[:3], "10", *plan[4:]], "--resume", early)
+    assert all(w["started"] == [3] and w["steps"] == 3 + w["iterations"] for w in workers)
+    assert sum(w["iterations"] for w in workers) == 10 and workers[0]["final"] == workers[1]["final"]
+    again.close()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_run_that_ends_while_a_trainer_validates(cluster, micro_batches) -> None:
+    plan = ["--algorithm", "bytegrad", "--iterations", "40"]
+    _, workers = train(
+        cluster, plan, "--micro-batches", micro_batches, first=("--every", 3 * micro_batches, "--wait-at", 3)
+    )
+    assert sum(w["iterations"] for w in workers) == 40
+    assert [w["steps"] for w in workers] == [w["iterations"] for w in workers]
+    assert workers[0]["iterations"] <= 4 and workers[0]["final"] == workers[1]["final"]
+
+
+def test_trainers_that_stop_before_the_run_leave_with_a_consensus(cluster) -> None:
+    plan = ["--algorithm", "local", "--iterations", "1000", "--period", "4"]
+    _, workers = train(cluster, plan, "--max-steps", 7)
+    assert [w["steps"] for w in workers] == [w["iterations"] for w in workers] == [7, 7]
+    assert workers[0]["final"] == workers[1]["final"]
+    assert all("leaves after 7 steps of its own" in p.output for p in cluster.processes if p.name.startswith("worker"))
+
+
+def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:
+    server, _ = cluster.start("--workers", "2", "--algorithm", "bytegrad", "--iterations", "20")
+    failing = cluster.worker("lightning_worker", 0, 0, "--fail-at", 3)
+    other = cluster.worker("lightning_worker", 0, 1)
+    assert failing.wait() == 1
+    other.succeeds()
+    assert "node0/worker0 leaves: failed: RuntimeError: as the test wants it (3 iterations)" in server.succeeds()
+    assert cluster.result(0, 1)["iterations"] == 17
+
+
+def test_the_example(cluster) -> None:
+    cluster.start("--workers", "2", "--iterations", "24", "--period", "4")
+    for worker in [cluster.worker("lightning_worker", 0, i, "--example", EXAMPLE) for i in range(2)]:
+        worker.succeeds()
+    results = [cluster.result(0, i) for i in range(2)]
+    assert results[0]["final"] == results[1]["final"]
+    assert sum(w["iterations"] for w in results) == 24
+    assert (cluster.folder / "lightning-model.ckpt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_a_worker_is_refused(monkeypatch) -> None:
+    lightning = pytest.importorskip("lightning", reason="pip install 'lsgd[lightning]'")
+    integration = importlib.import_module(MODULE)
+    with monkeypatch.context() as environment:
+        environment.setenv("LOCAL_RANK", "1")
+        with pytest.raises(ConfigError, match=r"with LOCAL_RANK in the environment .*lsgd launch"):
+            integration.LsgdCallback()
+    average = lightning.pytorch.callbacks.StochasticWeightAveraging(0.1)
+    for options, what in (
+        ({"strategy": "ddp"}, "strategy DDPStrategy.*devices=1.*lsgd launch"),
+        ({"devices": 2}, "devices=1"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders"),
+        ({"callbacks": [average]}, "StochasticWeightAveraging would put another model"),
+    ):
+        trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
+        with pytest.raises(ConfigError, match=what):
+            integration.check(trainer)
+
+
+def test_without_the_library_the_import_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "lightning"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    with pytest.raises(ImportError, match=r"pip install 'lsgd\[lightning\]'"):
+        importlib.import_module(MODULE)
