@@ -92,10 +92,7 @@ class ScaledBlocks(Codec):
             path.decode(scales, planes[0], planes[-1], out[:whole], alpha)
         if whole < numel:
             value = self._read(scales[2 * (whole // block) :], *(plane[whole // 8 :] for plane in planes))
-            rest, value = out[whole:], value.view(-1)[: numel - whole]
-            if alpha is not None:
-                value = rest.to(torch.promote_types(rest.dtype, torch.float32)) + value * alpha
-            rest.copy_(value)
+            put(value.view(-1)[: numel - whole], out[whole:], alpha)
 
     def _read(self, scales: Tensor, signs: Tensor, fars: Tensor | None = None) -> Tensor:
         """Return the elements of blocks, float32, shape (blocks, scale_block)."""
@@ -109,7 +106,7 @@ class ScaledBlocks(Codec):
         """Return the kernels for a device, if there are any, and how many of ``numel`` elements they take."""
         if device.type != "cpu" or numel < self.scale_block:
             return None, 0
-        from lsgd.kernels.cpu.levels import Levels, levels_path
+        from lsgd.kernels.cpu.few_bits import Levels, levels_path
 
         path = levels_path(Levels(self.near, self.far, self.threshold), self.scale_block)
         return path, 0 if path is None else numel // self.scale_block * self.scale_block
@@ -148,6 +145,13 @@ def sums_of(rows: Tensor) -> Tensor:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
     return rows[:, 0]
+
+
+def put(value: Tensor, out: Tensor, alpha: float | None) -> None:
+    """Write ``value``, float32, to ``out``, or add ``alpha`` times it in float32 or wider."""
+    if alpha is not None:
+        value = out.to(torch.promote_types(out.dtype, torch.float32)) + value * alpha
+    out.copy_(value)
 
 
 def write_scales(scales: Tensor, out: Tensor) -> None:

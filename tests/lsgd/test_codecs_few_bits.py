@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -10,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lsgd.codecs import codec_of
+from lsgd.codecs import Codec, codec_of
 from lsgd.codecs.base import flags_of
+from lsgd.codecs.topk import TopK
 from lsgd.errors import ConfigError
-from lsgd.kernels.cpu import levels
+from lsgd.kernels.cpu import few_bits
 from lsgd.payload import HEADER_NBYTES
 
 LENGTHS = st.integers(0, 1200)
@@ -110,7 +113,7 @@ def topk(x: np.ndarray, k: int) -> tuple[bytes, np.ndarray]:
     for start in range(0, x.size, 4096):
         size = min(4096, x.size - start)
         chunk = np.concatenate([x[start : start + size], np.zeros(4096 - size, np.float32)])
-        order = sorted(range(4096), key=lambda i: (-abs(chunk[i]), i))[:k]
+        order = sorted(sorted(range(4096), key=lambda i: (-abs(chunk[i]), i))[:k])
         sizes = [abs(float(chunk[i])) for i in order]
         mean = halved_sum(sizes) / min(k, size)
         far = [v > mean for v in sizes]
@@ -161,22 +164,87 @@ def test_vectors_of_several_pieces(text, numel):
     assert (data, decoded.tobytes()) == (expected, numbers.tobytes())
 
 
-@pytest.mark.parametrize("text", ["levels2", "levels1", "levels2:scale_block=2048", "levels1:scale_block=64"])
+def without_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(few_bits, "levels_path", lambda *_: None)
+    monkeypatch.setattr(few_bits, "topk_path", lambda *_: None)
+
+
+def made_of(codec: Codec, x: torch.Tensor, alpha: float) -> tuple[list[torch.Tensor], int]:
+    """The payload, what it decodes to, and what is added to, as bits; and the flag."""
+    payload, out, added = codec.empty(x.numel(), x.device), torch.empty_like(x), torch.linspace(-1, 1, x.numel())
+    added[::3] = -0.0
+    codec.encode(x, payload)
+    codec.decode(payload, out)
+    codec.decode_add(payload, added, alpha)
+    return [payload, *(t.nan_to_num(7.0).view(torch.int32) for t in (out, added))], int(flags_of(payload))
+
+
+@pytest.mark.parametrize(
+    "text", ["levels2", "levels1", "levels2:scale_block=2048", "levels1:scale_block=64", "topk", "topk:k=8"]
+)
 @pytest.mark.parametrize("bad", [1.0, math.nan, -math.inf])
 def test_torch_makes_what_the_kernels_make(text, bad, monkeypatch):
     """As on GPUs, and where llvmlite is missing; with a part of a block at the end, and in what is added to."""
     x = vector((1 << 16) + 2100, 1.0, 6)
     x[5000] = bad
-    codec, made = codec_of(text), []
-    for path in (levels.levels_path, lambda *_: None):
-        monkeypatch.setattr(levels, "levels_path", path)
-        payload, out, added = codec.empty(x.numel(), x.device), torch.empty_like(x), torch.linspace(-1, 1, x.numel())
-        codec.encode(x, payload)
-        codec.decode(payload, out)
-        codec.decode_add(payload, added, alpha=-0.3)
-        made.append((payload, out.nan_to_num(7.0), added.nan_to_num(7.0)))
-        assert bool(flags_of(payload)) != math.isfinite(bad)
-    assert all(map(torch.equal, *made))
+    by_kernels = made_of(codec_of(text), x, -0.3)
+    without_kernels(monkeypatch)
+    by_torch = made_of(codec_of(text), x, -0.3)
+    assert by_kernels[1] == by_torch[1] == (not math.isfinite(bad))
+    assert all(map(torch.equal, by_kernels[0], by_torch[0]))
+
+
+def odd_chunks(chunk: int = 4096) -> torch.Tensor:
+    """Chunks in which it is hard to tell which elements are the largest, and a part of one."""
+    random = np.random.default_rng(3)
+    normal = random.standard_normal(chunk).astype(np.float32)
+    sparse = np.where(random.random(chunk) < 0.005, normal, np.float32(0))
+    patterns = random.integers(0, 1 << 32, chunk, np.uint64).astype(np.uint32).view(np.float32)  # many NaN
+    greatest = np.full(chunk, 0xFFFFFFFF, np.uint32).view(np.float32)
+    chunks = [
+        *(normal, np.sort(normal), np.rint(normal), sparse, -sparse[::-1], 0 * normal, np.sign(normal)),
+        *(normal * np.float32(1e-41), np.copysign(np.float32(3.4e38), normal), np.where(normal > 2, np.inf, normal)),
+        *(patterns, greatest, np.where(normal > 0, greatest, normal), np.where(normal > 3, greatest, np.float32(0))),
+        normal[:100],
+    ]
+    return torch.from_numpy(np.concatenate(chunks).astype(np.float32))
+
+
+@pytest.mark.parametrize("k", [8, 32, 64, 256, 2048])
+@pytest.mark.parametrize("alpha", [1.0, -1.0])
+def test_topk_of_odd_chunks_is_the_same_by_kernels_and_torch(k, alpha, monkeypatch):
+    x = odd_chunks()
+    by_kernels = made_of(TopK(k), x, alpha)
+    without_kernels(monkeypatch)
+    by_torch = made_of(TopK(k), x, alpha)
+    assert by_kernels[1] == by_torch[1] == 1
+    for ours, theirs in zip(by_kernels[0], by_torch[0], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.fixture
+def no_llvmlite(monkeypatch):
+    """As where it is not installed."""
+    users = [f"lsgd.kernels.cpu.{name}" for name in ("ir", "blockwise", "levels", "topk")]
+    for name in [name for name in sys.modules if name.split(".")[0] == "llvmlite" or name in users]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    answers = (few_bits.levels_path, few_bits.topk_path, few_bits.warn)
+    for cached in answers:
+        cached.cache_clear()
+    yield
+    for cached in answers:
+        cached.cache_clear()
+
+
+def test_without_llvmlite_they_run_in_torch_and_say_so_once(no_llvmlite, caplog):
+    x = vector(4096, 1.0, 7)
+    with caplog.at_level(logging.WARNING):
+        assert [coded(name, x)[0] for name in ("topk:k=64", "levels1:scale_block=512")] == [
+            topk(x.numpy(), 64)[0],
+            levels1_of(x.numpy(), 512)[0],
+        ]
+    assert ["pip install llvmlite" in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("text", REFERENCES)

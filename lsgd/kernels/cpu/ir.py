@@ -148,6 +148,11 @@ class Value:
         function = self.kernel.declare("llvm.ctpop.i64", ir.FunctionType(I64, [I64]))
         return Value(self.kernel, self.kernel.builder.call(function, [self.raw]))
 
+    def trailing_zeros(self) -> Value:
+        """Return how many bits of an int64 scalar, which is not 0, are clear below the lowest that is set."""
+        function = self.kernel.declare("llvm.cttz.i64", ir.FunctionType(I64, [I64, ir.IntType(1)]))
+        return Value(self.kernel, self.kernel.builder.call(function, [self.raw, ir.Constant(ir.IntType(1), 1)]))
+
     def magnitude(self) -> Value:
         """Return the absolute value of float32."""
         return (self.convert("bitcast", I32) & 0x7FFFFFFF).convert("bitcast", F32)
