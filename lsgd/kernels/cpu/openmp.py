@@ -28,7 +28,7 @@ def parallel_region() -> _Parallel | None:
     try:
         function = ctypes.CDLL(str(library)).GOMP_parallel
     except (OSError, AttributeError) as error:
-        _log.warning("the 8-bit kernels run on one thread: torch's OpenMP runtime was not found (%s)", error)
+        _log.warning("the kernels run on one thread: torch's OpenMP runtime was not found (%s)", error)
         return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     function.restype = None
