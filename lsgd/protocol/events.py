@@ -28,8 +28,8 @@ class WorkerChanged:
 
     Args:
         worker: its name.
-        state: ``live`` (rounds wait for it), ``straggler``, ``cut``, ``away`` (it paused, or has only to leave) or
-            ``left``.
+        state: ``live`` or ``held`` (rounds wait for it), ``straggler``, ``cut``, ``away`` (it paused, or has only to
+            leave) or ``left``.
         code: of the reason: ``silent``, ``failed``, ``replaced``, ``paused``, ...
         reason: in words.
     """
@@ -149,7 +149,7 @@ class WorkerProgress:
     Args:
         worker: its name.
         rank: in the generation; -1: outside it.
-        state: as in :class:`WorkerChanged`, or ``held``: its request waits.
+        state: as in :class:`WorkerChanged`; ``held``: its request waits for an answer.
         done: iterations it has made, those of its earlier processes included.
         loss: as it last reported it; None: there is none, or it is not finite.
         heard_s: seconds since it was last heard.

@@ -168,6 +168,7 @@ class Coordinator:
         self._scheduler.advance()
         state, happened = self.state, self.state.roster.happened
         if happened or state.over:
+            state.forget_words()
             self._tell_stage()
             state.decision.happened, state.roster.happened = happened, []
         decision, state.decision = state.decision, Decision()

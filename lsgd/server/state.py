@@ -169,6 +169,10 @@ class RunState:
             self._wait = (now, self._what_is_waited_for(now))
         return self._wait[1]
 
+    def forget_words(self) -> None:
+        """Something has happened: the sentence that says what is waited for is to be made anew."""
+        self._wait = (-math.inf, NO_REASON)
+
     def _what_is_waited_for(self, now: float) -> Reason:
         members = self.roster.members.values()
         if self.closed:
