@@ -58,7 +58,9 @@ def ask(address: str, message: Operator, keys: ConnectorKeys | None = None) -> d
     raise JoinError(_silent(address, ANSWER_WITHIN_S))
 
 
-def watch(address: str, keys: ConnectorKeys | None = None, every_s: float = WATCH_EVERY_S) -> Iterator[RunView]:
+def watch(
+    address: str, keys: ConnectorKeys | None = None, answer_within_s: float = ANSWER_WITHIN_S
+) -> Iterator[RunView]:
     """Yield the view of a run every so often until it is over; a restart of its server is waited for.
 
     Raises:
@@ -68,14 +70,14 @@ def watch(address: str, keys: ConnectorKeys | None = None, every_s: float = WATC
     shown_at, heard_at = -math.inf, time.monotonic()
     with Reader(address, keys) as reader:
         while run.state != "over":
-            batch = reader.read(min(every_s, 0.5))
+            batch = reader.read(min(answer_within_s, 0.5))
             run.take(batch)
             now = time.monotonic()
             if batch.connected:
                 heard_at = now
-            elif now - heard_at > (AWAY_FOR_S if run.run else ANSWER_WITHIN_S):
+            elif now - heard_at > (AWAY_FOR_S if run.run else answer_within_s):
                 raise JoinError(_silent(address, now - heard_at))
-            if run.run and not batch.more and (now - shown_at >= every_s or run.state == "over"):
+            if run.run and not batch.more and (now - shown_at >= WATCH_EVERY_S or run.state == "over"):
                 shown_at = now
                 yield run
 
