@@ -217,10 +217,10 @@ class RunView:
 
     def take(self, batch: Batch) -> None:
         """Take in what a reader has read."""
-        self.connected = batch.connected
-        self.lost += batch.lost
         if batch.report is not None:
             self._begin(batch.report)
+        self.connected = batch.connected
+        self.lost += batch.lost
         for event in batch.events:
             self.fold(event)
 
