@@ -18,6 +18,9 @@ ASK_EVERY_S = 0.25
 RESEND_S = 1.0
 """How often a question without an answer is asked again."""
 
+REFUSED_AFTER_S = 0.5
+"""A reader that was never let in is told so after so long."""
+
 SILENT_AFTER_S = 3.0
 """A server that has not answered for so long counts as not connected."""
 
@@ -60,6 +63,7 @@ class Reader:
         self._link = Connector(address, f"{name}#{secrets.randbits(63)}".encode(), keys)
         self._poller = Poller(self._link)
         self._address = address
+        self._made_at = time.monotonic()
         self._epoch = ""
         self._after = 0
         self._wants_report = True
@@ -80,7 +84,7 @@ class Reader:
         """Return what is new as soon as there is something, or an empty batch after ``timeout_s``.
 
         Raises:
-            JoinError: the server does not let us in, or speaks another version; the words say what to do.
+            JoinError: the server does not let us in, from the beginning on, or speaks another version.
             ProtocolError: what answers is no global server.
         """
         deadline = time.monotonic() + timeout_s
@@ -94,7 +98,9 @@ class Reader:
                         return batch
             if (now := time.monotonic()) >= deadline:
                 connected = now - self._heard_at < SILENT_AFTER_S
-                if not connected and (trouble := self._link.trouble()):
+                # A handshake that fails may be that of a server which is just being started.
+                young = now - self._made_at < REFUSED_AFTER_S
+                if not (connected or self._epoch or young) and (trouble := self._link.trouble()):
                     raise JoinError(f"the global server at {self._address} does not let us in: {trouble}")
                 return Batch(connected=connected)
 
