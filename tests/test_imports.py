@@ -23,6 +23,7 @@ LAYERS = (
     "ddp_hook",
     "server",
     "client/control client/loader",
+    "client/watch",
     "client/groups",
     "client/checkpoint",
     "client/iteration",

@@ -1,9 +1,11 @@
 """What the servers cost: ``python -m benchmarks.control [--quick] [--only PART] [--json FILE]``.
 
-Three parts:
+Five parts:
 
 - ``requests``: one real global server on one core, and processes on the others that speak as local servers do and ask
   for iterations as fast as they are granted.
+- ``events``: the same with and without ten subscribers of the stream of events, who read four times a second each, in
+  turns.
 - ``waits``: a real global server, real local servers and 64 workers that iterate in 50 ms; what they wait between two
   iterations. Without lookahead that is the way of a request from the worker to its node's server, to the global one
   and back. One of the workers asks through the client's own Channel, in a process of its own: what it waits is what a
@@ -19,13 +21,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.control.servers import Requests, Waits, measure_requests, measure_waits
+from benchmarks.control.servers import Requests, Subscribed, Waits, measure_requests, measure_subscribers, measure_waits
 from benchmarks.control.virtual import Growth, Simulated, measure_growth, simulate
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
 
-PARTS = ("requests", "waits", "simulation", "growth")
-Result = Requests | Waits | Simulated | Growth
+PARTS = ("requests", "events", "waits", "simulation", "growth")
+Result = Requests | Subscribed | Waits | Simulated | Growth
+
+
+SUBSCRIBERS = 10
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Size:
     Args:
         load_workers: workers on each of the nodes that load the server, one run each.
         seconds: length of a measurement with real processes.
+        turns: of a measurement that is made both ways.
         nodes: of the workers that wait, eight on each.
         lookaheads: of theirs.
         simulated: numbers of workers in virtual time.
@@ -45,6 +51,7 @@ class Size:
 
     load_workers: Sequence[int] = (1, 8, 64)
     seconds: float = 10.0
+    turns: int = 5
     nodes: int = 8
     lookaheads: Sequence[int] = (0, 1, 16)
     simulated: Sequence[int] = (10, 100, 1000, 10_000)
@@ -53,8 +60,8 @@ class Size:
     periods: Sequence[int] = (16, 64, 256, 1024)
 
 
-QUICK = Size((32,), 3.0, lookaheads=(0, 1), simulated=(10, 100, 1000), iterations=128, failures=3, periods=(16, 64))
-SMOKE = Size((4,), 0.5, 1, lookaheads=(0, 1), simulated=(10, 40), iterations=128, failures=2, periods=(16,))
+QUICK = Size((32,), 3.0, 3, lookaheads=(0, 1), simulated=(10, 100, 1000), iterations=128, failures=3, periods=(16, 64))
+SMOKE = Size((4,), 0.5, 1, 1, lookaheads=(0, 1), simulated=(10, 40), iterations=128, failures=2, periods=(16,))
 
 
 def measure(part: str, size: Size) -> Iterator[Result]:
@@ -62,6 +69,8 @@ def measure(part: str, size: Size) -> Iterator[Result]:
     if part == "requests":
         for workers in size.load_workers:
             yield measure_requests(workers, size.seconds)
+    elif part == "events":
+        yield measure_subscribers(max(size.load_workers), size.seconds, SUBSCRIBERS, size.turns)
     elif part == "waits":
         for lookahead in size.lookaheads:
             yield from measure_waits(size.nodes, size.seconds, lookahead)

@@ -45,6 +45,25 @@ class Requests:
 
 
 @dataclass(frozen=True)
+class Subscribed:
+    """What one global server answered without and with subscribers of its stream of events."""
+
+    workers: int
+    subscribers: int
+    requests_per_s: float
+    watched_requests_per_s: float
+    ratio: float
+    cpu_ratio: float
+
+    columns: ClassVar = ("workers", "subscribers", "requests/s without", "with", "ratio", "ratio by the server's CPU")
+
+    def cells(self) -> Sequence[str]:
+        """Return it as a line of the table."""
+        rates = (f"{self.requests_per_s:,.0f}", f"{self.watched_requests_per_s:,.0f}")
+        return (str(self.workers), str(self.subscribers), *rates, f"{self.ratio:.3f}", f"{self.cpu_ratio:.3f}")
+
+
+@dataclass(frozen=True)
 class Waits:
     """What workers waited between iterations; ``asked_by`` tells whether the client's thread is a part of it."""
 
@@ -113,7 +132,24 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure_requests(workers_per_node: int, seconds: float) -> Requests:
+def measure_subscribers(workers_per_node: int, seconds: float, subscribers: int, turns: int) -> Subscribed:
+    """Load a server with and without subscribers of its stream of events, in turns."""
+    found = [
+        (measure_requests(workers_per_node, seconds), measure_requests(workers_per_node, seconds, subscribers))
+        for _ in range(turns)
+    ]
+    alone, watched = zip(*found, strict=True)
+    return Subscribed(
+        alone[0].workers,
+        subscribers,
+        statistics.median(one.requests_per_s for one in alone),
+        statistics.median(one.requests_per_s for one in watched),
+        statistics.median(w.requests_per_s / a.requests_per_s for a, w in found),
+        statistics.median(a.server_cpu_us / w.server_cpu_us for a, w in found),
+    )
+
+
+def measure_requests(workers_per_node: int, seconds: float, subscribers: int = 0) -> Requests:
     """Load a server on the first core from the other cores, or from all if there is one only."""
     cores = sorted(os.sched_getaffinity(0))
     others = set(cores[1:] or cores)
@@ -121,6 +157,18 @@ def measure_requests(workers_per_node: int, seconds: float) -> Requests:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lsgd-benchmark-")))
         workers = LOAD_NODES * workers_per_node
         pid, address = stack.enter_context(global_server(folder, workers, cores[0]))
+        if subscribers:
+            reading = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.control.subscribers", address, str(subscribers)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, others),
+            )
+            stack.enter_context(reading)
+            stack.callback(reading.kill)
+            if not reading.stdout or reading.stdout.readline() != "started\n":
+                raise RuntimeError("the subscribers did not start; their error is above")
         loads = []
         for node in range(LOAD_NODES):
             arguments = [address, str(node), str(workers_per_node), str(seconds)]

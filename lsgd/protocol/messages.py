@@ -2,32 +2,24 @@
 
 A message is one frame: the array ``[kind, field, field, ...]`` in the order of its dataclass. Everything that
 arrives is checked here, once, for size, counts and the type of every field; all other code relies on that. The first
-field of the greetings (:class:`Where`, :class:`Join`, :class:`NodeHello`) is the protocol's version, and the form of
-:class:`Refused` never changes, so two different versions can recognize each other.
+field of the greetings (:class:`Where`, :class:`Join`, :class:`NodeHello`, :class:`EventsQuery`) is the protocol's
+version, and the form of :class:`Refused` never changes, so two different versions can recognize each other.
 """
 
-import dataclasses
 import functools
 import itertools
-import operator
-import types
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Self, Union
-
-import msgpack
+from typing import NamedTuple, Self
 
 from lsgd.errors import ProtocolError
+from lsgd.protocol.fields import build, packed, unpacked, values_of
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
 """Size of the largest frame that is parsed, in bytes."""
-
-MAX_ITEMS = 1 << 16
-"""Maximum number of elements of an array or map in a frame."""
 
 
 class VersionError(ProtocolError):
@@ -154,17 +146,26 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A worker's process is alive, whatever it is doing; not answered."""
+    """A worker's process is alive, whatever it is doing; not answered.
+
+    The rest are the totals of its ``timings``, for people.
+    """
 
     worker: str
     incarnation: int
+    compute_s: float = 0.0
+    waiting_s: float = 0.0
+    exchange_s: float = 0.0
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """A worker has completed a round, or failed to do so; ``error`` says why.
 
-    ``broken``: ranks of the round's generation that cannot reach each other, one pair after the other.
+    ``broken``: ranks of the round's generation that cannot reach each other, one pair after the other;
+    ``sent_nbytes``: what it has sent in all rounds since it joined.
     """
 
     worker: str
@@ -173,6 +174,7 @@ class Done:
     ok: bool
     error: str
     broken: tuple[int, ...] = ()
+    sent_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +297,33 @@ class StatusQuery:
     """Ask for :class:`Status`; ``incarnation`` is the asking worker's, 0 for an operator's own connection."""
 
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventsQuery:
+    """An operator asks for what has happened after the event ``after``; answered by :class:`Events`."""
+
+    protocol: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What has happened in a run, as far as it fits into a message.
+
+    Args:
+        epoch: of the stream, which is another one after a restart of the server; then the numbers begin anew.
+        first: number of the first event in ``items``.
+        last: number of the last event that there is.
+        lost: how many before ``first`` were asked for and are kept no more.
+        items: events one after the other, each as :mod:`lsgd.protocol.events` reads them.
+    """
+
+    epoch: str
+    first: int
+    last: int
+    lost: int
+    items: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,10 +528,10 @@ Downward = (
 )
 """What the servers answer to a worker."""
 
-Operator = StopRun | ChangeSettings | StatusQuery
+Operator = StopRun | ChangeSettings | StatusQuery | EventsQuery
 """What an operator sends to the global server."""
 
-Message = Upward | Downward | Where | Here | NodeHello | NodeWelcome | NodeLeave | RunOver | Operator
+Message = Upward | Downward | Where | Here | NodeHello | NodeWelcome | NodeLeave | RunOver | Operator | Events
 
 _CLASSES: tuple[type, ...] = (
     Refused,  # kind 0 in every version
@@ -536,11 +565,13 @@ _CLASSES: tuple[type, ...] = (
     Evicted,
     Recall,
     Over,
+    EventsQuery,
+    Events,
 )
 _KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
 _SHORT_ARRAY = 0x90  # plus its length, up to 15: the first byte of an array in MessagePack
 _WITH_A_ROUND = (Go, Stop)
-_GREETINGS = (Where, Join, NodeHello)
+_GREETINGS = (Where, Join, NodeHello, EventsQuery)
 
 
 def kind_of(frame: bytes) -> type | None:
@@ -553,10 +584,10 @@ def encode(message: Message) -> bytes:
     cls: type = type(message)
     if isinstance(message, _WITH_A_ROUND) and message.round is not None:
         # All members get the same round, so it is packed once: it may have thousands of members.
-        values = (_KINDS[cls], *_values(cls)(message))
-        parts = [_packed_round(v) if v is message.round else _pack(v) for v in values]
+        values = (_KINDS[cls], *values_of(cls)(message))
+        parts = [_packed_round(v) if v is message.round else packed(v) for v in values]
         return bytes([_SHORT_ARRAY + len(parts)]) + b"".join(parts)
-    return _pack((_KINDS[cls], *_values(cls)(message)))
+    return packed((_KINDS[cls], *values_of(cls)(message)))
 
 
 class _PackedRound(NamedTuple):
@@ -572,14 +603,10 @@ def _packed_round(round: Round) -> bytes:
     global _last_round
     last = _last_round
     if last is None or last.round is not round:
-        generation = _values(Generation)(round.generation)
-        fields = [generation if v is round.generation else v for v in _values(Round)(round)]
-        last = _last_round = _PackedRound(round, _pack(fields))
+        generation = values_of(Generation)(round.generation)
+        fields = [generation if v is round.generation else v for v in values_of(Round)(round)]
+        last = _last_round = _PackedRound(round, packed(fields))
     return last.data
-
-
-def _pack(value: Any) -> bytes:
-    return msgpack.packb(value)  # type: ignore[no-any-return]
 
 
 def decode(frame: bytes) -> Message:
@@ -591,107 +618,11 @@ def decode(frame: bytes) -> Message:
     """
     if len(frame) > MAX_NBYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes, more than the {MAX_NBYTES} allowed")
-    try:
-        items = msgpack.unpackb(
-            frame,
-            use_list=False,
-            strict_map_key=True,
-            ext_hook=_refuse_extension,
-            max_array_len=MAX_ITEMS,
-            max_map_len=MAX_ITEMS,
-            max_ext_len=0,
-        )
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        why = str(error) or type(error).__name__
-        raise ProtocolError(f"not MessagePack as this protocol uses it: {why}") from None
+    items = unpacked(frame)
     if type(items) is not tuple or not items or type(items[0]) is not int or not 0 <= items[0] < len(_CLASSES):
         raise ProtocolError("a frame that starts with no known kind of message")
     cls = _CLASSES[items[0]]
     if cls in _GREETINGS and len(items) > 1 and type(items[1]) is int and items[1] != PROTOCOL:
         raise VersionError(items[1])
-    message: Message = _build(cls, items[1:])
+    message: Message = build(cls, items[1:])
     return message
-
-
-def _refuse_extension(code: int, data: bytes) -> NoReturn:
-    raise ValueError(f"extension type {code}")
-
-
-@functools.cache
-def _values(cls: type) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that returns the values of a message's fields."""
-    names = _names(cls)
-    if len(names) < 2:  # with one name, attrgetter returns no tuple
-        return lambda message: tuple(getattr(message, name) for name in names)
-    return operator.attrgetter(*names)
-
-
-@functools.cache
-def _names(cls: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls))
-
-
-@functools.cache
-def _checks(cls: type) -> tuple[Callable[[Any], Any], ...]:
-    hints = typing.get_type_hints(cls)
-    return tuple(_check(hints[name]) for name in _names(cls))
-
-
-def _build(cls: type, values: tuple[Any, ...]) -> Any:
-    checks = _checks(cls)
-    if len(values) != len(checks):
-        raise ProtocolError(f"{cls.__name__} with {len(values)} fields instead of {len(checks)}")
-    try:
-        return cls(*[check(value) for check, value in zip(checks, values, strict=True)])
-    except _WrongTypeError:
-        name, value = next((n, v) for n, c, v in zip(_names(cls), checks, values, strict=True) if not _accepts(c, v))
-        raise ProtocolError(f"{cls.__name__}.{name} cannot be a {type(value).__name__}") from None
-
-
-class _WrongTypeError(Exception):
-    pass
-
-
-def _accepts(check: Callable[[Any], Any], value: Any) -> bool:
-    try:
-        check(value)
-    except _WrongTypeError:
-        return False
-    return True
-
-
-def _check(hint: Any) -> Callable[[Any], Any]:
-    """Return a function that returns a value of the type ``hint``, and raises for others."""
-    origin = typing.get_origin(hint)
-    if origin in (Union, types.UnionType):
-        (inner,) = (_check(arg) for arg in typing.get_args(hint) if arg is not types.NoneType)
-        return lambda value: None if value is None else inner(value)
-    if origin is tuple:
-        item = _check(typing.get_args(hint)[0])
-        return lambda value: tuple(item(v) for v in _typed(value, tuple))
-    if origin is dict:
-        key, item = (_check(arg) for arg in typing.get_args(hint))
-        return lambda value: {key(k): item(v) for k, v in _typed(value, dict).items()}
-    if hint in (Generation, Round):
-        return lambda value: _build(hint, _typed(value, tuple))
-    return {int: _integer, float: _number}.get(hint) or functools.partial(_typed, kind=hint)
-
-
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise _WrongTypeError
-    return value
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
-        raise _WrongTypeError
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) is float:
-        return value
-    if type(value) is int:
-        return float(value)
-    raise _WrongTypeError

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import msgpack
 
-from lsgd.protocol.messages import MAX_ITEMS, MAX_NBYTES
+from lsgd.protocol.fields import MAX_ITEMS
+from lsgd.protocol.messages import MAX_NBYTES
 
 PACKED = b"\xc1"
 """First byte of several frames packed into one; no MessagePack, and so no frame, begins with it."""

@@ -34,11 +34,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lsgd.protocol.events import RunChanged, SettingsChanged
 from lsgd.protocol.messages import (
     Data,
     Done,
     Evicted,
     Go,
+    Heartbeat,
     Join,
     Leave,
     NodeHello,
@@ -56,7 +58,7 @@ from lsgd.protocol.messages import (
 from lsgd.server.admission import different_versions, objection
 from lsgd.server.grants import Grants
 from lsgd.server.member_states import MemberState
-from lsgd.server.reasons import Reason, Why
+from lsgd.server.reasons import NO_REASON, Reason, Why
 from lsgd.server.roster import Member, by_place, named
 from lsgd.server.scheduler import Scheduler
 from lsgd.server.state import Decision, RunState
@@ -85,6 +87,7 @@ class Coordinator:
         # Enough have joined, once.
         self._welcoming = roster.generation is not None or state.suffices(len(roster.members))
         self._few_since = state.now  # the workers wait for others to join
+        self._stage = state.stage  # as it was told last
 
     # -- ways in -----------------------------------------------------------------------------------------------
 
@@ -148,6 +151,7 @@ class Coordinator:
         state.plan = replace(state.plan, run=run)
         state.ledger.shorten(run.iterations or math.inf, state.roster.members.values())
         state.changes += 1
+        state.happened(SettingsChanged(dict(changes)))
         for name, text in changes.items():
             state.note(Why.CHANGED(name=name, text=text))
 
@@ -162,8 +166,20 @@ class Coordinator:
 
     def _decide(self) -> Decision:
         self._scheduler.advance()
-        decision, self.state.decision = self.state.decision, Decision()
+        state, happened = self.state, self.state.roster.happened
+        if happened or state.over:
+            state.forget_words()
+            self._tell_stage()
+            state.decision.happened, state.roster.happened = happened, []
+        decision, state.decision = state.decision, Decision()
         return decision
+
+    def _tell_stage(self) -> None:
+        """Tell the stream of events how the run stands, if that has changed."""
+        state = self.state
+        if (stage := state.stage) != self._stage:
+            self._stage, reason = stage, state.stopping or state.joined()
+            state.happened(RunChanged(stage, reason.code, str(reason)))
 
     def _answer_to(self, asked: Join | Request | Pause, answer: Refused | Over | Waiting | Evicted) -> None:
         """Answer one who is no member."""
@@ -188,9 +204,11 @@ class Coordinator:
                 self._request_ahead(member, message)
             case Request():
                 self._request(member, message)
-            case Done(_, _, round_id, ok, error, broken):
+            case Heartbeat():
+                member.spent = message
+            case Done(_, _, round_id, ok, error, broken, sent_nbytes):
                 if ok:
-                    self._scheduler.committed(member, round_id)
+                    self._scheduler.committed(member, round_id, sent_nbytes)
                 else:
                     self._scheduler.dropped(member, round_id, error, broken)
             case Pause():
@@ -221,7 +239,8 @@ class Coordinator:
             state.ledger.released = True
             state.changes += 1
         cut = state.links.bars(member.worker, state.now)
-        state.roster.move(member, MemberState.CUT if cut else MemberState.HELD)
+        barred = state.links.words(member.worker, state.now) if cut else NO_REASON
+        state.roster.move(member, MemberState.CUT if cut else MemberState.HELD, barred)
         if state.closed or member.leaving:
             self._grants.dismiss(member)
         elif cut:
@@ -260,7 +279,7 @@ class Coordinator:
             self._settle(member, pause.done)
             self._scheduler.committed(member, pause.committed)
             self._scheduler.left_round(member, Why.PAUSED)
-            self.state.roster.move(member, MemberState.PAUSED)
+            self.state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
         self.state.answer(member, Paused(pause.seq))
 
     def _settle(self, member: Member, done: int) -> None:

@@ -12,10 +12,12 @@ from lsgd import __version__
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.plan.forecast import forecast
 from lsgd.plan.plan import Plan
+from lsgd.protocol.events import Happening, Note
 from lsgd.protocol.messages import (
     PROTOCOL,
     ChangeSettings,
     Downward,
+    EventsQuery,
     Get,
     Go,
     Join,
@@ -56,9 +58,10 @@ from lsgd.server.memento import capture, restore
 from lsgd.server.reasons import Why
 from lsgd.server.record import Record
 from lsgd.server.rendezvous import Rendezvous
-from lsgd.server.report import report
+from lsgd.server.report import progress, report
 from lsgd.server.rounds import abridged
 from lsgd.server.state import Decision, RunState
+from lsgd.server.stream import Stream
 
 KEEP_EVERY_S = 1.0
 """How often counts alone are written to the journal, in seconds."""
@@ -74,6 +77,13 @@ RETURN_WITHIN_S = 3.0
 
 NODE_LEASE_S = 3.0
 """A local server that has been silent for so long may be replaced by another of the same node."""
+
+
+PROGRESS_EVERY_S = 1.0
+"""How often the stream of events tells how far the run is, in seconds."""
+
+PROGRESS_WORKERS = 1000
+"""With more workers it tells so more rarely, in proportion."""
 
 
 @dataclass
@@ -117,6 +127,9 @@ class GlobalDaemon:
         self._routes: dict[tuple[str, int], bytes] = {}
         self._outbox: dict[bytes, list[bytes]] = defaultdict(list)
         self._bad_peers: set[bytes] = set()
+        self._stream = Stream()
+        self._happened: list[Happening] = list(self._state.book.elections)  # for the stream, once answers have left
+        self._progress_at = 0.0
         self._memory = Memory()
         self._refusals = Refusals()
 
@@ -146,9 +159,11 @@ class GlobalDaemon:
                 guarded_at = now
             self._keep(now)
             self._flush()
+            self._publish(now)
             self._write_down(now)
         self._keep(time.monotonic())
         self._write_down(time.monotonic(), last=True)
+        self._publish(time.monotonic())
         reason = self._state.stopping
         self._dismiss_nodes(poller, reason)
         self._finish_journal()
@@ -193,7 +208,7 @@ class GlobalDaemon:
                 f"{socket.gethostname()} speaks {PROTOCOL} (lsgd {__version__}); install the same release of lsgd on "
                 f"both"
             )
-            say(f"refused {reason}")
+            self._say(f"refused {reason}")
             self._send(peer, b"", Refused(reason))
             return
         except ProtocolError as error:
@@ -210,10 +225,12 @@ class GlobalDaemon:
                 self._hello(peer, message, now)
             case StatusQuery(incarnation):
                 worker = _worker_socket(incarnation) if incarnation else b""
-                self._send(peer, worker, Status(report(self._state, now)))
+                self._send(peer, worker, self._status(now))
             case StopRun():
                 self._act(self.coordinator.handle(message, now))
-                self._send(peer, b"", Status(report(self._state, now)))
+                self._send(peer, b"", self._status(now))
+            case EventsQuery(_, after):
+                self._send(peer, b"", self._stream.after(after))
             case ChangeSettings(changes):
                 self._change(peer, changes, now)
             case NodeLeave(node, incarnation):
@@ -246,13 +263,31 @@ class GlobalDaemon:
             self._send(peer, b"", Refused(str(error)))
             return
         self._act(self.coordinator.tick(now))
-        self._send(peer, b"", Status(report(self._state, now)))
+        self._send(peer, b"", self._status(now))
+
+    def _status(self, now: float) -> Status:
+        self._publish(now)
+        return Status(report(self._state, now, {"epoch": self._stream.epoch, "last": self._stream.last}))
+
+    def _publish(self, now: float) -> None:
+        """Put what has happened into the stream of events, and now and then how far the run is."""
+        if now >= self._progress_at:
+            self._progress_at = now + PROGRESS_EVERY_S * max(1.0, len(self._state.roster.members) / PROGRESS_WORKERS)
+            self._happened.append(progress(self._state, now))
+        if self._happened:
+            self._stream.add(self._happened)
+            self._happened.clear()
+
+    def _say(self, words: str) -> None:
+        """Print a line that is no decision of the coordinator's."""
+        say(words)
+        self._happened.append(Note("", words))
 
     def _hello(self, peer: bytes, hello: NodeHello, now: float) -> None:
         known = self._nodes.get(hello.node)
         if known is None or known.hello.incarnation == hello.incarnation or now - known.heard_at > NODE_LEASE_S:
             if known is None or known.hello.incarnation != hello.incarnation:
-                say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
+                self._say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)
             self._act(self.coordinator.handle(hello, now))
             self._send(peer, b"", NodeWelcome(self._state.run))
@@ -265,7 +300,7 @@ class GlobalDaemon:
             f"node {hello.node} is {known.hello.host} already; give {hello.host} another index (--node, or the "
             f"argument of train.sh)"
         )
-        say(f"refused a second node {hello.node}: {reason}")
+        self._say(f"refused a second node {hello.node}: {reason}")
         self._send(peer, b"", Refused(reason))
 
     def _rendezvous_for(self, message: Put | Get, peer: bytes) -> None:
@@ -282,11 +317,12 @@ class GlobalDaemon:
 
     def _act(self, decision: Decision) -> None:
         generation = self._state.roster.generation
+        self._happened += decision.happened
         for note in decision.notes:
             say(note)
             if note.code == Why.GENERATION.code and generation is not None and generation.number == 1:
                 for line in forecast(self._state.plan, len(generation.indices)):
-                    say(line)
+                    self._say(line)
         for worker, incarnation, message in decision.answers:
             self._send_worker(worker, incarnation, message)
 
@@ -309,7 +345,7 @@ class GlobalDaemon:
             self._retry_at = now + RETRY_EVERY_S
             return
         if self._retry_at:
-            say(f"the journal {self._journal.path} is written again")
+            self._say(f"the journal {self._journal.path} is written again")
         self._kept, self._kept_at, self._retry_at = version, now, 0.0
 
     def _write_down(self, now: float, *, last: bool = False) -> None:

@@ -48,7 +48,7 @@ class Grants:
         """Answer a held request with the end; where the run has failed, so that its worker fails too."""
         state = self._state
         if state.failed:
-            state.roster.move(member, MemberState.ENDED)
+            state.roster.move(member, MemberState.ENDED, state.failed)
             state.answer(member, Refused(state.failed))
             return
         failed = not member.leaving and (state.in_vain or member.state is MemberState.CUT)

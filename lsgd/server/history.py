@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Round
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member
@@ -18,37 +18,14 @@ MAX_LOSSES = 64
 """Of how many workers, in rank order, a round of the history keeps the loss; the leader's is always there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Election:
-    """A round as the history keeps it.
-
-    Args:
-        round: its id.
-        scope: ``local`` or ``global``.
-        node: that a local round was of; -1: a global one.
-        worker: who led it.
-        count: the run's iterations when it was ordered.
-        seconds: since the run's first round.
-        losses: by worker, as they were at the time; of at most :data:`MAX_LOSSES` workers and the leader.
-    """
-
-    round: int
-    scope: str
-    node: int
-    worker: str
-    count: int
-    seconds: float
-    losses: dict[str, float | None]
-
-
-def election(order: Round, leader: Member, members: Sequence[Member], seconds: float) -> Election:
+def election(order: Round, leader: Member, members: Sequence[Member], seconds: float) -> RoundOrdered:
     """Return the history's entry for a round that is being ordered."""
     losses = {m.worker: m.loss for m in members[:MAX_LOSSES]} | {leader.worker: leader.loss}
     node = leader.join.node if order.scope == "local" else -1
-    return Election(order.id, order.scope, node, leader.worker, order.count, seconds, losses)
+    return RoundOrdered(order.id, order.scope, node, leader.worker, order.count, seconds, losses)
 
 
-def line(entry: Election, *, final: bool, leads: bool) -> Reason:
+def line(entry: RoundOrdered, *, final: bool, leads: bool) -> Reason:
     """Return the line that tells people of a round, and of its leader if anybody takes over what one leads with."""
     where = f" of node{entry.node}" if entry.scope == "local" else " makes the consensus" if final else ""
     loss = entry.losses[entry.worker]

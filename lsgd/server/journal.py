@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lsgd.errors import ConfigError
-from lsgd.server.history import MAX_ELECTIONS, Election
+from lsgd.protocol.events import RoundOrdered
+from lsgd.server.history import MAX_ELECTIONS
 
 LOCK_WAIT_S = 2.0
 """How long a server waits for another one that still has the file, and may be about to end."""
@@ -59,7 +60,7 @@ class Journal:
             raise
         self._file = self._there()
 
-    def load(self) -> tuple[dict[str, Any], list[Election]] | None:
+    def load(self) -> tuple[dict[str, Any], list[RoundOrdered]] | None:
         """Return the state of an unfinished run and its last rounds; None if there is none.
 
         Raises:
@@ -76,7 +77,7 @@ class Journal:
             rows = self._connection.execute(
                 "SELECT document FROM rounds ORDER BY id DESC LIMIT ?", (MAX_ELECTIONS,)
             ).fetchall()
-            elections = [Election(**json.loads(document)) for (document,) in reversed(rows)]
+            elections = [RoundOrdered(**json.loads(document)) for (document,) in reversed(rows)]
         except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(_damaged(self.path, error)) from None
         self._kept = elections[-1].round if elections else 0
@@ -95,7 +96,7 @@ class Journal:
             self._connection.execute("DELETE FROM state")
         self._kept = 0
 
-    def save(self, state: dict[str, Any], elections: list[Election]) -> None:
+    def save(self, state: dict[str, Any], elections: list[RoundOrdered]) -> None:
         """Write the state, and those of the rounds that are not in the file yet.
 
         Raises:

@@ -28,6 +28,19 @@ class MemberState(enum.Enum):
         return state
 
 
+_SHOWN = {
+    MemberState.HELD: "held",
+    MemberState.BUSY: "live",
+    MemberState.STRAGGLER: "straggler",
+    MemberState.CUT: "cut",
+}
+
+
+def shown(state: MemberState) -> str:
+    """Return the state as people see it; the others are ``away``, and who has left the run is ``left``."""
+    return _SHOWN.get(state, "away")
+
+
 _AT_ONCE = "the same, while others cannot reach it"
 
 TRANSITIONS = tuple(

@@ -131,6 +131,7 @@ class Why(enum.Enum):
     TOO_LATE = "{worker} comes too late: the run is ending"
     IS_REFUSED = "{worker} is refused, {reason}"
     LEAVES = "{worker} leaves: {reason} ({done} iterations)"
+    PAUSES = "{worker} pauses until its next iteration"
     BACK = "{worker} is back, and has the run's model"
     STOPPING = "stopping: {reason}"
     CHANGED = "{name} is to be {text}"

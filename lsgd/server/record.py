@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lsgd.output import append
-from lsgd.server.history import Election
+from lsgd.protocol.events import RoundOrdered
 from lsgd.server.report import entry, summary
 from lsgd.server.state import RunState
 
@@ -82,7 +82,7 @@ class Record:
                 append(file.fileno(), "".join(f"{line}\n" for line in reversed(new)).encode())
             self._round = state.book.elections[-1].round
 
-    def _line(self, election: Election) -> str:
+    def _line(self, election: RoundOrdered) -> str:
         """Return a round without the digits that nobody reads."""
         round_ = entry(election)
         losses = {w: None if loss is None else float(f"{loss:.6g}") for w, loss in round_["losses"].items()}

@@ -1,33 +1,37 @@
 """The state of a run as JSON text, for ``lsgd status``, and as :mod:`lsgd.server.record` writes it down."""
 
 import json
+import math
 import statistics
-from collections.abc import Reversible
+from collections.abc import Mapping, Reversible
 from dataclasses import asdict
 from typing import Any
 
-from lsgd.protocol.messages import MAX_NBYTES
-from lsgd.server.history import Election
-from lsgd.server.member_states import MemberState
+from lsgd.protocol.events import Progress, RoundOrdered, WorkerProgress
+from lsgd.protocol.messages import MAX_NBYTES, Heartbeat
+from lsgd.server.member_states import shown
 from lsgd.server.roster import Member, Roster, by_place, finite
 from lsgd.server.state import RunState
 
 MAX_LEADERS = 1000
 """Most rounds of the history that a report has; of a longer one, every second, third, ... is left out."""
 
-_STATES = {
-    MemberState.HELD: "held",
-    MemberState.BUSY: "live",
-    MemberState.STRAGGLER: "straggler",
-    MemberState.CUT: "cut",
-}
+MAX_PROGRESS_WORKERS = 4096
+"""Of so many workers a :class:`Progress` tells: more would not fit into a message."""
 
 
-def report(state: RunState, now: float) -> str:
-    """Return the run's state and its last rounds; docs/operations.md describes the keys."""
+def report(state: RunState, now: float, stream: Mapping[str, Any] | None = None) -> str:
+    """Return the run's state and its last rounds; docs/operations.md describes the keys.
+
+    Args:
+        state: of the run.
+        now: seconds of its clock.
+        stream: the ``epoch`` of the stream of events, and the number of its ``last`` one, which this report includes.
+    """
     elections = list(state.book.elections)
     step = -(-len(elections) // MAX_LEADERS) or 1
     document = summary(state, now) | {"leaders": [entry(election) for election in elections[::-step][::-1]]}
+    document["stream"] = dict(stream or {})
     text = json.dumps(document)
     if len(text) > MAX_NBYTES * 3 // 4:  # a run of thousands: the history's losses go first
         document["leaders"] = [{**entry(e), "losses": {}} for e in elections[::-step][::-1]]
@@ -41,7 +45,7 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
     reason = state.stopping or state.waits_for(now)
     return {
         "run": state.run,
-        "state": _state(state),
+        "state": state.stage,
         "reason": reason,
         "code": reason.code,
         "algorithm": state.course.algorithm.name,
@@ -61,13 +65,51 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
     }
 
 
+def progress(state: RunState, now: float) -> Progress:
+    """Return how far the run is."""
+    roster, reason = state.roster, state.stopping or state.waits_for(now)
+    members = sorted(roster.members.values(), key=by_place)[:MAX_PROGRESS_WORKERS]
+    return Progress(
+        seconds=0.0 if state.started_at is None else now - state.started_at,
+        state=state.stage,
+        code=reason.code,
+        reason=str(reason),
+        count=state.ledger.count,
+        iterations=state.plan.run.iterations,
+        share=state.progress(now),
+        workers=tuple(_progress_of(roster, member, now) for member in members),
+    )
+
+
+def _progress_of(roster: Roster, member: Member, now: float) -> WorkerProgress:
+    spent = member.spent or Heartbeat(member.worker, 0)
+    return WorkerProgress(
+        worker=member.worker,
+        rank=member.rank,
+        state=shown(member.state),
+        done=roster.made.get(member.worker, 0) + member.done,
+        loss=finite(member.loss),
+        heard_s=now - member.heard_at,
+        compute_s=_total_s(spent.compute_s),
+        waiting_s=_total_s(spent.waiting_s),
+        exchange_s=_total_s(spent.exchange_s),
+        sent_nbytes=max(0, spent.sent_nbytes),
+        received_nbytes=max(0, spent.received_nbytes),
+    )
+
+
+def _total_s(seconds: float) -> float:
+    """Return a total as a worker has said it; nonsense is 0."""
+    return seconds if 0 <= seconds < math.inf else 0.0
+
+
 def _line(roster: Roster, member: Member, now: float) -> dict[str, Any]:
     here = roster.members.get(member.worker) is member
     return {
         "worker": member.worker,
         "node": member.join.node,
         "rank": member.rank if here else -1,
-        "state": _STATES.get(member.state, "away") if here else "left",
+        "state": shown(member.state) if here else "left",
         "reason": member.left,
         "code": member.left.code,
         "done": roster.made.get(member.worker, 0) + (member.done if here else 0),
@@ -77,21 +119,13 @@ def _line(roster: Roster, member: Member, now: float) -> dict[str, Any]:
     }
 
 
-def entry(election: Election) -> dict[str, Any]:
+def entry(election: RoundOrdered) -> dict[str, Any]:
     """Return a round of the history."""
     return {**asdict(election), "losses": {w: finite(loss) for w, loss in election.losses.items()}}
 
 
-def _loss(elections: Reversible[Election]) -> float | None:
+def _loss(elections: Reversible[RoundOrdered]) -> float | None:
     """Return the mean of what the workers of the last global round had reported then; None: no finite loss."""
     last = next((e for e in reversed(elections) if e.scope == "global"), None)
     losses = [x for loss in last.losses.values() if (x := finite(loss)) is not None] if last else []
     return statistics.fmean(losses) if losses else None
-
-
-def _state(state: RunState) -> str:
-    if state.book.final or state.over:
-        return "over"
-    if state.stopping:
-        return "stopping"
-    return "running" if state.roster.generation else "waiting"

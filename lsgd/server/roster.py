@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from lsgd.election import standing
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.messages import Generation, Go, Join, Round, Stop
-from lsgd.server.member_states import MemberState
+from lsgd.protocol.events import Happening, WorkerChanged, WorkerJoined
+from lsgd.protocol.messages import Generation, Go, Heartbeat, Join, Round, Stop
+from lsgd.server.member_states import MemberState, shown
 from lsgd.server.reasons import NO_REASON, Reason, Why
 
 MAX_LEFT = 4096
@@ -39,6 +40,8 @@ class Member:
         usual: its usual loss at the rounds so far, see :func:`lsgd.election.usual_loss`.
         met: number of the last generation of which it has completed a round, and so has the names.
         times_leader: rounds that it led.
+        spent: its last heartbeat, with its totals; None before the first.
+        sent_nbytes: its total when it completed its last round.
         challenger: incarnation of another process that claims its name, and since when.
     """
 
@@ -61,6 +64,8 @@ class Member:
     usual: float | None = None
     met: int = 0
     times_leader: int = 0
+    spent: Heartbeat | None = None
+    sent_nbytes: int = 0
     challenger: tuple[int, float] = (0, 0.0)
 
     @property
@@ -116,10 +121,27 @@ class NodeQueue:
 
 @dataclass(slots=True, eq=False)
 class OpenRound:
-    """A round whose answers have left, until all its members have completed it or one has failed."""
+    """A round whose answers have left, until all its members have completed it or one has failed.
+
+    Args:
+        round: as it was ordered.
+        waiting: those that have not completed it.
+        opened_at: when it was ordered; None if another server did.
+        sent_nbytes: by those that have completed it, since the rounds before; None if one did not say.
+    """
 
     round: Round
     waiting: set[Member]
+    opened_at: float | None = None
+    sent_nbytes: int | None = 0
+
+    def add_sent(self, member: Member, total: int | None) -> None:
+        """Count what a member has sent; ``total``: in all its rounds, None if it did not say."""
+        if total is None or self.sent_nbytes is None:
+            self.sent_nbytes = None
+        else:
+            self.sent_nbytes += max(0, total - member.sent_nbytes)
+            member.sent_nbytes = total
 
 
 class Roster:
@@ -143,6 +165,7 @@ class Roster:
         paused: how many are PAUSED.
         absent: how many of the generation's members are not live, those that are gone included.
         spared: those that have the run's model, while all of them are silent and are waited for all the same.
+        happened: who has joined, left or changed, since somebody has emptied it.
     """
 
     def __init__(
@@ -160,6 +183,7 @@ class Roster:
         self.generation, self.broken = generation, broken
         self.digests = dict(digests or {})
         self.spared: set[Member] = set()
+        self.happened: list[Happening] = []
         self.queues: dict[int, NodeQueue] = {}
         self._ended = {(m.worker, m.join.incarnation) for m in self.left.values()}
         for rank, name in enumerate(generation.members if generation else ()):
@@ -207,8 +231,8 @@ class Roster:
 
     # -- states ------------------------------------------------------------------------------------------------
 
-    def move(self, member: Member, state: MemberState) -> None:
-        """Change a member's state, the only way to do so.
+    def move(self, member: Member, state: MemberState, reason: Reason = NO_REASON) -> None:
+        """Change a member's state, the only way to do so; ``reason``: why, for people.
 
         Raises:
             RuntimeError: the one cannot follow the other.
@@ -219,6 +243,8 @@ class Roster:
         if state not in before.next:
             raise RuntimeError(f"{member.worker} is {before.name}, and cannot become {state.name}")
         self._set(member, state)
+        if not (state.live and before.live):  # not each iteration
+            self.happened.append(WorkerChanged(member.worker, shown(state), reason.code, str(reason)))
 
     def _set(self, member: Member, state: MemberState) -> None:
         before, member.state = member.state, state
@@ -235,11 +261,14 @@ class Roster:
 
     def add(self, member: Member) -> None:
         """Take in a worker that has joined."""
+        join = member.join
         self.members[member.worker] = member
+        self.happened.append(WorkerJoined(join.worker, join.node, join.address, join.gpu))
 
     def remove(self, member: Member, reason: Reason) -> None:
         """Let go of a member; its place in the generation stays, absent, until the next one."""
         self._set(member, MemberState.ENDED)
+        self.happened.append(WorkerChanged(member.worker, "left", reason.code, str(reason)))
         member.left = reason
         del self.members[member.worker]
         self.left.pop(member.worker, None)
@@ -262,8 +291,8 @@ class Roster:
         self.made[worker] -= member.done
         self._ended.discard((worker, incarnation))
         member.rank, member.left = -1, NO_REASON
-        self.add(member)
-        self.move(member, MemberState.STRAGGLER)
+        self.members[worker] = member
+        self.move(member, MemberState.STRAGGLER, Why.BACK(worker=worker))
         return member
 
     # -- leases ------------------------------------------------------------------------------------------------

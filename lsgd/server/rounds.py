@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from lsgd.election import usual_loss
 from lsgd.plan.run import RunSettings
+from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Go, Round, Stop
-from lsgd.server.history import MAX_ELECTIONS, Election
+from lsgd.server.history import MAX_ELECTIONS
 from lsgd.server.roster import Member, NodeQueue, OpenRound, elect, finite
 
 MAX_FAILED_ROUNDS = 10
@@ -45,7 +46,7 @@ class RoundBook:
         self.failures, self.final = failures, final
         self.open = {each.round.id: each for each in opened}
         self.fresh = False
-        self.elections: deque[Election] = deque(maxlen=MAX_ELECTIONS)
+        self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
         self._saved_at = 0  # global rounds before the last one that was completed with a checkpoint
         self._saved_at_s = -math.inf  # when that was; of a server that was started again nobody knows
 
@@ -69,10 +70,10 @@ class RoundBook:
         by_rounds = every > 0 and self.ordered["global"] - self._saved_at >= every
         return by_rounds or (every_s > 0 and now - self._saved_at_s >= every_s)
 
-    def order(self, order: Round, members: Iterable[Member]) -> None:
+    def order(self, order: Round, members: Iterable[Member], now: float) -> None:
         """Open a round of ``members``."""
         assert order.scope == "local" or not self.open
-        opened = OpenRound(order, set(members))
+        opened = OpenRound(order, set(members), now)
         self.open[order.id] = opened
         self.ordered[order.scope] += 1
         self.final |= order.final
@@ -82,8 +83,11 @@ class RoundBook:
             if (loss := finite(member.loss)) is not None:
                 member.usual = usual_loss(member.usual, loss)
 
-    def complete(self, member: Member, round_id: int, now: float) -> OpenRound | None:
-        """Note that a member has completed a round, and return the round if it was in it."""
+    def complete(self, member: Member, round_id: int, now: float, sent_nbytes: int | None = None) -> OpenRound | None:
+        """Note that a member has completed a round, and return the round if it was in it.
+
+        ``sent_nbytes``: what it has sent in all rounds since it joined, if it says so.
+        """
         member.committed = max(member.committed, round_id)
         opened = member.round
         if opened is None or opened.round.id != round_id:
@@ -91,6 +95,7 @@ class RoundBook:
         member.round, member.met = None, opened.round.generation.number
         member.synced |= opened.round.scope == "global"
         opened.waiting.remove(member)
+        opened.add_sent(member, sent_nbytes)
         if not opened.waiting:
             del self.open[round_id]
             if opened.round.scope == "global":

@@ -7,6 +7,7 @@ to 12.
 import math
 from collections.abc import Iterable, Sequence
 
+from lsgd.protocol.events import GenerationBegan, PeriodChosen, PhaseBegan, RoundCompleted, RoundFailed
 from lsgd.protocol.messages import GenerationOver, Round
 from lsgd.server.admission import origin_of
 from lsgd.server.grants import Grants
@@ -136,16 +137,19 @@ class Scheduler:
             self._order("global", members, roster.queues.values(), final=True)
             return
         course.pace.asked(state.now, state.ledger.count)
-        before = course.schedule.period
+        before, why_before = course.schedule.period, course.why
         if course.take_up(given, len(members), state.progress(state.now) if state.ends else None):
             state.book.fresh = True
             algorithm, count = course.algorithm.name, state.ledger.count
+            state.happened(PhaseBegan(course.number + 1, algorithm, count))
             state.note(Why.PHASE(number=course.number + 1, algorithm=algorithm, count=count))
         if course.schedule.identical and not (members := self._grants.let_go(members)):
             self.stop(Why.HOLDERS_LEAVE(count=state.ledger.count))
             self._start_global()
             return
         period = course.schedule.period
+        if (period, course.why) != (before, why_before):
+            state.happened(PeriodChosen(period, course.why.code, str(course.why)))
         if period != before and not self._said_period / 2 < period < self._said_period * 2:
             self._said_period = period
             state.note(Why.PERIOD(period=period, reason=course.why))
@@ -189,6 +193,7 @@ class Scheduler:
         generation = roster.begin_generation(members)
         if before is not None and not any(m.synced for m in members):
             state.note(Why.NO_HOLDER())
+        state.happened(GenerationBegan(generation, reason.code, str(reason)))
         workers, nodes = number_of(len(members), "worker"), number_of(len(roster.queues), "node")
         words = {"backend": generation.backend, "why": f" ({reason})" if reason else "", "reason": reason}
         state.note(Why.GENERATION(number=generation.number, workers=workers, nodes=nodes, **words))
@@ -223,11 +228,12 @@ class Scheduler:
         )
         if scope == "global":
             course.pace.ordered(now, state.ledger.count, len(members), first=book.fresh)
-        book.order(order, members)
+        book.order(order, members, now)
         state.changes += 1
         leader.times_leader += 1
         entry = election(order, leader, members, now - state.started_at)
         book.elections.append(entry)
+        state.happened(entry)
         # Rounds of models have lines; those that come one after the other at once have not one each.
         if final or (
             not course.schedule.lockstep and (order.id <= FIRST_LINES or now - self._line_at >= LINES_EVERY_S)
@@ -303,10 +309,10 @@ class Scheduler:
 
     # -- rounds that end ---------------------------------------------------------------------------------------
 
-    def committed(self, member: Member, round_id: int) -> None:
-        """Note that a member has completed a round."""
+    def committed(self, member: Member, round_id: int, sent_nbytes: int | None = None) -> None:
+        """Note that a member has completed a round; ``sent_nbytes``: of all its rounds, if it says so."""
         state = self._state
-        opened = state.book.complete(member, round_id, state.now)
+        opened = state.book.complete(member, round_id, state.now, sent_nbytes)
         if opened is None:
             return
         state.moved_at = state.now
@@ -315,6 +321,8 @@ class Scheduler:
         if opened.waiting:
             return
         state.changes += 1
+        took_s = None if opened.opened_at is None else state.now - opened.opened_at
+        state.happened(RoundCompleted(round_id, took_s, opened.sent_nbytes))
         if opened.round.scope == "global":
             state.course.pace.completed(state.now)
         if opened.round.final:
@@ -357,6 +365,7 @@ class Scheduler:
         state = self._state
         state.book.fail(opened, counts=not state.roster.broken)
         state.changes += 1
+        state.happened(RoundFailed(opened.round.id, reason.code, str(reason)))
         state.note(Why.ROUND_FAILS(id=opened.round.id, reason=reason))
         state.ledger.withdraw()
         self.end_generation(reason)
@@ -396,7 +405,7 @@ class Scheduler:
         self.end_generation(reason)
         state.ledger.set_aside(stragglers)
         for member in stragglers:
-            roster.move(member, MemberState.STRAGGLER)
+            roster.move(member, MemberState.STRAGGLER, reason)
 
     def fail_stuck(self) -> None:
         """Fail the open rounds if nobody has moved for longer than any exchange can take by its own deadlines."""

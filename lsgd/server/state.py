@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from lsgd.plan.plan import Plan
+from lsgd.protocol.events import Happening, Note
 from lsgd.protocol.messages import Downward
 from lsgd.server.course import Course
 from lsgd.server.links import Links
@@ -20,10 +21,17 @@ WAIT_WORDS_S = 0.2
 
 @dataclass(slots=True)
 class Decision:
-    """What to do now: answers by (worker, incarnation), in order, and what has happened, for people."""
+    """What to do now, and what has happened.
+
+    Args:
+        answers: by (worker, incarnation), in order.
+        notes: lines for people.
+        happened: facts for the stream of events, the notes among them, in order.
+    """
 
     answers: list[tuple[str, int, Downward]] = field(default_factory=list)
     notes: list[Reason] = field(default_factory=list)
+    happened: list[Happening] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +103,15 @@ class RunState:
         """Number of workers that the run begins with, as far as the nodes have said it."""
         return self.plan.run.workers or sum(self.announced.values())
 
+    @property
+    def stage(self) -> str:
+        """``waiting`` (for workers), ``running``, ``stopping`` or ``over``."""
+        if self.book.final or self.over:
+            return "over"
+        if self.stopping:
+            return "stopping"
+        return "running" if self.roster.generation else "waiting"
+
     def suffices(self, workers: int) -> bool:
         """Whether the run can begin with so many workers."""
         run = self.plan.run
@@ -124,7 +141,12 @@ class RunState:
     def note(self, event: Reason) -> None:
         """Tell people, and count it."""
         self.decision.notes.append(event)
+        self.happened(Note(event.code, str(event)))
         self.events[event.code] += 1
+
+    def happened(self, fact: Happening) -> None:
+        """Tell the stream of events."""
+        self.roster.happened.append(fact)
 
     def answer(self, member: Member, message: Downward) -> None:
         """Tell a member."""
@@ -146,6 +168,10 @@ class RunState:
         if now - self._wait[0] > WAIT_WORDS_S:
             self._wait = (now, self._what_is_waited_for(now))
         return self._wait[1]
+
+    def forget_words(self) -> None:
+        """Something has happened: the sentence that says what is waited for is to be made anew."""
+        self._wait = (-math.inf, NO_REASON)
 
     def _what_is_waited_for(self, now: float) -> Reason:
         members = self.roster.members.values()

@@ -15,6 +15,7 @@ from lsgd.algorithms import ALGORITHMS
 from lsgd.client.checkpoint.run_folder import claimed
 from lsgd.client.cli import operate
 from lsgd.client.cli.commands import main
+from lsgd.client.watch.view import RunView
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
 from lsgd.settings import fields
 from lsgd.settings import shown as shown_value
@@ -93,13 +94,14 @@ def test_status_as_json(lsgd):
 
 def test_the_table_of_members():
     member = {"worker": "node0/worker0", "rank": 0, "state": "live", "done": 12, "loss": 0.123456}
-    member |= {"times_leader": 3, "heard_s_ago": 0.04}
+    member |= {"times_leader": 3, "heard_s_ago": 0.04, "node": 0, "reason": "", "code": ""}
     away = member | {"worker": "node0/worker1", "rank": -1, "state": "left", "loss": None}
     status = {"run": "r", "algorithm": "leader", "state": "running", "reason": "why", "iterations": 0}
     status |= {"count": 24, "seconds": 2.0, "rounds_global": 1, "rounds_local": 2, "generation": 1}
-    status |= {"period": 24, "period_reason": "a round takes 1.2 s, a step 0.05 s"}
+    status |= {"period": 24, "period_reason": "a round takes 1.2 s, a step 0.05 s", "code": "busy", "nodes": 1}
+    status |= {"progress": 0.0, "loss": None, "leaders": [], "members": [member, away]}
     console = Console(width=100, file=io.StringIO())
-    console.print(operate.view(status | {"members": [member, away]}))
+    console.print(operate.view(RunView(status)))
     lines = console.file.getvalue().splitlines()
     assert lines[1] == "24 iterations in 2.0 s (12.0 a second), 1 global and 2 local rounds, generation 1"
     assert lines[2] == "period 24: a round takes 1.2 s, a step 0.05 s"

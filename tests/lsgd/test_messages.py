@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from lsgd.errors import ProtocolError
 from lsgd.protocol import messages
+from lsgd.protocol.fields import MAX_ITEMS
 from lsgd.protocol.messages import (
-    MAX_ITEMS,
     MAX_NBYTES,
     PROTOCOL,
+    EventsQuery,
     Generation,
     Go,
     Heartbeat,
@@ -36,7 +37,7 @@ from lsgd.protocol.messages import (
 from ..search import examples
 
 CLASSES = typing.get_args(Message)
-GREETINGS = (Where, Join, NodeHello)
+GREETINGS = (Where, Join, NodeHello, EventsQuery)
 
 integers = st.integers(-(1 << 63), (1 << 63) - 1)
 texts = st.text(max_size=20)
@@ -49,6 +50,7 @@ by_type: dict[Any, st.SearchStrategy[Any]] = {
     float | None: st.none() | st.floats(allow_nan=False),
     dict[str, str]: st.dictionaries(texts, texts, max_size=4),
     tuple[str, ...]: st.lists(texts, max_size=4).map(tuple),
+    tuple[bytes, ...]: st.lists(st.binary(max_size=20), max_size=4).map(tuple),
     tuple[int, ...]: st.lists(integers, max_size=4).map(tuple),
 }
 
@@ -159,6 +161,7 @@ WRONG: dict[Any, list[Any]] = {
     dict[str, str]: [[], None, "a", {"a": 1}, {b"a": "b"}],
     tuple[str, ...]: ["a", {}, [1], None],
     tuple[int, ...]: [1, ["1"], [True], None],
+    tuple[bytes, ...]: ["no", [1]],
     Generation: [None, 1, "a"],
     Round | None: [1, "a", {}],
 }

@@ -4,7 +4,8 @@ import msgpack
 import pytest
 
 from lsgd.errors import ProtocolError
-from lsgd.protocol.messages import MAX_ITEMS, MAX_NBYTES, Heartbeat, decode, encode
+from lsgd.protocol.fields import MAX_ITEMS
+from lsgd.protocol.messages import MAX_NBYTES, Heartbeat, decode, encode
 from lsgd.protocol.packing import PACKED, pack, unpack
 from lsgd.protocol.sockets import MAX_PARTS, Connector, Listener, Poller
 

@@ -135,6 +135,7 @@ class Bench:
             for decision in [*decisions, self.coordinator.tick(self.now)]:
                 whole.answers += decision.answers
                 whole.notes += decision.notes
+                whole.happened += decision.happened
             if self.now >= end:
                 return self.act(whole)
             self.now = min(end, self.now + 1.0)

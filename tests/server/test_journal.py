@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from lsgd.errors import ConfigError
+from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import ChangeSettings, Status
-from lsgd.server.history import MAX_ELECTIONS, Election
+from lsgd.server.history import MAX_ELECTIONS
 from lsgd.server.journal import Journal
 from lsgd.server.memento import VERSION
 
@@ -34,8 +35,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.close()
 
 
-def elections(count: int, first: int = 1) -> list[Election]:
-    return [Election(n, "local", 0, "node0/worker0", n, 0.5, {"a": None}) for n in range(first, first + count)]
+def elections(count: int, first: int = 1) -> list[RoundOrdered]:
+    return [RoundOrdered(n, "local", 0, "node0/worker0", n, 0.5, {"a": None}) for n in range(first, first + count)]
 
 
 def write(path: Path, state: dict = STATE, rounds: int = 3) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lsgd.client.cli import operate
+from lsgd.client.watch.reader import Reader
 from lsgd.errors import JoinError
 from lsgd.protocol.descriptors import MAX_DESCRIPTORS, raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
@@ -84,6 +85,8 @@ def test_who_has_a_token_is_let_in_under_its_name(cluster, ring, server) -> None
     with Connector(cluster.address, b"node1#1", keys_of(ring, "node1")) as link:
         assert isinstance(answer(link, hello(1)), NodeWelcome)
         assert link.trouble() == ""
+    with Reader(cluster.address, keys_of(ring, "operator")) as reader:
+        until(lambda: reader.read(0.5).events, "there are events")
     status = operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "operator"))
     assert status["state"] == "waiting"
     server.says(r"join from each machine with: .* --token nodeN\.token, from .*/keys")
@@ -106,6 +109,9 @@ def test_a_stranger_is_refused_and_both_sides_say_so(cluster, ring, server, who,
     assert told in trouble_of(cluster.address, keys)
     with pytest.raises(JoinError, match="does not let us in"):
         operate.ask(cluster.address, StatusQuery(0), keys)
+    with Reader(cluster.address, keys) as reader, pytest.raises(JoinError, match="does not let us in"):
+        while not reader.read(0.2).connected:
+            pass
     server.says(r"\d+ connections? refused: the peer has no key, an unknown one, or that of another server")
     assert operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "node0"))["members"] == []
 

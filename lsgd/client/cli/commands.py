@@ -23,6 +23,7 @@ from lsgd.client.cli import operate, runs
 from lsgd.client.launcher import gpus
 from lsgd.client.launcher.launch import Launch, launch
 from lsgd.client.launcher.place import find_place
+from lsgd.client.watch.view import RunView
 from lsgd.errors import LsgdError
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
@@ -30,8 +31,6 @@ from lsgd.protocol.keys import OPERATOR, KeyRing, connector_keys, default_folder
 from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
 from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.settings import fields, shown, span
-
-WATCH_EVERY_S = 2.0
 
 
 class _Group(click.Group):
@@ -179,21 +178,22 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
 def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watch: bool) -> None:
     """Show a running run: its workers, its rounds, and what it waits for."""
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    moves = watch and console.is_terminal and not as_json
-    with Live(console=console, auto_refresh=False) if moves else nullcontext() as live:
-        while True:
+    if as_json:
+        status = operate.ask(connect, StatusQuery(0), keys)
+        click.echo(json.dumps(status))
+        while watch and status["state"] != "over":
+            time.sleep(operate.WATCH_EVERY_S)
             status = operate.ask(connect, StatusQuery(0), keys)
-            if as_json:
-                click.echo(json.dumps(status))
-            elif live:
-                live.update(operate.view(status), refresh=True)
-            else:
-                console.print(operate.view(status))
-            if not watch or status["state"] == "over":
-                return
-            time.sleep(WATCH_EVERY_S)
-            if not live:
-                click.echo()
+            click.echo(f"\n{json.dumps(status)}")
+    elif not watch:
+        console.print(operate.view(RunView(operate.ask(connect, StatusQuery(0), keys))))
+    else:
+        with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+            for number, run in enumerate(operate.watch(connect, keys)):
+                if live:
+                    live.update(operate.view(run), refresh=True)
+                else:
+                    console.print(*[""] * (number > 0), operate.view(run), sep="\n")
 
 
 @main.command("runs")

@@ -1,14 +1,18 @@
 """What an operator asks of a running global server: its status, and to stop."""
 
 import json
+import math
 import secrets
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lsgd.client.watch.reader import Reader
+from lsgd.client.watch.view import RunView
 from lsgd.errors import ConfigError, JoinError, ProtocolError
 from lsgd.protocol.keys import OPERATOR
 from lsgd.protocol.messages import (
@@ -21,6 +25,8 @@ from lsgd.protocol.messages import (
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller
 
 ANSWER_WITHIN_S = 5.0
+AWAY_FOR_S = 10.0
+WATCH_EVERY_S = 2.0
 REFUSED_AFTER_S = 0.5  # a handshake that fails may be that of a server which is just being started
 
 
@@ -49,35 +55,62 @@ def ask(address: str, message: Operator, keys: ConnectorKeys | None = None) -> d
                     if isinstance(answer, Refused):
                         raise ConfigError(answer.reason)
                     raise ProtocolError(f"the server at {address} answered {type(answer).__name__}")
-    raise JoinError(
-        f"no global server answers at {address} within {ANSWER_WITHIN_S:g} s; give its address with --connect "
+    raise JoinError(_silent(address, ANSWER_WITHIN_S))
+
+
+def watch(
+    address: str, keys: ConnectorKeys | None = None, answer_within_s: float = ANSWER_WITHIN_S
+) -> Iterator[RunView]:
+    """Yield the view of a run every so often until it is over; a restart of its server is waited for.
+
+    Raises:
+        JoinError: nobody answers at the address within 5 s, or for 10 s later on.
+    """
+    run = RunView()
+    shown_at, heard_at = -math.inf, time.monotonic()
+    with Reader(address, keys) as reader:
+        while run.state != "over":
+            batch = reader.read(min(answer_within_s, 0.5))
+            run.take(batch)
+            now = time.monotonic()
+            if batch.connected:
+                heard_at = now
+            elif now - heard_at > (AWAY_FOR_S if run.run else answer_within_s):
+                raise JoinError(_silent(address, now - heard_at))
+            if run.run and not batch.more and (now - shown_at >= WATCH_EVERY_S or run.state == "over"):
+                shown_at = now
+                yield run
+
+
+def _silent(address: str, silent_s: float) -> str:
+    return (
+        f"no global server answers at {address} within {silent_s:.2g} s; give its address with --connect "
         f"(it prints it when it starts)"
     )
 
 
-def view(status: dict[str, Any]) -> Group:
-    """Return a status for people: three lines, and a table of the workers."""
-    limit = f" of {status['iterations']}" if status["iterations"] else ""
-    rate = status["count"] / status["seconds"] if status["seconds"] else 0.0
+def view(run: RunView) -> Group:
+    """Return the state of a run for people: three lines, and a table of the workers."""
+    limit = f" of {run.iterations}" if run.iterations else ""
+    rate = run.count / run.seconds if run.seconds else 0.0
     lines = Text(
-        f"run {status['run']}, {status['algorithm']}: {status['state']}, {status['reason']}\n"
-        f"{status['count']}{limit} iterations in {status['seconds']:.1f} s ({rate:.1f} a second), "
-        f"{status['rounds_global']} global and {status['rounds_local']} local rounds, "
-        f"generation {status['generation']}\n"
-        f"period {status['period']}: {status['period_reason']}"
+        f"run {run.run}, {run.algorithm}: {run.state}, {run.reason}\n"
+        f"{run.count}{limit} iterations in {run.seconds:.1f} s ({rate:.1f} a second), "
+        f"{run.rounds_global} global and {run.rounds_local} local rounds, generation {run.generation}\n"
+        f"period {run.period}: {run.period_reason}"
     )
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     table.add_column("worker", no_wrap=True)
     for name in ("rank", "state", "iterations", "loss", "led", "heard"):
         table.add_column(name, justify="right", no_wrap=True)
-    for member in status["members"]:
+    for worker in run.workers.values():
         table.add_row(
-            member["worker"],
-            "-" if member["rank"] < 0 else str(member["rank"]),
-            member["state"],
-            str(member["done"]),
-            "-" if member["loss"] is None else f"{member['loss']:.4g}",
-            str(member["times_leader"]),
-            f"{member['heard_s_ago']:.1f} s",
+            worker.worker,
+            "-" if worker.rank < 0 else str(worker.rank),
+            worker.state,
+            str(worker.done),
+            "-" if worker.loss is None else f"{worker.loss:.4g}",
+            str(worker.times_leader),
+            f"{worker.heard_s:.1f} s",
         )
-    return Group(lines, table) if status["members"] else Group(lines)
+    return Group(lines, table) if run.workers else Group(lines)

@@ -90,7 +90,7 @@ class Channel:
         self.run = ""
         self._incarnation = incarnation
         self._worker = ""
-        self._heartbeat = b""
+        self._totals: Callable[[], tuple[float, float, float, int, int]] = lambda: (0.0, 0.0, 0.0, 0, 0)
         self._where = b""
         self._link = Connector(address, str(incarnation).encode())
         self._wakeup = Wakeup()
@@ -245,7 +245,13 @@ class Channel:
         """From now on tell the servers every second that the process of ``worker`` runs, and the launcher once."""
         self._worker = worker
         give(self.address, Notice.JOINED, worker)
-        self._heartbeat = encode(Heartbeat(worker, self._incarnation))
+
+    def tell_totals(self, totals: Callable[[], tuple[float, float, float, int, int]]) -> None:
+        """From now on the heartbeats say these: the last five fields of a :class:`Heartbeat`.
+
+        ``totals`` is called in the channel's thread.
+        """
+        self._totals = totals
 
     def close(self) -> None:
         """Send what is left and end the thread."""
@@ -264,8 +270,8 @@ class Channel:
                 now = time.monotonic()
                 if self._closing and closed_at is None:
                     closed_at = now
-                if self._heartbeat and now - beat_at >= _HEARTBEAT_S:
-                    self._outbox.append(self._heartbeat)
+                if self._worker and now - beat_at >= _HEARTBEAT_S:
+                    self._outbox.append(encode(Heartbeat(self._worker, self._incarnation, *self._totals())))
                     beat_at = now
                 if self._where and now - where_at >= _WHERE_S:
                     self._outbox.append(self._where)

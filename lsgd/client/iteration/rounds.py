@@ -242,7 +242,8 @@ class Rounds:
             self._count = order.count
         if order.checkpoint:
             self._checkpoints.save(self.active.snapshot)
-        self._channel.send(Done(*self._who, order.id, True, ""))
+        sent_nbytes = self._tally.traffic.sent_nbytes
+        self._channel.send(Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes))
 
     def _complete_gradients(self) -> None:
         """At the end of a backward pass: wait for the exchange; if it failed, exchange the gradients again."""

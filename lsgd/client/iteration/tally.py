@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from lsgd.client.groups.torch_group import Traffic
 from lsgd.client.iteration.loss import LossWindow
@@ -41,6 +41,17 @@ class Timings:
         return Timings(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
+class _Clock(NamedTuple):
+    """Seconds until a moment, what is counted since, and that moment; replaced as one, so any thread can read it."""
+
+    seconds: dict[Spent, float]
+    spent: Spent
+    since: float
+
+    def at(self, now: float) -> dict[Spent, float]:
+        return {**self.seconds, self.spent: self.seconds[self.spent] + now - self.since}
+
+
 class Tally:
     """What a worker counts of itself, and tells the servers.
 
@@ -61,16 +72,14 @@ class Tally:
         self.losses.values = losses
         self.done = self.committed = self.dropped = 0
         self.traffic = Traffic()
-        self._seconds: dict[Spent, float] = {"": 0.0, "compute": 0.0, "waiting": 0.0, "exchange": 0.0}
-        self._spent: Spent = ""
-        self._since = time.perf_counter()
+        seconds: dict[Spent, float] = {"": 0.0, "compute": 0.0, "waiting": 0.0, "exchange": 0.0}
+        self._clock = _Clock(seconds, "", time.perf_counter())
 
     def spend(self, spent: Spent) -> Spent:
         """Count time as this from now on; return what it was counted as until now."""
-        now, before = time.perf_counter(), self._spent
-        self._seconds[before] += now - self._since
-        self._spent, self._since = spent, now
-        return before
+        now, before = time.perf_counter(), self._clock
+        self._clock = _Clock(before.at(now), spent, now)
+        return before.spent
 
     @contextmanager
     def spending(self, spent: Spent) -> Iterator[None]:
@@ -81,8 +90,13 @@ class Tally:
         finally:
             self.spend(before)
 
+    def totals(self) -> tuple[float, float, float, int, int]:
+        """Return what heartbeats say: seconds of compute, waiting and exchange, bytes sent and received."""
+        now = self.timings()
+        return now.compute_s, now.waiting_s, now.exchange_s, now.sent_nbytes, now.received_nbytes
+
     def timings(self) -> Timings:
-        """Return the totals until now."""
-        self.spend(self._spent)
-        seconds = (self._seconds["compute"], self._seconds["waiting"], self._seconds["exchange"])
+        """Return the totals until now; from any thread."""
+        totals = self._clock.at(time.perf_counter())
+        seconds = (totals["compute"], totals["waiting"], totals["exchange"])
         return Timings(self.done, *seconds, self.traffic.sent_nbytes, self.traffic.received_nbytes)

@@ -1,0 +1,52 @@
+"""A history that stays small: when it is full, every second point goes, and from then on every second one comes."""
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Series(Generic[T]):
+    """Keeps at most ``most`` points of all that were added, evenly spaced, and the last one.
+
+    Attributes:
+        added: how many were.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.added = 0
+        self._most = most
+        self._step = 1
+        self._points: list[T] = []
+        self._last: T | None = None
+
+    def add(self, point: T) -> None:
+        """Add a point that comes after all others."""
+        self._last = point
+        if self.added % self._step == 0:
+            self._points.append(point)
+            self._last = None
+        self.added += 1
+        if len(self._points) >= self._most:
+            self._step *= 2
+            if len(self._points) % 2 == 0:  # the last one goes from the even ones
+                self._last = self._points[-1]
+            del self._points[1::2]
+
+    @property
+    def step(self) -> int:
+        """One of so many points is kept."""
+        return self._step
+
+    @property
+    def last(self) -> T | None:
+        """The last point that was added."""
+        return self._last if self._last is not None else self._points[-1] if self._points else None
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self._points
+        if self._last is not None:
+            yield self._last
+
+    def __len__(self) -> int:
+        return len(self._points) + (self._last is not None)

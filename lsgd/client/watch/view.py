@@ -1,0 +1,374 @@
+"""What people look at: the state of a run and its history, as a report and the events after it tell them."""
+
+import math
+import statistics
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lsgd.client.watch.reader import Batch
+from lsgd.client.watch.series import Series
+from lsgd.protocol.events import (
+    Event,
+    GenerationBegan,
+    Note,
+    PeriodChosen,
+    PhaseBegan,
+    Progress,
+    RoundCompleted,
+    RoundFailed,
+    RoundOrdered,
+    RunChanged,
+    SettingsChanged,
+    WorkerChanged,
+    WorkerJoined,
+    WorkerProgress,
+)
+
+MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
+"""How many points of a worker's curve, rounds, lines of the log, and gaps of a worker are kept."""
+
+RATE_OVER_S = 30.0
+"""The rate is that of so many seconds."""
+
+
+_TAKES_PART = ("live", "held")
+
+
+class Line(NamedTuple):
+    """A line of the log: when, in seconds since the epoch; its code, perhaps empty; and its words."""
+
+    time: float
+    code: str
+    words: str
+
+
+class Totals(NamedTuple):
+    """A worker at a moment: what it had done until then in all its processes. Subtract two to see what lies between.
+
+    ``time`` is in seconds since the epoch; the rest is as in :class:`lsgd.protocol.events.WorkerProgress`.
+    """
+
+    time: float
+    done: int
+    loss: float | None
+    compute_s: float
+    waiting_s: float
+    exchange_s: float
+    sent_nbytes: int
+    received_nbytes: int
+
+
+@dataclass(slots=True)
+class Gap:
+    """A time in which rounds did not wait for a worker.
+
+    Args:
+        state: ``straggler``, ``cut``, ``away`` or ``left``.
+        code: of the reason, and ``reason`` its words.
+        begin: in seconds since the epoch; ``end`` is None while it lasts.
+    """
+
+    state: str
+    code: str
+    reason: str
+    begin: float
+    end: float | None = None
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """A worker, as of the last event.
+
+    Args:
+        worker: its name.
+        node: index of its machine.
+        rank: in the generation; -1: outside it.
+        state: ``held``, ``live``, ``straggler``, ``cut``, ``away`` or ``left``.
+        code: of the reason for its state, if one was told; ``reason``: its words.
+        done: iterations it has made.
+        loss: as it last reported it.
+        times_leader: rounds that it led.
+        heard_s: seconds since it was heard, at the last progress.
+        totals: its curve, about one point a second at first, at most :data:`MAX_POINTS`.
+        gaps: the last :data:`MAX_GAPS`.
+    """
+
+    worker: str
+    node: int = 0
+    rank: int = -1
+    state: str = "away"
+    code: str = ""
+    reason: str = ""
+    done: int = 0
+    loss: float | None = None
+    times_leader: int = 0
+    heard_s: float = 0.0
+    totals: Series[Totals] = field(default_factory=lambda: Series(MAX_POINTS))
+    gaps: deque[Gap] = field(default_factory=lambda: deque(maxlen=MAX_GAPS))
+    _before: tuple[float, float, float, int, int] = (0.0, 0.0, 0.0, 0, 0)  # totals of its earlier processes
+
+    def add(self, time: float, now: WorkerProgress) -> None:
+        """Add a point to its curve; totals that fall are those of another process."""
+        spent = (now.compute_s, now.waiting_s, now.exchange_s, now.sent_nbytes, now.received_nbytes)
+        before = self.totals.last
+        if before is not None and any(b + s < t for b, s, t in zip(self._before, spent, before[3:], strict=True)):
+            self._before = before[3:]
+        compute_s, waiting_s, exchange_s, sent, received = self._before
+        self.totals.add(
+            Totals(
+                time,
+                now.done,
+                now.loss,
+                compute_s + now.compute_s,
+                waiting_s + now.waiting_s,
+                exchange_s + now.exchange_s,
+                sent + now.sent_nbytes,
+                received + now.received_nbytes,
+            )
+        )
+
+    def mind(self, time: float, state: str, code: str, reason: str) -> None:
+        """Begin a gap, or end it."""
+        last = self.gaps[-1] if self.gaps and self.gaps[-1].end is None else None
+        if last is not None and last.state != state:
+            last.end = time
+        if state not in _TAKES_PART and (last is None or last.state != state):
+            self.gaps.append(Gap(state, code, reason, time))
+
+
+@dataclass(slots=True)
+class RoundView:
+    """A round.
+
+    Args:
+        round: its id.
+        scope: ``local`` or ``global``.
+        node: that a local round is of; -1: a global one.
+        leader: the worker that leads it.
+        count: the run's iterations when it was ordered.
+        seconds: from the run's first round to its order.
+        losses: by worker, as they were then.
+        state: ``open``, ``completed`` or ``failed``; ``open`` too if its end was not told.
+        reason: why it has failed.
+        took_s: from its order to its completion; None: not told.
+        sent_nbytes: by its members; None: not told.
+    """
+
+    round: int
+    scope: str
+    node: int
+    leader: str
+    count: int
+    seconds: float
+    losses: Mapping[str, float | None]
+    state: str = "open"
+    reason: str = ""
+    took_s: float | None = None
+    sent_nbytes: int | None = None
+
+
+class RunView:
+    """The state and the history of a run; only :meth:`take` changes it, and it does no input or output.
+
+    The history is bounded: at most :data:`MAX_ROUNDS` rounds, and so on; what is full keeps every second point.
+
+    Args:
+        report: as ``lsgd status --json`` has it; None: it comes with the first batch.
+
+    Attributes:
+        run: identity; empty before the first report.
+        state: ``waiting``, ``running``, ``stopping`` or ``over``; empty before the first report.
+        code: of what it waits for, or of why it ends; ``reason``: the words.
+        algorithm: its name.
+        period: iterations of a worker between global rounds; ``period_reason``: why so many.
+        count: iterations made; ``iterations``: the limit, 0 without one; ``share``: made of the run, 0 to 1.
+        seconds: since the first round.
+        loss: mean of the finite losses at the last global round; None: there are none.
+        rounds_local, rounds_global, generation, nodes: as in the report.
+        workers: by name, in rank order, with those that have left.
+        rounds: the history, thinned.
+        log: the last lines.
+        settings: what operators have changed since this view began, by name.
+        connected: the last batch was.
+        lost: events that were lost in all.
+        time: of the last event, in seconds since the epoch by the server's clock; 0: there was none.
+    """
+
+    def __init__(self, report: Mapping[str, Any] | None = None) -> None:
+        self.run = self.state = self.code = self.reason = self.algorithm = self.period_reason = ""
+        self.count = self.iterations = self.period = self.lost = 0
+        self.rounds_local = self.rounds_global = self.generation = self.nodes = 0
+        self.share = self.seconds = self.time = 0.0
+        self.loss: float | None = None
+        self.workers: dict[str, WorkerView] = {}
+        self.rounds: Series[RoundView] = Series(MAX_ROUNDS)
+        self.log: deque[Line] = deque(maxlen=MAX_LINES)
+        self.settings: dict[str, str] = {}
+        self.connected = False
+        self._as_of = 0  # the report includes the events up to this one
+        self._recent: dict[int, RoundView] = {}
+        self._last_round = 0
+        self._progress: deque[tuple[float, int, float]] = deque()  # time, count and share of the last seconds
+        if report is not None:
+            self._begin(report)
+
+    def take(self, batch: Batch) -> None:
+        """Take in what a reader has read."""
+        if batch.report is not None:
+            self._begin(batch.report)
+        self.connected = batch.connected
+        self.lost += batch.lost
+        for event in batch.events:
+            self.fold(event)
+
+    @property
+    def rate(self) -> float:
+        """Iterations a second in the last :data:`RATE_OVER_S`; 0 before there is a second of them."""
+        return self._slope(1)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the run still takes at the pace of the last :data:`RATE_OVER_S`; None: nobody knows."""
+        if self.state == "over":
+            return 0.0
+        pace = self._slope(2)
+        return (1 - self.share) / pace if pace > 0 else None
+
+    @property
+    def started_at(self) -> float | None:
+        """When the first round was, in seconds since the epoch: what :attr:`RoundView.seconds` counts from."""
+        return self.time - self.seconds if self.time and self.seconds else None
+
+    def _slope(self, of: int) -> float:
+        if len(self._progress) < 2:
+            return 0.0
+        first, last = self._progress[0], self._progress[-1]
+        return (last[of] - first[of]) / (last[0] - first[0])
+
+    # -- a report ----------------------------------------------------------------------------------------------
+
+    def _begin(self, report: Mapping[str, Any]) -> None:
+        """Take the state from a report, and the rounds that are not known yet; another run begins anew."""
+        if self.run and self.run != report["run"]:
+            RunView.__init__(self)
+        self.run, self.algorithm, self.loss = report["run"], report["algorithm"], report["loss"]
+        self.state, self.code, self.reason = report["state"], report["code"], report["reason"]
+        self.period, self.period_reason = report["period"], report["period_reason"]
+        self.count, self.iterations, self.share = report["count"], report["iterations"], report["progress"]
+        self.rounds_local, self.rounds_global = report["rounds_local"], report["rounds_global"]
+        self.seconds, self.generation, self.nodes = report["seconds"], report["generation"], report["nodes"]
+        self._as_of = report.get("stream", {}).get("last", 0)
+        for member in report["members"]:
+            worker = self._worker(member["worker"], member["node"])
+            worker.rank, worker.state = member["rank"], member["state"]
+            worker.reason, worker.code = member["reason"], member["code"]
+            worker.done, worker.loss = member["done"], member["loss"]
+            worker.times_leader, worker.heard_s = member["times_leader"], member["heard_s_ago"]
+        for entry in report["leaders"]:
+            self._order(RoundOrdered(**entry))
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def fold(self, event: Event) -> None:
+        """Take in one event; of one that the report includes, the history only."""
+        self.time = max(self.time, event.time)
+        self._remember(event.time, event.what)
+        if event.seq > self._as_of:
+            self._change(event.what)
+
+    def _remember(self, time: float, what: object) -> None:
+        match what:
+            case Note(code, words):
+                self.log.append(Line(time, code, words))
+            case RoundOrdered():
+                self._order(what)
+            case RoundCompleted(number, took_s, sent_nbytes) if known := self._recent.get(number):
+                known.state, known.took_s, known.sent_nbytes = "completed", took_s, sent_nbytes
+            case RoundFailed(number, _, reason) if known := self._recent.get(number):
+                known.state, known.reason = "failed", reason
+            case WorkerJoined(name, node):
+                self._worker(name, node).mind(time, "live", "", "")
+            case WorkerChanged(name, state, code, reason):
+                self._worker(name).mind(time, state, code, reason)
+            case SettingsChanged(changes):
+                self.settings.update(changes)
+            case Progress():
+                for each in what.workers:
+                    self._worker(each.worker).add(time, each)
+                self._progress.append((time, what.count, what.share))
+                while len(self._progress) > 2 and time - self._progress[0][0] > RATE_OVER_S:
+                    self._progress.popleft()
+                if len(self._progress) > 1 and not self._progress[0][0] < time:  # the server's clock was set back
+                    self._progress = deque([self._progress[-1]])
+
+    def _order(self, order: RoundOrdered) -> None:
+        if order.round <= self._last_round:
+            return
+        self._last_round = order.round
+        losses = {sys.intern(name): loss for name, loss in order.losses.items()}  # the same names each time
+        view = RoundView(order.round, order.scope, order.node, order.worker, order.count, order.seconds, losses)
+        self.rounds.add(view)
+        self._recent[order.round] = view
+        if len(self._recent) > MAX_ROUNDS:
+            del self._recent[next(iter(self._recent))]
+
+    def _change(self, what: object) -> None:
+        match what:
+            case RoundOrdered(_, scope):
+                self.rounds_local += scope == "local"
+                self.rounds_global += scope == "global"
+                self._worker(what.worker).times_leader += 1
+                if scope == "global":
+                    self.loss = _mean(what.losses.values())
+            case WorkerJoined(name, node):
+                worker = self._worker(name, node)
+                worker.state, worker.code, worker.reason = "away", "", ""
+            case WorkerChanged(name, state, code, reason):
+                worker = self._worker(name)
+                worker.state, worker.code, worker.reason = state, code, reason
+                if state == "left":
+                    worker.rank = -1
+            case GenerationBegan(generation):
+                self.generation, self.nodes = generation.number, len(generation.nodes)
+                ranks = {name: rank for rank, name in enumerate(generation.members)}
+                for name, worker in self.workers.items():
+                    worker.rank = ranks.get(name, -1)
+            case PeriodChosen(period, _, reason):
+                self.period, self.period_reason = period, reason
+            case PhaseBegan(_, algorithm):
+                self.algorithm = algorithm
+            case RunChanged(state, code, reason):
+                self.state, self.code, self.reason = state, code, reason
+            case Progress():
+                self.state, self.code, self.reason = what.state, what.code, what.reason
+                self.seconds, self.count = what.seconds, what.count
+                self.iterations, self.share = what.iterations, what.share
+                for each in what.workers:
+                    worker = self._worker(each.worker)
+                    worker.rank, worker.state, worker.done = each.rank, each.state, each.done
+                    worker.loss, worker.heard_s = each.loss, each.heard_s
+
+    def _worker(self, name: str, node: int | None = None) -> WorkerView:
+        """Return the worker, who is made if nobody has told of it; the order is that of ranks."""
+        if name not in self.workers:
+            self.workers[name] = WorkerView(name, _place(name)[0] if node is None else node)
+            self.workers = dict(sorted(self.workers.items(), key=lambda item: _place(item[0])))
+        return self.workers[name]
+
+
+def _place(name: str) -> tuple[int, int]:
+    """Return node and index from a worker's name: ``node0/worker1``."""
+    node, _, worker = name.partition("/")
+    return _number(node.removeprefix("node")), _number(worker.removeprefix("worker"))
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _mean(losses: Iterable[float | None]) -> float | None:
+    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return statistics.fmean(finite) if finite else None

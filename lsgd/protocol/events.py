@@ -1,0 +1,265 @@
+"""What happens in a run, as the global server tells it to whoever asks: the events, and their MessagePack form.
+
+A happening is a small record of one fact. The server's stream numbers them from 1 and stamps them with the time; that
+is an :class:`Event`. They travel in :class:`lsgd.protocol.messages.Events`. Reasons are words for people with a code
+for programs (lsgd/server/reasons.py); states of workers and of the run are those of ``lsgd status --json``.
+"""
+
+from dataclasses import dataclass
+
+from lsgd.errors import ProtocolError
+from lsgd.protocol.fields import build, packed, unpacked, values_of
+from lsgd.protocol.messages import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """A process has joined the run as ``worker``; ``gpu`` is the unique name of its GPU, or empty."""
+
+    worker: str
+    node: int
+    address: str
+    gpu: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChanged:
+    """A worker has come to another state, for a reason if there is one to tell.
+
+    Args:
+        worker: its name.
+        state: ``live`` or ``held`` (rounds wait for it), ``straggler``, ``cut``, ``away`` (it paused, or has only to
+            leave) or ``left``.
+        code: of the reason: ``silent``, ``failed``, ``replaced``, ``paused``, ...
+        reason: in words.
+    """
+
+    worker: str
+    state: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBegan:
+    """Workers form a generation; ``reason`` says why the one before has ended, if there was one."""
+
+    generation: Generation
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOrdered:
+    """A round has been ordered. The history, the journal and ``metrics.jsonl`` have the same fields.
+
+    Args:
+        round: its id.
+        scope: ``local`` or ``global``.
+        node: that a local round is of; -1: a global one.
+        worker: who leads it.
+        count: the run's iterations when it was ordered.
+        seconds: since the run's first round.
+        losses: by worker, as they were at the time; of the first workers in rank order, and the leader.
+    """
+
+    round: int
+    scope: str
+    node: int
+    worker: str
+    count: int
+    seconds: float
+    losses: dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCompleted:
+    """All members have completed a round.
+
+    Args:
+        round: its id.
+        took_s: since it was ordered; None if another server ordered it.
+        sent_nbytes: what its members have sent since the rounds that each had completed before; None if one did not
+            say.
+    """
+
+    round: int
+    took_s: float | None
+    sent_nbytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFailed:
+    """A member could not complete a round, which ends its generation."""
+
+    round: int
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsChanged:
+    """An operator has changed settings; those of the algorithm hold from the next global round on."""
+
+    changes: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodChosen:
+    """The period from now on, or another reason for the same one."""
+
+    period: int
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBegan:
+    """The phase ``number`` of the plan, from 1, begins after ``count`` iterations, with another algorithm."""
+
+    number: int
+    algorithm: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunChanged:
+    """The run is ``waiting`` (for workers), ``running``, ``stopping`` or ``over`` from now on."""
+
+    state: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line that the server has printed, of whatever kind: all of them make the log. The code may be empty."""
+
+    code: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgress:
+    """A worker of the run, as of a :class:`Progress`.
+
+    The totals are those of ``worker.timings``, as its last heartbeat said: of this process, so a process that takes
+    its place begins at 0 again.
+
+    Args:
+        worker: its name.
+        rank: in the generation; -1: outside it.
+        state: as in :class:`WorkerChanged`; ``held``: its request waits for an answer.
+        done: iterations it has made, those of its earlier processes included.
+        loss: as it last reported it; None: there is none, or it is not finite.
+        heard_s: seconds since it was last heard.
+        compute_s: seconds in its steps.
+        waiting_s: seconds of waiting for the servers and the others.
+        exchange_s: seconds in rounds.
+        sent_nbytes: bytes of tensors that it has sent.
+        received_nbytes: bytes of tensors that it has received.
+    """
+
+    worker: str
+    rank: int
+    state: str
+    done: int
+    loss: float | None
+    heard_s: float
+    compute_s: float
+    waiting_s: float
+    exchange_s: float
+    sent_nbytes: int
+    received_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the run is, told every second (more rarely where there are more than 1,000 workers).
+
+    Args:
+        seconds: since the first round; 0 before it.
+        state: of the run, as in :class:`RunChanged`.
+        code: of the reason.
+        reason: what it waits for, or why it ends.
+        count: iterations made by all.
+        iterations: the limit; 0: there is none.
+        share: of the run that is made, 0 to 1.
+        workers: those that are in the run, in rank order; the first 4,096.
+    """
+
+    seconds: float
+    state: str
+    code: str
+    reason: str
+    count: int
+    iterations: int
+    share: float
+    workers: tuple[WorkerProgress, ...]
+
+
+Happening = (
+    WorkerJoined
+    | WorkerChanged
+    | GenerationBegan
+    | RoundOrdered
+    | RoundCompleted
+    | RoundFailed
+    | SettingsChanged
+    | PeriodChosen
+    | PhaseBegan
+    | RunChanged
+    | Note
+    | Progress
+)
+"""What an event may tell of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a stream.
+
+    Args:
+        seq: its number in the server's stream, from 1 without a gap.
+        time: when the server told of it, in seconds since the epoch by the server's clock.
+        what: has happened.
+    """
+
+    seq: int
+    time: float
+    what: Happening
+
+
+_CLASSES: tuple[type, ...] = (
+    WorkerJoined,
+    WorkerChanged,
+    GenerationBegan,
+    RoundOrdered,
+    RoundCompleted,
+    RoundFailed,
+    SettingsChanged,
+    PeriodChosen,
+    PhaseBegan,
+    RunChanged,
+    Note,
+    Progress,
+)
+_KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
+
+
+def encode_event(time: float, what: Happening) -> bytes:
+    """Return an event, but for its number, as MessagePack: its time, its kind and its fields."""
+    cls: type = type(what)
+    return packed((time, _KINDS[cls], *values_of(cls)(what)))
+
+
+def decode_event(seq: int, item: bytes) -> Event:
+    """Return the event ``seq`` from what :func:`encode_event` made of it.
+
+    Raises:
+        ProtocolError: it is not one well-formed event.
+    """
+    match unpacked(item):
+        case (float(time), int(kind), *values) if 0 <= kind < len(_CLASSES):
+            return Event(seq, time, build(_CLASSES[kind], tuple(values)))
+    raise ProtocolError("an event that starts with no time and no known kind")

@@ -1,0 +1,136 @@
+"""A dataclass as an array of its fields, and back: the type of each is checked when it arrives, once."""
+
+import dataclasses
+import functools
+import operator
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, NoReturn, Union
+
+import msgpack
+
+from lsgd.errors import ProtocolError
+
+MAX_ITEMS = 1 << 16
+"""Maximum number of elements of an array or map in a frame."""
+
+
+def packed(value: Any) -> bytes:
+    """Return a value as MessagePack; a dataclass inside it is the array of its fields."""
+    return msgpack.packb(value, default=_fields_of)  # type: ignore[no-any-return]
+
+
+def _fields_of(value: Any) -> tuple[Any, ...]:
+    cls: type = type(value)
+    return values_of(cls)(value)
+
+
+def unpacked(frame: bytes) -> Any:
+    """Return the value that is in ``frame``.
+
+    Raises:
+        ProtocolError: it is not one well-formed value.
+    """
+    try:
+        return msgpack.unpackb(
+            frame,
+            use_list=False,
+            strict_map_key=True,
+            ext_hook=_refuse_extension,
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        why = str(error) or type(error).__name__
+        raise ProtocolError(f"not MessagePack as this protocol uses it: {why}") from None
+
+
+def _refuse_extension(code: int, data: bytes) -> NoReturn:
+    raise ValueError(f"extension type {code}")
+
+
+@functools.cache
+def values_of(cls: type) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that returns the values of a message's fields."""
+    names = _names(cls)
+    if len(names) < 2:  # with one name, attrgetter returns no tuple
+        return lambda message: tuple(getattr(message, name) for name in names)
+    return operator.attrgetter(*names)
+
+
+@functools.cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+@functools.cache
+def _checks(cls: type) -> tuple[Callable[[Any], Any], ...]:
+    hints = typing.get_type_hints(cls)
+    return tuple(_check(hints[name]) for name in _names(cls))
+
+
+def build(cls: type, values: tuple[Any, ...]) -> Any:
+    """Return an instance of a dataclass from the values of its fields.
+
+    Raises:
+        ProtocolError: they are too many or too few, or one is of another type.
+    """
+    checks = _checks(cls)
+    if len(values) != len(checks):
+        raise ProtocolError(f"{cls.__name__} with {len(values)} fields instead of {len(checks)}")
+    try:
+        return cls(*[check(value) for check, value in zip(checks, values, strict=True)])
+    except _WrongTypeError:
+        name, value = next((n, v) for n, c, v in zip(_names(cls), checks, values, strict=True) if not _accepts(c, v))
+        raise ProtocolError(f"{cls.__name__}.{name} cannot be a {type(value).__name__}") from None
+
+
+class _WrongTypeError(Exception):
+    pass
+
+
+def _accepts(check: Callable[[Any], Any], value: Any) -> bool:
+    try:
+        check(value)
+    except _WrongTypeError:
+        return False
+    return True
+
+
+def _check(hint: Any) -> Callable[[Any], Any]:
+    """Return a function that returns a value of the type ``hint``, and raises for others."""
+    origin = typing.get_origin(hint)
+    if origin in (Union, types.UnionType):
+        (inner,) = (_check(arg) for arg in typing.get_args(hint) if arg is not types.NoneType)
+        return lambda value: None if value is None else inner(value)
+    if origin is tuple:
+        item = _check(typing.get_args(hint)[0])
+        return lambda value: tuple(item(v) for v in _typed(value, tuple))
+    if origin is dict:
+        key, item = (_check(arg) for arg in typing.get_args(hint))
+        return lambda value: {key(k): item(v) for k, v in _typed(value, dict).items()}
+    if dataclasses.is_dataclass(hint):
+        return lambda value: build(typing.cast(type, hint), _typed(value, tuple))
+    return {int: _integer, float: _number}.get(hint) or functools.partial(_typed, kind=hint)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise _WrongTypeError
+    return value
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+        raise _WrongTypeError
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is int:
+        return float(value)
+    raise _WrongTypeError
