@@ -5,7 +5,7 @@ A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, w
 - ``network LINK NODES``: step times at one place (benchmarks/network),
 - ``fastest baselines``: Leader SGD in 8 bits beside the fastest baseline of each place,
 - ``convergence TASK``: steps to a target (benchmarks/convergence),
-- ``endtoend``: seconds to a target (benchmarks/endtoend).
+- ``endtoend``, ``endtoend-text``: seconds to a target (benchmarks/endtoend).
 """
 
 import json
@@ -41,8 +41,8 @@ def _table(what: str, page: Path) -> str:
             found = fastest_baselines(_results("network"))
         case ["convergence", task]:
             found = task_table(_results("convergence"), task)
-        case ["endtoend"]:
-            found = table_of(_results("endtoend"))
+        case [("endtoend" | "endtoend-text") as benchmark]:
+            found = table_of(_results(benchmark))
         case _:
             raise ValueError(f"{page}: no table is called {what!r}; see python -m benchmarks.tables --help")
     if found.count("\n") < 2:

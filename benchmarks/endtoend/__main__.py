@@ -82,7 +82,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--link", choices=LINKS, default="100mbit", help="the network between the hosts")
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 0")
     add_options(parser, METHODS)
-    parser.add_argument("--plot", type=Path, help="draw accuracy over seconds to this PNG file (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="draw the loss, or W4's accuracy, over seconds to this PNG file")
     options = parser.parse_args()
     options.methods = options.methods or (QUICK_METHODS if options.quick else METHODS)
     return options
@@ -110,7 +110,7 @@ def main() -> int:
         losses = settings.task != WideDigits.name
         title = f"{settings.task}, {NODES} hosts, {options.link}, period {settings.period} where it is given"
         target = TASKS[settings.task].target_loss if losses else WideDigits.target_accuracy
-        draw(rows, title, target, options.plot, losses=losses)
+        draw([r for r in rows if r["seed"] < options.seeds], title, target, options.plot, losses=losses)
     return results.end(options.methods, pythons)
 
 
