@@ -37,8 +37,7 @@ MpiDefault=none
 ReturnToService=2
 KillWait={kill_wait_s}
 MinJobAge=600
-SchedulerParameters=requeue_delay=1
-SchedulerTimeSlice=5
+SchedulerParameters=sched_interval=2,bf_interval=2
 NodeName=one NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} State=UNKNOWN
 NodeName=two NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} State=UNKNOWN
 PartitionName=all Nodes=one,two Default=YES MaxTime=INFINITE State=UP

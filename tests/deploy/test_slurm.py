@@ -75,16 +75,12 @@ class Job:
         return self.output.read_text() if self.output.exists() else ""
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", ["requeue", "time limit"])
-def test_a_job_that_is_started_again_continues_from_its_checkpoints(slurm: Slurm, tmp_path: Path, how: str) -> None:
+@pytest.mark.timeout(400)
+def test_a_job_that_is_started_again_continues_from_its_checkpoints(slurm: Slurm, tmp_path: Path) -> None:
     job = Job(slurm, tmp_path, 300)
-    until(lambda: len(list(job.run_dir.glob("checkpoints/*/*/node*"))) >= 2, "both nodes have checkpoints")
-    if how == "requeue":  # SIGTERM to all processes, as when the job is preempted
-        slurm.ask("scontrol", "requeue", job.number)
-    else:  # what Slurm sends some time before the limit (--signal), to the batch file alone
-        slurm.ask("scancel", "--signal=USR1", "--batch", job.number)
-    until(lambda: job.state in ENDS, "the job ends", 150)
+    until(lambda: len(list(job.run_dir.glob("checkpoints/*/*/node*"))) >= 2, "both nodes have checkpoints", 150)
+    slurm.ask("scontrol", "requeue", job.number)  # SIGTERM to all processes, as when the job is preempted
+    until(lambda: job.state in ENDS, "the job ends", 200)
     assert job.state == "COMPLETED", job.says
     before, after = job.says.split("[launch] goes on from the checkpoints in", 1)
     assert "stopped: the global server got SIGINT" in before, job.says  # and no second signal
