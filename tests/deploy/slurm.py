@@ -6,12 +6,14 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ..integration.running import until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 ENDS_WITHIN_S = 10.0
+JOBS_END_WITHIN_S = 60.0
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}
@@ -118,6 +120,8 @@ class Slurm:
     def end(self) -> None:
         """Cancel all jobs, and end the daemons."""
         self.ask("scancel", "--user", getpass.getuser())
+        with suppress(AssertionError):  # the daemons end in any case
+            until(lambda: not self.ask("squeue", "-h"), "no job is left", JOBS_END_WITHIN_S)
         for process in reversed(self._processes):
             process.terminate()
             try:
