@@ -75,13 +75,17 @@ class Refusals:
 
 
 class Signals:
-    """Counts SIGTERM and SIGINT: the first asks for a clean end, the second for one at once."""
+    """Counts SIGTERM and SIGINT: the first asks for a clean end, the second for one at once.
+
+    A SIGTERM that is ignored from the start stays so: the launcher will pass on what it means.
+    """
 
     def __init__(self) -> None:
         self.wakeup = Wakeup()
         self.received: list[str] = []
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note)
         # Whoever started this process may have held them back until somebody is here to take them.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 

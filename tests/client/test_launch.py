@@ -18,6 +18,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from lsgd.client.checkpoint.run_folder import runs as checkpoints
 from lsgd.client.cli.commands import main
 from lsgd.client.launcher import gpus, launch
 from lsgd.client.launcher.place import Place, find_place, resolve
@@ -517,6 +518,33 @@ class TestTokens:
         assert "LSGD_TOKEN=secret" in capfd.readouterr().out
 
 
+class TestUnderAScheduler:
+    """What differs where Slurm and others start the launchers."""
+
+    def test_sigterm_to_all_processes_is_for_the_launcher_alone(self, start):
+        node = start("--nodes", "1", "--workers", "2", NODE_RANK="0", NNODES="1", LSGD_CHECKPOINT_EVERY="1")
+        until(lambda: checkpoints(node.run_dir / "checkpoints"), "it trains")
+        for pid in node.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        status, output = node.finish()
+        assert status == 0, output
+        assert "stopped: the global server got SIGINT" in output and "killed by" not in output
+
+    def test_resumes_if_there_is_anything(self, start, tmp_path):
+        here = ("--nodes", "1", "--workers", "1", "--run-dir", str(tmp_path / "run"), "--resume-if-any")
+        status, output = start(*here, LSGD_ITERATIONS="40").finish()
+        assert status == 0 and "goes on from" not in output, output
+        status, output = start(*here, LSGD_ITERATIONS="60").finish()
+        assert status == 0 and f"[launch] goes on from the checkpoints in {tmp_path / 'run'}" in output, output
+        counts = [json.loads(line)["count"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert counts[-1] == 60 and counts.count(0) == 1  # from the beginning once
+
+    def test_has_to_know_which_run_to_resume(self):
+        done = CliRunner().invoke(main, ["launch", "--resume-if-any", "true"])
+        assert done.exit_code == 2 and "--run-dir DIR, the same at each start" in done.output
+
+
 class TestRefusals:
     """What is wrong, in one line, before anything is started."""
 
@@ -597,6 +625,39 @@ class TestPlace:
 
     def test_an_index_given_by_hand_is_not_slurms(self):
         assert find_place(0, None, None, self.SLURM) == Place(0, 1, "127.0.0.1")
+
+    @pytest.mark.parametrize(
+        ("variables", "starter"),
+        [
+            ({"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_IPS": "n0\nn1\nn2"}, "SkyPilot"),
+            ({"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "n0"}, "torchrun"),
+            ({"PET_NODE_RANK": "1", "PET_NNODES": "3", "PET_MASTER_ADDR": "n0"}, "Kubeflow"),
+            ({"NODE_RANK": "1", "NNODES": "3", "MASTER_ADDR": "n0"}, "the cluster"),
+            ({"JOB_COMPLETION_INDEX": "1", "NNODES": "3", "MASTER_ADDR": "n0"}, "Kubernetes"),
+            (SLURM | {"GROUP_RANK": "2"}, "Slurm"),
+        ],
+    )
+    def test_others_that_start_launchers(self, variables, starter):
+        place = find_place(None, 3, None, variables)
+        assert (place.node, place.nodes, place.starter) == (1, 3, starter)
+        assert find_place(None, None, "10.0.0.1", variables).address == "10.0.0.1"
+        if starter != "Slurm":
+            assert find_place(None, None, None, variables) == Place(1, 3, "n0")
+        assert find_place(0, None, None, variables) == Place(0, 1, "127.0.0.1")
+
+    def test_an_index_without_a_number_of_nodes_says_nothing(self):
+        assert find_place(None, None, None, {"JOB_COMPLETION_INDEX": "7"}) == Place(0, 1, "127.0.0.1")
+
+    @pytest.mark.parametrize(
+        ("variables", "message"),
+        [
+            ({"PET_NODE_RANK": "0", "PET_NNODES": "1:4"}, "PET_NNODES of Kubeflow is '1:4', which is no number"),
+            ({"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "torchrun --nproc-per-node 1"),
+        ],
+    )
+    def test_others_that_say_what_cannot_be(self, variables, message):
+        with pytest.raises(ConfigError, match=message):
+            find_place(None, None, None, variables)
 
     def test_slurm(self):
         assert find_place(None, None, None, self.SLURM) == Place(1, 4, "first-of-n[1-4]")

@@ -4,6 +4,7 @@ import fcntl
 import io
 import json
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -50,6 +51,29 @@ def test_status_says_what_the_run_waits_for(lsgd):
     assert run.endswith(", local: waiting, 0 of 2 workers have joined")
     assert rounds.startswith("0 of 100 iterations in 0.0 s (0.0 a second), 0 global and 0 local rounds")
     assert period == "period 8: as planned"
+
+
+def test_healthy_is_a_server_that_answers(tmp_path):
+    own = Cluster(tmp_path)
+    server = own.start_global("--workers", "1", "--iterations", "100")
+
+    def healthy():
+        done = CliRunner().invoke(main, ["status", "--healthy", "--connect", own.address])
+        return done.exit_code, done.output
+
+    try:
+        code, output = healthy()
+        assert code == 0 and output.startswith("healthy: run ") and "is waiting, 0 iterations" in output
+        server.send(signal.SIGSTOP)
+        code, output = healthy()
+        assert code == 1 and f"no global server answers at {own.address} within 1 s" in output
+        server.send(signal.SIGCONT)
+        assert healthy()[0] == 0
+        server.send(signal.SIGKILL)
+        server.wait()
+        assert healthy()[0] == 1
+    finally:
+        own.close()
 
 
 def test_the_run_is_found_by_its_folder(servers, tmp_path, monkeypatch):

@@ -18,7 +18,8 @@ from rich.live import Live
 
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
-from lsgd.client.checkpoint.run_folder import find_live, find_run
+from lsgd.client.checkpoint.run_folder import CHECKPOINTS, find_live, find_run
+from lsgd.client.checkpoint.run_folder import runs as runs_with_checkpoints
 from lsgd.client.cli import operate, runs
 from lsgd.client.launcher import gpus
 from lsgd.client.launcher.launch import Launch, launch
@@ -31,6 +32,8 @@ from lsgd.protocol.keys import OPERATOR, KeyRing, connector_keys, default_folder
 from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
 from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.settings import fields, shown, span
+
+HEALTHY_WITHIN_S = 1.0
 
 
 class _Group(click.Group):
@@ -52,9 +55,13 @@ def main() -> None:
 def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command of a node the options for :func:`find_place`."""
     for option in (
-        click.option("--address", help="Address of node 0, the same on all nodes; under srun the first host."),
-        click.option("--nodes", type=click.IntRange(1), help="Number of nodes; under srun Slurm's, else 1."),
-        click.option("--node", type=click.IntRange(0), help="Index of this node, from 0; under srun Slurm's."),
+        click.option("--address", help="Address of node 0, the same on all nodes; without --node, the scheduler's."),
+        click.option("--nodes", type=click.IntRange(1), help="Number of nodes; else the scheduler's, or 1."),
+        click.option(
+            "--node",
+            type=click.IntRange(0),
+            help="Index of this node, from 0; else the scheduler's (Slurm's, ...).",
+        ),
     ):
         command = option(command)
     return command
@@ -90,6 +97,11 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     is_flag=True,
     help="Go on from the checkpoints in --run-dir, or of the newest run in it (else in runs/), with its plan.",
 )
+@click.option(
+    "--resume-if-any",
+    is_flag=True,
+    help="The same if --run-dir has checkpoints, else a new run there: one line for all starts.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def launch_command(
     node: int | None,
@@ -103,6 +115,7 @@ def launch_command(
     insecure: bool,
     join_line: str | None,
     resume: bool,
+    resume_if_any: bool,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND as each worker of this node, and the servers that they need.
@@ -121,8 +134,13 @@ def launch_command(
     if port is None:
         port = DEFAULT_PORT if place.nodes > 1 else 0
     devices = gpus.choose(device, workers)
-    if resume:
+    if resume_if_any:
+        if run_dir is None:
+            raise click.UsageError("--resume-if-any needs to know of which run: --run-dir DIR, the same at each start")
+        resume = bool(runs_with_checkpoints(run_dir / CHECKPOINTS))
+    elif resume:
         run_dir = find_run(run_dir or Path("runs"), place.node)
+    if resume:
         click.echo(f"[launch] goes on from the checkpoints in {run_dir}")
     run_dir = (run_dir or Path("runs", time.strftime("%Y%m%d-%H%M%S"))).absolute()
     if devices.warning:
@@ -132,7 +150,8 @@ def launch_command(
         f"worker{'s' * (len(devices.names) > 1)} on {', '.join(dict.fromkeys(devices.names))}; "
         f"logs and results in {run_dir}"
     )
-    options = f"--nodes {place.nodes} --address {place.address} --port {port}{' --resume' * resume}"
+    again = f" --run-dir {run_dir} --resume-if-any" if resume_if_any else " --resume" * resume
+    options = f"--nodes {place.nodes} --address {place.address} --port {port}{again}"
     join_line = join_line or f"lsgd launch --node NODE {options} -- {shlex.join(command)}"
     sys.exit(launch(Launch(place, port, devices.names, plan_path, run_dir, command, insecure, join_line, resume)))
 
@@ -175,8 +194,19 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
 @_connect
 @click.option("--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/operations.md lists the keys).")
 @click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C or the end of the run.")
-def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watch: bool) -> None:
+@click.option(
+    "--healthy",
+    is_flag=True,
+    help=f"Print one line; exit code 1 if no global server answers within {HEALTHY_WITHIN_S:g} s (for probes).",
+)
+def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watch: bool, healthy: bool) -> None:
     """Show a running run: its workers, its rounds, and what it waits for."""
+    if healthy:
+        status = operate.ask(connect, StatusQuery(0), keys, HEALTHY_WITHIN_S)
+        click.echo(
+            f"healthy: run {status['run']} is {status['state']}, {status['count']} iterations: {status['reason']}"
+        )
+        return
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if as_json:
         status = operate.ask(connect, StatusQuery(0), keys)

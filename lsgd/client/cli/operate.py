@@ -30,19 +30,22 @@ WATCH_EVERY_S = 2.0
 REFUSED_AFTER_S = 0.5  # a handshake that fails may be that of a server which is just being started
 
 
-def ask(address: str, message: Operator, keys: ConnectorKeys | None = None) -> dict[str, Any]:
+def ask(
+    address: str, message: Operator, keys: ConnectorKeys | None = None, within_s: float | None = None
+) -> dict[str, Any]:
     """Ask the global server at ``address`` for the state of its run, to end it or to change it; return its state.
 
     Raises:
-        JoinError: nobody answers there within 5 s.
+        JoinError: nobody answers there within ``within_s``, or 5 s.
         ConfigError: the server refuses the change, and says why.
     """
     started_at = time.monotonic()
+    within_s = within_s or ANSWER_WITHIN_S
     sent = False
     name = keys.name if keys else OPERATOR
     with Connector(address, f"{name}#{secrets.randbits(63)}".encode(), keys) as link:
         poller = Poller(link)
-        while (waited_s := time.monotonic() - started_at) < ANSWER_WITHIN_S:
+        while (waited_s := time.monotonic() - started_at) < within_s:
             if waited_s > REFUSED_AFTER_S and (trouble := link.trouble()):
                 raise JoinError(f"the global server at {address} does not let us in: {trouble}")
             sent = sent or link.send([encode(message)])
@@ -55,7 +58,7 @@ def ask(address: str, message: Operator, keys: ConnectorKeys | None = None) -> d
                     if isinstance(answer, Refused):
                         raise ConfigError(answer.reason)
                     raise ProtocolError(f"the server at {address} answered {type(answer).__name__}")
-    raise JoinError(_silent(address, ANSWER_WITHIN_S))
+    raise JoinError(_silent(address, within_s))
 
 
 def watch(

@@ -18,7 +18,7 @@ from pathlib import Path
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS, claimed, runs
 from lsgd.client.control.folder import SOCKET_NAME, socket_folder
 from lsgd.client.launcher import results
-from lsgd.client.launcher.place import Place, claim_port, resolve
+from lsgd.client.launcher.place import NAME_WITHIN_S, Place, claim_port, resolve
 from lsgd.client.launcher.process import Command
 from lsgd.client.launcher.screen import LAUNCHER
 from lsgd.client.launcher.supervise import Supervisor
@@ -135,6 +135,7 @@ def _supervisor(
             appends=settings.resume,
             holds_signals=True,
             more_again=["--continue"] if name == "global" else [],
+            ignores_term=bool(place.starter),
         )
         for name, arguments in servers.items()
     ]
@@ -148,7 +149,7 @@ def _network_address(place: Place, port: int) -> str:
     """Return where the global server listens; on node 0 after a look that it can."""
     if port == 0 and place.nodes > 1:
         raise ConfigError("port 0 (any that is free) is for one node; with more, all have to know the port")
-    ip = resolve(place.address, place.nodes)
+    ip = resolve(place.address, place.nodes, NAME_WITHIN_S if place.nodes > 1 else 0.0)
     if place.node == 0:
         port = claim_port(ip, port)
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
@@ -157,7 +158,7 @@ def _network_address(place: Place, port: int) -> str:
 def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
     """Return the global server's arguments about keys, and this node's token; empty where no keys are needed.
 
-    Node 0 makes keys for all nodes, and returns the lines that start the others with theirs. Another node waits
+    Node 0 makes keys for all nodes, and returns the lines with which a user starts the others. Another node waits
     for its token to be there, if node 0 has not made it yet and they share their settings' folder.
     """
     place = settings.place
@@ -172,6 +173,7 @@ def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
             f"node {node} joins with: {TOKEN_VARIABLE}={ring.token(node_name(node))} "
             f"{settings.join_line.replace('NODE', str(node))}"
             for node in range(1, place.nodes)
+            if not place.starter  # who starts the other nodes itself, and may keep what we print where others read it
         ]
         return ["--keys", str(folder)], ring.token(name), lines
     if token := os.environ.get(TOKEN_VARIABLE):
@@ -181,8 +183,8 @@ def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
     deadline_s = time.monotonic() + TOKEN_WITHIN_S
     if not path.exists():
         print(
-            f"[launch] this node needs a token; node 0 prints the line to start it with. Waits {TOKEN_WITHIN_S:g} s "
-            f"for {path}, in case that the nodes share this folder",
+            f"{LAUNCHER}this node needs a token: LSGD_TOKEN, or a folder of keys that it shares with node 0 "
+            f"(LSGD_KEYS). Waits {TOKEN_WITHIN_S:g} s for {path}",
             flush=True,
         )
     while not path.exists() and time.monotonic() < deadline_s:
@@ -271,6 +273,7 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
                 restarts=RESTARTS,
                 appends=settings.resume,
                 checkpoints=settings.run_dir / CHECKPOINTS,
+                ignores_term=bool(settings.place.starter),
             )
         )
     return commands

@@ -4,36 +4,75 @@ import errno
 import ipaddress
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from lsgd.client.launcher.screen import LAUNCHER
 from lsgd.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Place:
-    """Index of this node, number of nodes, and address or host name of node 0."""
+    """Index of this node, number of nodes, and address or host name of node 0; who told it, if not the user."""
 
     node: int
     nodes: int
     address: str
+    starter: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class _Starter:
+    """Who has started this launcher, and the variables that it tells the place in.
+
+    Args:
+        name: for people.
+        node: the index of this node.
+        nodes: the number of nodes.
+        address: the address of node 0, or those of all nodes, node 0's first.
+        index: of this process among those that it has started on this node; empty: it starts one.
+    """
+
+    name: str
+    node: str
+    nodes: str
+    address: str
+    index: str = ""
+
+
+_STARTERS = (
+    _Starter("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+    _Starter("torchrun", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK"),
+    _Starter("Kubeflow", "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR"),
+    _Starter("the cluster", "NODE_RANK", "NNODES", "MASTER_ADDR"),
+    _Starter("Kubernetes", "JOB_COMPLETION_INDEX", "NNODES", "MASTER_ADDR"),  # of an Indexed Job, which sets the first
+)
+
+NAME_WITHIN_S = 60.0
+"""How long the name of node 0 may be unknown: some clusters announce it when the node has started."""
 
 
 def find_place(node: int | None, nodes: int | None, address: str | None, environ: Mapping[str, str]) -> Place:
-    """Return the place that the arguments give; without ``node``, Slurm's, if ``srun`` started this process.
+    """Return the place that the arguments give; without ``node``, that of Slurm, SkyPilot, torchrun or Kubeflow.
 
     Raises:
         ConfigError: something is missing or impossible.
     """
+    told_by = ""
     if node is None:
         if "SLURM_STEP_ID" in environ:
+            told_by = "Slurm"
             node, nodes, address = _ask_slurm(nodes, address, environ)
+        elif starter := _find_starter(nodes, environ):
+            told_by = starter.name
+            node, nodes, address = _read(starter, nodes, address, environ)
         elif nodes in (None, 1):
             node = 0
         else:
             raise ConfigError(
                 f"which of the {nodes} nodes is this? Say its index, from 0: --node 0, or bash scripts/train.sh 0 "
-                f"(srun says it too)"
+                f"(srun, SkyPilot, torchrun and Kubeflow say it too)"
             )
     nodes = 1 if nodes is None else nodes
     if not 0 <= node < nodes:
@@ -45,7 +84,7 @@ def find_place(node: int | None, nodes: int | None, address: str | None, environ
         raise ConfigError(
             f"with {nodes} nodes each has to be told the address of node 0: IP_ADDR=10.0.0.1 (--address 10.0.0.1)"
         )
-    return Place(node, nodes, address or "127.0.0.1")
+    return Place(node, nodes, address or "127.0.0.1", told_by)
 
 
 def _ask_slurm(nodes: int | None, address: str | None, environ: Mapping[str, str]) -> tuple[int, int, str | None]:
@@ -67,16 +106,56 @@ def _ask_slurm(nodes: int | None, address: str | None, environ: Mapping[str, str
     return node, nodes, done.stdout.split()[0]
 
 
-def resolve(address: str, nodes: int) -> str:
-    """Return the numeric form of node 0's address.
+def _find_starter(nodes: int | None, environ: Mapping[str, str]) -> _Starter | None:
+    """Return the first that tells the index of this node, and the number of nodes unless that is given."""
+    return next((one for one in _STARTERS if environ.get(one.node) and (nodes or environ.get(one.nodes))), None)
+
+
+def _read(
+    starter: _Starter, nodes: int | None, address: str | None, environ: Mapping[str, str]
+) -> tuple[int, int | None, str | None]:
+    """Return index and number of nodes, and the address of node 0; what is given already stays."""
+    if environ.get(starter.index, "0") != "0":
+        raise ConfigError(
+            f"{starter.name} started more than one launcher on this node, which starts the workers itself: "
+            f"{starter.name} --nproc-per-node 1"
+        )
+    addresses = environ.get(starter.address, "").split()
+    nodes = nodes or _number(starter, starter.nodes, environ)
+    return _number(starter, starter.node, environ), nodes, address or (addresses[0] if addresses else None)
+
+
+def _number(starter: _Starter, variable: str, environ: Mapping[str, str]) -> int:
+    value = environ.get(variable, "")
+    if not value.isdecimal():
+        raise ConfigError(
+            f"{variable} of {starter.name} is {value!r}, which is no number: say the place with "
+            f"--node, --nodes and --address, or unset {starter.node}"
+        )
+    return int(value)
+
+
+def resolve(address: str, nodes: int, within_s: float = 0.0) -> str:
+    """Return the numeric form of node 0's address, which may be unknown for ``within_s``.
 
     Raises:
         ConfigError: it is unknown, or a name that means this machine alone, which other nodes would not find.
     """
-    try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"the address of node 0, {address!r}, is not known here: {error.strerror}") from None
+    deadline_s = time.monotonic() + within_s
+    while True:
+        try:
+            found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            if (left_s := deadline_s - time.monotonic()) > 0:
+                if left_s > within_s - 0.5:
+                    print(f"{LAUNCHER}waits {within_s:g} s for {address!r} to be known here", flush=True)
+                time.sleep(0.5)
+                continue
+            waited = f" (for {within_s:g} s)" if within_s else ""
+            raise ConfigError(
+                f"the address of node 0, {address!r}, is not known here{waited}: {error.strerror}"
+            ) from None
+        break
     ip = min(found, key=lambda info: info[0] != socket.AF_INET)[4][0]
     assert isinstance(ip, str)
     if nodes > 1 and ipaddress.ip_address(ip).is_loopback and address not in (ip, "localhost"):

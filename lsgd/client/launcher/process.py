@@ -40,6 +40,8 @@ class Command:
         checkpoints: folder of the checkpoints that it goes on from when it is started again, if it has one there.
         more_again: further arguments for when it is started again.
         joins: it is to join the run.
+        ignores_term: a scheduler ends a job with SIGTERM to all of its processes, and this one waits for the launcher's
+            word: it ignores SIGTERM, and SIGINT asks it to end.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Command:
     checkpoints: Path | None = None
     more_again: Sequence[str] = ()
     joins: bool = False
+    ignores_term: bool = False
 
 
 class Child:
@@ -113,6 +116,8 @@ class Child:
         self._guard.add_self()
         if self.command.holds_signals:
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        if self.command.ignores_term:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     @property
     def name(self) -> str:
@@ -167,7 +172,9 @@ class Child:
         return True
 
     def send(self, number: signal.Signals) -> None:
-        """Send its group a signal."""
+        """Send its group a signal, SIGINT for SIGTERM if it ignores that."""
+        if number == signal.SIGTERM and self.command.ignores_term:
+            number = signal.SIGINT
         self.was_told = True
         self._sent.add(number)
         with suppress(ProcessLookupError):

@@ -1,0 +1,93 @@
+"""deploy/slurm/lsgd.sbatch in a real Slurm: slurmctld, and two nodes of this machine."""
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..integration.running import LIGHT, until
+from .slurm import PROGRAMS, Slurm
+
+ROOT = Path(__file__).parents[2]
+BATCH = ROOT / "deploy" / "slurm" / "lsgd.sbatch"
+MISSING = [program for program in PROGRAMS if not shutil.which(program)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="slurmd needs root"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not here: {', '.join(MISSING)} (apt install slurm-wlm munge)"),
+]
+ENDS = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.end()
+
+
+def address() -> str:
+    """Return this machine's address on the network, for which keys are needed; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+class Job:
+    """The digits example, submitted with the batch file to both nodes."""
+
+    def __init__(self, slurm: Slurm, folder: Path, iterations: int, *options: str) -> None:
+        self.slurm = slurm
+        variables = {
+            **LIGHT,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT}:{LIGHT['PYTHONPATH']}",
+            "LSGD_KEYS": str(folder / "keys"),
+            "LSGD_ITERATIONS": str(iterations),
+            "LSGD_CHECKPOINT_EVERY": "2",
+            "IP_ADDR": address(),  # the names of the nodes are no hosts
+            "NUM_WORKERS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        script = str(ROOT / "examples" / "digits.py")
+        self.number = slurm.submit(folder, variables, *options, BATCH, sys.executable, script)
+        self.output = folder / f"lsgd-{self.number}.out"
+        self.run_dir = folder / "runs" / f"slurm-{self.number}"
+
+    @property
+    def state(self) -> str:
+        return self.slurm.job(self.number).get("JobState", "")
+
+    @property
+    def says(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+
+@pytest.mark.timeout(400)
+def test_a_job_that_is_started_again_continues_from_its_checkpoints(slurm: Slurm, tmp_path: Path) -> None:
+    job = Job(slurm, tmp_path, 300)
+    until(lambda: len(list(job.run_dir.glob("checkpoints/*/*/node*"))) >= 2, "both nodes have checkpoints", 150)
+    slurm.ask("scontrol", "requeue", job.number)  # SIGTERM to all processes, as when the job is preempted
+    until(lambda: job.state in ENDS, "the job ends", 200)
+    assert job.state == "COMPLETED", job.says
+    before, after = job.says.split("[launch] goes on from the checkpoints in", 1)
+    assert "stopped: the global server got SIGINT" in before, job.says  # and no second signal
+    assert "LSGD_TOKEN=" not in job.says
+    result = json.loads((job.run_dir / "result.json").read_text())
+    assert (result["state"], result["count"]) == ("finished", 300)
+    assert (result["nodes"], len(result["members"])) == (2, 2)
+    rounds = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert next(one["count"] for one in rounds if one["run"] == result["run"]) > 0, after  # not from the beginning
+    assert slurm.job(job.number)["Restarts"] == "1"
