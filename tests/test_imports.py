@@ -44,6 +44,9 @@ ONLY_IN = {
     "matplotlib": {"client/launcher/curve.py"},
     "transformers": {"client/integrations/transformers.py"},
     "accelerate": {"client/integrations/transformers.py"},
+    "prometheus_client": {"client/watch/metrics.py"},
+    "tensorboardX": {"client/watch/loggers.py"},
+    "wandb": {"client/watch/loggers.py"},
 }
 PRIVATE_NAMES_ONLY_IN = {
     "client/groups/torch_group.py",

@@ -40,6 +40,7 @@ class Command:
         checkpoints: folder of the checkpoints that it goes on from when it is started again, if it has one there.
         more_again: further arguments for when it is started again.
         joins: it is to join the run.
+        observes: the run does not need it: its end is no failure, and it ends when all others have.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Command:
     checkpoints: Path | None = None
     more_again: Sequence[str] = ()
     joins: bool = False
+    observes: bool = False
 
 
 class Child:
