@@ -99,7 +99,8 @@ def launch(settings: Launch) -> int:
             f"{settings.run_dir} has the checkpoints of an earlier run: go on from them with --resume (RESUME=1), or "
             f"name another folder with --run-dir (RUN_NAME)"
         )
-    check(settings.log_to)
+    if place.node == 0:
+        check(settings.log_to)
     keys, token, lines = _access(settings, network)
     servers = {"global": [*_global_arguments(settings, network), *keys]} if place.node == 0 else {}
     with claimed(settings.run_dir, place.node, network):
