@@ -45,6 +45,9 @@ ONLY_IN = {
     "transformers": {"client/integrations/transformers.py"},
     "accelerate": {"client/integrations/accelerate.py", "client/integrations/transformers.py"},
     "lightning": {"client/integrations/lightning.py"},
+    "prometheus_client": {"client/watch/metrics.py"},
+    "tensorboardX": {"client/watch/loggers.py"},
+    "wandb": {"client/watch/loggers.py"},
 }
 PRIVATE_NAMES_ONLY_IN = {
     "client/groups/torch_group.py",

@@ -314,6 +314,20 @@ class Worker:
         """Take in the loss of a batch: the mean of the last ones counts in elections. Never waits for a GPU."""
         self._steps.tally.losses.add(loss)
 
+    def log(self, numbers: Mapping[str, Tensor | float]) -> None:
+        """Tell numbers of your own by name: the run has the mean over its live workers, and the last of each counts.
+
+        They reach the servers within a second, and so the loggers (``user/NAME``) and the metrics. A tensor on a GPU is
+        waited for, so log now and then and not in each step. One that is not finite counts as none.
+
+        Args:
+            numbers: at most 32 names in all, each of at most 64 letters, digits, ``_``, ``-``, ``.`` and ``/``.
+
+        Raises:
+            ConfigError: a name or a number cannot be used, or the names are too many.
+        """
+        self._steps.tally.logged.add(numbers)
+
     def probe(self, evaluate: Callable[[], Tensor | float]) -> None:
         """Register what ``election = "probe"`` compares: it returns the loss on a batch that all workers have.
 

@@ -5,7 +5,7 @@ is an :class:`Event`. They travel in :class:`lsgd.protocol.messages.Events`. Rea
 for programs (lsgd/server/reasons.py); states of workers and of the run are those of ``lsgd status --json``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
@@ -186,6 +186,7 @@ class Progress:
         iterations: the limit; 0: there is none.
         share: of the run that is made, 0 to 1.
         workers: those that are in the run, in rank order; the first 4,096.
+        logged: numbers that scripts have logged (``worker.log``), by name: the mean over live workers that have one.
     """
 
     seconds: float
@@ -196,6 +197,7 @@ class Progress:
     iterations: int
     share: float
     workers: tuple[WorkerProgress, ...]
+    logged: dict[str, float] = field(default_factory=dict)
 
 
 Happening = (

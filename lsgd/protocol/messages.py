@@ -9,7 +9,7 @@ version, and the form of :class:`Refused` never changes, so two different versio
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from lsgd.errors import ProtocolError
@@ -20,6 +20,9 @@ PROTOCOL = 4
 
 MAX_NBYTES = 1 << 20
 """Size of the largest frame that is parsed, in bytes."""
+
+MAX_LOGGED, MAX_LOGGED_NAME = 32, 64
+"""How many numbers of its user's own a worker tells, and how many characters the name of one has, at most."""
 
 
 class VersionError(ProtocolError):
@@ -148,7 +151,7 @@ class Request:
 class Heartbeat:
     """A worker's process is alive, whatever it is doing; not answered.
 
-    The rest are the totals of its ``timings``, for people.
+    The rest are the totals of its ``timings``, and the last numbers that its script has logged by name, for people.
     """
 
     worker: str
@@ -158,6 +161,7 @@ class Heartbeat:
     exchange_s: float = 0.0
     sent_nbytes: int = 0
     received_nbytes: int = 0
+    logged: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 import json
 import math
 import statistics
-from collections.abc import Mapping, Reversible
+from collections.abc import Iterable, Mapping, Reversible
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from lsgd.protocol.events import Progress, RoundOrdered, WorkerProgress
-from lsgd.protocol.messages import MAX_NBYTES, Heartbeat
+from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, Heartbeat
 from lsgd.server.member_states import shown
 from lsgd.server.roster import Member, Roster, by_place, finite
 from lsgd.server.state import RunState
@@ -78,7 +79,19 @@ def progress(state: RunState, now: float) -> Progress:
         iterations=state.plan.run.iterations,
         share=state.progress(now),
         workers=tuple(_progress_of(roster, member, now) for member in members),
+        logged=_logged(members),
     )
+
+
+def _logged(members: Iterable[Member]) -> dict[str, float]:
+    """Return the means of what the live members' scripts have logged: of finite numbers, and of so many names."""
+    numbers: dict[str, list[float]] = {}
+    for spent in (member.spent for member in members if member.live and member.spent):
+        for name, number in islice(spent.logged.items(), MAX_LOGGED):
+            known = name in numbers or (len(numbers) < MAX_LOGGED and len(name) <= MAX_LOGGED_NAME)
+            if known and math.isfinite(number):
+                numbers.setdefault(name, []).append(number)
+    return {name: mean for name in sorted(numbers) if math.isfinite(mean := sum(numbers[name]) / len(numbers[name]))}
 
 
 def _progress_of(roster: Roster, member: Member, now: float) -> WorkerProgress:

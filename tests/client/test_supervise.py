@@ -39,6 +39,7 @@ commands = [
         options["restarts"],
         holds_signals=name in options["holds"],
         checkpoints=folder / "checkpoints",
+        observes=name.startswith("logger"),
     )
     for name, script in scripts.items()
 ]
@@ -51,6 +52,7 @@ FOREVER = "while :; do sleep 0.05; done"
 SERVER = f"trap 'echo stopped; touch $HERE/over; exit 0' INT TERM; touch $HERE/up; {FOREVER}"
 WORKER = "until [ -e $HERE/over ]; do sleep 0.05; done; echo saved"
 LEAVER = "until [ -e $HERE/sockets/local.given-up ]; do sleep 0.05; done; echo saved; exit 75"
+WAITS_FOR_LOGGER = "until [ -e $HERE/failed ]; do sleep 0.05; done; sleep 0.2"
 STUBBORN = f"trap '' TERM; touch $HERE/$$.ready; {FOREVER}"
 
 
@@ -526,3 +528,26 @@ class TestTranscript:
         transcript, shown = made
         transcript.feed(b"\x1b[31mred\x1b[0m\n\x1b[?25h\n\n")
         assert shown() == b"[w] red\n[w] \n"
+
+
+class TestObservers:
+    """Processes that the run does not need."""
+
+    def test_one_that_fails_is_said_and_ends_nothing(self, start):
+        scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "logger": "echo full; touch $HERE/failed; exit 3"}
+        status, out, err = start(**scripts, patience={"LINGER_S": 0.1}).finish()
+        assert (status, err) == (0, "")
+        assert "logger failed with exit code 3; the run goes on without it" in out
+
+    def test_one_that_is_killed_is_not_started_again(self, start):
+        scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "logger": "touch $HERE/failed; kill -9 $$"}
+        status, out, _ = start(**scripts, restarts=3, patience={"LINGER_S": 0.1}).finish()
+        assert status == 0 and "logger was killed by SIGKILL" in out and "started again" not in out
+
+    def test_one_may_write_what_is_left_and_is_ended_if_it_does_not(self, start):
+        saves = "until [ -e $HERE/over ]; do sleep 0.05; done; sleep 0.3; echo written"
+        stays = f"trap 'echo told; exit 0' TERM; {FOREVER}"
+        scripts = {"server": SERVER, "worker": "until [ -e $HERE/up ]; do sleep 0.05; done"}
+        scripts |= {"logger0": saves, "logger1": stays}
+        status, out, err = start(**scripts, patience={"OBSERVE_PATIENCE_S": 1.0, "LINGER_S": 0.1}).finish()
+        assert (status, err) == (0, "") and "written" in out and "told" in out

@@ -20,10 +20,11 @@ from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS, find_live, find_run
 from lsgd.client.checkpoint.run_folder import runs as runs_with_checkpoints
-from lsgd.client.cli import operate, runs
+from lsgd.client.cli import log, metrics, operate, runs
 from lsgd.client.launcher import gpus
 from lsgd.client.launcher.launch import Launch, launch
 from lsgd.client.launcher.place import find_place
+from lsgd.client.watch.loggers import LOGGERS, unique
 from lsgd.client.watch.view import RunView
 from lsgd.errors import LsgdError
 from lsgd.plan import plan
@@ -34,6 +35,8 @@ from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.settings import fields, shown, span
 
 HEALTHY_WITHIN_S = 1.0
+FOLDER = "lsgd.folder"
+"""Where a command's context has the folder of the run that was found."""
 
 
 class _Group(click.Group):
@@ -102,6 +105,12 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     is_flag=True,
     help="The same if --run-dir has checkpoints, else a new run there: one line for all starts.",
 )
+@click.option(
+    "--log-to",
+    multiple=True,
+    type=click.Choice(list(LOGGERS)),
+    help="Write the run's curves into the run folder, on node 0; several may be given.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def launch_command(
     node: int | None,
@@ -116,6 +125,7 @@ def launch_command(
     join_line: str | None,
     resume: bool,
     resume_if_any: bool,
+    log_to: tuple[str, ...],
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND as each worker of this node, and the servers that they need.
@@ -153,7 +163,9 @@ def launch_command(
     again = f" --run-dir {run_dir} --resume-if-any" if resume_if_any else " --resume" * resume
     options = f"--nodes {place.nodes} --address {place.address} --port {port}{again}"
     join_line = join_line or f"lsgd launch --node NODE {options} -- {shlex.join(command)}"
-    sys.exit(launch(Launch(place, port, devices.names, plan_path, run_dir, command, insecure, join_line, resume)))
+    names = devices.names
+    settings = Launch(place, port, names, plan_path, run_dir, command, insecure, join_line, resume, unique(log_to))
+    sys.exit(launch(settings))
 
 
 def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,6 +194,7 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
     def connected(folder: Path, connect: str | None, token: Path | None, insecure: bool, **others: Any) -> Any:
         if connect is None:
             folder, connect = find_live(folder)
+            click.get_current_context().meta[FOLDER] = folder
             click.echo(f"the run in {folder}, at {connect}:", err=True)
         elif "://" not in connect:
             connect = f"tcp://{connect}"
@@ -224,6 +237,39 @@ def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watc
                     live.update(operate.view(run), refresh=True)
                 else:
                     console.print(*[""] * (number > 0), operate.view(run), sep="\n")
+
+
+@main.command("log")
+@_connect
+@click.option(
+    "--to",
+    "names",
+    multiple=True,
+    required=True,
+    type=click.Choice(list(LOGGERS)),
+    help="What to write; several may be given.",
+)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; else that of the run.")
+def log_command(connect: str, keys: ConnectorKeys | None, names: tuple[str, ...], out: Path | None) -> None:
+    """Write the curves of a running run down, from its beginning until its end.
+
+    csv writes curves.csv, tensorboard event files below tensorboard/, wandb a run below wandb/ (offline, unless
+    WANDB_MODE says something else).
+    """
+    out = out or click.get_current_context().meta.get(FOLDER)
+    if out is None:
+        raise click.UsageError("say with --out where to write the curves of a run that is given by its address")
+    out.mkdir(parents=True, exist_ok=True)
+    click.echo(log.write(connect, keys, out.absolute(), unique(names)))
+
+
+@main.command("metrics")
+@_connect
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; whoever reaches it reads.")
+@click.option("--port", type=click.IntRange(0, 65535), default=9464, show_default=True, help="0: any that is free.")
+def metrics_command(connect: str, keys: ConnectorKeys | None, host: str, port: int) -> None:
+    """Serve the metrics of a running run to Prometheus, until a minute after its end."""
+    metrics.serve(connect, keys, host, port, click.echo)
 
 
 @main.command("runs")

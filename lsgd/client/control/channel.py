@@ -49,6 +49,9 @@ MAX_OUTBOX = 1000
 NOTICED_AFTER_S = 3.0
 """How long a local server is silent before a worker believes the launcher that it has ended."""
 
+Totals = tuple[float, float, float, int, int, dict[str, float]]
+"""The last six fields of a :class:`Heartbeat`."""
+
 _HEARTBEAT_S = 1.0
 _WHERE_S = 2.0
 _RECONNECTING_S = 0.01
@@ -90,7 +93,7 @@ class Channel:
         self.run = ""
         self._incarnation = incarnation
         self._worker = ""
-        self._totals: Callable[[], tuple[float, float, float, int, int]] = lambda: (0.0, 0.0, 0.0, 0, 0)
+        self._totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {})
         self._where = b""
         self._link = Connector(address, str(incarnation).encode())
         self._wakeup = Wakeup()
@@ -246,8 +249,8 @@ class Channel:
         self._worker = worker
         give(self.address, Notice.JOINED, worker)
 
-    def tell_totals(self, totals: Callable[[], tuple[float, float, float, int, int]]) -> None:
-        """From now on the heartbeats say these: the last five fields of a :class:`Heartbeat`.
+    def tell_totals(self, totals: Callable[[], Totals]) -> None:
+        """From now on the heartbeats say these.
 
         ``totals`` is called in the channel's thread.
         """

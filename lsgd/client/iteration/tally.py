@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple, Self
 
+from lsgd.client.control.channel import Totals
 from lsgd.client.groups.torch_group import Traffic
+from lsgd.client.iteration.logged import Logged
 from lsgd.client.iteration.loss import LossWindow
 
 Spent = Literal["", "compute", "waiting", "exchange"]
@@ -65,6 +67,7 @@ class Tally:
         committed: number of the last round that was completed; 0: none was.
         dropped: number of the last round that was dropped; 0: none was.
         traffic: what it has sent and received.
+        logged: the user's own numbers.
     """
 
     def __init__(self, window: int, losses: Sequence[float] = ()) -> None:
@@ -72,6 +75,7 @@ class Tally:
         self.losses.values = losses
         self.done = self.committed = self.dropped = 0
         self.traffic = Traffic()
+        self.logged = Logged()
         seconds: dict[Spent, float] = {"": 0.0, "compute": 0.0, "waiting": 0.0, "exchange": 0.0}
         self._clock = _Clock(seconds, "", time.perf_counter())
 
@@ -90,10 +94,11 @@ class Tally:
         finally:
             self.spend(before)
 
-    def totals(self) -> tuple[float, float, float, int, int]:
-        """Return what heartbeats say: seconds of compute, waiting and exchange, bytes sent and received."""
+    def totals(self) -> Totals:
+        """Return what heartbeats say: seconds of compute, waiting and exchange, bytes, and what was logged."""
         now = self.timings()
-        return now.compute_s, now.waiting_s, now.exchange_s, now.sent_nbytes, now.received_nbytes
+        seconds = (now.compute_s, now.waiting_s, now.exchange_s)
+        return *seconds, now.sent_nbytes, now.received_nbytes, self.logged.numbers
 
     def timings(self) -> Timings:
         """Return the totals until now; from any thread."""

@@ -22,6 +22,7 @@ from lsgd.client.launcher.place import NAME_WITHIN_S, Place, claim_port, resolve
 from lsgd.client.launcher.process import Command
 from lsgd.client.launcher.screen import LAUNCHER
 from lsgd.client.launcher.supervise import Supervisor
+from lsgd.client.watch.loggers import check
 from lsgd.errors import ConfigError
 from lsgd.plan import plan
 from lsgd.protocol.descriptors import raise_descriptor_limit
@@ -62,6 +63,7 @@ class Launch:
         insecure: go without keys on a network where everybody is trusted.
         join_line: how another node is started, for people; NODE stands for its index.
         resume: go on from the checkpoints in ``run_dir``, with the plan there unless another is given.
+        log_to: loggers that write the run's curves, on node 0.
     """
 
     place: Place
@@ -73,6 +75,7 @@ class Launch:
     insecure: bool = False
     join_line: str = ""
     resume: bool = False
+    log_to: tuple[str, ...] = ()
 
 
 def launch(settings: Launch) -> int:
@@ -96,6 +99,8 @@ def launch(settings: Launch) -> int:
             f"{settings.run_dir} has the checkpoints of an earlier run: go on from them with --resume (RESUME=1), or "
             f"name another folder with --run-dir (RUN_NAME)"
         )
+    if place.node == 0:
+        check(settings.log_to)
     keys, token, lines = _access(settings, network)
     servers = {"global": [*_global_arguments(settings, network), *keys]} if place.node == 0 else {}
     with claimed(settings.run_dir, place.node, network):
@@ -141,6 +146,8 @@ def _supervisor(
     ]
     environ.pop(TOKEN_VARIABLE, None)  # no business of the training script's
     commands += _workers(settings, local, environ)
+    if place.node == 0 and settings.log_to:
+        commands.append(_logger(settings, network, environ))
     linger = place.node == 0 and place.nodes > 1
     return Supervisor(commands, stops_run=commands[0].name, linger=linger, folder=folder, local=local)
 
@@ -277,6 +284,14 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
             )
         )
     return commands
+
+
+def _logger(settings: Launch, network: str, environ: Mapping[str, str]) -> Command:
+    """Return what writes the curves down."""
+    arguments = [sys.executable, "-P", "-m", "lsgd.client", "log", "--connect", network]
+    arguments += ["--out", str(settings.run_dir), *["--insecure"] * settings.insecure]
+    arguments += [part for name in settings.log_to for part in ("--to", name)]
+    return Command("logger", arguments, environ, _log(settings, "logger"), observes=True, appends=settings.resume)
 
 
 def _log(settings: Launch, name: str) -> Path:

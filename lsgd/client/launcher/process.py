@@ -42,6 +42,7 @@ class Command:
         joins: it is to join the run.
         ignores_term: a scheduler ends a job with SIGTERM to all of its processes, and this one waits for the launcher's
             word: it ignores SIGTERM, and SIGINT asks it to end.
+        observes: the run does not need it: its end is no failure, and it ends when all others have.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Command:
     more_again: Sequence[str] = ()
     joins: bool = False
     ignores_term: bool = False
+    observes: bool = False
 
 
 class Child:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lsgd.client.launcher.screen import FLUSH_WITHIN_S, FLUSHES, LAUNCHER
+from lsgd.client.watch.loggers import CURVES
 from lsgd.output import Output
 
 METRICS, RESULT, CURVE = "metrics.jsonl", "result.json", "curve.png"
@@ -25,7 +26,7 @@ _STOPPED_CODE = "ordered"  # the global server's reason for a run that was told 
 
 def clear(folder: Path, *, resume: bool) -> None:
     """Remove what an earlier run with this folder has left; the rounds of one that goes on stay."""
-    for name in (RESULT, CURVE) if resume else (RESULT, CURVE, METRICS):
+    for name in (RESULT, CURVE) if resume else (RESULT, CURVE, METRICS, CURVES):
         with suppress(FileNotFoundError):
             (folder / name).unlink()
 

@@ -6,8 +6,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from lsgd.client.control.notices import Notice, give, is_given
 from lsgd.client.launcher.guard import Guard
 from lsgd.client.launcher.process import NOT_TRAINED, Child, Command
 from lsgd.client.launcher.screen import FLUSH_WITHIN_S, FLUSHES, Screen
+from lsgd.client.launcher.signals import received
 from lsgd.errors import EvictedError, ServerLostError
 from lsgd.output import Output
 
@@ -29,6 +29,9 @@ TERM_PATIENCE_S = 5.0
 
 KILL_PATIENCE_S = 10.0
 """How long the system may take to end a process after SIGKILL."""
+
+OBSERVE_PATIENCE_S = 15.0
+"""How long processes that only observe the run may take after its end, to write what is left."""
 
 LINGER_S = 5.0
 """How long servers that nobody else needs may go on when the workers have ended."""
@@ -113,7 +116,7 @@ class Supervisor:
         """
         self._guard = Guard(self._folder)
         try:
-            with _signals() as signals, selectors.DefaultSelector() as self._selector:
+            with received() as signals, selectors.DefaultSelector() as self._selector:
                 self._selector.register(signals, selectors.EVENT_READ)
                 for number, command in enumerate(self._commands):
                     self._start(command, number)
@@ -221,6 +224,10 @@ class Supervisor:
             if child.output in self._selector.get_map():
                 self._selector.unregister(child.output)
             child.close()
+            if child.command.observes:
+                if child.status and not child.was_told:
+                    self._screen.say(f"{child.name} {child.fate}; the run goes on without it (see {child.command.log})")
+                continue
             if child.status == 0 and child.command.is_server:
                 give(self._local, Notice.OVER)
             if child.status == 0 and child.command.joins and not child.was_told:
@@ -292,10 +299,19 @@ class Supervisor:
             _Step(workers, TERM_PATIENCE_S, signal.SIGTERM),
             _Step(servers, TERM_PATIENCE_S, signal.SIGTERM),
             _Step(workers + servers, KILL_PATIENCE_S, signal.SIGKILL),
+            _Step(self._observers, OBSERVE_PATIENCE_S),
+            _Step(self._observers, TERM_PATIENCE_S, signal.SIGTERM),
+            _Step(self._observers, KILL_PATIENCE_S, signal.SIGKILL),
         ]
 
+    @property
+    def _observers(self) -> list[str]:
+        return [c.name for c in self._commands if c.observes]
+
     def _names(self, *, is_server: bool | None = None) -> list[str]:
-        return [c.name for c in self._commands if is_server is None or c.is_server is is_server]
+        """Return the names of all, or of the servers, or of the workers."""
+        kinds = [c for c in self._commands if is_server is None or (c.is_server is is_server and not c.observes)]
+        return [c.name for c in kinds]
 
     def _end(self, steps: Sequence[_Step]) -> None:
         self._steps = deque(steps)
@@ -334,8 +350,9 @@ class Supervisor:
     def _advance(self) -> bool:
         """Go on to the next step if it is time to; return whether there is anything left to wait for."""
         servers = self._names(is_server=True)
-        only_servers = all(name in servers for name in (*self._due, *(child.name for child in self._alive)))
-        if only_servers and not self._linger and (self._step is None or self._step.is_clean):
+        there = {*self._due, *(child.name for child in self._alive)}.difference(self._observers)
+        needed = there.difference(servers) or (self._linger and there)
+        if not needed and (self._step is None or self._step.is_clean):
             in_vain = "the workers have ended without the end of the run"
             self._end([_Step(servers, LINGER_S, in_vain=in_vain), *self._ends()])
         if self._step is None or not self._is_done(self._step):
@@ -363,7 +380,7 @@ class Supervisor:
             status = self._failed.status
             assert status is not None
             return status if status > 0 else 128 - status, "failed", f"{self._failed.name} {self._failed.fate}"
-        if self._signalled and any(child.status != 0 for child in self._children):
+        if self._signalled and any(child.status != 0 for child in self._children if not child.command.observes):
             return 128 + self._signalled, "stopped", f"{self._signalled.name}, and not all processes ended in time"
         if self._early and self._early == {command.name for command in self._commands if command.joins}:
             return NOT_TRAINED, "failed", "all workers left before the end of the run, so there is no consensus"
@@ -373,23 +390,3 @@ class Supervisor:
 def _send(number: signal.Signals, children: Sequence[Child]) -> None:
     for child in children:
         child.send(number)
-
-
-@contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """Collect signals, those of children that end too, as bytes on a socket; one ignored from the start stays so."""
-    reading, writing = socket.socketpair()
-    writing.setblocking(False)
-    numbers = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    try:
-        yield reading
-    finally:
-        signal.set_wakeup_fd(-1)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        reading.close()
-        writing.close()

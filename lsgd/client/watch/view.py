@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lsgd.client.watch.counters import Counters
 from lsgd.client.watch.reader import Batch
 from lsgd.client.watch.series import Series
 from lsgd.protocol.events import (
@@ -114,6 +115,9 @@ class WorkerView:
         """Add a point to its curve; totals that fall are those of another process."""
         spent = (now.compute_s, now.waiting_s, now.exchange_s, now.sent_nbytes, now.received_nbytes)
         before = self.totals.last
+        if before is not None and not any(spent):  # this server has not heard its totals yet
+            self.totals.add(before._replace(time=time, done=now.done, loss=now.loss))
+            return
         if before is not None and any(b + s < t for b, s, t in zip(self._before, spent, before[3:], strict=True)):
             self._before = before[3:]
         compute_s, waiting_s, exchange_s, sent, received = self._before
@@ -191,6 +195,8 @@ class RunView:
         workers: by name, in rank order, with those that have left.
         rounds: the history, thinned.
         log: the last lines.
+        logged: numbers that scripts have logged, by name: the mean over the live workers that have one.
+        counters: of what has happened.
         settings: what operators have changed since this view began, by name.
         connected: the last batch was.
         lost: events that were lost in all.
@@ -207,6 +213,8 @@ class RunView:
         self.rounds: Series[RoundView] = Series(MAX_ROUNDS)
         self.log: deque[Line] = deque(maxlen=MAX_LINES)
         self.settings: dict[str, str] = {}
+        self.logged: dict[str, float] = {}
+        self.counters = Counters()
         self.connected = False
         self._as_of = 0  # the report includes the events up to this one
         self._recent: dict[int, RoundView] = {}
@@ -221,6 +229,7 @@ class RunView:
             self._begin(batch.report)
         self.connected = batch.connected
         self.lost += batch.lost
+        self.counters.restarts += batch.restarted
         for event in batch.events:
             self.fold(event)
 
@@ -261,6 +270,7 @@ class RunView:
         self.rounds_local, self.rounds_global = report["rounds_local"], report["rounds_global"]
         self.seconds, self.generation, self.nodes = report["seconds"], report["generation"], report["nodes"]
         self._as_of = report.get("stream", {}).get("last", 0)
+        self.counters.made(self.count)
         for member in report["members"]:
             worker = self._worker(member["worker"], member["node"])
             worker.rank, worker.state = member["rank"], member["state"]
@@ -275,6 +285,7 @@ class RunView:
     def fold(self, event: Event) -> None:
         """Take in one event; of one that the report includes, the history only."""
         self.time = max(self.time, event.time)
+        self.counters.fold(event.what)
         self._remember(event.time, event.what)
         if event.seq > self._as_of:
             self._change(event.what)
@@ -345,7 +356,7 @@ class RunView:
             case Progress():
                 self.state, self.code, self.reason = what.state, what.code, what.reason
                 self.seconds, self.count = what.seconds, what.count
-                self.iterations, self.share = what.iterations, what.share
+                self.iterations, self.share, self.logged = what.iterations, what.share, what.logged
                 for each in what.workers:
                     worker = self._worker(each.worker)
                     worker.rank, worker.state, worker.done = each.rank, each.state, each.done

@@ -1,0 +1,105 @@
+"""``lsgd log``: one process that follows a run and writes its curves down."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from lsgd.client.launcher.results import METRICS, read
+from lsgd.client.watch.curves import Curves, Point
+from lsgd.client.watch.loggers import LOGGERS, Logger, check
+from lsgd.client.watch.reader import Reader
+from lsgd.errors import ConfigError, JoinError
+from lsgd.protocol.events import RoundOrdered
+from lsgd.protocol.sockets import ConnectorKeys
+
+AWAY_FOR_S = 600.0
+"""How long a global server is looked for."""
+
+READ_ON_S = 1.0
+"""How long events are awaited after the one that says that the run is over."""
+
+
+class Ended:
+    """Whether SIGTERM has come: what is there is to be written, and nothing to be waited for."""
+
+    def __init__(self) -> None:
+        self.said = False
+        signal.signal(signal.SIGTERM, self._say)
+
+    def _say(self, *_: object) -> None:
+        self.said = True
+
+
+def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequence[str]) -> str:
+    """Write the curves of the run at ``address`` until it is over, and return what was written, in words.
+
+    It goes on with a server that was started again, and ends with SIGTERM.
+
+    Raises:
+        ConfigError: a logger's package is missing, or the folder cannot be written.
+        JoinError: the server refuses us, or is silent for ten minutes.
+    """
+    check(names)
+    ended, count = Ended(), 0
+    with ExitStack() as stack:
+        reader, curves, loggers = stack.enter_context(Reader(address, keys)), Curves(), list[Logger]()
+        try:
+            for points in _follow(reader, curves, folder, ended):
+                if not loggers:
+                    for name in names:
+                        loggers.append(LOGGERS[name](folder, curves.view.run))
+                        stack.callback(loggers[-1].close)
+                for point in points:
+                    count += 1
+                    for logger in loggers:
+                        logger.write(point)
+                for logger in loggers:
+                    logger.flush()
+            stack.close()
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+    return f"{count} points written to {folder} ({', '.join(names)})"
+
+
+def _follow(reader: Reader, curves: Curves, folder: Path, ended: Ended) -> Iterator[list[Point]]:
+    """Yield the points of the run as they come; first, perhaps none as soon as the run is known."""
+    view, heard_at, over_at = curves.view, time.monotonic(), 0.0
+    while not ended.said:
+        batch = reader.read(0.25)
+        now = time.monotonic()
+        if batch.report is not None and view.run not in ("", batch.report["run"]):
+            return  # another one
+        points = list(curves.take(batch))
+        if view.run and (batch.report is not None or points):
+            yield points
+        if view.state == "over" and not batch.more:
+            over_at = over_at or now
+            if now - over_at >= READ_ON_S or not batch.connected:
+                return
+        if batch.connected:
+            heard_at = now
+        elif _is_over(folder, view.run):
+            break
+        elif now - heard_at > AWAY_FOR_S:
+            raise JoinError(f"the global server has been silent for {now - heard_at:.0f} s; its curves end there")
+    if view.run and view.state != "over":  # it has ended before it could tell us
+        yield list(curves.rounds(time.time(), _written(folder / METRICS, view.run)))
+
+
+def _is_over(folder: Path, run: str) -> bool:
+    """Whether the run's server has written down that the run is over."""
+    document = read(folder)
+    return bool(run) and document.get("run") == run and document.get("state") not in ("waiting", "running", "stopping")
+
+
+def _written(path: Path, run: str) -> Iterator[RoundOrdered]:
+    """Yield the rounds of a run that its server has written down."""
+    with suppress(OSError), path.open(encoding="utf-8") as file:
+        for line in file:
+            with suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                if entry.pop("run") == run:
+                    yield RoundOrdered(**entry)

@@ -1,0 +1,70 @@
+"""``lsgd metrics``: one process that follows a run and tells its metrics to Prometheus."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from lsgd.client.watch.metrics import CONTENT_TYPE, check, exposition
+from lsgd.client.watch.reader import Reader
+from lsgd.client.watch.view import RunView
+from lsgd.errors import ConfigError
+from lsgd.protocol.sockets import ConnectorKeys
+
+LINGER_S = 60.0
+"""How long the metrics of a run that is over are told, so that they are read once more."""
+
+
+def serve(address: str, keys: ConnectorKeys | None, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve ``/metrics`` of the run at ``address`` until a while after its end; a server that is away is waited for.
+
+    Raises:
+        ConfigError: prometheus_client is missing, or the port cannot be had.
+        JoinError: the global server refuses us.
+    """
+    check()
+    view, lock = RunView(), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0  # for a peer that says nothing
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(404, "the metrics are at /metrics")
+                return
+            with lock:
+                page = exposition(view)
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        daemon_threads = True
+
+    try:
+        server = Server((host, port), Handler)
+    except OSError as error:
+        raise ConfigError(f"nothing can listen on {host}:{port}: {error.strerror}; name another --port") from None
+    with server, Reader(address, keys) as reader:
+        threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
+        shown = f"[{host}]" if ":" in host else host
+        say(f"metrics on http://{shown}:{server.server_address[1]}/metrics")
+        over_at: float | None = None
+        try:
+            while over_at is None or time.monotonic() - over_at < LINGER_S:
+                batch = reader.read(0.25)
+                with lock:
+                    view.take(batch)
+                if view.state == "over":
+                    over_at = over_at or time.monotonic()
+                else:
+                    over_at = None
+        finally:
+            server.shutdown()

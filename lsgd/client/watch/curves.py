@@ -1,0 +1,99 @@
+"""The curves of a run: what loggers write down, made from its events and from nothing else."""
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from lsgd.client.watch.reader import Batch
+from lsgd.client.watch.view import RunView
+from lsgd.protocol.events import Event, PeriodChosen, Progress, RoundCompleted, RoundOrdered
+
+_MAX_OPEN = 1024
+
+
+class Point(NamedTuple):
+    """Values at a moment of a run.
+
+    Args:
+        time: in seconds since the epoch.
+        iterations: made by all workers until then.
+        values: by name: ``loss/consensus``, ``loss/node0/worker1``, ``user/accuracy``, ...; all finite.
+    """
+
+    time: float
+    iterations: int
+    values: dict[str, float]
+
+
+class Curves:
+    """Makes points of what a reader has read, each once, whatever the server tells again after a restart.
+
+    Attributes:
+        view: of the run.
+    """
+
+    def __init__(self) -> None:
+        self.view = RunView()
+        self._round = 0
+        self._open: dict[int, int] = {}  # count of each round whose end is not known
+        self._count = 0
+        self._as_of = 0  # the view's period is that of the events after this one
+
+    def take(self, batch: Batch) -> Iterator[Point]:
+        """Yield the points of a batch, in order."""
+        if batch.report is not None:
+            self.view.take(Batch(report=batch.report, lost=batch.lost, connected=batch.connected))
+            self._as_of = batch.report["stream"]["last"]
+        self.view.connected = batch.connected
+        for event in batch.events:
+            self.view.fold(event)
+            count, values = self._values(event)
+            if values:
+                yield Point(event.time, count, values)
+
+    def rounds(self, time: float, orders: Iterable[RoundOrdered]) -> Iterator[Point]:
+        """Yield the points of rounds that the events have not told of."""
+        return (Point(time, order.count, values) for order in orders if (values := self._ordered(order)))
+
+    def _values(self, event: Event) -> tuple[int, dict[str, float]]:
+        """Return the run's count for an event, and the values that it tells; perhaps none."""
+        match event.what:
+            case RoundOrdered():
+                return event.what.count, self._ordered(event.what)
+            case RoundCompleted(number, took_s, sent_nbytes) if number in self._open:
+                told = {"round/seconds": took_s, "round/sent_bytes": sent_nbytes}
+                return self._open.pop(number), {name: float(x) for name, x in told.items() if x is not None}
+            case PeriodChosen(period):
+                return self._count, {"period": float(period)}
+            case Progress():
+                self._count = event.what.count
+                now = {"period": float(self.view.period)} if event.seq > self._as_of else {}
+                return self._count, self._progress(event.what) | now
+        return 0, {}
+
+    def _ordered(self, order: RoundOrdered) -> dict[str, float]:
+        """Return what a global round tells: the losses that it finds."""
+        if order.round <= self._round or order.scope != "global":
+            return {}
+        self._round = order.round
+        self._open[order.round] = order.count
+        if len(self._open) > _MAX_OPEN:
+            del self._open[next(iter(self._open))]
+        losses = {name: loss for name, loss in order.losses.items() if loss is not None and math.isfinite(loss)}
+        values = {"rounds": float(order.round), **{f"loss/{name}": loss for name, loss in losses.items()}}
+        return values | ({"loss/consensus": statistics.fmean(losses.values())} if losses else {})
+
+    def _progress(self, now: Progress) -> dict[str, float]:
+        totals = [worker.totals.last for worker in self.view.workers.values() if worker.totals.last is not None]
+        return {
+            "progress": now.share,
+            "iterations_per_second": self.view.rate,
+            "workers": float(sum(each.state in ("live", "held") for each in now.workers)),
+            "bytes/sent": float(sum(total.sent_nbytes for total in totals)),
+            "bytes/received": float(sum(total.received_nbytes for total in totals)),
+            "seconds/compute": sum(total.compute_s for total in totals),
+            "seconds/wait": sum(total.waiting_s for total in totals),
+            "seconds/exchange": sum(total.exchange_s for total in totals),
+            **{f"user/{name}": number for name, number in now.logged.items()},
+        }

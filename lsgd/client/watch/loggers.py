@@ -1,0 +1,158 @@
+"""Where a run's curves are written: a table, TensorBoard's files, or Weights & Biases."""
+
+import csv
+import importlib.util
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+from lsgd.client.watch.curves import Point
+from lsgd.errors import ConfigError
+
+CURVES = "curves.csv"
+"""The table, in the run folder."""
+
+_TAIL_NBYTES = 1 << 16
+
+
+class Logger(ABC):
+    """Writes the points of one run into its folder. The constructor may raise OSError, as each of its methods may.
+
+    Args:
+        folder: of the run.
+        run: its identity.
+    """
+
+    name: str
+    package = ""
+    """What it needs, and what installs it; empty: nothing."""
+    extra = ""
+
+    @abstractmethod
+    def __init__(self, folder: Path, run: str) -> None: ...
+
+    @abstractmethod
+    def write(self, point: Point) -> None:
+        """Add a point; they come in the order of time."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Have what was written seen by those who read along."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is left, for good."""
+
+
+class CsvLogger(Logger):
+    """Writes ``curves.csv``: a row for each value. A process that takes the place of another goes on after its rows."""
+
+    name = "csv"
+
+    def __init__(self, folder: Path, run: str) -> None:
+        path, self._run = folder / CURVES, run
+        self._after = _last_time(path, run)
+        self._file = path.open("a", encoding="utf-8", newline="")
+        self._rows = csv.writer(self._file, lineterminator="\n")
+        if not self._file.tell():
+            self._rows.writerow(["run", "time", "iterations", "name", "value"])
+
+    def write(self, point: Point) -> None:
+        """Add a point."""
+        if point.time > self._after:
+            rows = ((self._run, point.time, point.iterations, name, value) for name, value in point.values.items())
+            self._rows.writerows(rows)
+
+    def flush(self) -> None:
+        """Have it seen."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._file.close()
+
+
+def _last_time(path: Path, run: str) -> float:
+    """Return the time of the last row if it is of this run, else 0; what a killed process left of a row is cut off."""
+    if not path.exists():
+        return 0.0
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, end - _TAIL_NBYTES))
+        tail = file.read()
+        whole = tail[: tail.rfind(b"\n") + 1]
+        file.truncate(start + len(whole))
+    *_, row = [[], *csv.reader(whole.decode("utf-8", "replace").splitlines())]
+    return float(row[1]) if len(row) == 5 and row[0] == run else 0.0
+
+
+class TensorBoardLogger(Logger):
+    """Writes event files into ``tensorboard/RUN``, over the run's iterations."""
+
+    name, package, extra = "tensorboard", "tensorboardX", "tensorboard"
+
+    def __init__(self, folder: Path, run: str) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard" / run.replace("/", "-")))
+
+    def write(self, point: Point) -> None:
+        """Add a point."""
+        for name, value in point.values.items():
+            self._writer.add_scalar(name, value, point.iterations, walltime=point.time)
+
+    def flush(self) -> None:
+        """Have it seen."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandbLogger(Logger):
+    """Writes a run of Weights & Biases into ``wandb/``: offline, unless ``WANDB_MODE`` says something else."""
+
+    name, package, extra = "wandb", "wandb", "wandb"
+
+    def __init__(self, folder: Path, run: str) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "lsgd"),
+            name=os.environ.get("WANDB_NAME", folder.name),
+            config={"run": run},
+            dir=folder,
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )
+        self._run.define_metric("*", step_metric="iterations")
+
+    def write(self, point: Point) -> None:
+        """Add a point."""
+        self._run.log({"iterations": point.iterations, "time": point.time, **point.values})
+
+    def flush(self) -> None:
+        """It does so by itself."""
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._run.finish()
+
+
+LOGGERS: dict[str, type[Logger]] = {cls.name: cls for cls in (CsvLogger, TensorBoardLogger, WandbLogger)}
+"""By name."""
+
+
+def unique(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names without those that are given twice."""
+    return tuple(dict.fromkeys(names))
+
+
+def check(names: Iterable[str]) -> None:
+    """Raise ConfigError where a logger's package is missing."""
+    for cls in (LOGGERS[name] for name in names):
+        if cls.package and importlib.util.find_spec(cls.package) is None:
+            raise ConfigError(f"{cls.name} needs {cls.package}: {sys.executable} -m pip install 'lsgd[{cls.extra}]'")

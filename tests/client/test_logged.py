@@ -1,0 +1,41 @@
+"""Numbers of the user's own: which are taken, and what is said of others."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lsgd.client.iteration.logged import Logged
+from lsgd.errors import ConfigError
+
+
+def test_the_last_of_each_name_counts() -> None:
+    logged = Logged()
+    logged.add({"accuracy": 0.5, "grad/norm": torch.tensor([2.0])})
+    logged.add({"accuracy": np.float32(0.75), "tokens": 3})
+    assert logged.numbers == {"accuracy": 0.75, "grad/norm": 2.0, "tokens": 3.0}
+    logged.add({"accuracy": math.nan, "tokens": 10**400})
+    assert logged.numbers == {"grad/norm": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"": 1.0}, "not ''"),
+        ({"a" * 65: 1.0}, "1 to 64 letters"),
+        ({"two words": 1.0}, "such as 'accuracy' or 'grad/norm', not 'two words'"),
+        ({7: 1.0}, "not 7"),
+        ({"a": "0.5"}, "'a' is a str"),
+        ({"a": None}, "'a' is a NoneType"),
+        ({"a": torch.zeros(2)}, r"'a' is a tensor of \(2,\)"),
+        ({f"n{i}": 1.0 for i in range(33)}, "at most 32 names in a run, and 33 are too many"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_words_and_changes_nothing(numbers, said) -> None:
+    logged = Logged()
+    logged.add({"known": 1.0} if len(numbers) == 1 else {})
+    before = logged.numbers
+    with pytest.raises(ConfigError, match=said):
+        logged.add({"fine": 2.0, **numbers} if len(numbers) == 1 else numbers)
+    assert logged.numbers == before
