@@ -172,7 +172,7 @@ def test_constraints_pin_every_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = project["dependencies"]
-    for extra in ("accelerate", "dev", "examples", "lightning", "transformers"):
+    for extra in ("accelerate", "dev", "docs", "examples", "lightning", "transformers"):
         wanted += extras[extra]
     missing = set(closure(wanted)) - set(pinned)
     assert missing == set()
