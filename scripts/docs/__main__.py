@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 STAGED = ROOT / "build" / "docs"
 MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+SHOWN = (".json", ".md", ".py", ".sbatch", ".sh", ".toml", ".yaml", ".yml")
+"""Which files of a folder that a page links to are shown."""
 FENCE = re.compile(r"^(```+).*?^\1$", re.M | re.S)
 
 
@@ -72,12 +74,12 @@ def _place(name: str) -> str:
 def _listing(path: Path) -> str:
     """Return a page that shows a file, or the files of a folder."""
     name = path.relative_to(ROOT).as_posix()
-    shown = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in (".py", ".toml", ".md"))
+    shown = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SHOWN)
     parts = [f"# {name}", ""]
     for file in shown:
         if file != path:
             parts += [f"## {file.relative_to(path).as_posix()}", ""]
-        parts += [f"````{file.suffix[1:]}", file.read_text(encoding="utf-8").rstrip(), "````", ""]
+        parts += [f"````{file.suffix[1:] or 'text'}", file.read_text(encoding="utf-8").rstrip(), "````", ""]
     return "\n".join(parts)
 
 

@@ -70,7 +70,7 @@ SETTINGS = f"""# Settings of the plan
 A setting has one name. It is a key of the plan file (`local_period`), a flag of `lsgd-server`
 (`{flag("local_period")}`) and a variable (`{variable("local_period")}`). Precedence: flag, variable, file.
 [Running lsgd](../usage.md#the-plan) shows a plan file. `lsgd config show` prints what is in effect. `lsgd set` changes
-those with *yes* in the last column during a run.
+those that are *settable* during a run.
 
 The algorithm itself is `name` in the `[algorithm]` table, `{flag("algorithm")}`, or `{variable("algorithm")}`.
 Without it a run takes `{DEFAULT.name}`. [Algorithms](../algorithms.md) tells which one to take.
@@ -141,7 +141,7 @@ def settings() -> str:
     parts = [SETTINGS]
     for name, cls in _sections().items():
         title, text = (f"## {name}", f"{cls.summary}.") if name else ("## The run", f"{cls.__doc__}")
-        rows = ["| setting | default | values | meaning | can be set |", "|---|---|---|---|---|"]
+        rows = ["| setting | default | values | meaning | settable |", "|---|---|---|---|---|"]
         free = changeable(cls)
         for key, spec in fields(cls).items():
             default = json.dumps(shown(spec, spec.default))
