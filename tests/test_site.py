@@ -1,0 +1,119 @@
+"""The documentation site: its links, its navigation, its generated pages, and that it builds without a warning."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import click
+import pytest
+
+import lsgd.client
+from lsgd.algorithms import ALGORITHMS
+from lsgd.client.cli.commands import main as lsgd_command
+from lsgd.plan.plan import flag
+from lsgd.plan.run import RunSettings
+from lsgd.server.cli import main as server_command
+from lsgd.settings import fields
+from scripts.docs import figure, reference
+from scripts.docs.__main__ import FENCE, ROOT, rewritten, sources, stage
+
+LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+SETTINGS = {name for cls in (RunSettings, *ALGORITHMS.values()) for name in fields(cls)}
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings as GitHub makes them, and so does the site."""
+    found: Counter[str] = Counter()
+    names = set()
+    for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.M):
+        name = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", heading).lower()).replace(" ", "-")
+        names.add(f"{name}-{found[name]}" if found[name] else name)
+        found[name] += 1
+    return names
+
+
+@pytest.mark.parametrize("page", sources(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_anchors_of_a_page_resolve(page):
+    for target, anchor in LINK.findall(FENCE.sub("", page.read_text())):
+        linked = (page.parent / target).resolve() if target else page
+        assert linked.exists(), f"{page} links to {target}, which is not there"
+        assert not anchor or anchor in anchors(linked), f"{page} links to {target}#{anchor}, which is not there"
+
+
+def test_links_are_rewritten_for_the_site_and_fenced_code_is_not():
+    code = "```\n[a](docs/own-run.md)\n```\n"
+    text = "[a](docs/own-run.md#x) [b](examples/plain.py) [c](https://a.org/) [d](#e)\n"
+    on_site = "[a](own-run.md#x) [b](files/examples/plain.py.md) [c](https://a.org/) [d](#e)\n"
+    assert rewritten(text + code, "README.md") == on_site + code
+    assert rewritten("[a](../../README.md) [b](../x.md)", "docs/performance/y.md") == "[a](../index.md) [b](../x.md)"
+
+
+def in_navigation(entries):
+    for entry in entries:
+        for value in entry.values():
+            yield from [value] if isinstance(value, str) else in_navigation(value)
+
+
+def test_every_page_is_in_the_navigation_once(tmp_path):
+    stage(tmp_path)
+    pages = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.md")}
+    listed = Counter(in_navigation(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]))
+    assert listed == Counter(page for page in pages if not page.startswith("files/"))
+
+
+def by_heading(page):
+    return dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+
+
+def every_command(name, command):
+    if isinstance(command, click.Group):
+        for part in command.commands.values():
+            yield from every_command(f"{name} {part.name}", part)
+    else:
+        yield name, command
+
+
+def test_the_reference_names_every_command_and_option():
+    sections = by_heading(reference.cli())
+    commands = dict([*every_command("lsgd", lsgd_command), ("lsgd-server", server_command)])
+    assert sections.keys() == commands.keys()
+    for name, command in commands.items():
+        options = {text for param in command.params if isinstance(param, click.Option) for text in param.opts}
+        shown = set(re.findall(r"(?<=^\| `)--?[\w-]+", sections[name], re.M))
+        assert options - shown <= {flag("algorithm"), *map(flag, SETTINGS)}, name
+        assert bool(options - shown) == ("[setting of the plan]" in sections[name])
+
+
+def test_the_reference_names_every_setting_with_its_meaning():
+    sections = by_heading(reference.settings())
+    assert sections.keys() == {"The run", *ALGORITHMS}
+    for name, cls in {"The run": RunSettings, **ALGORITHMS}.items():
+        rows = re.findall(r"^\| `(\w+)` \|", sections[name], re.M)
+        assert rows == list(fields(cls)), name
+        assert all(spec.metadata["meaning"].replace("<", "&lt;") in sections[name] for spec in fields(cls).values())
+
+
+def test_the_reference_has_the_client_s_public_names():
+    shown = re.findall(r"^::: \S+\.(\w+)$", reference.PYTHON, re.M)
+    assert set(lsgd.client.__all__) <= set(shown)
+
+
+def test_the_figure_of_a_round_is_current():
+    assert figure.PICTURE.read_text() == figure.figure(), "make it anew: python -m scripts.docs.figure"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # seconds of work, and much reading of files
+@pytest.mark.skipif(not importlib.util.find_spec("zensical"), reason="pip install 'lsgd[docs]'")
+def test_the_site_builds_without_a_warning():
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(["bash", ROOT / "scripts/docs.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (ROOT / "build/site/reference/python/index.html").read_text()
+    assert 'id="lsgd.client.worker.Worker.join"' in page
+    assert not re.search(r":(meth|class|func|attr|data):", page), "a docstring's role is no Markdown"
