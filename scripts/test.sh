@@ -5,7 +5,7 @@
 #   bash scripts/test.sh ARGUMENTS  only pytest, with these:  bash scripts/test.sh tests/client -k launch
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
-use_environment dev examples transformers
+use_environment dashboard dev examples transformers
 cd -- "$root"
 export PYTHONDONTWRITEBYTECODE=  # the many processes that tests start read what the first one has compiled
 

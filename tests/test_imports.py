@@ -28,6 +28,7 @@ LAYERS = (
     "client/checkpoint",
     "client/iteration",
     "client/launcher",
+    "client/dashboard",
     "client/worker",
     "client/integrations",
     "client/cli",
@@ -42,6 +43,8 @@ ONLY_IN = {
     "zmq": {"protocol/sockets.py", "protocol/gate.py", "protocol/monitor.py"},
     "cupy": {"kernels/cuda/path.py"},
     "matplotlib": {"client/launcher/curve.py"},
+    "tornado": {"client/dashboard/server.py"},
+    "plotly": {"client/dashboard/page.py"},
     "transformers": {"client/integrations/transformers.py"},
     "accelerate": {"client/integrations/transformers.py"},
 }
