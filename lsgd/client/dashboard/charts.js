@@ -38,21 +38,32 @@ const charts = (() => {
     };
   }
 
+  // Many workers' curves as one trace, since each trace costs time to draw.
+  function crowd(data, t) {
+    const x = [], y = [], text = [];
+    for (const [name, losses] of Object.entries(data.workers)) {
+      losses.forEach((loss, k) => { if (loss !== null) { x.push(data.counts[k]); y.push(loss); text.push(name); } });
+      x.push(null); y.push(null); text.push("");
+    }
+    return {
+      x, y, text: text.map(plain), name: "workers", type: "scatter", mode: "lines", line: { color: t.quiet, width: 0.7 },
+      hovertemplate: "%{text}: %{y:.5g} at %{x}<extra></extra>",
+    };
+  }
+
   function loss(data, t, { logarithmic, chosen, narrow }) {
     const names = Object.keys(data.workers), few = names.length <= FEW;
-    const traces = names.map((name, i) => {
-      const is = name === chosen, marked = few || is;
-      return {
-        x: data.counts, y: data.workers[name], name: short(name), type: "scatter", mode: "lines", connectgaps: true,
-        opacity: few && chosen && !is ? 0.3 : 1, showlegend: marked,
-        line: {
-          color: marked ? t.lines[i % t.lines.length] : t.quiet, width: is ? 3 : marked ? 1.5 : 0.7,
-          dash: marked ? DASHES[(i + Math.floor(i / t.lines.length)) % DASHES.length] : "solid",
-        },
-        hovertemplate: `${plain(name)}: %{y:.5g} at %{x}<extra></extra>`,
-      };
+    const line = (name, i) => ({
+      x: data.counts, y: data.workers[name], name: short(name), type: "scatter", mode: "lines", connectgaps: true,
+      opacity: few && chosen && name !== chosen ? 0.3 : 1,
+      line: {
+        color: t.lines[i % t.lines.length], width: name === chosen ? 3 : 1.5,
+        dash: DASHES[(i + Math.floor(i / t.lines.length)) % DASHES.length],
+      },
+      hovertemplate: `${plain(name)}: %{y:.5g} at %{x}<extra></extra>`,
     });
-    if (chosen in data.workers) traces.push(...traces.splice(names.indexOf(chosen), 1));
+    const traces = few ? names.map(line) : [crowd(data, t)];
+    if (!few && chosen in data.workers) traces.push(line(chosen, names.indexOf(chosen)));
     traces.push({
       x: data.consensus.map((p) => p[0]), y: data.consensus.map((p) => p[1]), name: "consensus", type: "scatter",
       mode: "lines", line: { color: t.consensus, width: 2.5 }, hovertemplate: "consensus: %{y:.5g} at %{x}<extra></extra>",
@@ -77,7 +88,7 @@ const charts = (() => {
   function timeline(span, gaps, t, { chosen, narrow }) {
     const names = Object.keys(span.rows), many = names.length;
     const rows = rowsOf(many), z = [], middle = {};
-    const edges = Array.from({ length: span.number + 1 }, (_, k) => local(span.begin + k * span.width_s));
+    const ends = [local(span.begin), local(span.begin + span.number * span.width_s)];
     names.forEach((name, i) => {
       const band = Array.from({ length: rows }, () => new Array(span.number).fill(null));
       const acts = span.rows[name].map((text) => Array.from(text, (c) => parseInt(c, 36) / LEVELS * rows));
@@ -98,7 +109,7 @@ const charts = (() => {
     });
     const steps = t.acts.flatMap((colour, i) => [[i / ACTS.length, colour], [(i + 1) / ACTS.length, colour]]);
     const traces = [{
-      x: edges, y: Array.from({ length: z.length + 1 }, (_, i) => i - 0.5), z, type: "heatmap", showscale: false,
+      x0: local(span.begin + span.width_s / 2), dx: span.width_s * 1000, y0: 0, dy: 1, z, type: "heatmap", showscale: false,
       zmin: -0.5, zmax: ACTS.length - 0.5, colorscale: steps, hoverinfo: "none", hoverongaps: true,
     }];
     const end = span.begin + span.number * span.width_s;
@@ -127,7 +138,7 @@ const charts = (() => {
       line: { color: t.text, width: 2 },
     }] : [];
     return [traces, layout(t, {
-      xaxis: { type: "date", range: [edges[0], edges.at(-1)] }, shapes, uirevision: span.name,
+      xaxis: { type: "date", range: ends }, shapes, uirevision: span.name,
       yaxis: { tickvals: ticks.map((n) => middle[n]), ticktext: ticks.map(short), range: [z.length - 0.5, -0.5], fixedrange: true, showgrid: false },
       margin: { l: 56, r: 56, t: 8, b: 36 }, height: Math.min(680, Math.max(170, 60 + many * (many > 16 ? 9.5 : 34))),
     })];
@@ -144,7 +155,7 @@ const charts = (() => {
       xaxis: { type: "date", range: [local(span.begin), local(span.begin + span.number * span.width_s)] },
       yaxis: { ...axis, title: { text: narrow ? "" : "a second" } }, uirevision: span.name,
       yaxis2: { ...axis, title: { text: narrow ? "" : "an iteration" }, overlaying: "y", side: "right", showgrid: false },
-      legend: { orientation: "h", y: 1.15 }, margin: { l: 56, r: 56, t: 24, b: 30 },
+      legend: { orientation: "h", y: 1.15 }, margin: { l: 56, r: 56, t: 24, b: 42 },
     })];
   }
 

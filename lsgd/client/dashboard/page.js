@@ -21,6 +21,8 @@ function span(seconds) {
   return h ? `${h} h ${String(m).padStart(2, "0")} min` : m ? `${m} min ${String(s % 60).padStart(2, "0")} s` : `${s} s`;
 }
 
+const isOver = () => !["", "waiting", "running", "stopping"].includes(data.head.state);
+
 // -- texts
 
 function write() {
@@ -35,14 +37,16 @@ function write() {
   at("period").textContent = head.period ? `period ${head.period}: ${head.period_reason}` : "";
   const sums = data.workers.reduce((sum, w) => [sum[0] + (w.bytes_per_s || 0), sum[1] + (w.sent_nbytes || 0)], [0, 0]);
   const known = data.workers.some((w) => w.sent_nbytes !== null);
+  const many = data.workers.length, out = data.workers.filter((w) => OUT.includes(w.state)).length;
+  const there = isOver() || !out ? many : `${many - out} of ${many}`;
   tiles({
     iterations: number(head.count) + (head.iterations ? ` of ${number(head.iterations)}` : ""),
     rate: head.rate === null ? "–" : `${number(head.rate, 3)} a second`,
-    "time so far": span(head.seconds),
+    time: span(head.seconds),
     ...(live ? { "time left": span(head.left_s) } : {}),
     loss: number(head.loss),
     rounds: `${number(head.rounds_global)} global, ${number(head.rounds_local)} local`,
-    workers: `${data.workers.filter((w) => !OUT.includes(w.state)).length} of ${data.workers.length} on ${head.nodes} node${head.nodes === 1 ? "" : "s"}`,
+    workers: `${there} on ${head.nodes} node${head.nodes === 1 ? "" : "s"}`,
     generation: head.generation,
     ...(known ? { sent: live ? `${charts.bytes(sums[0])}/s` : charts.bytes(sums[1]),
       "sent an iteration": head.count ? charts.bytes(sums[1] / head.count) : "–" } : {}),
@@ -96,7 +100,7 @@ function table() {
   }
   data.workers.forEach((w, i) => {
     const row = body.children[i];
-    row.classList.toggle("out", OUT.includes(w.state));
+    row.classList.toggle("out", OUT.includes(w.state) && !isOver());
     row.classList.toggle("chosen", w.worker === chosen);
     row.dataset.state = w.state;
     row.querySelector("button").setAttribute("aria-pressed", String(w.worker === chosen));
@@ -119,7 +123,7 @@ function log() {
 
 function banner() {
   const late = Date.now() - heardAt > LOST_AFTER_MS;
-  const over = data && data.head.state === "over";
+  const over = data && isOver();
   let text = "";
   if (live && (late || !source || source.readyState !== EventSource.OPEN)) {
     text = over ? "The run is over and its dashboard has ended: this is the last state." :
