@@ -123,7 +123,7 @@ def test_the_page_is_for_this_machine_and_changes_come_from_it_alone(dashboard, 
     assert status == 200 and "frame-ancestors 'none'" in headers["Content-Security-Policy"]
     assert answer(port, "/", host="localhost")[0] == 200
     for path in ("/", "/state.json", "/events", "/page.js"):
-        assert answer(port, path, host="attacker.example")[0] == 403
+        assert [answer(port, path, host=host)[0] for host in ("attacker.example", "[", "10.0.0.1")] == [403] * 3
     for path in ("/page.html", "/server.py", "/../server.py", "/%2e%2e/server.py"):
         assert answer(port, path)[0] == 404
     assert "plotly.js v" in answer(port, "/plotly.js")[2]

@@ -60,7 +60,8 @@ def dashboard():
 
 @pytest.mark.timeout(180)
 def test_a_dead_and_a_frozen_worker_are_seen_at_once(cluster, page, dashboard) -> None:
-    run = JournaledRun(cluster, "--workers", "3", "--patience-s", "1", "--lease-s", "60", *EVERY)
+    limits = ("--patience-s", "1", "--lease-s", "60", "--exchange-timeout-s", "5")  # it may freeze in a round
+    run = JournaledRun(cluster, "--workers", "3", *limits, *EVERY)
     local = cluster.start_local()
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.01, **LIGHT) for index in range(3)]
     process, url = dashboard(cluster.address, "--private")

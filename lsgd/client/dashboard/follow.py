@@ -36,7 +36,7 @@ class Follower(threading.Thread):
         story: what is known of the run so far; from now on this thread's alone.
         tell: takes the page's data as JSON, on this thread.
         seen: whether a page is open.
-        folder: where to leave :data:`KEPT`; None: nowhere.
+        folder: where to leave :data:`KEPT` at the end; None: nowhere.
     """
 
     def __init__(
@@ -69,8 +69,9 @@ class Follower(threading.Thread):
                     text = self._say()
                     changed, told_at, state = False, time.monotonic(), self._story.view.state
                     wait_s = max(TELL_EVERY_S, len(text) / TELL_NBYTES_PER_S, (told_at - now) / TELL_SHARE)
-        if changed:
-            self._say()
+        text = self._say()
+        if self._folder and self._story.view.run:
+            keep(self._folder, text)
 
     def _take(self, reader: Reader) -> bool:
         """Read once, and all that waits; return whether there is anything new."""
@@ -95,8 +96,6 @@ class Follower(threading.Thread):
         document = snapshot(self._story)
         text = encoded(document)
         self._tell(text)
-        if self._folder and self._story.view.state == "over":
-            keep(self._folder, text)
         return text
 
 

@@ -91,7 +91,10 @@ class Dashboard:
 
     def knows(self, host: str) -> bool:
         """Whether ``Host`` names this machine as it may be named here."""
-        name = urlsplit(f"//{host}").hostname or ""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
         try:
             found = ipaddress.ip_address(name)
         except ValueError:
@@ -233,7 +236,7 @@ class _Change(_Handler):
     def prepare(self) -> None:
         super().prepare()
         d, origin = self.dashboard, self.request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != self.request.host:
+        if origin is not None and origin.partition("://")[2] != self.request.host:
             raise HTTPError(403, reason="a change has to come from the page itself")
         if not hmac.compare_digest(self.request.headers.get("X-Lsgd-Csrf", "").encode(), d.csrf.encode()):
             raise HTTPError(403, reason="a change needs the page's own secret: load the page anew")
@@ -295,7 +298,8 @@ def open_dashboard(
         keys: for it.
         host: to listen at; one that other machines can reach gets a token.
         port: TCP port; None: the usual one, or any that is free.
-        folder: of the run: its older rounds are shown, and the page's last data stays there; None: it is not known.
+        folder: of the run: its older rounds are shown, and what a run's own page shows at the end stays there; None: it
+            is not known.
         say: takes the page's address, once it is open.
         private: have a token in any case.
         parent: process id; 0: there is none to watch.
@@ -339,7 +343,9 @@ async def _serve(
     def tell(text: str) -> None:
         asyncio.run_coroutine_threadsafe(dashboard.show(text), loop)
 
-    follower = Follower(dashboard.address, dashboard.keys, story, tell, lambda: dashboard.browsers > 0, folder)
+    follower = Follower(
+        dashboard.address, dashboard.keys, story, tell, lambda: dashboard.browsers > 0, folder if parent else None
+    )
     follower.start()
     say(dashboard.url())
     while not end.is_set() and (not parent or os.getppid() == parent):
