@@ -5,7 +5,7 @@
 #   bash scripts/test.sh ARGUMENTS  only pytest, with these:  bash scripts/test.sh tests/client -k launch
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
-use_environment dev docs examples lightning metrics tensorboard transformers
+use_environment dashboard dev docs examples lightning metrics tensorboard transformers
 cd -- "$root"
 export PYTHONDONTWRITEBYTECODE=  # the many processes that tests start read what the first one has compiled
 

@@ -22,7 +22,7 @@ ENTRY_POINTS = {"lsgd": "lsgd.client.cli.commands:main", "lsgd-server": "lsgd.se
 
 def modules() -> set[str]:
     """Return the files of the package as they are to be installed."""
-    found = (path for kind in ("*.py", "*.cu") for path in (ROOT / "lsgd").rglob(kind))
+    found = (path for kind in ("*.py", "*.cu", "*.css", "*.html", "*.js") for path in (ROOT / "lsgd").rglob(kind))
     return {str(path.relative_to(ROOT)) for path in found} | {"lsgd/py.typed"}
 
 
@@ -171,7 +171,17 @@ def test_constraints_pin_every_dependency():
     pinned = {canonicalize_name(name): version for name, version in pinned.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    tested = ("accelerate", "dev", "docs", "examples", "lightning", "metrics", "tensorboard", "transformers")
+    tested = (
+        "accelerate",
+        "dashboard",
+        "dev",
+        "docs",
+        "examples",
+        "lightning",
+        "metrics",
+        "tensorboard",
+        "transformers",
+    )
     wanted = project["dependencies"] + [requirement for extra in tested for requirement in extras[extra]]
     missing = set(closure(wanted)) - set(pinned)
     assert missing == set()

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 
-from lsgd.client.cli.operate import ask
+from lsgd.client.watch.ask import ask
 from lsgd.errors import LsgdError
 from lsgd.protocol.keys import OPERATOR, connector_keys
 from lsgd.protocol.messages import StatusQuery

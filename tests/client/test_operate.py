@@ -182,7 +182,7 @@ def test_stop_before_the_start_ends_the_servers(tmp_path):
 
 @pytest.mark.parametrize("name", ["status", "stop", "set"])
 def test_without_a_server_each_says_so(lsgd, monkeypatch, name):
-    monkeypatch.setattr(operate, "ANSWER_WITHIN_S", 0.2)
+    monkeypatch.setattr("lsgd.client.watch.ask.ANSWER_WITHIN_S", 0.2)
     arguments = ["outer_lr=1"] if name == "set" else []
     code, output = lsgd(name, *arguments, connect="tcp://127.0.0.1:9")
     assert code == 1

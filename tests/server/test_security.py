@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.client.cli import operate
+from lsgd.client.watch.ask import ask
 from lsgd.client.watch.reader import Reader
 from lsgd.errors import JoinError
 from lsgd.protocol.descriptors import MAX_DESCRIPTORS, raise_descriptor_limit
@@ -87,7 +87,7 @@ def test_who_has_a_token_is_let_in_under_its_name(cluster, ring, server) -> None
         assert link.trouble() == ""
     with Reader(cluster.address, keys_of(ring, "operator")) as reader:
         until(lambda: reader.read(0.5).events, "there are events")
-    status = operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "operator"))
+    status = ask(cluster.address, StatusQuery(0), keys_of(ring, "operator"))
     assert status["state"] == "waiting"
     server.says(r"join from each machine with: .* --token nodeN\.token, from .*/keys")
 
@@ -108,12 +108,12 @@ def test_a_stranger_is_refused_and_both_sides_say_so(cluster, ring, server, who,
     }[who]
     assert told in trouble_of(cluster.address, keys)
     with pytest.raises(JoinError, match="does not let us in"):
-        operate.ask(cluster.address, StatusQuery(0), keys)
+        ask(cluster.address, StatusQuery(0), keys)
     with Reader(cluster.address, keys) as reader, pytest.raises(JoinError, match="does not let us in"):
         while not reader.read(0.2).connected:
             pass
     server.says(r"\d+ connections? refused: the peer has no key, an unknown one, or that of another server")
-    assert operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "node0"))["members"] == []
+    assert ask(cluster.address, StatusQuery(0), keys_of(ring, "node0"))["members"] == []
 
 
 def test_a_node_cannot_speak_for_another(cluster, ring, server) -> None:
@@ -124,24 +124,24 @@ def test_a_node_cannot_speak_for_another(cluster, ring, server) -> None:
         until(lambda: link.send([hello(0), encode(greeting(0, 0))]), "it is sent")
         server.says(r"dropped a message from b'node1#7': it speaks for node0")
         assert isinstance(answer(link, encode(StatusQuery(0))), Status)
-    assert operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "operator"))["members"] == []
+    assert ask(cluster.address, StatusQuery(0), keys_of(ring, "operator"))["members"] == []
     assert "node0 (" not in server.output
 
 
 def test_a_node_that_is_shut_out_while_the_server_runs(cluster, ring, server) -> None:
     keys = keys_of(ring, "node1")
-    operate.ask(cluster.address, StatusQuery(0), keys)
+    ask(cluster.address, StatusQuery(0), keys)
     allowed = ring.folder / "allowed"
     allowed.write_text("\n".join(x for x in allowed.read_text().splitlines() if not x.startswith("node1")))
     with pytest.raises(JoinError, match="it does not know the key of our token, node1"):
-        operate.ask(cluster.address, StatusQuery(0), keys)
+        ask(cluster.address, StatusQuery(0), keys)
     KeyRing.make(ring.folder, ["node1"])
-    assert operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
+    assert ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
 
 
 def test_a_list_of_keys_that_others_can_write_is_refused_and_said_while_it_is_used(cluster, ring, server) -> None:
     (ring.folder / "allowed").chmod(0o666)
-    assert operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
+    assert ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
     server.says(r"others can write .*/allowed, .*: chmod 600 .*/allowed; until then only the keys from before")
     second = cluster.server("second", "--global", "--listen", "tcp://127.0.0.1:0", "--keys", str(ring.folder))
     assert second.wait() == 2
@@ -194,7 +194,7 @@ def test_a_node_with_a_token_of_other_keys_ends_with_the_line_to_type(cluster, r
 
 def test_a_captured_conversation_says_nothing_when_it_is_played_again(cluster, ring, server) -> None:
     tap = Tap(cluster.address)
-    operate.ask(tap.address, StopRun("said once"), keys_of(ring, "node1"))
+    ask(tap.address, StopRun("said once"), keys_of(ring, "node1"))
     server.wait()
     tap.close()
     assert len(tap.said) > 500 and b"said once" not in tap.said
@@ -207,7 +207,7 @@ def test_a_captured_conversation_says_nothing_when_it_is_played_again(cluster, r
             while replay.recv(4096):
                 pass  # until the server hangs up
     again.says("1 connection refused")
-    assert operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
+    assert ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
 
 
 def test_500_half_open_greetings_keep_nobody_out_and_are_let_go(cluster, ring, server) -> None:
@@ -222,9 +222,9 @@ def test_500_half_open_greetings_keep_nobody_out_and_are_let_go(cluster, ring, s
             half = stack.enter_context(socket.create_connection(place))
             half.sendall(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03"[: number % 12])
         until(lambda: descriptors() > before + 400, "they are connected")
-        assert operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
+        assert ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
         until(lambda: descriptors() < before + 20, "the server lets them go")
-        assert operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
+        assert ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
 
 
 def limit_descriptors(server: Process, soft: int) -> None:
@@ -247,7 +247,7 @@ def test_1000_idle_connections_leave_the_server_descriptors_to_go_on(cluster, ri
             stranger.connect_ex(place)  # what the server has no descriptor for waits in the kernel
         server.says(r"connections cut: more than 128 were open over which no known peer had said anything")
         assert isinstance(answer(link, encode(StatusQuery(0))), Status)
-        assert operate.ask(cluster.address, StatusQuery(0), keys_of(ring, "operator"))["state"] == "waiting"
+        assert ask(cluster.address, StatusQuery(0), keys_of(ring, "operator"))["state"] == "waiting"
         assert link.trouble() == ""
     assert server.poll() is None and "Traceback" not in server.output
 

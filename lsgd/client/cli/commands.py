@@ -21,9 +21,12 @@ from lsgd.algorithms import ALGORITHMS
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS, find_live, find_run
 from lsgd.client.checkpoint.run_folder import runs as runs_with_checkpoints
 from lsgd.client.cli import log, metrics, operate, runs
+from lsgd.client.dashboard.page import require
+from lsgd.client.dashboard.report import report
 from lsgd.client.launcher import gpus
 from lsgd.client.launcher.launch import Launch, launch
 from lsgd.client.launcher.place import find_place
+from lsgd.client.watch.ask import ask
 from lsgd.client.watch.loggers import LOGGERS, unique
 from lsgd.client.watch.view import RunView
 from lsgd.errors import LsgdError
@@ -35,6 +38,8 @@ from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.settings import fields, shown, span
 
 HEALTHY_WITHIN_S = 1.0
+DASHBOARD_NEEDS = ("tornado", "plotly")
+
 FOLDER = "lsgd.folder"
 """Where a command's context has the folder of the run that was found."""
 
@@ -111,6 +116,14 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Choice(list(LOGGERS)),
     help="Write the run's curves into the run folder, on node 0; several may be given.",
 )
+@click.option(
+    "--dashboard",
+    type=click.IntRange(0, 65535),
+    is_flag=False,
+    flag_value=0,
+    metavar="[PORT]",
+    help="Serve the run's page on node 0 as well (as lsgd dashboard does, to this machine alone).",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def launch_command(
     node: int | None,
@@ -126,6 +139,7 @@ def launch_command(
     resume: bool,
     resume_if_any: bool,
     log_to: tuple[str, ...],
+    dashboard: int | None,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND as each worker of this node, and the servers that they need.
@@ -140,6 +154,8 @@ def launch_command(
     Ctrl-C or SIGTERM stops the run cleanly: the workers make the consensus model and leave; a second one ends all
     processes at once. If a process fails, the run is stopped in the same way, and its exit code is the launcher's.
     """  # noqa: D301
+    if dashboard is not None:
+        require("lsgd launch --dashboard", *DASHBOARD_NEEDS)
     place = find_place(node, nodes, address, os.environ)
     if port is None:
         port = DEFAULT_PORT if place.nodes > 1 else 0
@@ -164,7 +180,9 @@ def launch_command(
     options = f"--nodes {place.nodes} --address {place.address} --port {port}{again}"
     join_line = join_line or f"lsgd launch --node NODE {options} -- {shlex.join(command)}"
     names = devices.names
-    settings = Launch(place, port, names, plan_path, run_dir, command, insecure, join_line, resume, unique(log_to))
+    settings = Launch(
+        place, port, names, plan_path, run_dir, command, insecure, join_line, resume, unique(log_to), dashboard
+    )
     sys.exit(launch(settings))
 
 
@@ -215,21 +233,21 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
 def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watch: bool, healthy: bool) -> None:
     """Show a running run: its workers, its rounds, and what it waits for."""
     if healthy:
-        status = operate.ask(connect, StatusQuery(0), keys, HEALTHY_WITHIN_S)
+        status = ask(connect, StatusQuery(0), keys, HEALTHY_WITHIN_S)
         click.echo(
             f"healthy: run {status['run']} is {status['state']}, {status['count']} iterations: {status['reason']}"
         )
         return
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if as_json:
-        status = operate.ask(connect, StatusQuery(0), keys)
+        status = ask(connect, StatusQuery(0), keys)
         click.echo(json.dumps(status))
         while watch and status["state"] != "over":
             time.sleep(operate.WATCH_EVERY_S)
-            status = operate.ask(connect, StatusQuery(0), keys)
+            status = ask(connect, StatusQuery(0), keys)
             click.echo(f"\n{json.dumps(status)}")
     elif not watch:
-        console.print(operate.view(RunView(operate.ask(connect, StatusQuery(0), keys))))
+        console.print(operate.view(RunView(ask(connect, StatusQuery(0), keys))))
     else:
         with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
             for number, run in enumerate(operate.watch(connect, keys)):
@@ -272,6 +290,47 @@ def metrics_command(connect: str, keys: ConnectorKeys | None, host: str, port: i
     metrics.serve(connect, keys, host, port, click.echo)
 
 
+@main.command("dashboard")
+@_connect
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; any other needs a token.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Else 8484, or any that is free.")
+@click.option("--private", is_flag=True, help="Ask for a token on this machine too.")
+@click.option("--parent", type=int, default=0, hidden=True, help="End with this process, which has started us.")
+def dashboard_command(
+    connect: str, keys: ConnectorKeys | None, host: str, port: int | None, private: bool, parent: int
+) -> None:
+    """Serve a page that shows a running run live, until Ctrl-C.
+
+    Only this machine can open it; from another one: ssh -L 8484:localhost:8484 THIS-MACHINE. With --host others can,
+    who have the token in the address that is printed; what travels is not encrypted.
+    """
+    require("lsgd dashboard", *DASHBOARD_NEEDS)
+    from lsgd.client.dashboard.server import open_dashboard
+
+    folder = click.get_current_context().meta.get(FOLDER)
+    open_dashboard(connect, keys, host, port, folder, lambda url: click.echo(f"dashboard: {url}"), private, parent)
+
+
+@main.command("report")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Else report.html in the run's folder."
+)
+def report_command(folder: Path, output: Path | None) -> None:
+    """Write the page of the run in FOLDER as one HTML file, which needs no network and can be mailed.
+
+    With lsgd launch --dashboard it has the timeline, the throughput and the log too.
+    """
+    require("lsgd report", "plotly")
+    output = output or folder / "report.html"
+    text = report(folder)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{output} cannot be written: {error.strerror}; name another file with -o") from None
+    click.echo(f"{output}: {len(text) / 1e6:.1f} MB")
+
+
 @main.command("runs")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"))
 @click.option("--json", "as_json", is_flag=True, help="Print all that is known of each, as JSON.")
@@ -300,7 +359,7 @@ def set_command(connect: str, keys: ConnectorKeys | None, changes: tuple[str, ..
     if wrong := [change for change in changes if "=" not in change]:
         raise click.UsageError(f"write it as NAME=VALUE, not {wrong[0]!r}")
     values = dict(change.split("=", 1) for change in changes)
-    status = operate.ask(connect, ChangeSettings(values), keys)
+    status = ask(connect, ChangeSettings(values), keys)
     told = ", ".join(f"{name} = {value}" for name, value in values.items())
     click.echo(f"run {status['run']}: {told}, after {status['count']} iterations")
 
@@ -310,7 +369,7 @@ def set_command(connect: str, keys: ConnectorKeys | None, changes: tuple[str, ..
 @click.option("--reason", default="lsgd stop", show_default=True, help="What the run's log says.")
 def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
     """End a running run: its workers make the consensus model and leave."""
-    status = operate.ask(connect, StopRun(reason), keys)
+    status = ask(connect, StopRun(reason), keys)
     click.echo(f"run {status['run']} is stopping after {status['count']} iterations: {status['reason']}")
 
 

@@ -1,64 +1,21 @@
-"""What an operator asks of a running global server: its status, and to stop."""
+"""A running run as its operator sees it in a terminal."""
 
-import json
 import math
-import secrets
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lsgd.client.watch.ask import ANSWER_WITHIN_S, silent
 from lsgd.client.watch.reader import Reader
 from lsgd.client.watch.view import RunView
-from lsgd.errors import ConfigError, JoinError, ProtocolError
-from lsgd.protocol.keys import OPERATOR
-from lsgd.protocol.messages import (
-    Operator,
-    Refused,
-    Status,
-    decode,
-    encode,
-)
-from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller
+from lsgd.errors import JoinError
+from lsgd.protocol.sockets import ConnectorKeys
 
-ANSWER_WITHIN_S = 5.0
 AWAY_FOR_S = 10.0
 WATCH_EVERY_S = 2.0
-REFUSED_AFTER_S = 0.5  # a handshake that fails may be that of a server which is just being started
-
-
-def ask(
-    address: str, message: Operator, keys: ConnectorKeys | None = None, within_s: float | None = None
-) -> dict[str, Any]:
-    """Ask the global server at ``address`` for the state of its run, to end it or to change it; return its state.
-
-    Raises:
-        JoinError: nobody answers there within ``within_s``, or 5 s.
-        ConfigError: the server refuses the change, and says why.
-    """
-    started_at = time.monotonic()
-    within_s = within_s or ANSWER_WITHIN_S
-    sent = False
-    name = keys.name if keys else OPERATOR
-    with Connector(address, f"{name}#{secrets.randbits(63)}".encode(), keys) as link:
-        poller = Poller(link)
-        while (waited_s := time.monotonic() - started_at) < within_s:
-            if waited_s > REFUSED_AFTER_S and (trouble := link.trouble()):
-                raise JoinError(f"the global server at {address} does not let us in: {trouble}")
-            sent = sent or link.send([encode(message)])
-            poller.wait(0.2 if sent else 0.02)
-            for frames in link.receive():
-                for frame in frames[1::2]:
-                    answer = decode(frame)
-                    if isinstance(answer, Status):
-                        return dict(json.loads(answer.report))
-                    if isinstance(answer, Refused):
-                        raise ConfigError(answer.reason)
-                    raise ProtocolError(f"the server at {address} answered {type(answer).__name__}")
-    raise JoinError(_silent(address, within_s))
 
 
 def watch(
@@ -79,17 +36,10 @@ def watch(
             if batch.connected:
                 heard_at = now
             elif now - heard_at > (AWAY_FOR_S if run.run else answer_within_s):
-                raise JoinError(_silent(address, now - heard_at))
+                raise JoinError(silent(address, now - heard_at))
             if run.run and not batch.more and (now - shown_at >= WATCH_EVERY_S or run.state == "over"):
                 shown_at = now
                 yield run
-
-
-def _silent(address: str, silent_s: float) -> str:
-    return (
-        f"no global server answers at {address} within {silent_s:.2g} s; give its address with --connect "
-        f"(it prints it when it starts)"
-    )
 
 
 def view(run: RunView) -> Group:

@@ -18,6 +18,7 @@ from pathlib import Path
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS, claimed, runs
 from lsgd.client.control.folder import SOCKET_NAME, socket_folder
 from lsgd.client.launcher import results
+from lsgd.client.launcher.dashboard import dashboard
 from lsgd.client.launcher.place import NAME_WITHIN_S, Place, claim_port, resolve
 from lsgd.client.launcher.process import Command
 from lsgd.client.launcher.screen import LAUNCHER
@@ -64,6 +65,7 @@ class Launch:
         join_line: how another node is started, for people; NODE stands for its index.
         resume: go on from the checkpoints in ``run_dir``, with the plan there unless another is given.
         log_to: loggers that write the run's curves, on node 0.
+        dashboard: port of the run's page, on node 0; 0 for any; None: there is none.
     """
 
     place: Place
@@ -76,6 +78,7 @@ class Launch:
     join_line: str = ""
     resume: bool = False
     log_to: tuple[str, ...] = ()
+    dashboard: int | None = None
 
 
 def launch(settings: Launch) -> int:
@@ -110,7 +113,9 @@ def launch(settings: Launch) -> int:
             results.clear(settings.run_dir, resume=settings.resume)
         _show_tokens(lines, settings.run_dir)
         supervisor = _supervisor(settings, network, servers, environ, token)
-        status = supervisor.run()
+        port = settings.dashboard if place.node == 0 else None
+        with dashboard(settings.run_dir, port, environ, insecure=settings.insecure):
+            status = supervisor.run()
         if place.node == 0:
             results.finish(settings.run_dir, status, *supervisor.end)
         return status

@@ -1,0 +1,166 @@
+"""The page's data: all that it shows of a run, as JSON of a bounded size."""
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from lsgd.algorithms import ALGORITHMS
+from lsgd.client.dashboard.story import RECENT_S, LossRound, Story
+from lsgd.client.dashboard.timeline import columns, pace, window
+from lsgd.client.watch.view import RATE_OVER_S, RoundView, RunView, WorkerView
+from lsgd.plan.run import RunSettings
+from lsgd.settings import changeable
+
+MAX_LOSSES = 8000
+"""Points of the curves of all workers together; each curve has at least :data:`MIN_POINTS`."""
+
+MIN_POINTS, MAX_POINTS, MAX_COLUMNS, MAX_MARKS, MAX_LINES, MAX_WORKERS = 60, 600, 200, 150, 200, 256
+"""Points of a curve, columns of the timeline, rounds and leaders that are marked, lines of the log, workers shown."""
+
+T = TypeVar("T")
+
+
+def snapshot(story: Story) -> dict[str, Any]:
+    """Return what the page shows of a run now."""
+    view = story.view
+    shown = list(view.workers.values())[:MAX_WORKERS]
+    return {
+        "connected": view.connected,
+        "problem": story.problem,
+        "head": _head(view),
+        "loss": losses(story.loss_rounds(), [w.worker for w in shown], (view.count, {w.worker: w.loss for w in shown})),
+        "recent": _window(story, shown, recent=True),
+        "whole": _window(story, shown, recent=False),
+        "gaps": [[w.worker, g.state, g.code, g.reason, g.begin, g.end] for w in shown for g in w.gaps],
+        "workers": [_worker(story, w) for w in shown],
+        "more_workers": len(view.workers) - len(shown),
+        "log": [list(line) for line in list(view.log)[-MAX_LINES:]],
+        "settings": dict(view.settings),
+        "names": setting_names(view.algorithm),
+    }
+
+
+def encoded(document: Mapping[str, Any]) -> str:
+    """Return it as JSON in one line, which may stand in a script element as well."""
+    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def finished(document: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the page shows of a run from its ``result.json`` and the lines of ``metrics.jsonl``."""
+    members = document.get("members", [])[:MAX_WORKERS]
+    names = [member["worker"] for member in members]
+    known = [LossRound(r["scope"], r["worker"], r["count"], r["losses"]) for r in rounds]
+    view = RunView()
+    for name in vars(view).keys() & document.keys():
+        if type(getattr(view, name)) in (str, int, float):
+            setattr(view, name, document[name])
+    view.share = document.get("progress", 0.0)
+    head = _head(view) | {"loss": _number(document.get("loss")), "rate": None, "left_s": None}
+    return {
+        "connected": False,
+        "problem": "",
+        "head": head | ({"rate": view.count / view.seconds} if view.seconds else {}),
+        "loss": losses(known, names, None),
+        "recent": None,
+        "whole": None,
+        "gaps": [],
+        "workers": [
+            {**{k: m[k] for k in ("worker", "node", "rank", "state", "code", "reason", "done", "times_leader")}}
+            | {"loss": _number(m["loss"]), "heard_s": None, "sent_nbytes": None, **pace([], RATE_OVER_S)}
+            for m in members
+        ],
+        "more_workers": len(document.get("members", [])) - len(members),
+        "log": [],
+        "settings": {},
+        "names": [],
+    }
+
+
+def setting_names(algorithm: str) -> list[str]:
+    """Return the settings that an operator may change."""
+    own = changeable(ALGORITHMS[algorithm]) if algorithm in ALGORITHMS else []
+    return sorted({*changeable(RunSettings), *own})
+
+
+def losses(
+    rounds: Sequence[LossRound], workers: Sequence[str], now: tuple[int, Mapping[str, float | None]] | None
+) -> dict[str, Any]:
+    """Return the curves: of each worker, of the mean at global rounds, and where the leader changes.
+
+    Args:
+        rounds: by rising count.
+        workers: whose curves are wanted.
+        now: the run's count and the losses at this moment, the last point; None: there is no such moment.
+    """
+    most = min(MAX_POINTS, max(MIN_POINTS, MAX_LOSSES // max(1, len(workers))))
+    kept = [(r.count, r.losses) for r in _thinned(rounds, most)] + ([now] if now else [])
+    leads = [r for r in rounds if r.scope == "global"]
+    changes = [r for i, r in enumerate(leads) if i == 0 or leads[i - 1].leader != r.leader]
+    return {
+        "counts": [count for count, _ in kept],
+        "workers": {w: [_number(told.get(w)) for _, told in kept] for w in workers},
+        "consensus": [[r.count, _mean(r)] for r in _thinned(leads, MAX_POINTS)],
+        "leaders": [[r.count, _mean(r), r.leader] for r in _thinned(changes, MAX_MARKS)],
+        "leader_changes": max(0, len(changes) - 1),
+    }
+
+
+def _head(view: RunView) -> dict[str, Any]:
+    names = ("run", "state", "code", "reason", "algorithm", "count", "iterations", "share", "seconds", "period")
+    more = ("period_reason", "rounds_local", "rounds_global", "generation", "nodes", "lost", "time", "left_s", "rate")
+    return {name: getattr(view, name) for name in (*names, *more)} | {"loss": _number(view.loss)}
+
+
+def _worker(story: Story, worker: WorkerView) -> dict[str, Any]:
+    names = ("worker", "node", "rank", "state", "code", "reason", "done", "times_leader")
+    last = worker.totals.last
+    return {
+        **{name: getattr(worker, name) for name in names},
+        "loss": _number(worker.loss),
+        "heard_s": round(worker.heard_s, 1),
+        "sent_nbytes": last.sent_nbytes if last else None,
+        **pace(story.recent.get(worker.worker, ()), RATE_OVER_S),
+    }
+
+
+def _window(story: Story, shown: Sequence[WorkerView], *, recent: bool) -> dict[str, Any] | None:
+    """Return the timeline of the last minutes, or of all that is known."""
+    points = {w.worker: list(story.recent.get(w.worker, ()) if recent else w.totals) for w in shown}
+    begins = [each[0].time for each in points.values() if each]
+    end = story.view.time
+    if not begins or end <= min(begins):
+        return None
+    begin = max(min(begins), end - RECENT_S) if recent else min(begins)
+    over = columns(begin, end, MAX_COLUMNS, least_s=2.0)
+    marks: list[list[Any]] = []
+    if story.started_at is not None:
+        timed = [(story.started_at + r.seconds, r) for r in story.rounds()]
+        for scope in ("global", "local"):
+            inside = [(t, r) for t, r in timed if r.scope == scope and t >= over.begin]
+            marks += [_mark(t, r) for t, r in _thinned(inside, MAX_MARKS)]
+    return window(points, over) | {"rounds": marks}
+
+
+def _mark(time: float, round_: RoundView) -> list[Any]:
+    """Return a round: when, where, who leads, how long, how many bytes, what came of it, its id."""
+    r = round_
+    return [round(time, 2), r.scope, r.leader, _number(r.took_s), r.sent_nbytes, r.state, r.round]
+
+
+def _thinned(items: Sequence[T], most: int) -> list[T]:
+    """Return at most ``most`` of them, evenly spaced, the last one included."""
+    step = -(-len(items) // most) or 1
+    return list(items[::-1][::step][::-1])
+
+
+def _mean(round_: LossRound) -> float | None:
+    finite = [loss for loss in round_.losses.values() if loss is not None and math.isfinite(loss)]
+    return _number(statistics.fmean(finite)) if finite else None
+
+
+def _number(value: float | None) -> float | None:
+    """Return it with the digits that can be seen; None if it is not finite."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

@@ -1,0 +1,298 @@
+"use strict";
+// The page: takes the data as it comes, writes it down as text, and has the charts drawn.
+
+const at = (id) => document.getElementById(id);
+const about = document.body.dataset, live = about.mode === "live";
+const dark = matchMedia("(prefers-color-scheme: dark)"), narrowly = matchMedia("(max-width: 34rem)");
+const SIGNS = { live: "●", held: "◐", straggler: "▲", cut: "⊠", away: "○", left: "✕" };
+const OUT = ["straggler", "cut", "away", "left"];
+const LOST_AFTER_MS = 12000, RETRY_MS = 5000;
+let data = null, chosen = "", heardAt = Date.now(), drawn = {}, waiting = false, drawMs = 0, source = null;
+
+const make = (tag, text, about = {}) => Object.assign(document.createElement(tag), { textContent: text }, about);
+const number = (x, digits = 4) => x === null || x === undefined ? "–"
+  : Math.abs(x) >= 1e4 ? Math.round(x).toLocaleString("en") : String(Number(x.toPrecision(digits)));
+const percent = (x) => x === null || x === undefined ? "–" : `${Math.round(x * 100)} %`;
+const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
+
+function span(seconds) {
+  if (seconds === null || seconds === undefined) return "unknown";
+  const s = Math.round(seconds), h = Math.floor(s / 3600), m = Math.floor(s / 60) % 60;
+  return h ? `${h} h ${String(m).padStart(2, "0")} min` : m ? `${m} min ${String(s % 60).padStart(2, "0")} s` : `${s} s`;
+}
+
+const isOver = () => !["", "waiting", "running", "stopping"].includes(data.head.state);
+
+// -- texts
+
+function write() {
+  const head = data.head;
+  document.title = `${head.state === "running" ? percent(head.share) : head.state} · lsgd ${head.algorithm}`;
+  at("title").textContent = head.run ? `${head.algorithm}, run ${head.run}` : "";
+  at("state").textContent = head.state;
+  at("state").dataset.state = head.state;
+  at("reason").textContent = head.reason;
+  at("share").value = head.share;
+  at("percent").textContent = percent(head.share);
+  at("period").textContent = head.period ? `period ${head.period}: ${head.period_reason}` : "";
+  const sums = data.workers.reduce((sum, w) => [sum[0] + (w.bytes_per_s || 0), sum[1] + (w.sent_nbytes || 0)], [0, 0]);
+  const known = data.workers.some((w) => w.sent_nbytes !== null);
+  const many = data.workers.length, out = data.workers.filter((w) => OUT.includes(w.state)).length;
+  const there = isOver() || !out ? many : `${many - out} of ${many}`;
+  tiles({
+    iterations: number(head.count) + (head.iterations ? ` of ${number(head.iterations)}` : ""),
+    rate: head.rate === null ? "–" : `${number(head.rate, 3)} a second`,
+    time: span(head.seconds),
+    ...(live ? { "time left": span(head.left_s) } : {}),
+    loss: number(head.loss),
+    rounds: `${number(head.rounds_global)} global, ${number(head.rounds_local)} local`,
+    workers: `${there} on ${head.nodes} node${head.nodes === 1 ? "" : "s"}`,
+    generation: head.generation,
+    ...(known ? { sent: live ? `${charts.bytes(sums[0])}/s` : charts.bytes(sums[1]),
+      "sent an iteration": head.count ? charts.bytes(sums[1] / head.count) : "–" } : {}),
+  });
+  at("leaders").textContent = data.loss.leader_changes ? `${data.loss.leader_changes} changes of the leader` : "";
+  table();
+  log();
+  at("names").replaceChildren(...data.names.map((name) => make("option", "", { value: name })));
+  const changes = Object.entries(data.settings).map(([name, value]) => `${name} = ${value}`);
+  at("changed").textContent = changes.length ? `Changed so far: ${changes.join(", ")}` : "";
+}
+
+function tiles(values) {
+  const list = at("tiles"), names = Object.keys(values);
+  if (list.dataset.names !== names.join()) {
+    list.dataset.names = names.join();
+    list.replaceChildren(...names.map((name) => {
+      const tile = make("div", "");
+      tile.append(make("dt", name), make("dd", ""));
+      return tile;
+    }));
+  }
+  [...list.querySelectorAll("dd")].forEach((cell, i) => { cell.textContent = values[names[i]]; });
+}
+
+const COLUMNS = {
+  worker: (w) => w.worker, state: (w) => `${SIGNS[w.state] || ""} ${w.state}`, rank: (w) => w.rank < 0 ? "–" : w.rank,
+  iterations: (w) => number(w.done), "a second": (w) => number(w.rate, 3),
+  "ms a step": (w) => w.compute_s === null ? "–" : number(w.compute_s * 1000, 3),
+  compute: (w) => percent(w.compute), waiting: (w) => percent(w.waiting), exchange: (w) => percent(w.exchange),
+  loss: (w) => number(w.loss), led: (w) => w.times_leader, sent: (w) => charts.bytes(w.sent_nbytes),
+  "heard before": (w) => w.heard_s === null ? "–" : `${w.heard_s.toFixed(1)} s`,
+};
+
+function table() {
+  const names = Object.keys(COLUMNS), body = at("workers");
+  if (!at("columns").children.length) {
+    at("columns").append(...names.map((name) => make("th", name, { scope: "col" })));
+  }
+  const key = data.workers.map((w) => w.worker).join();
+  if (body.dataset.key !== key) {  // rows stay, and with them the focus
+    body.dataset.key = key;
+    body.replaceChildren(...data.workers.map((w) => {
+      const row = make("tr", "");
+      row.append(...names.map(() => make("td", "")));
+      const button = make("button", w.worker, { type: "button" });
+      button.addEventListener("click", () => { chosen = chosen === w.worker ? "" : w.worker; drawn = {}; write(); draw(); });
+      row.firstChild.append(button, make("small", ""));
+      return row;
+    }));
+  }
+  data.workers.forEach((w, i) => {
+    const row = body.children[i];
+    row.classList.toggle("out", OUT.includes(w.state) && !isOver());
+    row.classList.toggle("chosen", w.worker === chosen);
+    row.dataset.state = w.state;
+    row.querySelector("button").setAttribute("aria-pressed", String(w.worker === chosen));
+    row.querySelector("small").textContent = OUT.includes(w.state) ? w.reason || w.code : "";
+    names.forEach((name, k) => { if (k) row.children[k].textContent = COLUMNS[name](w); });
+  });
+  at("more-workers").textContent = data.more_workers ? `… and ${data.more_workers} more: lsgd status has all` : "";
+}
+
+function log() {
+  const lines = data.log, last = lines.at(-1), key = lines.length ? `${lines.length} ${last[0]} ${last[2]}` : "";
+  if (at("log").dataset.key === key) return;
+  at("log").dataset.key = key;
+  at("log").replaceChildren(...lines.map(([time, code, words]) => {
+    const line = make("li", "", { title: code });
+    line.append(make("time", clock(time)), words);
+    return line;
+  }).reverse());
+}
+
+function banner() {
+  const late = Date.now() - heardAt > LOST_AFTER_MS;
+  const over = data && isOver();
+  let text = "";
+  if (live && (late || !source || source.readyState !== EventSource.OPEN)) {
+    text = over ? "The run is over and its dashboard has ended: this is the last state." :
+      `Disconnected: the dashboard at ${location.host} does not answer${data ? "; this is the last state" : ""}. It is tried again.`;
+  } else if (live && data && data.problem) text = data.problem;
+  else if (live && data && !data.connected && !over) {
+    text = `Disconnected: the global server at ${about.address} does not answer. It is looked for.`;
+  }
+  if (at("banner").textContent !== text) at("banner").textContent = text;
+  at("banner").hidden = !text;
+}
+
+// -- charts
+
+function draw() {
+  if (waiting || !data || document.hidden) return;
+  waiting = true;  // drawing takes a quarter of the time at most, however much there is to draw
+  setTimeout(() => requestAnimationFrame(() => {
+    waiting = false;
+    const begin = performance.now();
+    drawAll();
+    drawMs = performance.now() - begin;
+  }), Math.min(4000, 3 * drawMs));
+}
+
+function drawAll() {
+  const t = charts.theme(dark.matches), which = document.querySelector("[name=span]:checked").value;
+  const look = { chosen, narrow: narrowly.matches, logarithmic: at("log-scale").checked };
+  plot("loss", JSON.stringify([data.loss, look, dark.matches]), () => charts.loss(data.loss, t, look));
+  const shown = data[which] && { ...data[which], name: which };
+  at("timeline-section").hidden = !data.recent && !data.whole;
+  if (!shown) return;
+  plot("timeline", JSON.stringify([shown, data.gaps, look, dark.matches]), () => charts.timeline(shown, data.gaps, t, look));
+  plot("traffic", JSON.stringify([shown, look, dark.matches]), () => charts.traffic(shown, t, look));
+}
+
+function plot(id, key, chart) {
+  if (drawn[id] === key) return;
+  drawn[id] = key;
+  const [traces, layout] = chart();
+  if (layout.height) at(id).style.height = `${layout.height}px`;
+  const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
+  Plotly.react(at(id), traces, layout, config);
+  if (at(id).dataset.ready) return;
+  at(id).dataset.ready = "yes";
+  if (id === "timeline") {
+    at(id).on("plotly_hover", ({ points: [p] }) => {
+      const which = document.querySelector("[name=span]:checked").value;
+      if (p.data.type !== "heatmap" || !data[which]) return;
+      at("under").textContent = charts.column(data[which], data.gaps, ...p.pointNumber) || "…";
+    });
+  }
+}
+
+function key(event) {
+  const chart = event.currentTarget, axis = chart._fullLayout && chart._fullLayout.xaxis;
+  if (!axis || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "0") {
+    event.preventDefault();
+    Plotly.relayout(chart, { "xaxis.autorange": true, "yaxis.autorange": chart.id === "timeline" ? "reversed" : true });
+    return;
+  }
+  const [from, to] = axis.range.map((x) => axis.r2l(x)), size = to - from;
+  const moves = { "+": [0.2, -0.2], "=": [0.2, -0.2], "-": [-0.25, 0.25], ArrowLeft: [-0.2, -0.2], ArrowRight: [0.2, 0.2] };
+  const move = moves[event.key];
+  if (!move) return;
+  event.preventDefault();
+  Plotly.relayout(chart, { "xaxis.range": [axis.l2r(from + move[0] * size), axis.l2r(to + move[1] * size)] });
+}
+
+// -- changes of the run
+
+async function question(words, answer) {
+  const dialog = at("question");
+  at("asked").textContent = words;
+  at("yes").textContent = answer;
+  dialog.returnValue = "no";
+  dialog.showModal();
+  await new Promise((done) => dialog.addEventListener("close", done, { once: true }));
+  return dialog.returnValue === "yes";
+}
+
+async function change(what, body, said) {
+  at("answer").textContent = "…";
+  try {
+    const response = await fetch(what, {
+      method: "POST", body: JSON.stringify(body), signal: AbortSignal.timeout(15000),
+      headers: { "Content-Type": "application/json", "X-Lsgd-Csrf": about.csrf },
+    });
+    const text = await response.text();
+    const answer = text.startsWith("{") ? JSON.parse(text) : { error: text };
+    at("answer").textContent = response.ok ? `${said}, after ${answer.count} iterations` : answer.error;
+  } catch (error) {
+    at("answer").textContent = `the dashboard did not answer: ${error.message}`;
+  }
+}
+
+function controls() {
+  if (!live) at("change-section").hidden = true;
+  if (about.control !== "yes") {
+    at("set").hidden = true;
+    at("answer").textContent = "This page only shows the run. To change it from here, start lsgd dashboard --private; or use lsgd set and lsgd stop.";
+  }
+  at("set").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const { name, value } = Object.fromEntries(new FormData(at("set")));
+    if (await question(`Set ${name} = ${value} for all workers, from the next global round on?`, "Set")) {
+      await change("set", { [name.trim()]: value.trim() }, `${name} = ${value}`);
+    }
+  });
+  at("stop").addEventListener("click", async () => {
+    if (await question("Stop the run? Its workers make the consensus model and leave.", "Stop the run")) {
+      await change("stop", {}, "the run is stopping");
+    }
+  });
+}
+
+// -- the beginning
+
+function take(text) {
+  data = JSON.parse(text);
+  write();
+  banner();
+  draw();
+}
+
+function listen() {
+  source = new EventSource("events");
+  source.onmessage = (event) => { heardAt = Date.now(); if (event.data !== "{}") take(event.data); };
+  source.addEventListener("alive", () => { heardAt = Date.now(); });
+  source.onopen = () => { heardAt = Date.now(); banner(); };
+  source.onerror = () => {
+    banner();
+    if (source.readyState === EventSource.CLOSED) setTimeout(listen, RETRY_MS);
+  };
+}
+
+const LEGEND = ["straggler", "cut", "away", "left"];
+function legend() {
+  const t = charts.theme(dark.matches);
+  const acts = charts.ACTS.map((act, i) => {
+    const item = make("li", "");
+    const swatch = make("i", "");
+    swatch.style.background = t.acts[i];
+    item.append(swatch, LEGEND.includes(act) ? `${SIGNS[act]} ${act}` : act);
+    return item;
+  });
+  const rounds = [["◆", "global round, at its leader"], ["•", "local round"]].map(([sign, words]) => {
+    const item = make("li", "");
+    item.append(make("b", sign), words);
+    return item;
+  });
+  const blank = make("li", "");
+  blank.append(make("i", ""), "nothing told");
+  at("legend").replaceChildren(...acts, blank, ...rounds);
+}
+
+const redraw = () => { drawn = {}; legend(); draw(); };
+for (const media of [dark, narrowly]) media.addEventListener("change", redraw);
+document.addEventListener("visibilitychange", draw);
+at("log-scale").addEventListener("change", draw);
+for (const radio of document.querySelectorAll("[name=span]")) radio.addEventListener("change", draw);
+for (const chart of document.querySelectorAll(".chart")) chart.addEventListener("keydown", key);
+controls();
+legend();
+if (live) {
+  listen();
+  setInterval(banner, 1000);
+} else {
+  take(at("data").textContent);
+  if (data.whole) { document.querySelector("[value=whole]").checked = true; draw(); }
+}

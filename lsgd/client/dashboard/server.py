@@ -1,0 +1,363 @@
+"""The dashboard's HTTP server: the page, its data as server-sent events, and an operator's changes of the run.
+
+Who may do what:
+1. A name in ``Host`` has to be one of ours, so that no other site's name can be made to mean this server.
+2. Where a token is set, everything needs it: once in the address, then as a cookie.
+3. A change needs the page's own secret in a header, and no foreign ``Origin``; other sites know neither.
+"""
+
+import asyncio
+import gzip
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tornado.httpserver import HTTPServer
+from tornado.iostream import StreamClosedError
+from tornado.netutil import bind_sockets
+from tornado.web import Application, HTTPError, RequestHandler
+
+from lsgd.client.dashboard.follow import READ_S, Follower
+from lsgd.client.dashboard.page import PARTS, PLOTLY, live_page, part
+from lsgd.client.dashboard.story import Story
+from lsgd.client.launcher.results import METRICS, read_rounds
+from lsgd.client.watch.ask import ask
+from lsgd.errors import ConfigError, LsgdError
+from lsgd.protocol.messages import ChangeSettings, Operator, StopRun
+from lsgd.protocol.sockets import ConnectorKeys
+
+DEFAULT_PORT = 8484
+MAX_BROWSERS = 32
+"""Pages that are served at once."""
+
+SAY_ALIVE_EVERY_S, SEND_WITHIN_S, MAX_BODY_NBYTES = 5.0, 10.0, 1 << 16
+"""How often a page hears that we are there; how long it may take to receive; the longest request."""
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
+    "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@dataclass
+class Dashboard:
+    """What the handlers share.
+
+    Args:
+        address: of the global server; ``keys`` for it.
+        host: that the server listens at.
+        token: that visitors need; empty: none.
+        control: visitors may stop and change the run.
+    """
+
+    address: str
+    keys: ConnectorKeys | None
+    host: str
+    token: str
+    control: bool
+    csrf: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    text: str = ""
+    browsers: int = 0
+    closing: bool = False
+    port: int = 0
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def show(self, text: str | None) -> None:
+        """Show this from now on; None: it is the end."""
+        async with self.news:
+            self.text, self.closing = (self.text, True) if text is None else (text, False)
+            self.news.notify_all()
+
+    async def changes(self, seen: str | None) -> bool:
+        """Wait until there is something else than this to show, or the end; False: not for a while."""
+        async with self.news:
+            try:
+                waited = self.news.wait_for(lambda: self.closing or (self.text and self.text is not seen))
+                await asyncio.wait_for(waited, SAY_ALIVE_EVERY_S)
+            except TimeoutError:
+                return False
+        return True
+
+    def knows(self, host: str) -> bool:
+        """Whether ``Host`` names this machine as it may be named here."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        try:
+            found = ipaddress.ip_address(name)
+        except ValueError:
+            ours = {"localhost"} if is_loopback(self.host) else {"localhost", self.host.lower(), *_own_names()}
+            return name in ours
+        return found.is_loopback or not is_loopback(self.host)
+
+    def url(self) -> str:
+        """Return the address for people, with the token."""
+        anywhere = self.host in ("", "0.0.0.0", "::")
+        host = socket.gethostname() if anywhere else f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/{f'?token={self.token}' if self.token else ''}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens at ``host``."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@cache
+def _own_names() -> frozenset[str]:
+    return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})
+
+
+class _Handler(RequestHandler):
+    """What holds for every request, one for an unknown path too."""
+
+    def initialize(self, dashboard: Dashboard) -> None:
+        self.dashboard = dashboard
+
+    def set_default_headers(self) -> None:
+        self.set_header("Content-Security-Policy", POLICY)
+        self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("X-Frame-Options", "DENY")
+        self.set_header("Referrer-Policy", "no-referrer")
+        self.set_header("Cache-Control", "no-store")
+        self.clear_header("Server")
+
+    def prepare(self) -> None:
+        if not self.dashboard.knows(self.request.host):
+            raise HTTPError(403, reason="this name is not ours: open the address that lsgd dashboard printed")
+        token = self.dashboard.token
+        if token and not self._has(token):
+            raise HTTPError(401, reason="a token is needed: open the address that lsgd dashboard printed")
+
+    def _has(self, token: str) -> bool:
+        given = (self.get_query_argument("token", ""), self.get_cookie(self.cookie) or "")
+        return any([hmac.compare_digest(each.encode(), token.encode()) for each in given])
+
+    @property
+    def cookie(self) -> str:
+        """Name of the token's cookie: browsers do not tell servers on several ports of a host apart."""
+        return f"lsgd-{self.dashboard.port}"
+
+    def write_error(self, status_code: int, **_: Any) -> None:
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(f"{status_code}: {self._reason}\n")
+
+
+class _Unknown(_Handler):
+    def prepare(self) -> None:
+        super().prepare()
+        raise HTTPError(404, reason="there is no such page: the dashboard is at /")
+
+
+class _Page(_Handler):
+    def get(self) -> None:
+        d = self.dashboard
+        if self.get_query_argument("token", "") and d.token:
+            self.set_cookie(self.cookie, d.token, httponly=True, samesite="Lax")
+            self.redirect("/")
+            return
+        self.set_header("Content-Type", "text/html; charset=utf-8")
+        self.finish(live_page(d.csrf, d.address, control=d.control))
+
+
+class _Part(_Handler):
+    def get(self, name: str) -> None:
+        self.set_header("Content-Type", f"{PARTS.get(name, 'text/javascript')}; charset=utf-8")
+        if name == PLOTLY:
+            self.set_header("Cache-Control", "private, max-age=3600")
+        packed = "gzip" in self.request.headers.get("Accept-Encoding", "")
+        if packed:
+            self.set_header("Content-Encoding", "gzip")
+        self.finish(_packed(name) if packed else part(name))
+
+    def compute_etag(self) -> str | None:
+        return None
+
+
+@cache
+def _packed(name: str) -> bytes:
+    return gzip.compress(part(name).encode(), 5)
+
+
+class _State(_Handler):
+    def get(self) -> None:
+        self.set_header("Content-Type", "application/json")
+        self.finish(self.dashboard.text or "{}")
+
+
+class _Events(_Handler):
+    """The page's data, whole, each time that it has changed; whoever is slow misses some."""
+
+    async def get(self) -> None:
+        d = self.dashboard
+        if d.browsers >= MAX_BROWSERS:
+            raise HTTPError(503, reason=f"{MAX_BROWSERS} pages are open already: close one")
+        d.browsers += 1
+        try:
+            self.set_header("Content-Type", "text/event-stream")
+            await self._send("retry: 1000\n\n")
+            seen = None
+            while not d.closing:
+                if d.text and d.text is not seen:
+                    seen = d.text
+                    await self._send(f"data: {seen}\n\n")
+                    continue
+                if not await d.changes(seen):
+                    await self._send("event: alive\ndata: .\n\n")
+            if d.text and d.text is not seen:
+                await self._send(f"data: {d.text}\n\n")
+        except StreamClosedError:
+            pass
+        except TimeoutError:  # it takes nothing in
+            self.detach().close()
+        finally:
+            d.browsers -= 1
+
+    async def _send(self, text: str) -> None:
+        self.write(text)
+        await asyncio.wait_for(asyncio.ensure_future(self.flush()), SEND_WITHIN_S)
+
+
+class _Change(_Handler):
+    def prepare(self) -> None:
+        super().prepare()
+        d, origin = self.dashboard, self.request.headers.get("Origin")
+        if origin is not None and origin.partition("://")[2] != self.request.host:
+            raise HTTPError(403, reason="a change has to come from the page itself")
+        if not hmac.compare_digest(self.request.headers.get("X-Lsgd-Csrf", "").encode(), d.csrf.encode()):
+            raise HTTPError(403, reason="a change needs the page's own secret: load the page anew")
+        if not d.control:
+            raise HTTPError(403, reason="this page only shows the run: use lsgd set and lsgd stop, or --private")
+
+    async def post(self, what: str) -> None:
+        if self.dashboard.changing.locked():
+            raise HTTPError(409, reason="another change is being made: try again")
+        async with self.dashboard.changing:
+            try:
+                message = self._message(what)
+                loop = asyncio.get_running_loop()
+                status = await loop.run_in_executor(None, ask, self.dashboard.address, message, self.dashboard.keys)
+                self.finish({"count": status["count"], "reason": status["reason"]})
+            except LsgdError as error:
+                self.set_status(400)
+                self.finish({"error": str(error)})
+
+    def _message(self, what: str) -> Operator:
+        try:
+            body = json.loads(self.request.body or b"{}")
+        except ValueError:
+            raise HTTPError(400, reason="the body has to be JSON") from None
+        if what == "stop":
+            return StopRun("stopped from the dashboard")
+        if not isinstance(body, dict) or not body or not all(isinstance(value, str) for value in body.values()):
+            raise HTTPError(400, reason='name settings and their values as texts: {"period": "8"}')
+        return ChangeSettings(body)
+
+
+def application(dashboard: Dashboard) -> Application:
+    """Return the paths and who answers there."""
+    shared = {"dashboard": dashboard}
+    names = "|".join(name.replace(".", r"\.") for name in (*PARTS, PLOTLY))
+    paths = [("/", _Page), (f"/({names})", _Part), ("/state.json", _State), ("/events", _Events)]
+    routes = [(path, handler, shared) for path, handler in (*paths, ("/(set|stop)", _Change))]
+    return Application(
+        routes, default_handler_class=_Unknown, default_handler_args=shared, log_function=lambda handler: None
+    )
+
+
+def open_dashboard(
+    address: str,
+    keys: ConnectorKeys | None,
+    host: str,
+    port: int | None,
+    folder: Path | None,
+    say: Callable[[str], None],
+    private: bool = False,
+    parent: int = 0,
+) -> None:
+    """Serve until SIGINT or SIGTERM, or until the process ``parent`` is not ours any more.
+
+    Whoever may open the page may change the run, unless the run has keys and the page no token.
+
+    Args:
+        address: of the global server.
+        keys: for it.
+        host: to listen at; one that other machines can reach gets a token.
+        port: TCP port; None: the usual one, or any that is free.
+        folder: of the run: its older rounds are shown, and what a run's own page shows at the end stays there; None: it
+            is not known.
+        say: takes the page's address, once it is open.
+        private: have a token in any case.
+        parent: process id; 0: there is none to watch.
+
+    Raises:
+        ConfigError: the port or the host cannot be used.
+    """
+    token = secrets.token_urlsafe(24) if private or not is_loopback(host) else ""
+    dashboard = Dashboard(address, keys, host, token, control=bool(token) or keys is None)
+    sockets = _bind(host, port)
+    dashboard.port = sockets[0].getsockname()[1]
+    story = Story(read_rounds(folder / METRICS) if folder else ())
+    asyncio.run(_serve(dashboard, sockets, story, say, folder, parent))
+
+
+def _bind(host: str, port: int | None) -> list[socket.socket]:
+    for each in (DEFAULT_PORT, 0) if port is None else (port,):
+        try:
+            return bind_sockets(each, host)
+        except OSError as error:
+            trouble = error.strerror or str(error)
+    raise ConfigError(f"the dashboard cannot listen at {host}, port {port}: {trouble}; give another --port or --host")
+
+
+async def _serve(
+    dashboard: Dashboard,
+    sockets: list[socket.socket],
+    story: Story,
+    say: Callable[[str], None],
+    folder: Path | None,
+    parent: int,
+) -> None:
+    loop, end = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end.set)
+    server = HTTPServer(
+        application(dashboard), max_body_size=MAX_BODY_NBYTES, body_timeout=10, idle_connection_timeout=60
+    )
+    server.add_sockets(sockets)
+
+    def tell(text: str) -> None:
+        asyncio.run_coroutine_threadsafe(dashboard.show(text), loop)
+
+    follower = Follower(
+        dashboard.address, dashboard.keys, story, tell, lambda: dashboard.browsers > 0, folder if parent else None
+    )
+    follower.start()
+    say(dashboard.url())
+    while not end.is_set() and (not parent or os.getppid() == parent):
+        try:
+            await asyncio.wait_for(end.wait(), 1.0)
+        except TimeoutError:
+            continue
+    follower.stop()
+    await asyncio.to_thread(follower.join, READ_S + 2.0)
+    await dashboard.show(None)
+    server.stop()
+    try:
+        await asyncio.wait_for(server.close_all_connections(), 2.0)
+    except TimeoutError:
+        pass

@@ -1,0 +1,76 @@
+"""The run's page beside a launch: a process that ends with it, and whose own end costs the run nothing."""
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from lsgd.client.launcher.screen import LAUNCHER
+
+LOG = "dashboard.log"
+STARTS_WITHIN_S, ENDS_WITHIN_S = 15.0, 5.0
+
+
+@contextmanager
+def dashboard(folder: Path, port: int | None, environ: Mapping[str, str], *, insecure: bool) -> Iterator[None]:
+    """Have ``lsgd dashboard`` for the run in ``folder`` as long as this lasts, and say its address.
+
+    Args:
+        folder: of the run, which this process has claimed.
+        port: of the page; 0: the usual one, or any that is free; None: there is no page.
+        environ: variables of the process.
+        insecure: the run has no keys on the network.
+    """
+    if port is None:
+        yield
+        return
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "lsgd.client",
+        "dashboard",
+        "--run",
+        str(folder),
+        "--parent",
+        str(os.getpid()),
+    ]
+    command += ["--port", str(port)] * (port > 0) + ["--insecure"] * insecure
+    with (folder / LOG).open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C at the terminal reaches the launcher alone
+        )
+    try:
+        print(f"{LAUNCHER}{_first_line(process) or f'the dashboard does not start: see {folder / LOG}'}", flush=True)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(ENDS_WITHIN_S)
+        assert process.stdout
+        process.stdout.close()
+
+
+def _first_line(process: "subprocess.Popen[bytes]") -> str:
+    """Return what it says first, within a while; empty if it says nothing."""
+    assert process.stdout
+    deadline, line = time.monotonic() + STARTS_WITHIN_S, b""
+    while (
+        not line.endswith(b"\n") and select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]
+    ):
+        if not (data := os.read(process.stdout.fileno(), 4096)):
+            return ""
+        line += data
+    return line.decode(errors="replace").strip()

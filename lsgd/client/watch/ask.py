@@ -1,0 +1,52 @@
+"""One question of an operator to a running global server, and its answer."""
+
+import json
+import secrets
+import time
+from typing import Any
+
+from lsgd.errors import ConfigError, JoinError, ProtocolError
+from lsgd.protocol.keys import OPERATOR
+from lsgd.protocol.messages import Operator, Refused, Status, decode, encode
+from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller
+
+ANSWER_WITHIN_S = 5.0
+REFUSED_AFTER_S = 0.5  # a handshake that fails may be that of a server which is just being started
+
+
+def ask(
+    address: str, message: Operator, keys: ConnectorKeys | None = None, within_s: float = ANSWER_WITHIN_S
+) -> dict[str, Any]:
+    """Ask the global server at ``address`` for the state of its run, to end it or to change it; return its state.
+
+    Raises:
+        JoinError: nobody answers there within ``within_s``.
+        ConfigError: the server refuses the change, and says why.
+    """
+    started_at = time.monotonic()
+    sent = False
+    name = keys.name if keys else OPERATOR
+    with Connector(address, f"{name}#{secrets.randbits(63)}".encode(), keys) as link:
+        poller = Poller(link)
+        while (waited_s := time.monotonic() - started_at) < within_s:
+            if waited_s > REFUSED_AFTER_S and (trouble := link.trouble()):
+                raise JoinError(f"the global server at {address} does not let us in: {trouble}")
+            sent = sent or link.send([encode(message)])
+            poller.wait(0.2 if sent else 0.02)
+            for frames in link.receive():
+                for frame in frames[1::2]:
+                    answer = decode(frame)
+                    if isinstance(answer, Status):
+                        return dict(json.loads(answer.report))
+                    if isinstance(answer, Refused):
+                        raise ConfigError(answer.reason)
+                    raise ProtocolError(f"the server at {address} answered {type(answer).__name__}")
+    raise JoinError(silent(address, within_s))
+
+
+def silent(address: str, silent_s: float) -> str:
+    """Return what to say where nobody has answered for so long."""
+    return (
+        f"no global server answers at {address} within {silent_s:.2g} s; give its address with --connect "
+        f"(it prints it when it starts)"
+    )
