@@ -21,6 +21,7 @@ from ..integration.running import DEADLINE_S, Cluster, until
 
 pytest.importorskip("tornado")
 pytest.importorskip("plotly")
+pytest.importorskip("prometheus_client")
 BEGIN = 1.79e9
 
 
@@ -129,6 +130,7 @@ def test_the_page_is_for_this_machine_and_changes_come_from_it_alone(dashboard, 
     assert "plotly.js v" in answer(port, "/plotly.js")[2]
     state = until(lambda: json.loads(answer(port, "/state.json")[2]).get("head", {}).get("run"), "a state")
     assert state == servers.status()["run"]
+    assert f'run="{state}"' in answer(port, "/metrics")[2]
 
     csrf = re.search(r'data-csrf="([^"]+)"', page)[1]
     change = {"method": "POST", "body": '{"period": "16"}'}
@@ -146,7 +148,7 @@ def test_the_page_is_for_this_machine_and_changes_come_from_it_alone(dashboard, 
 @pytest.mark.parametrize("options", [("--private",), ("--host", "0.0.0.0")])
 def test_a_token_is_needed_for_everything(dashboard, options):
     port, token = dashboard(*options)
-    for path in ("/", "/state.json", "/events", "/plotly.js", "/?token=guessed", "/nothing"):
+    for path in ("/", "/state.json", "/metrics", "/events", "/plotly.js", "/?token=guessed", "/nothing"):
         status, _, text = answer(port, path)
         assert status == 401 and "open the address that lsgd dashboard printed" in text
     assert answer(port, "/stop", method="POST")[0] == 401

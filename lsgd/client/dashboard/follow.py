@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lsgd.client.dashboard.data import encoded, snapshot
 from lsgd.client.dashboard.story import Story
+from lsgd.client.watch.metrics import exposition
 from lsgd.client.watch.reader import Batch, Reader
 from lsgd.errors import LsgdError
 from lsgd.protocol.sockets import ConnectorKeys
@@ -52,6 +53,12 @@ class Follower(threading.Thread):
         self._address, self._keys = address, keys
         self._story, self._tell, self._seen, self._folder = story, tell, seen, folder
         self._stop_asked = threading.Event()
+        self._taking = threading.Lock()
+
+    def metrics(self) -> bytes:
+        """Return the run's metrics in Prometheus' text format; for any thread."""
+        with self._taking:
+            return exposition(self._story.view)
 
     def stop(self) -> None:
         """Tell what is new a last time, and end within :data:`READ_S`."""
@@ -82,13 +89,15 @@ class Follower(threading.Thread):
             while time.monotonic() < end:
                 batch = reader.read(READ_S)
                 self._story.problem = ""
-                self._story.take(batch)
+                with self._taking:
+                    self._story.take(batch)
                 new |= bool(batch.events) or batch.report is not None
                 if not batch.more:
                     break
         except LsgdError as error:
             self._story.problem = str(error)
-            self._story.take(Batch())
+            with self._taking:
+                self._story.take(Batch())
             self._stop_asked.wait(RETRY_S)
         return new or before != (view.connected, self._story.problem)
 

@@ -32,6 +32,7 @@ from lsgd.client.dashboard.page import PARTS, PLOTLY, live_page, part
 from lsgd.client.dashboard.story import Story
 from lsgd.client.launcher.results import METRICS, read_rounds
 from lsgd.client.watch.ask import ask
+from lsgd.client.watch.metrics import CONTENT_TYPE, check
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.protocol.messages import ChangeSettings, Operator, StopRun
 from lsgd.protocol.sockets import ConnectorKeys
@@ -58,6 +59,7 @@ class Dashboard:
         host: that the server listens at.
         token: that visitors need; empty: none.
         control: visitors may stop and change the run.
+        metrics: returns the run's metrics in Prometheus' text format.
     """
 
     address: str
@@ -65,6 +67,7 @@ class Dashboard:
     host: str
     token: str
     control: bool
+    metrics: Callable[[], bytes] = bytes
     csrf: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     text: str = ""
     browsers: int = 0
@@ -199,6 +202,17 @@ class _State(_Handler):
         self.finish(self.dashboard.text or "{}")
 
 
+class _Metrics(_Handler):
+    async def get(self) -> None:
+        try:
+            check()
+        except ConfigError as error:
+            raise HTTPError(501, reason=str(error)) from None
+        page = await asyncio.get_running_loop().run_in_executor(None, self.dashboard.metrics)
+        self.set_header("Content-Type", CONTENT_TYPE)
+        self.finish(page)
+
+
 class _Events(_Handler):
     """The page's data, whole, each time that it has changed; whoever is slow misses some."""
 
@@ -272,8 +286,8 @@ def application(dashboard: Dashboard) -> Application:
     """Return the paths and who answers there."""
     shared = {"dashboard": dashboard}
     names = "|".join(name.replace(".", r"\.") for name in (*PARTS, PLOTLY))
-    paths = [("/", _Page), (f"/({names})", _Part), ("/state.json", _State), ("/events", _Events)]
-    routes = [(path, handler, shared) for path, handler in (*paths, ("/(set|stop)", _Change))]
+    paths = [("/", _Page), (f"/({names})", _Part), ("/state.json", _State), ("/metrics", _Metrics)]
+    routes = [(path, handler, shared) for path, handler in (*paths, ("/events", _Events), ("/(set|stop)", _Change))]
     return Application(
         routes, default_handler_class=_Unknown, default_handler_args=shared, log_function=lambda handler: None
     )
@@ -346,6 +360,7 @@ async def _serve(
     follower = Follower(
         dashboard.address, dashboard.keys, story, tell, lambda: dashboard.browsers > 0, folder if parent else None
     )
+    dashboard.metrics = follower.metrics
     follower.start()
     say(dashboard.url())
     while not end.is_set() and (not parent or os.getppid() == parent):
