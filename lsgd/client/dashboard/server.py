@@ -44,6 +44,9 @@ MAX_BROWSERS = 32
 SAY_ALIVE_EVERY_S, SEND_WITHIN_S, MAX_BODY_NBYTES = 5.0, 10.0, 1 << 16
 """How often a page hears that we are there; how long it may take to receive; the longest request."""
 
+LAST_WORDS_S = 1.0
+"""How long pages have to receive the last state when the dashboard ends."""
+
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
     "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -234,6 +237,7 @@ class _Events(_Handler):
                     await self._send("event: alive\ndata: .\n\n")
             if d.text and d.text is not seen:
                 await self._send(f"data: {d.text}\n\n")
+            await asyncio.wait_for(asyncio.ensure_future(self.finish()), SEND_WITHIN_S)
         except StreamClosedError:
             pass
         except TimeoutError:  # it takes nothing in
@@ -372,6 +376,9 @@ async def _serve(
     await asyncio.to_thread(follower.join, READ_S + 2.0)
     await dashboard.show(None)
     server.stop()
+    said_at = loop.time()
+    while dashboard.browsers and loop.time() - said_at < LAST_WORDS_S:
+        await asyncio.sleep(0.02)
     try:
         await asyncio.wait_for(server.close_all_connections(), 2.0)
     except TimeoutError:
