@@ -159,11 +159,12 @@ def same_form(one: Any, other: Any) -> bool:
     """Return whether two algorithms' settings differ only in values that may change during a run."""
     if type(one) is not type(other):
         return False
-    free = _changeable(type(one))
+    free = changeable(type(one))
     return all(getattr(one, n) == getattr(other, n) for n in fields(type(one)) if n not in free)
 
 
-def _changeable(cls: type) -> list[str]:
+def changeable(cls: type) -> list[str]:
+    """Return the names of the settings that may change during a run."""
     kinds = typing.get_type_hints(cls)
     return [n for n, spec in fields(cls).items() if kinds[n] in (int, float) and not spec.metadata["fixed"]]
 
@@ -180,7 +181,7 @@ def changed(settings: Any, changes: Mapping[str, str], others: Collection[str] =
         ConfigError: there is no such setting, it cannot be changed during a run, or a value is wrong.
     """
     cls = type(settings)
-    free = _changeable(cls)
+    free = changeable(cls)
     for name in changes:
         if name not in free:
             known_but = "cannot be changed during a run" if name in fields(cls) else "is unknown"

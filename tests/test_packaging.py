@@ -22,7 +22,7 @@ ENTRY_POINTS = {"lsgd": "lsgd.client.cli.commands:main", "lsgd-server": "lsgd.se
 
 def modules() -> set[str]:
     """Return the files of the package as they are to be installed."""
-    found = (path for kind in ("*.py", "*.cu") for path in (ROOT / "lsgd").rglob(kind))
+    found = (path for kind in ("*.py", "*.cu", "*.toml") for path in (ROOT / "lsgd").rglob(kind))
     return {str(path.relative_to(ROOT)) for path in found} | {"lsgd/py.typed"}
 
 

@@ -19,12 +19,12 @@ from rich.live import Live
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
 from lsgd.client.checkpoint.run_folder import find_live, find_run
-from lsgd.client.cli import operate, runs
+from lsgd.client.cli import completion, operate, quickstart, runs
+from lsgd.client.cli.group import Group, Main, first_steps
 from lsgd.client.launcher import gpus
 from lsgd.client.launcher.launch import Launch, launch
 from lsgd.client.launcher.place import find_place
 from lsgd.client.watch.view import RunView
-from lsgd.errors import LsgdError
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import OPERATOR, KeyRing, connector_keys, default_folder, node_name, token_path
@@ -32,21 +32,33 @@ from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
 from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.settings import fields, shown, span
 
-
-class _Group(click.Group):
-    """Commands whose errors of ours end in one line."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except LsgdError as error:
-            raise click.ClickException(str(error)) from None
+DEVICE_HELP = "auto, cpu, cuda, or one GPU: cuda:0."
+PLAIN_HELP = "Lines alone, as where there is no terminal: no progress below them, no colours."
 
 
-@click.group(cls=_Group, context_settings={"max_content_width": 110})
+@click.group(cls=Main, context_settings={"max_content_width": 110}, invoke_without_command=True)
 @click.version_option(__version__)
-def main() -> None:
-    """Train on several machines with local SGD."""
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Train one PyTorch model on several machines with local SGD."""
+    if context.invoked_subcommand is None:
+        click.echo(first_steps())
+
+
+@main.command("quickstart", short_help="Train the example on this machine.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the script and the results; else runs/ and the time of the start.",
+)
+@click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
+@click.option("--plain", is_flag=True, help=PLAIN_HELP)
+def quickstart_command(run_dir: Path | None, device: str, plain: bool) -> None:
+    """Train the example, handwritten digits, with two workers on this machine.
+
+    Its script and its plan are then beside the results, to be changed and run again.
+    """
+    sys.exit(quickstart.quickstart(run_dir or _new_run_dir(), device, plain=plain))
 
 
 def _place(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +72,7 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@main.command("launch")
+@main.command("launch", short_help="Run a script as each worker of this machine.")
 @_place
 @click.option(
     "--port",
@@ -72,7 +84,7 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.IntRange(1),
     help=f"Workers of this node; else one for each GPU, or {gpus.CPU_WORKERS} where there is none.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, or one GPU: cuda:0.")
+@click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan, a TOML file (node 0's).")
 @click.option(
     "--run-dir",
@@ -90,7 +102,8 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     is_flag=True,
     help="Go on from the checkpoints in --run-dir, or of the newest run in it (else in runs/), with its plan.",
 )
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--plain", is_flag=True, help=PLAIN_HELP)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.files)
 def launch_command(
     node: int | None,
     nodes: int | None,
@@ -103,6 +116,7 @@ def launch_command(
     insecure: bool,
     join_line: str | None,
     resume: bool,
+    plain: bool,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND as each worker of this node, and the servers that they need.
@@ -117,6 +131,8 @@ def launch_command(
     Ctrl-C or SIGTERM stops the run cleanly: the workers make the consensus model and leave; a second one ends all
     processes at once. If a process fails, the run is stopped in the same way, and its exit code is the launcher's.
     """  # noqa: D301
+    if not command:
+        raise click.UsageError("say what each worker runs: lsgd launch -- python my_script.py")
     place = find_place(node, nodes, address, os.environ)
     if port is None:
         port = DEFAULT_PORT if place.nodes > 1 else 0
@@ -124,7 +140,7 @@ def launch_command(
     if resume:
         run_dir = find_run(run_dir or Path("runs"), place.node)
         click.echo(f"[launch] goes on from the checkpoints in {run_dir}")
-    run_dir = (run_dir or Path("runs", time.strftime("%Y%m%d-%H%M%S"))).absolute()
+    run_dir = (run_dir or _new_run_dir()).absolute()
     if devices.warning:
         click.echo(f"[launch] {devices.warning}", err=True)
     click.echo(
@@ -134,7 +150,13 @@ def launch_command(
     )
     options = f"--nodes {place.nodes} --address {place.address} --port {port}{' --resume' * resume}"
     join_line = join_line or f"lsgd launch --node NODE {options} -- {shlex.join(command)}"
-    sys.exit(launch(Launch(place, port, devices.names, plan_path, run_dir, command, insecure, join_line, resume)))
+    sys.exit(
+        launch(Launch(place, port, devices.names, plan_path, run_dir, command, insecure, join_line, resume, plain))
+    )
+
+
+def _new_run_dir() -> Path:
+    return Path("runs", time.strftime("%Y%m%d-%H%M%S"))
 
 
 def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,6 +167,7 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
         "folder",
         type=click.Path(path_type=Path),
         default=Path("runs"),
+        shell_complete=completion.runs,
         show_default=True,
         help="Folder of the run, or of several: your newest one that goes on is meant.",
     )
@@ -171,7 +194,7 @@ def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
     return connected
 
 
-@main.command("status")
+@main.command("status", short_help="Show what a run does, and what it waits for.")
 @_connect
 @click.option("--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/operations.md lists the keys).")
 @click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C or the end of the run.")
@@ -196,7 +219,7 @@ def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watc
                     console.print(*[""] * (number > 0), operate.view(run), sep="\n")
 
 
-@main.command("runs")
+@main.command("runs", short_help="List runs: how each has ended or goes on.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"))
 @click.option("--json", "as_json", is_flag=True, help="Print all that is known of each, as JSON.")
 def runs_command(folder: Path, as_json: bool) -> None:
@@ -213,14 +236,16 @@ def runs_command(folder: Path, as_json: bool) -> None:
         click.echo(f"there are no runs in {folder}; name the folder: lsgd runs FOLDER", err=True)
 
 
-@main.command("set")
+@main.command("set", short_help="Change settings of a running run.")
 @_connect
-@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, required=True)
+@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, shell_complete=completion.settings)
 def set_command(connect: str, keys: ConnectorKeys | None, changes: tuple[str, ...]) -> None:
     """Change numeric settings of a running run, all or none, for all workers from the next global round on.
 
     Its length (iterations, seconds) changes at once.
     """
+    if not changes:
+        raise click.UsageError("say which setting gets which value: lsgd set period=16")
     if wrong := [change for change in changes if "=" not in change]:
         raise click.UsageError(f"write it as NAME=VALUE, not {wrong[0]!r}")
     values = dict(change.split("=", 1) for change in changes)
@@ -229,7 +254,7 @@ def set_command(connect: str, keys: ConnectorKeys | None, changes: tuple[str, ..
     click.echo(f"run {status['run']}: {told}, after {status['count']} iterations")
 
 
-@main.command("stop")
+@main.command("stop", short_help="End a running run, with a consensus model.")
 @_connect
 @click.option("--reason", default="lsgd stop", show_default=True, help="What the run's log says.")
 def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
@@ -238,7 +263,7 @@ def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
     click.echo(f"run {status['run']} is stopping after {status['count']} iterations: {status['reason']}")
 
 
-@main.command("doctor")
+@main.command("doctor", short_help="Check this machine, and the network to others.")
 @_place
 @click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True)
 @click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of your model.")
@@ -260,7 +285,7 @@ def doctor_command(
     sys.exit(Doctor(place, port, click.echo).examine(parameters, step_ms))
 
 
-@main.command("keygen")
+@main.command("keygen", short_help="Make keys, and a token for each node.")
 @click.option(
     "--keys",
     "folder",
@@ -285,8 +310,8 @@ def keygen_command(folder: Path | None, nodes: int) -> None:
     )
 
 
-@main.command("algorithms")
-@click.argument("name", required=False)
+@main.command("algorithms", short_help="List the algorithms, or the settings of one.")
+@click.argument("name", required=False, shell_complete=completion.algorithms)
 @click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the model.")
 @click.option("--workers", type=click.IntRange(1), default=4, show_default=True, help="Each on a node of its own.")
 def algorithms(name: str | None, parameters: int, workers: int) -> None:
@@ -310,9 +335,19 @@ def algorithms(name: str | None, parameters: int, workers: int) -> None:
         click.echo(f"  {setting:18} {value:12} {span(spec) or 'any':24} {spec.metadata['meaning']}")
 
 
-@main.group(cls=_Group)
+@main.command("completion", short_help="Complete commands and options in your shell.")
+@click.argument("shell", type=click.Choice(tuple(completion.SHELLS)), required=False)
+def completion_command(shell: str | None) -> None:
+    """Print the script that completes commands and options in your shell; without SHELL, the line that takes it up."""
+    if shell:
+        click.echo(completion.script(main, shell))
+    else:
+        click.echo("\n".join(completion.SHELLS.values()))
+
+
+@main.group(cls=Group)
 def config() -> None:
-    """Settings of the plan."""
+    """Show the settings of the plan."""
 
 
 @config.command("show")

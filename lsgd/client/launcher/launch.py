@@ -62,6 +62,7 @@ class Launch:
         insecure: go without keys on a network where everybody is trusted.
         join_line: how another node is started, for people; NODE stands for its index.
         resume: go on from the checkpoints in ``run_dir``, with the plan there unless another is given.
+        plain: show lines alone, also on a terminal.
     """
 
     place: Place
@@ -73,6 +74,7 @@ class Launch:
     insecure: bool = False
     join_line: str = ""
     resume: bool = False
+    plain: bool = False
 
 
 def launch(settings: Launch) -> int:
