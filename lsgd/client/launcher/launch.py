@@ -41,6 +41,7 @@ TOKEN_WITHIN_S = 60.0
 """How long a node waits for node 0 to make its token, in a folder that they share."""
 
 _SERVER = (sys.executable, "-P", "-m", "lsgd.server")
+_FOLLOW = (sys.executable, "-P", "-m", "lsgd.client.launcher.follow")
 RESTARTS = 5
 """How many times a process that a signal killed is started again, within ten minutes."""
 
@@ -143,7 +144,16 @@ def _supervisor(
     environ.pop(TOKEN_VARIABLE, None)  # no business of the training script's
     commands += _workers(settings, local, environ)
     linger = place.node == 0 and place.nodes > 1
-    return Supervisor(commands, stops_run=commands[0].name, linger=linger, folder=folder, local=local)
+    follow = [*_FOLLOW, network, *["--insecure"] * settings.insecure] if place.node == 0 else []
+    return Supervisor(
+        commands,
+        stops_run=commands[0].name,
+        linger=linger,
+        folder=folder,
+        local=local,
+        follow=follow,
+        plain=settings.plain,
+    )
 
 
 def _network_address(place: Place, port: int) -> str:
