@@ -63,6 +63,11 @@ class Output:
                 self._thread = threading.Thread(target=self._serve, name="lsgd-output", daemon=True)
                 self._thread.start()
 
+    @property
+    def waiting(self) -> int:
+        """How many characters wait to be written."""
+        return self._nchars
+
     def flush(self, within_s: float, tries: int = 1) -> bool:
         """Wait until all is written, and return whether it is.
 

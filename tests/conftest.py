@@ -2,9 +2,7 @@
 
 import importlib
 import signal
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -23,12 +21,11 @@ settings.load_profile("repeatable")
 
 
 def example(name: str) -> Callable[[], ModuleType]:
-    """Return the fixture of a module of examples/, which takes a second to import."""
+    """Return the fixture of a module of lsgd.examples, which takes a second to import."""
 
     @pytest.fixture(scope="session", name=name)
     def module() -> ModuleType:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # as python examples/digits.py does
-        return importlib.import_module(name)
+        return importlib.import_module(f"lsgd.examples.{name}")
 
     return module
 

@@ -1,13 +1,12 @@
 """The examples: data and network of digits.py, and the two plain scripts with their diff."""
 
 import difflib
-import io
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -49,17 +48,6 @@ def test_accuracy_is_the_share_classified_right_and_leaves_the_model_in_training
     model = Constant()
     assert report.accuracy(model, test) == int((test.tensors[1] == 3).sum()) / 360
     assert model.training
-
-
-def test_a_line_that_is_logged_while_the_bar_is_shown_stays_whole(report, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr(sys, "stdout", shown := io.StringIO())
-    worker = SimpleNamespace(rank=0, progress=0.5)
-    with report.Progress(worker):
-        print(line := "lsgd: the checkpoint of 1280 iterations is in runs/a/checkpoints", file=sys.stderr)
-    assert line in shown.getvalue()
 
 
 def test_the_diff_in_the_docs_is_the_real_one() -> None:

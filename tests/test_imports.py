@@ -33,6 +33,7 @@ LAYERS = (
     "client/integrations",
     "client/cli",
     "client/__init__ client/__main__",
+    "examples",
 )
 """From the ground up. Those in one line do not import one another, but for a folder its own modules."""
 

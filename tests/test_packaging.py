@@ -22,7 +22,8 @@ ENTRY_POINTS = {"lsgd": "lsgd.client.cli.commands:main", "lsgd-server": "lsgd.se
 
 def modules() -> set[str]:
     """Return the files of the package as they are to be installed."""
-    found = (path for kind in ("*.py", "*.cu", "*.css", "*.html", "*.js") for path in (ROOT / "lsgd").rglob(kind))
+    kinds = ("*.py", "*.cu", "*.css", "*.html", "*.js", "*.toml")
+    found = (path for kind in kinds for path in (ROOT / "lsgd").rglob(kind))
     return {str(path.relative_to(ROOT)) for path in found} | {"lsgd/py.typed"}
 
 

@@ -34,6 +34,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lsgd.plan.run import LENGTH_SETTINGS
 from lsgd.protocol.events import RunChanged, SettingsChanged
 from lsgd.protocol.messages import (
     Data,
@@ -66,9 +67,6 @@ from lsgd.settings import changed
 
 LINGER_S = 10.0
 """How long the run waits for leaves after its end."""
-
-LENGTH_SETTINGS = ("iterations", "seconds")
-"""Settings of the run that can be changed while it goes on."""
 
 
 class Coordinator:

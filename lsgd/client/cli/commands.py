@@ -1,16 +1,13 @@
 """``lsgd``: the command line of those who train."""
 
-import functools
 import json
 import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -18,65 +15,56 @@ from rich.live import Live
 
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
-from lsgd.client.checkpoint.run_folder import CHECKPOINTS, find_live, find_run
+from lsgd.client.checkpoint.run_folder import CHECKPOINTS, find_run
 from lsgd.client.checkpoint.run_folder import runs as runs_with_checkpoints
-from lsgd.client.cli import log, metrics, operate, runs
+from lsgd.client.cli import completion, operate, options, quickstart, runs, watching
+from lsgd.client.cli.group import Group, Main, first_steps
 from lsgd.client.dashboard.page import require
-from lsgd.client.dashboard.report import report
 from lsgd.client.launcher import gpus
 from lsgd.client.launcher.launch import Launch, launch
 from lsgd.client.launcher.place import find_place
 from lsgd.client.watch.ask import ask
 from lsgd.client.watch.loggers import LOGGERS, unique
 from lsgd.client.watch.view import RunView
-from lsgd.errors import LsgdError
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
-from lsgd.protocol.keys import OPERATOR, KeyRing, connector_keys, default_folder, node_name, token_path
+from lsgd.protocol.keys import OPERATOR, KeyRing, default_folder, node_name, token_path
 from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
 from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.settings import fields, shown, span
 
 HEALTHY_WITHIN_S = 1.0
-DASHBOARD_NEEDS = ("tornado", "plotly")
-
-FOLDER = "lsgd.folder"
-"""Where a command's context has the folder of the run that was found."""
+DEVICE_HELP = "auto, cpu, cuda, or one GPU: cuda:0."
+PLAIN_HELP = "Lines alone, as where there is no terminal: no progress below them, no colours."
 
 
-class _Group(click.Group):
-    """Commands whose errors of ours end in one line."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except LsgdError as error:
-            raise click.ClickException(str(error)) from None
-
-
-@click.group(cls=_Group, context_settings={"max_content_width": 110})
+@click.group(cls=Main, context_settings={"max_content_width": 110}, invoke_without_command=True)
 @click.version_option(__version__)
-def main() -> None:
-    """Train on several machines with local SGD."""
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Train one PyTorch model on several machines with local SGD."""
+    if context.invoked_subcommand is None:
+        click.echo(first_steps())
 
 
-def _place(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command of a node the options for :func:`find_place`."""
-    for option in (
-        click.option("--address", help="Address of node 0, the same on all nodes; without --node, the scheduler's."),
-        click.option("--nodes", type=click.IntRange(1), help="Number of nodes; else the scheduler's, or 1."),
-        click.option(
-            "--node",
-            type=click.IntRange(0),
-            help="Index of this node, from 0; else the scheduler's (Slurm's, ...).",
-        ),
-    ):
-        command = option(command)
-    return command
+@main.command("quickstart", short_help="Train the example on this machine.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the script and the results; else runs/ and the time of the start.",
+)
+@click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
+@click.option("--plain", is_flag=True, help=PLAIN_HELP)
+def quickstart_command(run_dir: Path | None, device: str, plain: bool) -> None:
+    """Train the example, handwritten digits, with two workers on this machine.
+
+    Its script and its plan are then beside the results, to be changed and run again.
+    """
+    sys.exit(quickstart.quickstart(run_dir or _new_run_dir(), device, plain=plain))
 
 
-@main.command("launch")
-@_place
+@main.command("launch", short_help="Run a script as each worker of this machine.")
+@options.place
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -87,7 +75,7 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.IntRange(1),
     help=f"Workers of this node; else one for each GPU, or {gpus.CPU_WORKERS} where there is none.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, or one GPU: cuda:0.")
+@click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan, a TOML file (node 0's).")
 @click.option(
     "--run-dir",
@@ -124,7 +112,8 @@ def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="[PORT]",
     help="Serve the run's page on node 0 as well (as lsgd dashboard does, to this machine alone).",
 )
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--plain", is_flag=True, help=PLAIN_HELP)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.files)
 def launch_command(
     node: int | None,
     nodes: int | None,
@@ -140,6 +129,7 @@ def launch_command(
     resume_if_any: bool,
     log_to: tuple[str, ...],
     dashboard: int | None,
+    plain: bool,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND as each worker of this node, and the servers that they need.
@@ -154,8 +144,10 @@ def launch_command(
     Ctrl-C or SIGTERM stops the run cleanly: the workers make the consensus model and leave; a second one ends all
     processes at once. If a process fails, the run is stopped in the same way, and its exit code is the launcher's.
     """  # noqa: D301
+    if not command:
+        raise click.UsageError("say what each worker runs: lsgd launch -- python my_script.py")
     if dashboard is not None:
-        require("lsgd launch --dashboard", *DASHBOARD_NEEDS)
+        require("lsgd launch --dashboard", *watching.DASHBOARD_NEEDS)
     place = find_place(node, nodes, address, os.environ)
     if port is None:
         port = DEFAULT_PORT if place.nodes > 1 else 0
@@ -168,7 +160,7 @@ def launch_command(
         run_dir = find_run(run_dir or Path("runs"), place.node)
     if resume:
         click.echo(f"[launch] goes on from the checkpoints in {run_dir}")
-    run_dir = (run_dir or Path("runs", time.strftime("%Y%m%d-%H%M%S"))).absolute()
+    run_dir = (run_dir or _new_run_dir()).absolute()
     if devices.warning:
         click.echo(f"[launch] {devices.warning}", err=True)
     click.echo(
@@ -177,52 +169,31 @@ def launch_command(
         f"logs and results in {run_dir}"
     )
     again = f" --run-dir {run_dir} --resume-if-any" if resume_if_any else " --resume" * resume
-    options = f"--nodes {place.nodes} --address {place.address} --port {port}{again}"
-    join_line = join_line or f"lsgd launch --node NODE {options} -- {shlex.join(command)}"
-    names = devices.names
+    node_options = f"--nodes {place.nodes} --address {place.address} --port {port}{again}"
+    join_line = join_line or f"lsgd launch --node NODE {node_options} -- {shlex.join(command)}"
     settings = Launch(
-        place, port, names, plan_path, run_dir, command, insecure, join_line, resume, unique(log_to), dashboard
+        place,
+        port,
+        devices.names,
+        plan_path,
+        run_dir,
+        command,
+        insecure,
+        join_line,
+        resume,
+        log_to=unique(log_to),
+        dashboard=dashboard,
+        plain=plain,
     )
     sys.exit(launch(settings))
 
 
-def _connect(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give an operator's command the address of the run's global server and the keys for it."""
-
-    @click.option(
-        "--run",
-        "folder",
-        type=click.Path(path_type=Path),
-        default=Path("runs"),
-        show_default=True,
-        help="Folder of the run, or of several: your newest one that goes on is meant.",
-    )
-    @click.option(
-        "--connect",
-        metavar="HOST:PORT",
-        help="Address of a global server, for a run of somebody else or by hand.",
-    )
-    @click.option(
-        "--token",
-        type=click.Path(path_type=Path),
-        help="File with a token for it; else LSGD_TOKEN, or the user's, where one is needed.",
-    )
-    @click.option("--insecure", is_flag=True, help="Go without keys, where the server does too.")
-    @functools.wraps(command)
-    def connected(folder: Path, connect: str | None, token: Path | None, insecure: bool, **others: Any) -> Any:
-        if connect is None:
-            folder, connect = find_live(folder)
-            click.get_current_context().meta[FOLDER] = folder
-            click.echo(f"the run in {folder}, at {connect}:", err=True)
-        elif "://" not in connect:
-            connect = f"tcp://{connect}"
-        return command(connect, connector_keys(connect, token, OPERATOR, insecure=insecure), **others)
-
-    return connected
+def _new_run_dir() -> Path:
+    return Path("runs", time.strftime("%Y%m%d-%H%M%S"))
 
 
-@main.command("status")
-@_connect
+@main.command("status", short_help="Show what a run does, and what it waits for.")
+@options.connect
 @click.option("--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/operations.md lists the keys).")
 @click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C or the end of the run.")
 @click.option(
@@ -257,81 +228,7 @@ def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watc
                     console.print(*[""] * (number > 0), operate.view(run), sep="\n")
 
 
-@main.command("log")
-@_connect
-@click.option(
-    "--to",
-    "names",
-    multiple=True,
-    required=True,
-    type=click.Choice(list(LOGGERS)),
-    help="What to write; several may be given.",
-)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; else that of the run.")
-def log_command(connect: str, keys: ConnectorKeys | None, names: tuple[str, ...], out: Path | None) -> None:
-    """Write the curves of a running run down, from its beginning until its end.
-
-    csv writes curves.csv, tensorboard event files below tensorboard/, wandb a run below wandb/ (offline, unless
-    WANDB_MODE says something else).
-    """
-    out = out or click.get_current_context().meta.get(FOLDER)
-    if out is None:
-        raise click.UsageError("say with --out where to write the curves of a run that is given by its address")
-    out.mkdir(parents=True, exist_ok=True)
-    click.echo(log.write(connect, keys, out.absolute(), unique(names)))
-
-
-@main.command("metrics")
-@_connect
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; whoever reaches it reads.")
-@click.option("--port", type=click.IntRange(0, 65535), default=9464, show_default=True, help="0: any that is free.")
-def metrics_command(connect: str, keys: ConnectorKeys | None, host: str, port: int) -> None:
-    """Serve the metrics of a running run to Prometheus, until a minute after its end."""
-    metrics.serve(connect, keys, host, port, click.echo)
-
-
-@main.command("dashboard")
-@_connect
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; any other needs a token.")
-@click.option("--port", type=click.IntRange(0, 65535), help="Else 8484, or any that is free.")
-@click.option("--private", is_flag=True, help="Ask for a token on this machine too.")
-@click.option("--parent", type=int, default=0, hidden=True, help="End with this process, which has started us.")
-def dashboard_command(
-    connect: str, keys: ConnectorKeys | None, host: str, port: int | None, private: bool, parent: int
-) -> None:
-    """Serve a page that shows a running run live, until Ctrl-C.
-
-    Only this machine can open it; from another one: ssh -L 8484:localhost:8484 THIS-MACHINE. With --host others can,
-    who have the token in the address that is printed; what travels is not encrypted.
-    """
-    require("lsgd dashboard", *DASHBOARD_NEEDS)
-    from lsgd.client.dashboard.server import open_dashboard
-
-    folder = click.get_current_context().meta.get(FOLDER)
-    open_dashboard(connect, keys, host, port, folder, lambda url: click.echo(f"dashboard: {url}"), private, parent)
-
-
-@main.command("report")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Else report.html in the run's folder."
-)
-def report_command(folder: Path, output: Path | None) -> None:
-    """Write the page of the run in FOLDER as one HTML file, which needs no network and can be mailed.
-
-    With lsgd launch --dashboard it has the timeline, the throughput and the log too.
-    """
-    require("lsgd report", "plotly")
-    output = output or folder / "report.html"
-    text = report(folder)
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.ClickException(f"{output} cannot be written: {error.strerror}; name another file with -o") from None
-    click.echo(f"{output}: {len(text) / 1e6:.1f} MB")
-
-
-@main.command("runs")
+@main.command("runs", short_help="List runs: how each has ended or goes on.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"))
 @click.option("--json", "as_json", is_flag=True, help="Print all that is known of each, as JSON.")
 def runs_command(folder: Path, as_json: bool) -> None:
@@ -348,14 +245,16 @@ def runs_command(folder: Path, as_json: bool) -> None:
         click.echo(f"there are no runs in {folder}; name the folder: lsgd runs FOLDER", err=True)
 
 
-@main.command("set")
-@_connect
-@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, required=True)
+@main.command("set", short_help="Change settings of a running run.")
+@options.connect
+@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, shell_complete=completion.settings)
 def set_command(connect: str, keys: ConnectorKeys | None, changes: tuple[str, ...]) -> None:
     """Change numeric settings of a running run, all or none, for all workers from the next global round on.
 
     Its length (iterations, seconds) changes at once.
     """
+    if not changes:
+        raise click.UsageError("say which setting gets which value: lsgd set period=16")
     if wrong := [change for change in changes if "=" not in change]:
         raise click.UsageError(f"write it as NAME=VALUE, not {wrong[0]!r}")
     values = dict(change.split("=", 1) for change in changes)
@@ -364,8 +263,8 @@ def set_command(connect: str, keys: ConnectorKeys | None, changes: tuple[str, ..
     click.echo(f"run {status['run']}: {told}, after {status['count']} iterations")
 
 
-@main.command("stop")
-@_connect
+@main.command("stop", short_help="End a running run, with a consensus model.")
+@options.connect
 @click.option("--reason", default="lsgd stop", show_default=True, help="What the run's log says.")
 def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
     """End a running run: its workers make the consensus model and leave."""
@@ -373,8 +272,8 @@ def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
     click.echo(f"run {status['run']} is stopping after {status['count']} iterations: {status['reason']}")
 
 
-@main.command("doctor")
-@_place
+@main.command("doctor", short_help="Check this machine, and the network to others.")
+@options.place
 @click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True)
 @click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of your model.")
 @click.option(
@@ -395,7 +294,7 @@ def doctor_command(
     sys.exit(Doctor(place, port, click.echo).examine(parameters, step_ms))
 
 
-@main.command("keygen")
+@main.command("keygen", short_help="Make keys, and a token for each node.")
 @click.option(
     "--keys",
     "folder",
@@ -420,8 +319,8 @@ def keygen_command(folder: Path | None, nodes: int) -> None:
     )
 
 
-@main.command("algorithms")
-@click.argument("name", required=False)
+@main.command("algorithms", short_help="List the algorithms, or the settings of one.")
+@click.argument("name", required=False, shell_complete=completion.algorithms)
 @click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the model.")
 @click.option("--workers", type=click.IntRange(1), default=4, show_default=True, help="Each on a node of its own.")
 def algorithms(name: str | None, parameters: int, workers: int) -> None:
@@ -445,9 +344,19 @@ def algorithms(name: str | None, parameters: int, workers: int) -> None:
         click.echo(f"  {setting:18} {value:12} {span(spec) or 'any':24} {spec.metadata['meaning']}")
 
 
-@main.group(cls=_Group)
+@main.command("completion", short_help="Complete commands and options in your shell.")
+@click.argument("shell", type=click.Choice(tuple(completion.SHELLS)), required=False)
+def completion_command(shell: str | None) -> None:
+    """Print the script that completes commands and options in your shell; without SHELL, the line that takes it up."""
+    if shell:
+        click.echo(completion.script(main, shell))
+    else:
+        click.echo("\n".join(completion.SHELLS.values()))
+
+
+@main.group(cls=Group)
 def config() -> None:
-    """Settings of the plan."""
+    """Show the settings of the plan."""
 
 
 @config.command("show")
@@ -460,3 +369,7 @@ def show(plan_path: Path | None, **flags: str | None) -> None:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:
         click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+
+
+for command in (watching.log_command, watching.metrics_command, watching.dashboard_command, watching.report_command):
+    main.add_command(command)

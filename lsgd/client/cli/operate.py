@@ -11,6 +11,7 @@ from rich.text import Text
 from lsgd.client.watch.ask import ANSWER_WITHIN_S, silent
 from lsgd.client.watch.reader import Reader
 from lsgd.client.watch.view import RunView
+from lsgd.client.watch.words import duration
 from lsgd.errors import JoinError
 from lsgd.protocol.sockets import ConnectorKeys
 
@@ -43,20 +44,23 @@ def watch(
 
 
 def view(run: RunView) -> Group:
-    """Return the state of a run for people: three lines, and a table of the workers."""
+    """Return the state of a run for people: what it waits for, how far it is, and a table of the workers."""
     limit = f" of {run.iterations}" if run.iterations else ""
-    rate = run.count / run.seconds if run.seconds else 0.0
+    rate = run.rate or (run.count / run.seconds if run.seconds else 0.0)
+    left = f", about {duration(round(run.left_s))} left" if run.left_s else ""
     lines = Text(
-        f"run {run.run}, {run.algorithm}: {run.state}, {run.reason}\n"
-        f"{run.count}{limit} iterations in {run.seconds:.1f} s ({rate:.1f} a second), "
-        f"{run.rounds_global} global and {run.rounds_local} local rounds, generation {run.generation}\n"
+        f"{run.state}: {run.reason}\n"
+        f"{run.count}{limit} iterations in {duration(run.seconds)} ({rate:.1f} a second){left}\n"
+        f"run {run.run}, {run.algorithm}: {run.rounds_global} global and {run.rounds_local} local rounds, "
+        f"generation {run.generation}\n"
         f"period {run.period}: {run.period_reason}"
     )
+    workers = run.workers.values()
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
-    table.add_column("worker", no_wrap=True)
+    table.add_column("worker", no_wrap=True, overflow="ellipsis")
     for name in ("rank", "state", "iterations", "loss", "led", "heard"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for worker in run.workers.values():
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    for worker in workers:
         table.add_row(
             worker.worker,
             "-" if worker.rank < 0 else str(worker.rank),
@@ -66,4 +70,5 @@ def view(run: RunView) -> Group:
             str(worker.times_leader),
             f"{worker.heard_s:.1f} s",
         )
-    return Group(lines, table) if run.workers else Group(lines)
+    reasons = [Text(f"{worker.worker} is {worker.state}: {worker.reason}") for worker in workers if worker.reason]
+    return Group(lines, table, *reasons) if workers else Group(lines)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lsgd.client.checkpoint.run_folder import is_live
 from lsgd.client.launcher.results import RESULT, ended, read
+from lsgd.client.watch.words import duration
 
 ENDED = ("finished", "stopped", "failed")
 """The states that a launcher writes at the end of a run."""
@@ -56,7 +57,7 @@ def view(found: list[dict[str, Any]], columns: int) -> list[str]:
     """Return runs as a table of lines no longer than ``columns``, with the reasons of those that did not finish."""
     rows = [_HEADER, *map(_row, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for index, least in ((2, 9), (0, 15)):  # the algorithm's name is shortened first, then the run's
+    for index, least in ((2, 9), (0, 15), (6, 5)):  # the algorithm's name is shortened first, then the run's, the date
         over = sum(widths) + 2 * (len(widths) - 1) - columns
         widths[index] -= min(max(0, over), max(0, widths[index] - least))
     lines = []
@@ -80,17 +81,9 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
         str(run.get("algorithm", "-")),
         f"{run['count']}{limit}" if "count" in run else "-",
         "-" if loss is None else f"{loss:.4g}",
-        _duration(run["seconds"]) if "seconds" in run else "-",
+        duration(run["seconds"]) if "seconds" in run else "-",
         time.strftime("%m-%d %H:%M", datetime.fromisoformat(run["started"]).timetuple()),
     )
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f}s"
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{whole % 60:02}s"
 
 
 def _short(text: str, width: int) -> str:

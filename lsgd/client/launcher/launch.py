@@ -43,6 +43,7 @@ TOKEN_WITHIN_S = 60.0
 """How long a node waits for node 0 to make its token, in a folder that they share."""
 
 _SERVER = (sys.executable, "-P", "-m", "lsgd.server")
+_FOLLOW = (sys.executable, "-P", "-m", "lsgd.client.launcher.follow")
 RESTARTS = 5
 """How many times a process that a signal killed is started again, within ten minutes."""
 
@@ -66,6 +67,7 @@ class Launch:
         resume: go on from the checkpoints in ``run_dir``, with the plan there unless another is given.
         log_to: loggers that write the run's curves, on node 0.
         dashboard: port of the run's page, on node 0; 0 for any; None: there is none.
+        plain: show lines alone, also on a terminal.
     """
 
     place: Place
@@ -79,6 +81,7 @@ class Launch:
     resume: bool = False
     log_to: tuple[str, ...] = ()
     dashboard: int | None = None
+    plain: bool = False
 
 
 def launch(settings: Launch) -> int:
@@ -154,7 +157,16 @@ def _supervisor(
     if place.node == 0 and settings.log_to:
         commands.append(_logger(settings, network, environ))
     linger = place.node == 0 and place.nodes > 1
-    return Supervisor(commands, stops_run=commands[0].name, linger=linger, folder=folder, local=local)
+    follow = [*_FOLLOW, network, *["--insecure"] * settings.insecure] if place.node == 0 else []
+    return Supervisor(
+        commands,
+        stops_run=commands[0].name,
+        linger=linger,
+        folder=folder,
+        local=local,
+        follow=follow,
+        plain=settings.plain,
+    )
 
 
 def _network_address(place: Place, port: int) -> str:

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from lsgd.client.launcher.log import Log
@@ -20,6 +21,9 @@ TAIL_LINES = 20
 FLUSH_WITHIN_S, FLUSHES = 3.0, 20
 """How long the end waits while nobody takes in any of what is left, and how many times that at most."""
 
+CROWDED_NCHARS = 1 << 16
+"""While more than this waits to be shown, there is no panel."""
+
 LAUNCHER = "[launch] "
 """Prefix of the launcher's own lines."""
 
@@ -27,29 +31,48 @@ _COLOURS = (36, 33, 35, 32, 34)
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _CONTROL_BUT_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
 _CLEAR_LINE = "\r\x1b[2K"
+_COLUMNS = 80
 
 
 class Screen:
-    """Standard output. On a terminal prefixes are coloured, and the last line can be one process's to overwrite.
+    """Standard output: lines with prefixes, and on a terminal colours, a line that moves, and a panel below it.
 
-    Nobody who writes here waits until it is read.
+    The line that moves is one process's to overwrite; the lines of the panel are replaced together. Nobody who writes
+    here waits until it is read. The cursor is never hidden and rests below the panel, so there is nothing to restore
+    for a launcher that is killed.
+
+    Args:
+        plain: write as where there is no terminal; also with ``TERM=dumb``, and in continuous integration (``CI``).
+
+    Attributes:
+        is_terminal: whether lines can be overwritten.
+        has_colours: whether they can be coloured too: not with ``NO_COLOR``.
     """
 
-    def __init__(self) -> None:
-        self.is_terminal = sys.stdout.isatty()
+    def __init__(self, *, plain: bool = False) -> None:
+        plain = plain or os.environ.get("TERM") == "dumb" or bool(os.environ.get("CI"))
+        self.is_terminal = sys.stdout.isatty() and not plain
+        self.has_colours = self.is_terminal and not os.environ.get("NO_COLOR")
         self._live = ""
+        self._panel: Sequence[str] = ()
         self._descriptor = sys.stdout.fileno()
         self._output = Output(self._missing)
 
     def columns(self) -> int:
         """Return the width of the terminal."""
-        return os.get_terminal_size(self._descriptor).columns
+        try:
+            return os.get_terminal_size(self._descriptor).columns or _COLUMNS
+        except OSError:  # it is gone
+            return _COLUMNS
 
     def line(self, prefix: str, text: str, colour: int = 0) -> None:
         """Write a line, above the one that moves."""
-        if self.is_terminal:
+        if self.has_colours:
             prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
-        self._put(f"{_CLEAR_LINE if self._live else ''}{prefix}{text}\n{self._live}")
+        erase = self._erase()
+        if self._output.waiting > CROWDED_NCHARS:
+            self._panel = ()
+        self._put(f"{erase}{prefix}{text}\n{self._below()}")
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own."""
@@ -58,13 +81,35 @@ class Screen:
     def live(self, text: str) -> None:
         """Replace the line that moves."""
         if text != self._live:
-            self._put((_CLEAR_LINE if self._live else "") + text)
-            self._live = text
+            erase, self._live = self._erase(), text
+            self._put(erase + self._below())
+
+    def panel(self, lines: Sequence[str]) -> None:
+        """Replace the panel, if there is room for one; the lines are no wider than the terminal."""
+        if lines and self._output.waiting > CROWDED_NCHARS:
+            return
+        erase, self._panel = self._erase(), lines
+        self._put(erase + self._below())
 
     def close(self) -> None:
         """Leave the cursor on a line of its own, when all is written that somebody reads."""
         self._put("\n" if self._live else "")  # and what there is to say of missing lines
         self._output.flush(FLUSH_WITHIN_S, FLUSHES)
+
+    def _erase(self) -> str:
+        """Return what removes the line that moves and the panel."""
+        if not self._panel:
+            return _CLEAR_LINE if self._live else ""
+        columns = self.columns()  # lines of a terminal that was made narrower take up several rows
+        lines = [*[self._live] * bool(self._live), *self._panel]
+        rows = sum(max(1, -(-len(_CONTROL.sub("", line)) // columns)) for line in lines)
+        return f"\r\x1b[{rows}A\x1b[J"
+
+    def _below(self) -> str:
+        """Return the line that moves and the panel."""
+        if not self._panel:
+            return self._live
+        return "".join(f"{line}\n" for line in [*[self._live] * bool(self._live), *self._panel])
 
     def _put(self, text: str) -> None:
         self._output.put(self._descriptor, text)
@@ -125,6 +170,6 @@ class Transcript:
             self.tail.append(plain)
             if self._live:
                 self._screen.live("")
-            coloured = _CONTROL_BUT_COLOUR.sub("", line) if self._screen.is_terminal else plain
+            coloured = _CONTROL_BUT_COLOUR.sub("", line) if self._screen.has_colours else plain
             self._screen.line(self._prefix, coloured, self._colour)
         self._shown_s = time.monotonic()

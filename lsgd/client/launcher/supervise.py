@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lsgd.client.control.notices import Notice, give, is_given
 from lsgd.client.launcher.guard import Guard
+from lsgd.client.launcher.panel import Panel
 from lsgd.client.launcher.process import NOT_TRAINED, Child, Command
 from lsgd.client.launcher.screen import FLUSH_WITHIN_S, FLUSHES, Screen
 from lsgd.client.launcher.signals import received
@@ -82,20 +83,31 @@ class Supervisor:
         linger: servers may go on when the workers have ended, because other nodes need them.
         folder: a temporary folder of the processes, which is deleted at the end.
         local: address of the local server, where the workers find what they are told.
+        follow: what tells how the run is, to be shown on a terminal; empty: nothing does.
+        plain: show lines alone, also on a terminal.
 
     Attributes:
         end: how the run has ended for this node, ``failed`` or ``stopped``, and why; empty: as its servers say.
     """
 
     def __init__(
-        self, commands: Sequence[Command], *, stops_run: str, linger: bool, folder: Path, local: str = ""
+        self,
+        commands: Sequence[Command],
+        *,
+        stops_run: str,
+        linger: bool,
+        folder: Path,
+        local: str = "",
+        follow: Sequence[str] = (),
+        plain: bool = False,
     ) -> None:
         self._commands = commands
         self._stops_run = stops_run
         self._linger = linger
         self._folder = folder
         self._local = local
-        self._screen = Screen()
+        self._screen = Screen(plain=plain)
+        self._panel = Panel(self._screen, follow)
         self.end = ["", ""]
         self._children: list[Child] = []
         self._failed: Child | None = None
@@ -120,6 +132,7 @@ class Supervisor:
                 self._selector.register(signals, selectors.EVENT_READ)
                 for number, command in enumerate(self._commands):
                     self._start(command, number)
+                self._panel.start(self._guard, self._selector)
                 while (self._alive or self._due) and self._advance():
                     self._wait(signals)
                     self._reap()
@@ -128,6 +141,7 @@ class Supervisor:
                     self._start_again()
         finally:
             _send(signal.SIGKILL, self._alive)
+            self._panel.close()
             self._guard.close()
             self._screen.close()
         if self._failed:

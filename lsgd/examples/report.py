@@ -1,4 +1,4 @@
-"""What the examples show and keep of a run: a progress bar, the accuracy, and the model.
+"""What the examples show and keep of a run: progress, the accuracy, and the model.
 
 Nothing of it is needed to train; it shows what a worker can tell about its run.
 """
@@ -7,63 +7,31 @@ import copy
 import json
 import time
 from pathlib import Path
-from types import TracebackType
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lsgd.client import Worker
 
-BAR_PERIOD_S = 0.2
 LINE_PERIOD_S = 5.0
 
 
 class Progress:
-    """How far the run is, shown by rank 0: a bar on a terminal, else a line every few seconds."""
+    """How far the run is, told by rank 0 in a line every few seconds."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._console = Console(soft_wrap=True)  # which also prints what is logged while the bar is shown
-        self._bar = Bar(
-            TextColumn("training"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal or worker.rank != 0,
-        )
-        self._task = self._bar.add_task("", total=1.0, loss=float("nan"))
-        self._period_s = BAR_PERIOD_S if self._console.is_terminal else LINE_PERIOD_S
-        self._started_s = time.monotonic()
-        self._shown_s = self._started_s
-
-    def __enter__(self) -> "Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.update(self._task, completed=self._worker.progress)
-        self._bar.stop()
+        self._started_s = self._shown_s = time.monotonic()
 
     def show(self, loss: Tensor) -> None:
         """Show progress and the loss of the last batch, if it is time to."""
         now_s = time.monotonic()
-        if self._worker.rank != 0 or now_s - self._shown_s < self._period_s:
-            return
-        self._shown_s = now_s
-        share, value = self._worker.progress, loss.item()
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=share, loss=value)
-        else:
-            print(f"{share:4.0%}, loss {value:.4f}, {now_s - self._started_s:.0f} s", flush=True)
+        if self._worker.rank == 0 and now_s - self._shown_s >= LINE_PERIOD_S:
+            self._shown_s = now_s
+            took_s = now_s - self._started_s
+            print(f"{self._worker.progress:4.0%}, loss {loss.item():.4f}, {took_s:.0f} s", flush=True)
 
 
 def write_results(worker: Worker, model: nn.Module, test: TensorDataset) -> None:

@@ -1,0 +1,66 @@
+"""Options that several commands share."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lsgd.client.checkpoint.run_folder import find_live
+from lsgd.client.cli import completion
+from lsgd.protocol.keys import OPERATOR, connector_keys
+
+FOLDER = "lsgd.folder"
+"""Where a command's context has the folder of the run that was found."""
+
+
+def place(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command of a node the options for :func:`find_place`."""
+    for option in (
+        click.option("--address", help="Address of node 0, the same on all nodes; without --node, the scheduler's."),
+        click.option("--nodes", type=click.IntRange(1), help="Number of nodes; else the scheduler's, or 1."),
+        click.option(
+            "--node",
+            type=click.IntRange(0),
+            help="Index of this node, from 0; else the scheduler's (Slurm's, ...).",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def connect(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give an operator's command the address of the run's global server and the keys for it."""
+
+    @click.option(
+        "--run",
+        "folder",
+        type=click.Path(path_type=Path),
+        default=Path("runs"),
+        shell_complete=completion.runs,
+        show_default=True,
+        help="Folder of the run, or of several: your newest one that goes on is meant.",
+    )
+    @click.option(
+        "--connect",
+        metavar="HOST:PORT",
+        help="Address of a global server, for a run of somebody else or by hand.",
+    )
+    @click.option(
+        "--token",
+        type=click.Path(path_type=Path),
+        help="File with a token for it; else LSGD_TOKEN, or the user's, where one is needed.",
+    )
+    @click.option("--insecure", is_flag=True, help="Go without keys, where the server does too.")
+    @functools.wraps(command)
+    def connected(folder: Path, connect: str | None, token: Path | None, insecure: bool, **others: Any) -> Any:
+        if connect is None:
+            folder, connect = find_live(folder)
+            click.get_current_context().meta[FOLDER] = folder
+            click.echo(f"the run in {folder}, at {connect}:", err=True)
+        elif "://" not in connect:
+            connect = f"tcp://{connect}"
+        return command(connect, connector_keys(connect, token, OPERATOR, insecure=insecure), **others)
+
+    return connected

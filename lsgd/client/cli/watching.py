@@ -1,0 +1,88 @@
+"""Commands that show a run elsewhere than in the terminal: a page, metrics, curves, a report."""
+
+from pathlib import Path
+
+import click
+
+from lsgd.client.cli import log, metrics, options
+from lsgd.client.dashboard.page import require
+from lsgd.client.dashboard.report import report
+from lsgd.client.watch.loggers import LOGGERS, unique
+from lsgd.protocol.sockets import ConnectorKeys
+
+DASHBOARD_NEEDS = ("tornado", "plotly")
+"""The libraries of the dashboard."""
+
+
+@click.command("log")
+@options.connect
+@click.option(
+    "--to",
+    "names",
+    multiple=True,
+    required=True,
+    type=click.Choice(list(LOGGERS)),
+    help="What to write; several may be given.",
+)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; else that of the run.")
+def log_command(connect: str, keys: ConnectorKeys | None, names: tuple[str, ...], out: Path | None) -> None:
+    """Write the curves of a running run down, from its beginning until its end.
+
+    csv writes curves.csv, tensorboard event files below tensorboard/, wandb a run below wandb/ (offline, unless
+    WANDB_MODE says something else).
+    """
+    out = out or click.get_current_context().meta.get(options.FOLDER)
+    if out is None:
+        raise click.UsageError("say with --out where to write the curves of a run that is given by its address")
+    out.mkdir(parents=True, exist_ok=True)
+    click.echo(log.write(connect, keys, out.absolute(), unique(names)))
+
+
+@click.command("metrics")
+@options.connect
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; whoever reaches it reads.")
+@click.option("--port", type=click.IntRange(0, 65535), default=9464, show_default=True, help="0: any that is free.")
+def metrics_command(connect: str, keys: ConnectorKeys | None, host: str, port: int) -> None:
+    """Serve the metrics of a running run to Prometheus, until a minute after its end."""
+    metrics.serve(connect, keys, host, port, click.echo)
+
+
+@click.command("dashboard")
+@options.connect
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; any other needs a token.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Else 8484, or any that is free.")
+@click.option("--private", is_flag=True, help="Ask for a token on this machine too.")
+@click.option("--parent", type=int, default=0, hidden=True, help="End with this process, which has started us.")
+def dashboard_command(
+    connect: str, keys: ConnectorKeys | None, host: str, port: int | None, private: bool, parent: int
+) -> None:
+    """Serve a page that shows a running run live, until Ctrl-C.
+
+    Only this machine can open it; from another one: ssh -L 8484:localhost:8484 THIS-MACHINE. With --host others can,
+    who have the token in the address that is printed; what travels is not encrypted.
+    """
+    require("lsgd dashboard", *DASHBOARD_NEEDS)
+    from lsgd.client.dashboard.server import open_dashboard
+
+    folder = click.get_current_context().meta.get(options.FOLDER)
+    open_dashboard(connect, keys, host, port, folder, lambda url: click.echo(f"dashboard: {url}"), private, parent)
+
+
+@click.command("report")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Else report.html in the run's folder."
+)
+def report_command(folder: Path, output: Path | None) -> None:
+    """Write the page of the run in FOLDER as one HTML file, which needs no network and can be mailed.
+
+    With lsgd launch --dashboard it has the timeline, the throughput and the log too.
+    """
+    require("lsgd report", "plotly")
+    output = output or folder / "report.html"
+    text = report(folder)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{output} cannot be written: {error.strerror}; name another file with -o") from None
+    click.echo(f"{output}: {len(text) / 1e6:.1f} MB")
