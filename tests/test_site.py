@@ -83,8 +83,14 @@ def test_the_reference_names_every_command_and_option():
     commands = dict([*every_command("lsgd", lsgd_command), ("lsgd-server", server_command)])
     assert sections.keys() == commands.keys()
     for name, command in commands.items():
-        options = {text for param in command.params if isinstance(param, click.Option) for text in param.opts}
-        shown = set(re.findall(r"(?<=^\| `)--?[\w-]+", sections[name], re.M))
+        options = {
+            text
+            for param in command.params
+            if isinstance(param, click.Option) and not param.hidden
+            for text in param.opts
+        }
+        firsts = re.findall(r"^\| `([^`|]+)`", sections[name], re.M)
+        shown = {option for first in firsts for option in re.findall(r"(?<![\w-])--?[\w-]+", first)}
         assert options - shown <= {flag("algorithm"), *map(flag, SETTINGS)}, name
         assert bool(options - shown) == ("[setting of the plan]" in sections[name])
 

@@ -47,9 +47,10 @@ def lsgd(servers):
 def test_status_says_what_the_run_waits_for(lsgd):
     code, output = lsgd("status")
     assert code == 0
-    run, rounds, period = output.splitlines()
-    assert run.endswith(", local: waiting, 0 of 2 workers have joined")
-    assert rounds.startswith("0 of 100 iterations in 0.0 s (0.0 a second), 0 global and 0 local rounds")
+    state, iterations, run, period = output.splitlines()
+    assert state == "waiting: 0 of 2 workers have joined"
+    assert iterations == "0 of 100 iterations in 0.0s (0.0 a second)"
+    assert run.endswith(", local: 0 global and 0 local rounds, generation 0")
     assert period == "period 8: as planned"
 
 
@@ -124,13 +125,14 @@ def test_the_table_of_members():
     status |= {"count": 24, "seconds": 2.0, "rounds_global": 1, "rounds_local": 2, "generation": 1}
     status |= {"period": 24, "period_reason": "a round takes 1.2 s, a step 0.05 s", "code": "busy", "nodes": 1}
     status |= {"progress": 0.0, "loss": None, "leaders": [], "members": [member, away]}
-    console = Console(width=100, file=io.StringIO())
+    console = Console(width=80, file=io.StringIO())
     console.print(operate.view(RunView(status)))
     lines = console.file.getvalue().splitlines()
-    assert lines[1] == "24 iterations in 2.0 s (12.0 a second), 1 global and 2 local rounds, generation 1"
-    assert lines[2] == "period 24: a round takes 1.2 s, a step 0.05 s"
-    assert lines[4].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
-    assert lines[5].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]
+    assert lines[:2] == ["running: why", "24 iterations in 2.0s (12.0 a second)"]
+    assert lines[2] == "run r, leader: 1 global and 2 local rounds, generation 1"
+    assert lines[3] == "period 24: a round takes 1.2 s, a step 0.05 s"
+    assert lines[5].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
+    assert lines[6].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]
 
 
 @pytest.mark.parametrize(

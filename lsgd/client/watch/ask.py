@@ -15,15 +15,16 @@ REFUSED_AFTER_S = 0.5  # a handshake that fails may be that of a server which is
 
 
 def ask(
-    address: str, message: Operator, keys: ConnectorKeys | None = None, within_s: float = ANSWER_WITHIN_S
+    address: str, message: Operator, keys: ConnectorKeys | None = None, within_s: float | None = None
 ) -> dict[str, Any]:
     """Ask the global server at ``address`` for the state of its run, to end it or to change it; return its state.
 
     Raises:
-        JoinError: nobody answers there within ``within_s``.
+        JoinError: nobody answers there within ``within_s``, or 5 s.
         ConfigError: the server refuses the change, and says why.
     """
     started_at = time.monotonic()
+    within_s = ANSWER_WITHIN_S if within_s is None else within_s
     sent = False
     name = keys.name if keys else OPERATOR
     with Connector(address, f"{name}#{secrets.randbits(63)}".encode(), keys) as link:
