@@ -89,7 +89,7 @@ def test_the_reference_names_every_command_and_option():
             if isinstance(param, click.Option) and not param.hidden
             for text in param.opts
         }
-        firsts = re.findall(r"^\| `([^`|]+)`", sections[name], re.M)
+        firsts = re.findall(r"^\| `([^`]+)`", sections[name], re.M)
         shown = {option for first in firsts for option in re.findall(r"(?<![\w-])--?[\w-]+", first)}
         assert options - shown <= {flag("algorithm"), *map(flag, SETTINGS)}, name
         assert bool(options - shown) == ("[setting of the plan]" in sections[name])

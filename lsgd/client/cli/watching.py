@@ -14,7 +14,7 @@ DASHBOARD_NEEDS = ("tornado", "plotly")
 """The libraries of the dashboard."""
 
 
-@click.command("log")
+@click.command("log", short_help="Write the curves of a running run: CSV, TensorBoard, W&B.")
 @options.connect
 @click.option(
     "--to",
@@ -38,7 +38,7 @@ def log_command(connect: str, keys: ConnectorKeys | None, names: tuple[str, ...]
     click.echo(log.write(connect, keys, out.absolute(), unique(names)))
 
 
-@click.command("metrics")
+@click.command("metrics", short_help="Serve the metrics of a running run to Prometheus.")
 @options.connect
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; whoever reaches it reads.")
 @click.option("--port", type=click.IntRange(0, 65535), default=9464, show_default=True, help="0: any that is free.")
@@ -47,7 +47,7 @@ def metrics_command(connect: str, keys: ConnectorKeys | None, host: str, port: i
     metrics.serve(connect, keys, host, port, click.echo)
 
 
-@click.command("dashboard")
+@click.command("dashboard", short_help="Serve a page that shows a running run live.")
 @options.connect
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; any other needs a token.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Else 8484, or any that is free.")
@@ -68,7 +68,7 @@ def dashboard_command(
     open_dashboard(connect, keys, host, port, folder, lambda url: click.echo(f"dashboard: {url}"), private, parent)
 
 
-@click.command("report")
+@click.command("report", short_help="Write the page of a finished run as one HTML file.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Else report.html in the run's folder."

@@ -1,1 +1,0 @@
-../lsgd/examples/digits.py

@@ -1,0 +1,47 @@
+"""What a newcomer types first."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from .running import DEADLINE_S, LIGHT
+
+LSGD = [sys.executable, "-m", "lsgd.client"]
+
+
+def lsgd(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LSGD, *arguments],
+        cwd=folder,
+        env={**os.environ, **LIGHT, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def test_the_example_trains_without_a_clone_and_leaves_its_script(tmp_path: Path) -> None:
+    done = lsgd(tmp_path, "quickstart", "--run-dir", "first", "--device", "cpu", LSGD_ITERATIONS="120")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "first" / "result.json").read_text())["count"] == 120
+    script = tmp_path / "first" / "digits.py"
+    assert script.read_text() == (files("lsgd.examples") / "digits.py").read_text()
+    assert "\x1b" not in done.stdout, "no terminal, no colours"
+    again = done.stdout.splitlines()[-1].split()
+    assert again[:2] == ["lsgd", "launch"] and again[-2:] == ["python", "first/digits.py"]
+    changed = lsgd(tmp_path, *again[1:-2], sys.executable, again[-1], LSGD_ITERATIONS="60")
+    assert changed.returncode == 0, changed.stdout + changed.stderr
+    refused = lsgd(tmp_path, "quickstart", "--run-dir", "first")
+    assert refused.returncode == 1 and "first has a digits.py already" in refused.stderr
+
+
+def test_the_shell_completes_what_has_choices(tmp_path: Path) -> None:
+    script = lsgd(tmp_path, "completion", "bash").stdout
+    assert "_LSGD_COMPLETE=bash_complete" in script
+    for words, found in (("lsgd algorithms lea", "leader"), ("lsgd set per", "period"), ("lsgd sta", "status")):
+        told = lsgd(tmp_path, _LSGD_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=str(words.count(" ")))
+        assert found in told.stdout, (words, told)
