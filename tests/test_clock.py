@@ -24,6 +24,8 @@ FOR_PEOPLE = {
     ("server/record.py", "datetime"),  # when a run began
     ("server/record.py", "now"),
     ("client/cli/doctor.py", "time"),  # compared between two machines
+    ("client/cli/log.py", "time"),  # beside each point of a curve
+    ("server/stream.py", "time"),  # beside each event
 }
 
 

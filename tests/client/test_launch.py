@@ -18,6 +18,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from lsgd.client.checkpoint.run_folder import is_live
 from lsgd.client.checkpoint.run_folder import runs as checkpoints
 from lsgd.client.cli.commands import main
 from lsgd.client.launcher import gpus, launch
@@ -293,6 +294,7 @@ class TestNode:
         assert len(node.left()) == 6  # launcher, guard, two servers, two workers
         node.process.kill()
         until(lambda: not node.left(), "all processes are gone")
+        until(lambda: not is_live(node.run_dir), "the last of them lets the folder go")
         (listed,) = json.loads(CliRunner().invoke(main, ["runs", str(node.run_dir), "--json"]).stdout)
         assert listed["state"] == "failed" and listed["reason"].startswith("its launcher was killed")
         assert listed["run"] == node.result["rounds"][0]["run"]  # what there was by then is there
@@ -598,6 +600,10 @@ class TestRefusals:
         (tmp_path / "plan.toml").write_text("iteration = 3")
         line = refused("--node", "0", "--port", "0", "--plan", "plan.toml")
         assert "did you mean 'iterations'?" in line
+
+    def test_logger_without_its_package(self, refused, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        assert "lsgd[wandb]" in refused("--node", "0", "--port", "0", "--log-to", "wandb")
 
     def test_device(self, refused):
         assert "the device 'gpu' is unknown" in refused("--node", "0", "--device", "gpu")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from .running import LIGHT
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLE = ROOT / "lsgd/examples/digits.py"
 
 NO_EXCHANGE = """
 iterations = 750
@@ -30,11 +30,11 @@ proximal_local = 0.0
 """
 
 
-def train(plan: Path, run_dir: Path, script: str = "digits.py", workers: int = 2, **settings: str) -> str:
+def train(plan: Path, run_dir: Path, script: Path = EXAMPLE, workers: int = 2, **settings: str) -> str:
     """Train an example on this machine and return what it showed."""
     options = ["--node", "0", "--port", "0", "--workers", str(workers), "--device", "cpu", "--plan", plan]
     launch = [sys.executable, "-m", "lsgd.client", "launch", *options, "--run-dir", run_dir]
-    command = [*launch, "--", sys.executable, EXAMPLES / script]
+    command = [*launch, "--", sys.executable, script]
     done = subprocess.run(
         command,
         cwd=run_dir.parent,
@@ -56,7 +56,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, report, tmp_path: Path) -> None:
     plan = tmp_path / "no_exchange.toml"
     plan.write_text(NO_EXCHANGE)
-    output = train(EXAMPLES / "digits.toml", tmp_path / "exchange", LSGD_ITERATIONS="1500")
+    output = train(EXAMPLE.with_suffix(".toml"), tmp_path / "exchange", LSGD_ITERATIONS="1500")
     train(plan, tmp_path / "none", workers=3)
 
     result, alone = result_of(tmp_path / "exchange"), result_of(tmp_path / "none")
@@ -85,7 +85,7 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, repor
 def test_the_plain_script_with_its_few_lines_trains_and_saves(digits, report, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text("iterations = 1200\n")
-    train(plan, tmp_path / "run", "plain_lsgd.py")
+    train(plan, tmp_path / "run", ROOT / "examples/plain_lsgd.py")
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     model.load_state_dict(state)

@@ -10,6 +10,7 @@ import torch
 from lsgd.client import Worker
 from lsgd.client.control import joining
 from lsgd.errors import JoinError
+from lsgd.protocol.messages import PROTOCOL
 
 from .running import Cluster, Process, until
 
@@ -242,7 +243,7 @@ def test_whoever_does_not_fit_is_refused_and_told_why(cluster) -> None:
             "--width",
             20,
         ),
-        r"a worker of node1 speaks version 99 .*, and the local server of node1 on .* speaks 3 .*; install the same": (
+        f"a worker of node1 speaks version 99 .*, and the local server of node1 on .* speaks {PROTOCOL} .*; install": (
             *("--protocol", 99),
         ),
     }
