@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,19 @@ def test_kernels_measure_every_operation(tmp_path: Path) -> None:
     operations = " ".join(r["operation"] for r in results)
     assert all(word in operations for word in ("nearest", "stochastic", "dequantize"))
     assert all(r["seconds"] > 0 and r["ratio_to_copy"] > 0 for r in results)
+
+
+@slow
+def test_the_dashboard_is_measured_in_a_browser(tmp_path: Path) -> None:
+    pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
+    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        pytest.skip("needs Chromium: apt-get install chromium")
+    small, large = quick("dashboard", tmp_path)["results"]
+    assert small["kilobytes"] < large["kilobytes"] < 1000
+    for result in (small, large):
+        assert result["updates"] > 1 and result["zoom_ms"] > 0
+        median, most, longest = result["frames_ms"]
+        assert 0 < median <= most <= longest
 
 
 @slow

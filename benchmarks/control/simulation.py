@@ -17,6 +17,7 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.client.iteration.grants import Grants
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
+from lsgd.protocol.events import Happening
 from lsgd.protocol.messages import (
     Done,
     Downward,
@@ -61,6 +62,7 @@ class VirtualWorker:
     incarnation: int
     step_s: float
     grants: Grants
+    joined_at: float = 0.0
     done: int = 0
     committed: int = 0
     dropped: int = 0
@@ -107,7 +109,13 @@ class Simulation:
         local_period: of the local ones.
         lookahead: iterations that are asked for ahead.
         stragglers: the share of workers that are slow.
+        step_s: seconds of an iteration of most workers.
         seed: of everything random.
+
+    Attributes:
+        now: seconds of virtual time.
+        state: of the run.
+        happened: takes what has happened, at this moment.
     """
 
     def __init__(
@@ -120,13 +128,15 @@ class Simulation:
         local_period: int = LOCAL_PERIOD,
         lookahead: int = 1,
         stragglers: float = STRAGGLERS,
+        step_s: float = STEP_S,
         seed: int = 0,
     ) -> None:
         self.counts = Counts()
         self.now = 0.0
+        self.happened: Callable[[Iterable[Happening]], object] = lambda happened: None
         algorithm = LeaderSettings(period=period, local_period=local_period)
         settings = RunSettings(workers=workers, iterations=workers * iterations, lease_s=LEASE_S, lookahead=lookahead)
-        self._lookahead, self._stragglers = lookahead, stragglers
+        self._lookahead, self._stragglers, self._step_s = lookahead, stragglers, step_s
         self.state = RunState(Plan(settings, (Phase(algorithm),)), "simulated")
         self._coordinator = Coordinator(self.state)
         self._random = random.Random(seed)
@@ -137,7 +147,7 @@ class Simulation:
         for place in range(workers):
             self._join(place // WORKERS_PER_NODE, place % WORKERS_PER_NODE)
         for _ in range(failures):
-            self._after(self._random.uniform(0.1, 0.9) * iterations * STEP_S, self._kill_one)
+            self._after(self._random.uniform(0.1, 0.9) * iterations * step_s, self._kill_one)
         self._after(TICK_S, self._tick)
         self._after(HEARTBEAT_S, self._beat)
 
@@ -147,13 +157,17 @@ class Simulation:
         Raises:
             RuntimeError: it does not come to its end.
         """
-        while not self.state.over:
-            self.now, _, event = heapq.heappop(self._events)
-            if self.now > LONGEST_S:
-                reason = self.state.waits_for(self.now)
-                raise RuntimeError(f"the simulated run has not ended after {LONGEST_S:g} s: {reason}")
-            event()
+        self.advance(LONGEST_S)
+        if not self.state.over:
+            reason = self.state.waits_for(self.now)
+            raise RuntimeError(f"the simulated run has not ended after {LONGEST_S:g} s: {reason}")
         return self.counts
+
+    def advance(self, until: float) -> None:
+        """Let the run go on to a moment, or to its end if that comes first."""
+        while not self.state.over and self._events[0][0] <= until:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
 
     def _after(self, delay_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + delay_s, next(self._order), event))
@@ -182,6 +196,7 @@ class Simulation:
 
     def _carry_out(self, decision: Decision, decided_s: float) -> bool:
         """Deliver the answers; return whether a round was ordered."""
+        self.happened(decision.happened)
         self.counts.downward += len(decision.answers)
         ordered = [(name, m) for name, _, m in decision.answers if isinstance(m, Go | Stop) and m.round is not None]
         rounds = {m.round.id: m.round for _, m in ordered if m.round is not None}
@@ -209,9 +224,9 @@ class Simulation:
 
     def _join(self, node: int, index: int) -> None:
         slow = self._random.random() < self._stragglers
-        step_s = STEP_S * (STRAGGLER_FACTOR if slow else 1.0)
+        step_s = self._step_s * (STRAGGLER_FACTOR if slow else 1.0)
         place = (worker_name(node, index), node, index, next(self._incarnations))
-        worker = VirtualWorker(*place, step_s, Grants(self._lookahead))
+        worker = VirtualWorker(*place, step_s, Grants(self._lookahead), self.now)
         self._present[worker.name, worker.incarnation] = worker
         self._say(greeting(node, index, worker.incarnation, f"10.{node >> 8}.{node & 255}.1"))
 
@@ -298,7 +313,9 @@ class Simulation:
     def _beat(self) -> None:
         for worker in list(self._present.values()):
             if worker.alive:
-                self._say(Heartbeat(worker.name, worker.incarnation))
+                compute_s = worker.done * worker.step_s
+                waiting_s = max(0.0, self.now - worker.joined_at - compute_s)
+                self._say(Heartbeat(worker.name, worker.incarnation, compute_s, waiting_s))
         self._after(HEARTBEAT_S, self._beat)
 
     def _kill_one(self) -> None:

@@ -3,14 +3,15 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Protocol
 
 from lsgd.client.dashboard.data import encoded, snapshot
 from lsgd.client.dashboard.story import Story
 from lsgd.client.watch.metrics import exposition
-from lsgd.client.watch.reader import Batch, Reader
+from lsgd.client.watch.reader import Batch
 from lsgd.errors import LsgdError
-from lsgd.protocol.sockets import ConnectorKeys
 
 TELL_EVERY_S = 0.5
 """How often the page changes at most."""
@@ -28,12 +29,23 @@ KEPT = "dashboard.json"
 """What the page showed at the end, in the run folder: ``lsgd report`` shows it again."""
 
 
+class Source(Protocol):
+    """Where events come from: a :class:`~lsgd.client.watch.reader.Reader`."""
+
+    def read(self, timeout_s: float) -> Batch:
+        """Return what is new as soon as there is something, or an empty batch after ``timeout_s``."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
 class Follower(threading.Thread):
     """Follows a run until it is told to end.
 
     Args:
-        address: of the global server.
-        keys: for it.
+        source: of the run's events, which this thread closes at its end.
         story: what is known of the run so far; from now on this thread's alone.
         tell: takes the page's data as JSON, on this thread.
         seen: whether a page is open.
@@ -42,15 +54,14 @@ class Follower(threading.Thread):
 
     def __init__(
         self,
-        address: str,
-        keys: ConnectorKeys | None,
+        source: Source,
         story: Story,
         tell: Callable[[str], None],
         seen: Callable[[], bool],
         folder: Path | None = None,
     ) -> None:
         super().__init__(name="follower", daemon=True)
-        self._address, self._keys = address, keys
+        self._source = source
         self._story, self._tell, self._seen, self._folder = story, tell, seen, folder
         self._stop_asked = threading.Event()
         self._taking = threading.Lock()
@@ -66,10 +77,10 @@ class Follower(threading.Thread):
 
     def run(self) -> None:
         """Read, and tell."""
-        with Reader(self._address, self._keys) as reader:
+        with closing(self._source):
             changed, told_at, wait_s, state = True, float("-inf"), 0.0, ""
             while not self._stop_asked.is_set():
-                changed |= self._take(reader)
+                changed |= self._take()
                 now = time.monotonic()
                 due = now - told_at >= (wait_s if self._seen() else UNSEEN_EVERY_S)
                 if changed and (due or self._story.view.state != state):
@@ -80,14 +91,14 @@ class Follower(threading.Thread):
         if self._folder and self._story.view.run:
             keep(self._folder, text)
 
-    def _take(self, reader: Reader) -> bool:
+    def _take(self) -> bool:
         """Read once, and all that waits; return whether there is anything new."""
         view, before = self._story.view, (self._story.view.connected, self._story.problem)
         new = False
         try:
             end = time.monotonic() + TELL_EVERY_S
             while time.monotonic() < end:
-                batch = reader.read(READ_S)
+                batch = self._source.read(READ_S)
                 self._story.problem = ""
                 with self._taking:
                     self._story.take(batch)

@@ -33,6 +33,7 @@ from lsgd.client.dashboard.story import Story
 from lsgd.client.launcher.results import METRICS, read_rounds
 from lsgd.client.watch.ask import ask
 from lsgd.client.watch.metrics import CONTENT_TYPE, check
+from lsgd.client.watch.reader import Reader
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.protocol.messages import ChangeSettings, Operator, StopRun
 from lsgd.protocol.sockets import ConnectorKeys
@@ -361,9 +362,8 @@ async def _serve(
     def tell(text: str) -> None:
         asyncio.run_coroutine_threadsafe(dashboard.show(text), loop)
 
-    follower = Follower(
-        dashboard.address, dashboard.keys, story, tell, lambda: dashboard.browsers > 0, folder if parent else None
-    )
+    source = Reader(dashboard.address, dashboard.keys)
+    follower = Follower(source, story, tell, lambda: dashboard.browsers > 0, folder if parent else None)
     dashboard.metrics = follower.metrics
     follower.start()
     say(dashboard.url())
