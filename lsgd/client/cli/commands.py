@@ -245,21 +245,24 @@ def runs_command(folder: Path, as_json: bool) -> None:
         click.echo(f"there are no runs in {folder}; name the folder: lsgd runs FOLDER", err=True)
 
 
+def _pairs(context: click.Context, parameter: click.Parameter, changes: tuple[str, ...]) -> dict[str, str]:
+    if not changes:
+        raise click.UsageError("say which setting gets which value: lsgd set period=16")
+    if wrong := [change for change in changes if "=" not in change]:
+        raise click.UsageError(f"write it as NAME=VALUE, not {wrong[0]!r}: lsgd set period=16")
+    return dict(change.split("=", 1) for change in changes)
+
+
 @main.command("set", short_help="Change settings of a running run.")
 @options.connect
-@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, shell_complete=completion.settings)
-def set_command(connect: str, keys: ConnectorKeys | None, changes: tuple[str, ...]) -> None:
+@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, callback=_pairs, shell_complete=completion.settings)
+def set_command(connect: str, keys: ConnectorKeys | None, changes: dict[str, str]) -> None:
     """Change numeric settings of a running run, all or none, for all workers from the next global round on.
 
     Its length (iterations, seconds) changes at once.
     """
-    if not changes:
-        raise click.UsageError("say which setting gets which value: lsgd set period=16")
-    if wrong := [change for change in changes if "=" not in change]:
-        raise click.UsageError(f"write it as NAME=VALUE, not {wrong[0]!r}")
-    values = dict(change.split("=", 1) for change in changes)
-    status = ask(connect, ChangeSettings(values), keys)
-    told = ", ".join(f"{name} = {value}" for name, value in values.items())
+    status = ask(connect, ChangeSettings(changes), keys)
+    told = ", ".join(f"{name} = {value}" for name, value in changes.items())
     click.echo(f"run {status['run']}: {told}, after {status['count']} iterations")
 
 

@@ -10,6 +10,7 @@ import click
 from lsgd.client.checkpoint.run_folder import find_live
 from lsgd.client.cli import completion
 from lsgd.protocol.keys import OPERATOR, connector_keys
+from lsgd.protocol.sockets import DEFAULT_PORT
 
 FOLDER = "lsgd.folder"
 """Where a command's context has the folder of the run that was found."""
@@ -60,6 +61,8 @@ def connect(command: Callable[..., Any]) -> Callable[..., Any]:
             click.get_current_context().meta[FOLDER] = folder
             click.echo(f"the run in {folder}, at {connect}:", err=True)
         elif "://" not in connect:
+            if not connect.rpartition(":")[2].isdecimal():
+                raise click.UsageError(f"--connect {connect} has no port: --connect {connect}:{DEFAULT_PORT}")
             connect = f"tcp://{connect}"
         return command(connect, connector_keys(connect, token, OPERATOR, insecure=insecure), **others)
 

@@ -6,6 +6,7 @@ variables: ``LSGD_LOCAL`` (the local server's address), ``LSGD_NODE``, ``LSGD_LO
 """
 
 import os
+import shlex
 import shutil
 import stat
 import sys
@@ -98,7 +99,10 @@ def launch(settings: Launch) -> int:
         "PYTHONUNBUFFERED": "1",
     }
     if not shutil.which(settings.command[0], path=environ["PATH"]):
-        raise ConfigError(f"the command {settings.command[0]!r} is not found, or is not a program")
+        name = settings.command[0]
+        script = Path(name).suffix == ".py" and Path(name).is_file()
+        hint = f"; type: lsgd launch -- python {shlex.join(settings.command)}" if script else ""
+        raise ConfigError(f"the command {name!r} is not found, or is not a program{hint}")
     network = _network_address(place, settings.port)
     if place.node == 0 and not settings.resume and runs(settings.run_dir / CHECKPOINTS):
         raise ConfigError(
