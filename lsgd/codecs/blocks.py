@@ -73,7 +73,7 @@ class Blockwise(Codec):
 
     def _path(self, device: torch.device, numel: int) -> tuple[Path | None, int]:
         """Return the kernels for a device, if there are any, and how many of ``numel`` elements they take."""
-        path = self.kernels(device.type) if numel and device.type in ("cpu", "cuda") else None
+        path = self.kernels(device.type) if numel else None
         return path, 0 if path is None else path.takes(numel)
 
     def _pieces(
