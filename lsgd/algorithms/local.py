@@ -83,6 +83,11 @@ class LocalSettings(Periodic):
         """Return the settings of a stretch, as the base does; between rounds is one fragment's share of a period."""
         return super().at(progress, None if period is None else period * self.fragments)
 
+    @property
+    def per_contributor(self) -> bool:
+        """Whether each element's sum is divided by the number of members that have sent it."""
+        return False
+
     def make_codec(self) -> Codec:
         """Return the codec."""
         return codec_of(self.compression, self.block)
@@ -124,6 +129,24 @@ class SparseSettings(LocalSettings):
     error_decay: float = setting(
         0.95, "factor of what was not sent when the next exchange adds it; 0: it is dropped", low=0, high=1
     )
+    divisor: str = setting(
+        "members",
+        "by what an element's sum is divided: all members, or those that have sent this element",
+        choices=("members", "contributors"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per_contributor and not self.make_codec().sparse:
+            raise ConfigError(
+                f"divisor = 'contributors', but with compression = {self.compression!r} all members send all elements; "
+                f"set compression to topk, or divisor to members"
+            )
+
+    @property
+    def per_contributor(self) -> bool:
+        """As the setting ``divisor`` says."""
+        return self.divisor == "contributors"
 
 
 class LocalSGD(Algorithm):
@@ -172,7 +195,8 @@ class LocalSGD(Algorithm):
             self._changes = [torch.empty_like(x) for x in parameters]
         else:
             self._changes = [torch.empty_like(x, dtype=torch.float32) for x in parameters]
-            self._mean = CompressedMean(group, self._codec, hierarchical=self.settings.hierarchical)
+            hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
+            self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
         members = order.generation.members
         for feedback in (each for fragment in self._feedback for each in fragment):
             feedback.begin_generation(same_members=members == self._members)
