@@ -79,9 +79,9 @@ class LocalSettings(Periodic):
         whole = -(-period // self.fragments) * self.fragments
         return dataclasses.replace(self, period=max(whole, self._least_period))
 
-    def at(self, progress: float | None, period: int | None = None) -> Self:
+    def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
         """Return the settings of a stretch, as the base does; between rounds is one fragment's share of a period."""
-        return super().at(progress, None if period is None else period * self.fragments)
+        return super().at(progress, None if period is None else period * self.fragments, rate)
 
     @property
     def per_contributor(self) -> bool:
