@@ -44,6 +44,7 @@ class LocalSettings(Periodic):
     error_decay: float = setting(
         1.0, "factor of what rounding has lost when the next exchange adds it; 0: no error feedback", low=0, high=1
     )
+    offload: bool = setting(False, "keep what rounding has lost in the CPU's memory, not on the GPU", fixed=True)
     hierarchical: bool = hierarchical()
     fragments: int = fragments()
     delay: int = delay("take over the outer step's model")
@@ -178,7 +179,10 @@ class LocalSGD(Algorithm):
         self._feedback: list[list[ErrorFeedback]] = []
         if not self._codec.lossless:
             self._feedback = [
-                [ErrorFeedback(place.stop - place.start, x.device) for x, place in zip(parameters, places, strict=True)]
+                [
+                    ErrorFeedback(place.stop - place.start, x.device, offload=settings.offload)
+                    for x, place in zip(parameters, places, strict=True)
+                ]
                 for places in self._fragments
             ]
         self._changes: list[Tensor] = []
