@@ -43,6 +43,7 @@ OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
         period=period, compression="levels2", fragments=4, delay=period // 8
     ),
     "sparse": lambda period: SparseSettings(period=period),
+    "sparse-contributors": lambda period: SparseSettings(period=period, divisor="contributors"),
     "diloco": lambda period: DiLoCoSettings(period=period),
     "allreduce": lambda period: AllReduceSettings(),
     "bytegrad": lambda period: ByteGradSettings(),

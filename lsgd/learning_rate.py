@@ -1,6 +1,8 @@
 """Learning rates over a run: factors of the base rate, by the share of the run that is made."""
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from lsgd.errors import ConfigError
 from lsgd.settings import nearest
@@ -43,3 +45,19 @@ def factor(kind: str, progress: float, warmup: float, decay: float) -> float:
         return min(1.0, (1 - progress) / decay) if decay else 1.0
     after = (progress - warmup) / (1 - warmup)
     return 1 - after if kind == "linear" else (1 + math.cos(math.pi * after)) / 2
+
+
+class Fallen:
+    """Follows the learning rate of a worker, and tells it once it has fallen.
+
+    While it rises, as in a warm-up, it says nothing about how far models part.
+    """
+
+    def __init__(self) -> None:
+        self._highest = 0.0
+
+    def rate(self, optimizers: Iterable[Any]) -> float | None:
+        """Return the highest learning rate of these torch optimizers now; None if it was never higher before."""
+        rate = max((float(group["lr"]) for o in optimizers for group in o.param_groups), default=0.0)
+        self._highest = max(self._highest, rate)
+        return rate if rate < self._highest else None

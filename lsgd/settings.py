@@ -81,7 +81,7 @@ class AlgorithmSettings:
         """Share of the time that exchanges may take, where the servers choose the period; 0: the plan has it."""
         return 0.0
 
-    def at(self, progress: float | None, period: int | None = None) -> Self:
+    def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
         """Return the settings of the stretch from a share of the run to the next global round.
 
         Servers and simulated workers both ask here.
@@ -89,6 +89,7 @@ class AlgorithmSettings:
         Args:
             progress: share of the run that is made, 0 to 1; None: the run has no end, or several phases.
             period: that the servers have chosen; None: that of the settings.
+            rate: learning rate of the workers, if it has fallen.
         """
         return self
 

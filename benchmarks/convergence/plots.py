@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-from benchmarks.methods import ALONE, ONE_MACHINE, ONE_MACHINE_SAMPLES
+from benchmarks.methods import ALL, ALONE, BASELINES, ONE_MACHINE, ONE_MACHINE_SAMPLES, sent_nbytes
 from benchmarks.report.plots import COLORS
 from benchmarks.workloads import TASKS
 
@@ -56,29 +56,35 @@ def _draw_method(axes: Axes, runs: Rows, method: str, color: str, style: str) ->
 
 
 def draw_bytes(rows: Rows, task: str, workers: int, path: Path) -> None:
-    """Draw the final loss over the bytes of a step: a line for each method, a point for each period."""
-    losses: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    """Draw the final loss over the bytes of a step, by formula: a line for each method, a point for each period."""
+    model = TASKS[task]().model()
+    losses: dict[str, dict[int, list[float]]] = {}
     for row in rows:
-        if row.get("sent_nbytes") is not None:
-            point = (row["sent_nbytes"], row["final_loss"])
-            losses.setdefault(row["method"], {}).setdefault(row["period"], []).append(point)
-    if not losses:
-        return  # results of an older version have no bytes
+        if sent_nbytes(row["method"], row["period"], model, workers) is not None:
+            losses.setdefault(row["method"], {}).setdefault(row["period"], []).append(row["final_loss"])
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
-    sending = [method for method in losses if method not in LEVELS]
-    for index, method in enumerate(sending):
-        points = [losses[method][period] for period in sorted(losses[method])]
-        nbytes, middle = [p[0][0] for p in points], [statistics.median(loss for _, loss in p) for p in points]
-        color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
-        style = STYLES[index // len(COLORS) % len(STYLES)]
+    sending = sorted((method for method in losses if method not in LEVELS), key=ALL.index)
+    families = list(dict.fromkeys(_family(method) for method in sending))
+    for method in sending:
+        periods = sorted(losses[method])
+        nbytes = [sent_nbytes(method, period, model, workers) or 0.0 for period in periods]
+        middle = [statistics.median(losses[method][period]) for period in periods]
+        family = _family(method)
+        color = COLORS[families.index(family) % len(COLORS)]
+        index = [other for other in sending if _family(other) == family].index(method)
+        style, marker = STYLES[index % len(STYLES)], MARKERS[index % len(MARKERS)]
+        above = method not in BASELINES
         axes.plot(nbytes, middle, style, color=color, marker=marker, markersize=6, linewidth=1.3, label=method)
-        for period, x, y in zip(sorted(losses[method]), nbytes, middle, strict=True):
+        for period, x, y in zip(periods, nbytes, middle, strict=True):
             if period:
-                axes.annotate(str(period), (x, y), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8)
+                offset, va = ((0, 6), "bottom") if above else ((0, -6), "top")
+                axes.annotate(
+                    str(period), (x, y), textcoords="offset points", xytext=offset, ha="center", va=va, fontsize=8
+                )
     for method in [method for method in LEVELS if method in losses]:
         color, style = LEVELS[method]
-        level = statistics.median(loss for points in losses[method].values() for _, loss in points)
+        level = statistics.median(losses[method][0])
         axes.axhline(level, color=color, linestyle=style, linewidth=1.2)
         x, ha, va = (0.99, "right", "top") if method == ONE_MACHINE_SAMPLES else (0.01, "left", "bottom")
         axes.text(x, level, method, transform=axes.get_yaxis_transform(), ha=ha, va=va, fontsize=8, color=color)
@@ -87,10 +93,16 @@ def draw_bytes(rows: Rows, task: str, workers: int, path: Path) -> None:
     _scale_losses(axes)
     axes.set_xlabel("bytes that a worker sends in a step, on average; numbers at points are periods")
     axes.set_ylabel("final test loss, median over seeds")
-    axes.set_title(f"{task}, {workers} workers; the level lines send nothing", fontsize=11)
+    note = "; the level lines send nothing" if LEVELS.keys() & losses.keys() else ""
+    axes.set_title(f"{task}, {workers} workers{note}", fontsize=11)
     axes.grid(True, which="major", alpha=0.3)
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=90)
+
+
+def _family(method: str) -> str:
+    """Return what the methods of one colour have in common, the beginning of their names."""
+    return method.partition("-")[0]
 
 
 def _scale_losses(axes: Axes) -> None:

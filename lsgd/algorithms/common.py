@@ -14,6 +14,9 @@ from lsgd.settings import AlgorithmSettings, Schedule, setting
 EXCHANGE_SHARE = 0.05
 """Share of the time that exchanges may take by default."""
 
+LONGEST_PERIOD, SMALLEST_RATE = 1 << 20, 1e-30
+"""How long a period becomes at most when the learning rate falls to 0."""
+
 
 def period(between: str = "exchanges", default: int = 64) -> Any:
     """Declare a period; at ``auto``, which is 0, the server chooses it."""
@@ -34,6 +37,9 @@ class Periodic(AlgorithmSettings):
     exchange_share: float = setting(
         EXCHANGE_SHARE, "share of the time that exchanges may take where period is auto", low=0.001, high=0.9
     )
+    growth_coefficient: float = setting(
+        0.0, "once the learning rate falls, the period is at least (this / learning rate) squared; 0: it is not", low=0
+    )
 
     def schedule(self) -> Schedule:
         """Exchange every ``period`` steps; at ``auto`` every step, until a server has said how many."""
@@ -48,9 +54,11 @@ class Periodic(AlgorithmSettings):
         """Return the settings with another period, or one as near to it as is valid."""
         return dataclasses.replace(self, period=period)
 
-    def at(self, progress: float | None, period: int | None = None) -> Self:
-        """Return the settings with the period of the ramp, if the run is on one."""
+    def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
+        """Return the settings with the period for this learning rate or, if the run is on one, that of the ramp."""
         most = self.period if period is None else period
+        if rate is not None:
+            most = max(most, quadratic_period(self.growth_coefficient, rate))
         return self.with_period(ramp(most, progress, self.warm_share, self.closing_share))
 
 
@@ -66,6 +74,11 @@ def ramp(period: int, progress: float | None, warm_share: float, closing_share: 
     fall = (1.0 - progress) / closing_share if closing_share else 1.0
     reached = int(period * min(rise, fall, 1.0))
     return period if reached >= period else 1 << (max(1, reached).bit_length() - 1)
+
+
+def quadratic_period(coefficient: float, rate: float) -> int:
+    """Return the period of the quadratic synchronization rule (arXiv 2310.14423), (coefficient / rate)²."""
+    return int(min((coefficient / max(rate, SMALLEST_RATE)) ** 2, LONGEST_PERIOD))
 
 
 def least_period(exchange_s: float, step_s: float, share: float) -> int:

@@ -44,6 +44,7 @@ class LocalSettings(Periodic):
     error_decay: float = setting(
         1.0, "factor of what rounding has lost when the next exchange adds it; 0: no error feedback", low=0, high=1
     )
+    offload: bool = setting(False, "keep what rounding has lost in the CPU's memory, not on the GPU", fixed=True)
     hierarchical: bool = hierarchical()
     fragments: int = fragments()
     delay: int = delay("take over the outer step's model")
@@ -79,9 +80,14 @@ class LocalSettings(Periodic):
         whole = -(-period // self.fragments) * self.fragments
         return dataclasses.replace(self, period=max(whole, self._least_period))
 
-    def at(self, progress: float | None, period: int | None = None) -> Self:
+    def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
         """Return the settings of a stretch, as the base does; between rounds is one fragment's share of a period."""
-        return super().at(progress, None if period is None else period * self.fragments)
+        return super().at(progress, None if period is None else period * self.fragments, rate)
+
+    @property
+    def per_contributor(self) -> bool:
+        """Whether each element's sum is divided by the number of members that have sent it."""
+        return False
 
     def make_codec(self) -> Codec:
         """Return the codec."""
@@ -124,6 +130,24 @@ class SparseSettings(LocalSettings):
     error_decay: float = setting(
         0.95, "factor of what was not sent when the next exchange adds it; 0: it is dropped", low=0, high=1
     )
+    divisor: str = setting(
+        "members",
+        "by what an element's sum is divided: all members, or those that have sent this element",
+        choices=("members", "contributors"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per_contributor and not self.make_codec().sparse:
+            raise ConfigError(
+                f"divisor = 'contributors', but with compression = {self.compression!r} all members send all elements; "
+                f"set compression to topk, or divisor to members"
+            )
+
+    @property
+    def per_contributor(self) -> bool:
+        """As the setting ``divisor`` says."""
+        return self.divisor == "contributors"
 
 
 class LocalSGD(Algorithm):
@@ -155,7 +179,10 @@ class LocalSGD(Algorithm):
         self._feedback: list[list[ErrorFeedback]] = []
         if not self._codec.lossless:
             self._feedback = [
-                [ErrorFeedback(place.stop - place.start, x.device) for x, place in zip(parameters, places, strict=True)]
+                [
+                    ErrorFeedback(place.stop - place.start, x.device, offload=settings.offload)
+                    for x, place in zip(parameters, places, strict=True)
+                ]
                 for places in self._fragments
             ]
         self._changes: list[Tensor] = []
@@ -172,7 +199,8 @@ class LocalSGD(Algorithm):
             self._changes = [torch.empty_like(x) for x in parameters]
         else:
             self._changes = [torch.empty_like(x, dtype=torch.float32) for x in parameters]
-            self._mean = CompressedMean(group, self._codec, hierarchical=self.settings.hierarchical)
+            hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
+            self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
         members = order.generation.members
         for feedback in (each for fragment in self._feedback for each in fragment):
             feedback.begin_generation(same_members=members == self._members)

@@ -90,6 +90,16 @@ class Codec:
         if mean:
             out.mul_(1.0 / len(payloads))
 
+    def reduce_contributors(self, payloads: Sequence[Tensor], out: Tensor) -> None:
+        """Write the sum of vectors to float32 ``out``, each element over the number of those where it is not zero."""
+        part, contributors = torch.empty_like(out), torch.zeros_like(out)
+        out.zero_()
+        for payload in payloads:
+            self.decode(payload, part)
+            out.add_(part)
+            contributors.add_(part != 0)
+        out.div_(contributors.clamp_(min=1))
+
     def reduce_encode(
         self, payloads: Sequence[Tensor], payload: Tensor, *, numel: int, mean: bool, seed: int | None = None
     ) -> None:

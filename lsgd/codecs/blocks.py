@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -14,7 +15,7 @@ from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lsgd.kernels.cpu.levels import LevelsPath
+    from lsgd.kernels.few_bits import Path
 
 PIECE: Final = 1 << 15
 
@@ -27,12 +28,95 @@ _SPREAD: Final = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 
 
 @dataclass(frozen=True)
-class ScaledBlocks(Codec):
+class Blockwise(Codec):
+    """Base of the codecs whose payload has several parts, in which each block of the vector has bytes of its own.
+
+    Kernels (:mod:`lsgd.kernels.few_bits`) take what they can, and make the same bytes as the methods here.
+    """
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the header and the parts."""
+        return HEADER_NBYTES + sum(self.sizes(numel))
+
+    def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
+        """Write what each block becomes."""
+        numel = x.numel()
+        parts = self.begin_unflagged(payload, x).split_with_sizes(self.sizes(numel))
+        path, taken = self._path(x.device, numel)
+        if path is not None:
+            path.encode(x[:taken].to(torch.float32), parts, flags_of(payload))
+        if taken < numel:
+            payload[FLAGS_OFFSET] |= ~x[taken:].isfinite().all()
+        for here, *pieces in self._pieces(taken, numel, x.device, parts):
+            self.encode_blocks(x[here].to(torch.float32), *pieces)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Write the vector to ``out``."""
+        self._decode(payload, out, None)
+
+    def decode_add(self, payload: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+        """Add ``alpha`` times the vector to ``out`` in one pass."""
+        self._decode(payload, out, alpha)
+
+    def _decode(self, payload: Tensor, out: Tensor, alpha: float | None) -> None:
+        numel = out.numel()
+        parts = self.body(payload, numel).split_with_sizes(self.sizes(numel))
+        path, taken = self._path(out.device, numel if out.dtype == torch.float32 else 0)
+        if path is not None:
+            path.decode(parts, out[:taken], alpha)
+        for here, *pieces in self._pieces(taken, numel, out.device, parts):
+            piece = out[here]
+            value = self.decode_blocks(piece.numel(), *pieces).view(-1)[: piece.numel()]
+            if alpha is not None:
+                value = piece.to(torch.promote_types(out.dtype, torch.float32)) + value * alpha
+            piece.copy_(value)
+
+    def _path(self, device: torch.device, numel: int) -> tuple[Path | None, int]:
+        """Return the kernels for a device, if there are any, and how many of ``numel`` elements they take."""
+        path = self.kernels(device.type) if numel else None
+        return path, 0 if path is None else path.takes(numel)
+
+    def _pieces(
+        self, start: int, stop: int, device: torch.device, parts: Sequence[Tensor]
+    ) -> Iterator[tuple[slice, *tuple[Tensor, ...]]]:
+        """Yield the elements and the bytes of the parts to work on at a time: on a CPU, what its cache holds."""
+        whole = math.lcm(self.unit, 8)  # so that all parts have whole bytes
+        cut = device.type == "cpu" and self.width(stop) == self.unit
+        step = max(PIECE // whole, 1) * whole if cut else max(stop - start, 1)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            sizes = zip(parts, self.sizes(first), self.sizes(last), strict=True)
+            yield slice(first, last), *(part[begin:end] for part, begin, end in sizes)
+
+    # ---- for each codec --------------------------------------------------------------------------------------
+
+    def width(self, numel: int) -> int:
+        """Return the elements of a block, in a vector of ``numel`` elements."""
+        return self.unit
+
+    def sizes(self, numel: int) -> list[int]:
+        """Return the bytes of each part; needs no torch."""
+        raise NotImplementedError
+
+    def kernels(self, device: str) -> Path | None:
+        """Return the kernels for a type of device, if there are any."""
+        raise NotImplementedError
+
+    def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
+        """Write the parts of ``x``, float32, of which the last block may be shorter."""
+        raise NotImplementedError
+
+    def decode_blocks(self, numel: int, *parts: Tensor) -> Tensor:
+        """Return ``numel`` elements, float32, in rows or not, with any after the end."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ScaledBlocks(Blockwise):
     """Base of the codecs that send a bfloat16 scale for each block, and then one or two planes of bits.
 
     An element becomes plus or minus ``near`` times its block's scale or, beyond ``threshold`` times the block's root
-    mean square, ``far`` times it. On a CPU, whole blocks go through kernels (:mod:`lsgd.kernels.cpu.levels`), which
-    make the same bytes as the methods here.
+    mean square, ``far`` times it.
 
     Args:
         scale_block: elements that share a scale; a power of two, 8 … 65536.
@@ -53,83 +137,31 @@ class ScaledBlocks(Codec):
         """The elements of a block."""
         return self.scale_block
 
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes of the header, the scales and the planes."""
-        return HEADER_NBYTES + sum(self._sizes(numel))
-
-    def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
-        """Choose each block's scale, and each element's sign and level."""
-        numel = x.numel()
-        scales, *planes = self.begin_unflagged(payload, x).split_with_sizes(self._sizes(numel))
-        path, whole = self._path(x.device, numel)
-        flags_of(payload).zero_()
-        if path is not None:
-            path.encode(x[:whole].to(torch.float32), scales, planes[0], planes[-1], flags_of(payload))
-        if whole < numel:
-            payload[FLAGS_OFFSET] |= ~x[whole:].isfinite().all()
-        for here, block, bits in _pieces(whole, numel, self.scale_block, x.device):
-            self.encode_rows(
-                rows_of(x[here], self.scale_block), len(x[here]), scales[block], *(p[bits] for p in planes)
-            )
-
-    def encode_rows(self, rows: Tensor, numel: int, scales: Tensor, *planes: Tensor) -> None:
-        """Write the scales and bits of ``rows``, float32, shape (blocks, scale_block), with ``numel`` elements."""
-        raise NotImplementedError
-
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Write each element's level."""
-        self._decode(payload, out, None)
-
-    def decode_add(self, payload: Tensor, out: Tensor, alpha: float = 1.0) -> None:
-        """Add ``alpha`` times the vector to ``out`` in one pass."""
-        self._decode(payload, out, alpha)
-
-    def _decode(self, payload: Tensor, out: Tensor, alpha: float | None) -> None:
-        numel, block = out.numel(), self.scale_block
-        scales, *planes = self.body(payload, numel).split_with_sizes(self._sizes(numel))
-        path, whole = self._path(out.device, numel if out.dtype == torch.float32 else 0)
-        if path is not None:
-            path.decode(scales, planes[0], planes[-1], out[:whole], alpha)
-        if whole < numel:
-            value = self._read(scales[2 * (whole // block) :], *(plane[whole // 8 :] for plane in planes))
-            put(value.view(-1)[: numel - whole], out[whole:], alpha)
-
-    def _read(self, scales: Tensor, signs: Tensor, fars: Tensor | None = None) -> Tensor:
-        """Return the elements of blocks, float32, shape (blocks, scale_block)."""
-        scale = read_scales(scales)
-        value = scale * self.near
-        if fars is not None:
-            value = torch.where(read_bits(fars, self.scale_block), scale * self.far, value)
-        return torch.where(read_bits(signs, self.scale_block), -value, value)
-
-    def _path(self, device: torch.device, numel: int) -> tuple[LevelsPath | None, int]:
-        """Return the kernels for a device, if there are any, and how many of ``numel`` elements they take."""
-        if device.type != "cpu" or numel < self.scale_block:
-            return None, 0
-        from lsgd.kernels.cpu.few_bits import Levels, levels_path
-
-        path = levels_path(Levels(self.near, self.far, self.threshold), self.scale_block)
-        return path, 0 if path is None else numel // self.scale_block * self.scale_block
-
-    def _sizes(self, numel: int) -> list[int]:
+    def sizes(self, numel: int) -> list[int]:
+        """Two bytes a block, and one or two bits an element."""
         planes = 1 if self.threshold is None else 2
-        return [2 * -(-numel // self.scale_block)] + [bits_nbytes(numel)] * planes
+        return [2 * -(-numel // self.scale_block)] + [-(-numel // 8)] * planes
 
+    def kernels(self, device: str) -> Path | None:
+        """Return those for these levels."""
+        from lsgd.kernels.few_bits import Levels, levels_path
 
-def _pieces(start: int, stop: int, scale_block: int, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield the elements, bytes of scales and bytes of bits to work on at a time: on a CPU, what its cache holds."""
-    step = max(PIECE if device.type == "cpu" else stop, scale_block)
-    for first in range(start, stop, step):
-        last = min(first + step, stop)
-        scales = slice(2 * (first // scale_block), 2 * -(-last // scale_block))
-        yield slice(first, last), scales, slice(first // 8, -(-last // 8))
+        return levels_path(device, Levels(self.near, self.far, self.threshold), self.scale_block)
+
+    def decode_blocks(self, numel: int, *parts: Tensor) -> Tensor:
+        """Return each element's level."""
+        scales, signs, *fars = parts
+        scale = scales.view(torch.bfloat16).to(torch.float32)[:, None]
+        value = scale * self.near
+        for plane in fars:
+            value = torch.where(read_bits(plane, self.scale_block), scale * self.far, value)
+        return torch.where(read_bits(signs, self.scale_block), -value, value)
 
 
 def rows_of(x: Tensor, width: int) -> Tensor:
-    """Return ``x`` in float32, shape (blocks, width), with zeros after its end."""
+    """Return ``x``, shape (blocks, width), with zeros after its end."""
     blocks = -(-x.numel() // width)
-    padded = torch.nn.functional.pad(x.to(torch.float32), (0, blocks * width - x.numel()))
-    return padded.view(blocks, width)
+    return torch.nn.functional.pad(x, (0, blocks * width - x.numel())).view(blocks, width)
 
 
 def counts_of(rows: Tensor, numel: int) -> Tensor:
@@ -147,27 +179,10 @@ def sums_of(rows: Tensor) -> Tensor:
     return rows[:, 0]
 
 
-def put(value: Tensor, out: Tensor, alpha: float | None) -> None:
-    """Write ``value``, float32, to ``out``, or add ``alpha`` times it in float32 or wider."""
-    if alpha is not None:
-        value = out.to(torch.promote_types(out.dtype, torch.float32)) + value * alpha
-    out.copy_(value)
-
-
 def write_scales(scales: Tensor, out: Tensor) -> None:
     """Write float64 scales as bfloat16 to ``out``, uint8; NaN for those that are not finite."""
     out.view(torch.bfloat16).copy_(scales.clamp(max=MAX_SCALE).to(torch.float32))
     out.view(torch.int16).masked_fill_(~scales.isfinite(), _NAN)  # devices differ in the NaN that they write
-
-
-def read_scales(data: Tensor) -> Tensor:
-    """Return the scales in ``data``, float32, shape (blocks, 1)."""
-    return data.view(torch.bfloat16).to(torch.float32)[:, None]
-
-
-def bits_nbytes(numel: int) -> int:
-    """Return the bytes of one bit for each element."""
-    return -(-numel // 8)
 
 
 def write_bits(bits: Tensor, out: Tensor) -> None:

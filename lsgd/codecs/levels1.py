@@ -25,8 +25,10 @@ class Levels1(blocks.ScaledBlocks):
 
     name: ClassVar[str] = "levels1"
 
-    def encode_rows(self, rows: Tensor, numel: int, scales: Tensor, *planes: Tensor) -> None:
+    def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Note the signs, and the mean magnitude of each block."""
+        scales, signs = parts
+        rows = blocks.rows_of(x, self.scale_block)
         sums = blocks.sums_of(rows.abs().to(torch.float64))
-        blocks.write_scales(sums / blocks.counts_of(rows, numel), scales)
-        blocks.write_bits(rows < 0, planes[0])
+        blocks.write_scales(sums / blocks.counts_of(rows, x.numel()), scales)
+        blocks.write_bits(rows < 0, signs)

@@ -34,11 +34,12 @@ class Levels2(blocks.ScaledBlocks):
     far: ClassVar[float] = FAR
     threshold: ClassVar[float | None] = THRESHOLD
 
-    def encode_rows(self, rows: Tensor, numel: int, scales: Tensor, *planes: Tensor) -> None:
+    def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Choose the level of each element by the root mean square of its block, then the scale."""
-        signs, fars = planes
+        scales, signs, fars = parts
+        rows = blocks.rows_of(x, self.scale_block)
         magnitudes = rows.abs().to(torch.float64)
-        counts = blocks.counts_of(rows, numel)
+        counts = blocks.counts_of(rows, x.numel())
         rms = (blocks.sums_of(magnitudes.square()) / counts).sqrt()
         far = rows.abs() > (rms * THRESHOLD).to(torch.float32)[:, None]
         # The scale with the least square error for these levels: close to rms, but exact where all are alike.

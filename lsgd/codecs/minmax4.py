@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from lsgd.codecs.base import Codec
+from lsgd.codecs.blocks import Blockwise
 from lsgd.errors import ConfigError
 from lsgd.lazy import torch
-from lsgd.payload import HEADER_NBYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lsgd.kernels.few_bits import Path
 
 UNITS: Final = 15
 
 
 @dataclass(frozen=True)
-class MinMax4(Codec):
+class MinMax4(Blockwise):
     """Half a byte an element and eight bytes a block; rounds to nearest, half to even.
 
     After the header: for each block half of its least element and half of its unit, two float32; then the codes, the
@@ -40,41 +41,44 @@ class MinMax4(Codec):
         """The elements of a block."""
         return self.block or 1
 
-    def nbytes(self, numel: int) -> int:
-        """Half a byte an element, eight a block."""
-        return HEADER_NBYTES + 8 * self._blocks(numel) + -(-numel // 2)
+    def width(self, numel: int) -> int:
+        """The whole vector where ``block`` is 0."""
+        return self.block or max(numel, 1)
 
-    def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
+    def sizes(self, numel: int) -> list[int]:
+        """Eight bytes a block, half a byte an element."""
+        return [8 * -(-numel // self.width(numel)), -(-numel // 2)]
+
+    def kernels(self, device: str) -> Path | None:
+        """Return those for this size of blocks."""
+        from lsgd.kernels.few_bits import minmax4_path
+
+        return minmax4_path(device, self.block)
+
+    def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Choose the nearest code of each element."""
-        body, numel, count = self.begin(payload, x), x.numel(), self._blocks(x.numel())
-        if not numel:
-            return
-        rows = x.new_empty(count, self.block or numel, dtype=torch.float32)
+        scales, data = parts
+        numel, width = x.numel(), self.width(x.numel())
+        rows = x.new_empty(scales.numel() // 8, width)
         flat = rows.view(-1)
-        flat[:numel] = x
-        flat[:numel] *= 0.5
+        torch.mul(x, 0.5, out=flat[:numel])
         flat[numel:] = flat[numel - 1]
         lo, hi = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
         # A division by a Python number is a multiplication by its inverse on some devices, so divide by a tensor.
         unit = (hi - lo) / torch.full_like(lo, UNITS)
-        scales = torch.where((hi - lo).isfinite(), torch.cat([lo, unit], 1) + 0.0, torch.nan)
-        body[: 8 * count].view(torch.float32).copy_(scales.view(-1))
+        both = torch.where((hi - lo).isfinite(), torch.cat([lo, unit], 1) + 0.0, torch.nan)
+        scales.view(torch.float32).copy_(both.view(-1))
         codes = torch.where(unit > 0, (rows - lo) / unit, 0.0).round_().nan_to_num_(0.0)
-        pairs = torch.zeros(-(-numel // 2) * 2, dtype=torch.uint8, device=x.device)
+        pairs = torch.zeros(2 * data.numel(), dtype=torch.uint8, device=x.device)
         pairs[:numel] = codes.clamp_(0, UNITS).view(-1)[:numel]
-        body[8 * count :] = pairs[0::2] | pairs[1::2] << 4
+        data.copy_(pairs[0::2] | pairs[1::2] << 4)
 
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Write the value of each code."""
-        body, numel, count = self.body(payload, out.numel()), out.numel(), self._blocks(out.numel())
-        scales = body[: 8 * count].view(torch.float32).view(count, 2)
-        data = body[8 * count :]
-        codes = torch.zeros(count, self.block or numel, device=out.device)
-        pairs = torch.stack([data & 15, data >> 4], 1).view(-1)
-        codes.view(-1)[:numel] = pairs[:numel]
-        value = codes.mul_(scales[:, 1:]).add_(scales[:, :1])
+    def decode_blocks(self, numel: int, *parts: Tensor) -> Tensor:
+        """Return the value of each code."""
+        scales, data = parts
+        lo, unit = scales.view(torch.float32).view(-1, 2).split(1, dim=1)  # type: ignore[no-untyped-call]
+        codes = torch.zeros(lo.numel(), self.width(numel), device=data.device)
+        codes.view(-1)[:numel] = torch.stack([data & 15, data >> 4], 1).view(-1)[:numel]
+        value: Tensor = codes.mul_(unit).add_(lo)
         most = torch.finfo(torch.float32).max / 2
-        out.copy_(value.clamp_(-most, most).mul_(2).view(-1)[:numel])
-
-    def _blocks(self, numel: int) -> int:
-        return -(-numel // (self.block or max(numel, 1)))
+        return value.clamp_(-most, most).mul_(2)

@@ -38,17 +38,19 @@ class CompressedMean:
         codec: of what nodes send each other.
         hierarchical: the workers of a node first average at full precision, and one of them exchanges with the other
             nodes; else all workers exchange in the codec.
+        contributors: divide each element by the number of payloads in which it is not zero, instead of by all.
     """
 
-    def __init__(self, group: Group, codec: Codec, *, hierarchical: bool) -> None:
+    def __init__(self, group: Group, codec: Codec, *, hierarchical: bool, contributors: bool = False) -> None:
         self._group = group
         self._node = group.node if hierarchical else None
         self._units = group.across if hierarchical else group
         self._number = len(group.node_sizes) if hierarchical else group.size
         self._codec = codec
+        self._contributors = contributors
         self._all_reduce: QuantizedAllReduce | None = None
         if self._units is not None and not gathers(codec, self._number):
-            self._all_reduce = QuantizedAllReduce(self._units, codec)
+            self._all_reduce = QuantizedAllReduce(self._units, codec, contributors=contributors)
 
     def __call__(self, x: Tensor, seed: tuple[object, ...], feedback: ErrorFeedback, decay: float) -> None:
         """Replace ``x`` by the mean.
@@ -82,4 +84,7 @@ class CompressedMean:
         transfer = group.all_gather(payloads, own)
         codec.decode_add(own, contribution, alpha=-1.0)
         transfer.wait()
-        codec.reduce(payloads, x, mean=True)
+        if self._contributors:
+            codec.reduce_contributors(payloads, x)
+        else:
+            codec.reduce(payloads, x, mean=True)

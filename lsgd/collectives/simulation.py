@@ -30,6 +30,7 @@ from lsgd.collectives.topology import first_ranks, node_ranks
 from lsgd.election import standing, usual_loss
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.flat import FlatParameters, floating_buffers
+from lsgd.learning_rate import Fallen
 from lsgd.probe import probe_loss
 from lsgd.protocol.messages import Generation, Round
 from lsgd.settings import AlgorithmSettings
@@ -228,6 +229,7 @@ class SimulatedWorker:
         self.optimizer = optimizer
         self.algorithm = settings.create(parameters, run)
         self.steps = 0
+        self._fallen = Fallen()
         self._planned, self._steps_in_all, self._speed = settings, steps, speed
         self._stretch_began = 0  # the step of the last global round
         self._take_up(settings)
@@ -288,7 +290,8 @@ class SimulatedWorker:
         """Take up the settings that hold up to the next global round."""
         self._stretch_began = self.steps
         in_all = self._steps_in_all * self._speed
-        self.algorithm.settings = self._planned.at(self.steps / in_all if in_all else None)
+        rate = self._fallen.rate([self.optimizer]) if self.steps else None
+        self.algorithm.settings = self._planned.at(self.steps / in_all if in_all else None, rate=rate)
         self._take_up(self.algorithm.settings)
 
     def _take_up(self, settings: AlgorithmSettings) -> None:

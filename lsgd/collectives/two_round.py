@@ -65,13 +65,24 @@ class QuantizedAllReduce:
         codec: of the payloads; where the whole vector is one block, that is a segment's chunk.
         rounding: ``nearest`` or ``stochastic``.
         average: whether to divide by the number of members.
+        contributors: with error feedback, divide each element by the number of members that have sent one other than
+            zero instead.
     """
 
-    def __init__(self, group: Group, codec: Codec, *, rounding: str = "nearest", average: bool = True) -> None:
+    def __init__(
+        self,
+        group: Group,
+        codec: Codec,
+        *,
+        rounding: str = "nearest",
+        average: bool = True,
+        contributors: bool = False,
+    ) -> None:
         self.group = group
         self.codec = codec
         self.rounding = rounding
         self.average = average
+        self.contributors = contributors
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Sequence[_Segment]]] = defaultdict(list)
 
     def __call__(
@@ -170,7 +181,10 @@ class QuantizedAllReduce:
             self.codec.reduce_encode(segment.received, payload, numel=numel, mean=mean, seed=key)
             return
         result = torch.empty(numel, dtype=torch.float32, device=payload.device)
-        self.codec.reduce(segment.received, result, mean=mean)
+        if self.contributors:
+            self.codec.reduce_contributors(segment.received, result)
+        else:
+            self.codec.reduce(segment.received, result, mean=mean)
         feedback.added_to_result(result, place.start)
         self.codec.encode(result, payload, key)
         self.codec.decode_add(payload, result, alpha=-1.0)

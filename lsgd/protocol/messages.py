@@ -134,6 +134,7 @@ class Request:
         ahead: it still has iterations to make. Such a request is granted at once or forgotten, never held: a worker
             that has none left asks again, with the same number.
         last: it wants no iteration but a round, after which it leaves.
+        rate: its learning rate, if it has fallen; None: it has not, or the request is ahead.
     """
 
     worker: str
@@ -145,6 +146,7 @@ class Request:
     loss: float | None
     ahead: bool = False
     last: bool = False
+    rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

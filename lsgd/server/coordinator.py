@@ -60,7 +60,7 @@ from lsgd.server.admission import different_versions, objection
 from lsgd.server.grants import Grants
 from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import NO_REASON, Reason, Why
-from lsgd.server.roster import Member, by_place, named
+from lsgd.server.roster import Member, by_place, finite, named
 from lsgd.server.scheduler import Scheduler
 from lsgd.server.state import Decision, RunState
 from lsgd.settings import changed
@@ -231,7 +231,8 @@ class Coordinator:
         self._settle(member, request.done)
         self._scheduler.committed(member, request.committed)
         self._scheduler.left_round(member, Why.PASSED_OVER)
-        member.seq, member.answer, member.loss, member.last = request.seq, None, request.loss, request.last
+        member.seq, member.answer, member.last = request.seq, None, request.last
+        member.loss, member.rate = request.loss, finite(request.rate)
         member.held_at = state.moved_at = state.now
         if member.state is MemberState.PAUSED or member.state is MemberState.STRAGGLER:
             state.ledger.released = True

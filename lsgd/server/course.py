@@ -39,7 +39,7 @@ class Course:
         self.number, self.algorithm, self.next_algorithm = number, algorithm, next_algorithm
         self.schedule, self.pace, self.why = algorithm.schedule(), pace, why
 
-    def take_up(self, count: int, members: int, progress: float | None = None) -> bool:
+    def take_up(self, count: int, members: int, progress: float | None = None, rate: float | None = None) -> bool:
         """Go on to the phase that a global round of ``members`` after ``count`` iterations is in.
 
         A phase in which every iteration is a round ends when too few are left for one of each member. Returns
@@ -49,6 +49,7 @@ class Course:
             count: of the run's iterations.
             members: of the round.
             progress: share of the run that is made; None: it has no end.
+            rate: learning rate of the members, if it has fallen.
         """
         before = self.number
         while self.end - count < (members if self.next_algorithm.schedule().lockstep else 1):
@@ -56,10 +57,10 @@ class Course:
             self.next_algorithm = self.phases[self.number].algorithm
         if self.number != before:
             self.pace = Pace()  # another algorithm sends other bytes
-        self._set_period(progress if len(self.phases) == 1 else None)
+        self._set_period(progress if len(self.phases) == 1 else None, rate)
         return self.number != before
 
-    def _set_period(self, progress: float | None) -> None:
+    def _set_period(self, progress: float | None, rate: float | None) -> None:
         """Say which settings hold up to the next global round, and why its period does."""
         planned, period, self.why = self.next_algorithm, None, Why.PLANNED()
         if share := planned.time_share:
@@ -67,8 +68,10 @@ class Course:
             period = self.pace.period
         else:
             self.pace.period = planned.schedule().period
-        self.algorithm = planned.at(progress, period)
-        if progress is not None and self.algorithm != planned.at(None, period):
+        self.algorithm = planned.at(progress, period, rate)
+        if rate is not None and planned.at(None, period, rate) != planned.at(None, period):
+            self.why = Why.RATE(rate=rate)
+        if progress is not None and self.algorithm != planned.at(None, period, rate):
             self.why = Why.WARM() if progress < 0.5 else Why.CLOSING()
         self.schedule = self.algorithm.schedule()
 

@@ -37,6 +37,7 @@ class Member:
         round: the round it was ordered into, until it completes it or the round fails.
         committed: the last round it has completed.
         loss: as it last reported it.
+        rate: its learning rate, if it last reported that it has fallen.
         usual: its usual loss at the rounds so far, see :func:`lsgd.election.usual_loss`.
         met: number of the last generation of which it has completed a round, and so has the names.
         times_leader: rounds that it led.
@@ -61,6 +62,7 @@ class Member:
     round: "OpenRound | None" = None
     committed: int = 0
     loss: float | None = None
+    rate: float | None = None
     usual: float | None = None
     met: int = 0
     times_leader: int = 0

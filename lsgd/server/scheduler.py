@@ -138,7 +138,7 @@ class Scheduler:
             return
         course.pace.asked(state.now, state.ledger.count)
         before, why_before = course.schedule.period, course.why
-        if course.take_up(given, len(members), state.progress(state.now) if state.ends else None):
+        if course.take_up(given, len(members), state.progress(state.now) if state.ends else None, _rate_of(members)):
             state.book.fresh = True
             algorithm, count = course.algorithm.name, state.ledger.count
             state.happened(PhaseBegan(course.number + 1, algorithm, count))
@@ -416,6 +416,12 @@ class Scheduler:
         state.moved_at = state.now
         for opened in list(state.book.open.values()):
             self._fail(opened, Why.STUCK(who=named(opened.waiting), longest_s=longest_s))
+
+
+def _rate_of(members: Sequence[Member]) -> float | None:
+    """Return the highest of their learning rates; None unless all have fallen."""
+    rates = [m.rate for m in members if m.rate is not None]
+    return max(rates) if len(rates) == len(members) else None
 
 
 def _model_of(members: Iterable[Member]) -> tuple[bool, bool]:

@@ -145,7 +145,10 @@ def test_the_table_of_members():
         ("outer_lr", "write it as NAME=VALUE, not 'outer_lr'"),
         ("exchange_share=0", "exchange_share = '0' is not in 0.001 … 0.9"),
         ("period=automatic", "period = 'automatic' is not a whole number, or auto"),
-        ("zzz=1", "zzz is unknown; known: closing_share, error_decay, exchange_share, iterations, keep, outer_lr"),
+        (
+            "zzz=1",
+            "zzz is unknown; known: closing_share, error_decay, exchange_share, growth_coefficient, iterations, keep, ",
+        ),
     ],
 )
 def test_a_change_that_cannot_be(lsgd, change, reason):

@@ -25,30 +25,38 @@ def oracle():
 
 
 @pytest.fixture(scope="session")
-def cuda_on_host(tmp_path_factory):
-    """The CUDA path with its kernels built for this CPU: the same source, every thread a fiber."""
+def build_for_host(tmp_path_factory):
+    """Builds a CUDA source for this CPU, every thread a fiber, and returns what launches its kernels."""
     if shutil.which("g++") is None:
-        pytest.skip("no g++ to build quantize.cu for the CPU with")
-    library = tmp_path_factory.mktemp("cuda_host") / "kernels.so"
+        pytest.skip("no g++ to build CUDA sources for the CPU with")
+    folder = tmp_path_factory.mktemp("cuda_host")
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
-    paths = [
-        f"-I{HERE / 'cuda_host'}",
-        f'-DCUDA_SOURCE="{SOURCE.resolve()}"',
-        str(HERE / "cuda_host" / "driver.cpp"),
-    ]
-    subprocess.run(["g++", *flags, *paths, "-o", str(library)], check=True)
-    start = ctypes.CDLL(str(library)).launch
 
-    def launch(device, kernel, grid, threads, arguments):
-        words = [
-            struct.unpack("<I", struct.pack("<f", value))[0] if isinstance(value, float) else value % 2**64
-            for value in arguments
-        ]
-        array = (ctypes.c_uint64 * len(words))(*words)
-        status = start(kernel.encode(), grid, threads, array, ctypes.c_size_t(len(words)))
-        assert status == 0, f"{kernel}: {('no such kernel', 'wrong number of arguments')[status - 1]}"
+    def build(source):
+        library = folder / f"{source.stem}.so"
+        paths = [f"-I{HERE / 'cuda_host'}", f'-DCUDA_SOURCE="{source.resolve()}"', f'-DKERNEL_LIST="{source.stem}.h"']
+        driver = str(HERE / "cuda_host" / "driver.cpp")
+        subprocess.run(["g++", *flags, *paths, driver, "-o", str(library)], check=True)
+        start = ctypes.CDLL(str(library)).launch
 
-    return CudaPath(launch=launch)
+        def launch(device, kernel, grid, threads, arguments):
+            words = [
+                struct.unpack("<I", struct.pack("<f", value))[0] if isinstance(value, float) else value % 2**64
+                for value in arguments
+            ]
+            array = (ctypes.c_uint64 * len(words))(*words)
+            status = start(kernel.encode(), grid, threads, array, ctypes.c_size_t(len(words)))
+            assert status == 0, f"{kernel}: {('no such kernel', 'wrong number of arguments')[status - 1]}"
+
+        return launch
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def cuda_on_host(build_for_host):
+    """The CUDA path of minmax8, on this CPU."""
+    return CudaPath(launch=build_for_host(SOURCE))
 
 
 PATHS = [

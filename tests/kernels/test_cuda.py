@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lsgd.kernels.cuda import few_bits
 from lsgd.kernels.cuda.path import COMPILE_OPTIONS, SOURCE, CupyLaunch
 
 
@@ -23,11 +24,12 @@ def nvrtc():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", [SOURCE, few_bits.SOURCE], ids=lambda path: path.name)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_source_compiles(nvrtc, architecture):
+def test_source_compiles(nvrtc, architecture, source):
     program = ctypes.c_void_p()
-    source = SOURCE.read_bytes()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None) == 0
+    text, name = source.read_bytes(), source.name.encode()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None) == 0
     options = [option.encode() for option in (f"--gpu-architecture={architecture}", *COMPILE_OPTIONS)]
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()

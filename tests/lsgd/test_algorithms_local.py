@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lsgd.algorithms.local import LocalSettings, SparseSettings
+from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.simulation import simulate
 from lsgd.errors import ConfigError, ExchangeError
 
@@ -159,6 +160,46 @@ def test_one_round_or_two(settings, members, verbs):
     assert simulate([1] * members, member) == [verbs] * members
 
 
+@pytest.mark.parametrize("node_sizes", [[1] * 3, [1] * 6, [2, 1, 1]])
+def test_sums_over_those_that_have_sent_an_element(node_sizes):
+    """Gathered, by owners of chunks, and of nodes: every element is divided by its own number of contributors."""
+    settings, size = SparseSettings(compression="topk:k=8", divisor="contributors"), sum(node_sizes)
+    codec = settings.make_codec()
+    random = np.random.default_rng(0)
+    moves = [torch.from_numpy(random.standard_normal(len(Problem(1).start)).astype(np.float32)) for _ in range(size)]
+
+    def member(group):
+        worker = TorchWorker(settings, group, Problem(size))
+        worker.begin(make_round(node_sizes))
+        start = torch.cat(worker.algorithm.common)
+        for x, move in zip(worker.parameters, moves[group.rank].split([SPLIT, len(start) - SPLIT]), strict=True):
+            x.add_(move)
+        worker.algorithm.before_forward(worker.parameters, group, make_round(node_sizes))
+        return torch.cat(worker.algorithm.common) - start
+
+    def sent(x):
+        payload, out = codec.empty(x.numel(), x.device), torch.empty_like(x)
+        codec.encode(x, payload)
+        codec.decode(payload, out)
+        return out
+
+    expected, contributors = [], set()
+    for tensors in zip(*(move.split([SPLIT, len(move) - SPLIT]) for move in moves), strict=True):
+        nodes = [sum(node) * len(node_sizes) / size for node in by_node(tensors, node_sizes)]
+        parts = torch.stack([sent(node) for node in nodes])
+        mean = parts.sum(0) / (parts != 0).sum(0).clamp(min=1)
+        expected.append(sent(mean) if len(node_sizes) > 5 else mean)
+        contributors |= set((parts != 0).sum(0).tolist())
+    assert {1, 2} <= contributors
+    for change in simulate(node_sizes, member):
+        torch.testing.assert_close(change, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def by_node(tensors, node_sizes):
+    rest = iter(tensors)
+    return [[next(rest) for _ in range(size)] for size in node_sizes]
+
+
 @pytest.mark.parametrize("compression", ["levels1:scale_block=32", "topk:k=8"])
 @pytest.mark.parametrize("members", [2, 6])
 def test_error_feedback_reaches_what_rounding_cannot(compression, members):
@@ -205,6 +246,39 @@ def test_a_mean_that_is_not_finite_changes_no_common_model(caplog):
     assert caplog.text.count("the mean change is not finite") == 3
 
 
+def test_residuals_in_the_memory_of_the_cpu_change_nothing_else():
+    """And between two exchanges, nothing of their size is left on the device."""
+
+    def trained(offload):
+        settings = LocalSettings(period=2, compression="levels2:scale_block=8", offload=offload)
+
+        def member(group):
+            worker = TorchWorker(settings, group, Problem(3))
+            worker.begin(make_round([1] * 3))
+            for id in range(1, 9):
+                worker.iterate(make_round([1] * 3, id=id))
+            feedback = worker.algorithm._feedback[0]
+            scratch = [each._next_residual is not None for each in feedback]
+            return worker.model, whole_residuals(worker.algorithm, own=True), scratch
+
+        return simulate([1] * 3, member)
+
+    for kept, moved in zip(trained(False), trained(True), strict=True):
+        assert np.array_equal(kept[0], moved[0]) and torch.equal(kept[1], moved[1]) and moved[1].any()
+        assert all(kept[2]) and not any(moved[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_residuals_of_a_gpu_are_pinned():
+    feedback = ErrorFeedback(8, torch.device("cuda"), offload=True)
+    assert feedback.residual.is_pinned()
+    lost = feedback.added_to(torch.ones(8, device="cuda"))
+    assert lost.is_cuda
+    feedback.commit()
+    assert feedback.residual.is_pinned() and (feedback.residual == 1).all()
+
+
 def test_a_failed_exchange_keeps_the_residuals():
     def member(group):
         settings = LocalSettings(64, compression="levels2", hierarchical=False, block=8)
@@ -236,6 +310,13 @@ def test_a_failed_exchange_keeps_the_residuals():
 def test_settings_that_do_not_fit(options, words):
     with pytest.raises(ConfigError, match=words):
         LocalSettings(**options)
+
+
+def test_only_a_sparse_codec_has_contributors():
+    with pytest.raises(
+        ConfigError, match="divisor = 'contributors', but with compression = 'levels2' all members send"
+    ):
+        SparseSettings(compression="levels2", divisor="contributors")
 
 
 def test_the_server_chooses_how_often_a_fragment_is_exchanged():

@@ -16,7 +16,7 @@ from lsgd.codecs import Codec, codec_of
 from lsgd.codecs.base import flags_of
 from lsgd.codecs.topk import TopK
 from lsgd.errors import ConfigError
-from lsgd.kernels.cpu import few_bits
+from lsgd.kernels import few_bits
 from lsgd.payload import HEADER_NBYTES
 
 LENGTHS = st.integers(0, 1200)
@@ -165,8 +165,8 @@ def test_vectors_of_several_pieces(text, numel):
 
 
 def without_kernels(monkeypatch) -> None:
-    monkeypatch.setattr(few_bits, "levels_path", lambda *_: None)
-    monkeypatch.setattr(few_bits, "topk_path", lambda *_: None)
+    for name in ("levels_path", "minmax4_path", "topk_path"):
+        monkeypatch.setattr(few_bits, name, lambda *_: None)
 
 
 def made_of(codec: Codec, x: torch.Tensor, alpha: float) -> tuple[list[torch.Tensor], int]:
@@ -180,7 +180,17 @@ def made_of(codec: Codec, x: torch.Tensor, alpha: float) -> tuple[list[torch.Ten
 
 
 @pytest.mark.parametrize(
-    "text", ["levels2", "levels1", "levels2:scale_block=2048", "levels1:scale_block=64", "topk", "topk:k=8"]
+    "text",
+    [
+        "levels2",
+        "levels1",
+        "levels2:scale_block=2048",
+        "levels1:scale_block=64",
+        "topk",
+        "topk:k=8",
+        "minmax4",
+        "minmax4:block=64",
+    ],
 )
 @pytest.mark.parametrize("bad", [1.0, math.nan, -math.inf])
 def test_torch_makes_what_the_kernels_make(text, bad, monkeypatch):
@@ -225,11 +235,11 @@ def test_topk_of_odd_chunks_is_the_same_by_kernels_and_torch(k, alpha, monkeypat
 @pytest.fixture
 def no_llvmlite(monkeypatch):
     """As where it is not installed."""
-    users = [f"lsgd.kernels.cpu.{name}" for name in ("ir", "blockwise", "levels", "topk")]
+    users = [f"lsgd.kernels.cpu.{name}" for name in ("ir", "blockwise", "levels", "minmax4", "topk")]
     for name in [name for name in sys.modules if name.split(".")[0] == "llvmlite" or name in users]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "llvmlite", None)
-    answers = (few_bits.levels_path, few_bits.topk_path, few_bits.warn)
+    answers = (few_bits.levels_path, few_bits.minmax4_path, few_bits.topk_path, few_bits.warn)
     for cached in answers:
         cached.cache_clear()
     yield

@@ -326,6 +326,8 @@ def drawn(draw: st.DrawFn, cls: type) -> Any:
     if "delay" in values:
         between = values.get("local_period") or values["period"] // values["fragments"]
         values["delay"] = draw(st.integers(0, between - 1))
+    if values.get("divisor") == "contributors":
+        values["compression"] = "topk"
     if "codec" in values and not CODECS[values["codec"]].stochastic:
         values["rounding"] = "nearest"
     return cls(**values)

@@ -160,6 +160,7 @@ class Bench:
         same: bool = False,
         dropped: int = 0,
         last: bool = False,
+        rate: float | None = None,
     ) -> dict[str, list[Downward]]:
         """Ask for the next iteration, having done the last; or, with ``same``, again for the same one."""
         if not same:
@@ -167,7 +168,9 @@ class Bench:
             self.seqs[place] += 1
         return self.say(
             Request(
-                *(*self.who(place), self.seqs[place], self.done[place], self.committed[place], dropped, loss), last=last
+                *(*self.who(place), self.seqs[place], self.done[place], self.committed[place], dropped, loss),
+                last=last,
+                rate=rate,
             )
         )
 

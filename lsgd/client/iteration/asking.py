@@ -128,5 +128,7 @@ class Asking:
     def _make_request(self, seq: int, *, ahead: bool = False) -> Request:
         tally = self._tally
         self._said = tally.done
-        loss = None if ahead else self._standing.loss()  # it is looked at in rounds only
-        return Request(*self._who, seq, tally.done, tally.committed, tally.dropped, loss, ahead, self._last)
+        said = (tally.done, tally.committed, tally.dropped)
+        if ahead:  # what is looked at in rounds only is left out
+            return Request(*self._who, seq, *said, loss=None, ahead=True, last=self._last)
+        return Request(*self._who, seq, *said, self._standing.loss(), last=self._last, rate=self._standing.rate())

@@ -1,4 +1,4 @@
-"""The loss with which a worker stands in elections: the mean of its last batches', or its probe's."""
+"""What a worker says of its training: the loss with which it stands in elections, and its learning rate."""
 
 import math
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.tally import Tally
 from lsgd.errors import ConfigError
+from lsgd.learning_rate import Fallen
 from lsgd.probe import probe_loss
 
 PROBES_A_PERIOD = 8
@@ -16,7 +17,7 @@ PROBES_A_PERIOD = 8
 
 
 class Standing:
-    """What a worker's requests say of its loss.
+    """What a worker's requests say of its loss and its learning rate.
 
     A request may open a round, and the worker cannot know which one will. So the probe is evaluated for a request if
     the last value is from before the last round, or an eighth of a period old.
@@ -35,6 +36,7 @@ class Standing:
         self._replica = replica
         self._tally = tally
         self._resumed = resumed
+        self._fallen = Fallen()
         self._evaluate: Callable[[], Tensor | float] | None = None
         self._probed: float | None = None
         self._probed_at = (-1, 0)  # the last round then, and the iterations made
@@ -69,6 +71,10 @@ class Standing:
                 self._probed = probe_loss(self._replica.model, self._evaluate)
             self._probed_at = (tally.committed, tally.done)
         return self._probed
+
+    def rate(self) -> float | None:
+        """Return the learning rate if it has fallen; before the first iteration the script may not have set it yet."""
+        return self._fallen.rate(self._replica.optimizers) if self._tally.done else None
 
     def trouble(self) -> str:
         """Return in words why this worker leads only if nobody has a finite loss; an empty text: it may lead."""

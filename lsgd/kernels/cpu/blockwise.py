@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -19,7 +19,7 @@ LANES: Final = 8  # float64 in a vector
 GROUP: Final = 64  # elements whose bits make one word
 LINE: Final = 16  # elements in a line of the cache
 
-Bodies = Mapping[str, Callable[[Kernel, Value], None]]
+Body = Callable[[Kernel, Value], None]
 
 
 class Job(ctypes.Structure):
@@ -29,22 +29,24 @@ class Job(ctypes.Structure):
         (name, ctypes.c_double if name == "alpha" else ctypes.c_int64)
         for name in (
             *("counter", "items", "grain", "blocks", "alpha"),
-            *("values", "scales", "low", "high", "signs", "fars", "flags"),
+            *("values", "scales", "codes", "low", "high", "signs", "fars", "flags"),
         )
     )
 
 
 class BlockKernels:
-    """Compiled kernels that work on one block after the other, on torch's threads.
+    """Compiled kernels that work on one block after the other, on torch's threads: a few_bits.Path.
 
     Args:
         block: elements of a block, at most :data:`ITEM_ELEMENTS`.
+        parts: the arrays of the job that hold a payload's parts.
         module: where the kernels are; those they call are in it already.
-        bodies: the name of each kernel, and what emits its code for a block whose number is given.
+        bodies: the kernels ``encode``, ``decode`` and ``decode_add``, and what emits the code of each for a block whose
+            number is given.
     """
 
-    def __init__(self, block: int, module: ir.Module, bodies: Bodies) -> None:
-        self._block = block
+    def __init__(self, block: int, parts: Sequence[str], module: ir.Module, bodies: Mapping[str, Body]) -> None:
+        self._block, self._parts = block, parts
         for name, body in bodies.items():
             k = Kernel(module, f"{name}_items", [POINTER])
             with k.items(field(k, "items")) as item:
@@ -55,14 +57,26 @@ class BlockKernels:
             entry_point(module, name, k, mxcsr=IS_X86)
         self._machine = Machine(str(module), *usable_host())
 
-    def run(self, name: str, arrays: Mapping[str, Tensor], alpha: float = 0.0) -> None:
-        """Run a kernel on arrays of the job: whole blocks of float32 ``values``, and what belongs to them."""
-        blocks, grain = arrays["values"].numel() // self._block, ITEM_ELEMENTS // self._block
+    def takes(self, numel: int) -> int:
+        """Return the elements of the whole blocks."""
+        return numel // self._block * self._block
+
+    def encode(self, x: Tensor, parts: Sequence[Tensor], flags: Tensor) -> None:
+        """Write what whole blocks become."""
+        self._run("encode", x, parts, flags=flags.data_ptr())
+
+    def decode(self, parts: Sequence[Tensor], out: Tensor, alpha: float | None = None) -> None:
+        """Write whole blocks, or add ``alpha`` times them."""
+        self._run("decode" if alpha is None else "decode_add", out, parts, alpha=alpha or 0.0)
+
+    def _run(self, kernel: str, values: Tensor, parts: Sequence[Tensor], **others: float) -> None:
+        blocks, grain = values.numel() // self._block, ITEM_ELEMENTS // self._block
         items = -(-blocks // grain)
-        addresses = {array: tensor.data_ptr() for array, tensor in arrays.items()}
-        job = Job(items=items, grain=grain, blocks=blocks, alpha=alpha, **addresses)
+        addresses = {name: part.data_ptr() for name, part in zip(self._parts, parts, strict=True)}
+        addresses["values"] = values.data_ptr()
+        job = Job(items=items, grain=grain, blocks=blocks, **addresses, **others)
         threads = max(1, min(torch.get_num_threads(), items))
-        openmp.run(self._machine.address(name), ctypes.addressof(job), threads=threads)
+        openmp.run(self._machine.address(kernel), ctypes.addressof(job), threads=threads)
 
 
 def field(k: Kernel, name: str) -> Value:

@@ -10,48 +10,31 @@ from collections.abc import Callable
 from typing import Final
 
 from llvmlite import ir
-from torch import Tensor
 
 from lsgd.kernels.cpu.blockwise import GROUP, LANES, BlockKernels, array, fetch, field, load_bits, store_bits, totals
-from lsgd.kernels.cpu.few_bits import Levels
 from lsgd.kernels.cpu.ir import F32, F64, I16, I32, I64, POINTER, Kernel, Value
+from lsgd.kernels.few_bits import Levels
 
 AHEAD: Final = 2048  # elements: how far ahead a pass that leaves the memory idle fetches
 
 
-class LevelsPath:
+class LevelsPath(BlockKernels):
     """The kernels for blocks of one size.
 
     Args:
         levels: of the codec.
-        block: elements of a block, a power of two in :data:`lsgd.kernels.cpu.few_bits.BLOCKS`.
+        block: elements of a block, one of :data:`lsgd.kernels.few_bits.LEVELS_BLOCKS`.
     """
 
     def __init__(self, levels: Levels, block: int) -> None:
         module = ir.Module(name="levels")
+        parts = ("scales", "signs") if levels.threshold is None else ("scales", "signs", "fars")
         bodies = {
             "encode": _encoder(module, levels, block),
             "decode": lambda k, number: _decode(k, number, levels, block, add=False),
             "decode_add": lambda k, number: _decode(k, number, levels, block, add=True),
         }
-        self._kernels = BlockKernels(block, module, bodies)
-
-    def encode(self, x: Tensor, scales: Tensor, signs: Tensor, fars: Tensor, flags: Tensor) -> None:
-        """Write what whole blocks become.
-
-        Args:
-            x: float32, whole blocks.
-            scales: two bytes for each block, bfloat16; NaN for a block with NaN or Inf.
-            signs: one bit for each element; set: below zero.
-            fars: the same; set: far. Not used where all are near.
-            flags: int32; one if a block has NaN or Inf, else unchanged.
-        """
-        self._kernels.run("encode", {"values": x, "scales": scales, "signs": signs, "fars": fars, "flags": flags})
-
-    def decode(self, scales: Tensor, signs: Tensor, fars: Tensor, out: Tensor, alpha: float | None = None) -> None:
-        """Write whole blocks to float32 ``out``, or add ``alpha`` times them."""
-        name = "decode" if alpha is None else "decode_add"
-        self._kernels.run(name, {"values": out, "scales": scales, "signs": signs, "fars": fars}, alpha or 0.0)
+        super().__init__(block, parts, module, bodies)
 
 
 def _encoder(module: ir.Module, levels: Levels, block: int) -> Callable[[Kernel, Value], None]:

@@ -6,11 +6,10 @@ passes over it. The code for the elements that are kept is straight: one program
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from llvmlite import ir
-from torch import Tensor
 
 from lsgd.kernels.cpu.blockwise import (
     GROUP,
@@ -31,7 +30,7 @@ _INFINITY: Final = 0x7F800000  # the bits of float32; those of NaN are greater
 _NAN: Final = 0x7FC00000
 
 
-class TopKPath:
+class TopKPath(BlockKernels):
     """The kernels for one ``k``.
 
     Args:
@@ -42,22 +41,7 @@ class TopKPath:
     def __init__(self, chunk: int, k: int) -> None:
         bodies = _Chunks(ir.Module(name="topk"), chunk, k)
         names = {"encode": bodies.encode, "decode": bodies.decode, "decode_add": bodies.decode_add}
-        self._kernels = BlockKernels(chunk, bodies.module, names)
-
-    def encode(self, x: Tensor, parts: Sequence[Tensor], flags: Tensor) -> None:
-        """Write what whole chunks become.
-
-        Args:
-            x: float32, whole chunks.
-            parts: the levels, low and high bits of the indices, bits of the signs and of the levels, as bytes.
-            flags: int32; one if a chunk has NaN or Inf, else unchanged.
-        """
-        self._kernels.run("encode", {"values": x, "flags": flags, **dict(zip(_PARTS, parts, strict=True))})
-
-    def decode(self, parts: Sequence[Tensor], out: Tensor, alpha: float | None = None) -> None:
-        """Write whole chunks to float32 ``out``, or add ``alpha`` times them."""
-        name = "decode" if alpha is None else "decode_add"
-        self._kernels.run(name, {"values": out, **dict(zip(_PARTS, parts, strict=True))}, alpha or 0.0)
+        super().__init__(chunk, _PARTS, bodies.module, names)
 
 
 class _Chunks:

@@ -1,4 +1,5 @@
-// Starts the kernels of quantize.cu by name, on a CPU. The path of quantize.cu comes from the command line.
+// Starts the kernels of a CUDA source by name, on a CPU. The source, and the list of its kernels, come from the command
+// line.
 #include "shim.h"
 
 #include CUDA_SOURCE
@@ -28,17 +29,9 @@ static std::pair<size_t, std::function<Call(const uint64_t*)>> entry(void (*kern
 }
 
 #define ENTRY(NAME) {#NAME, entry(NAME)},
-#define ROUNDED(NAME, ROUNDING)            \
-  ENTRY(quantize_##NAME##_1_##ROUNDING)    \
-  ENTRY(quantize_##NAME##_4_##ROUNDING)    \
-  ENTRY(write_codes_##NAME##_##ROUNDING)
-#define SOURCED(NAME) ROUNDED(NAME, nearest) ROUNDED(NAME, stochastic) ENTRY(find_ranges_##NAME)
-#define DECODED(NAME) ENTRY(dequantize_##NAME) ENTRY(dequantize_add_##NAME)
+#include KERNEL_LIST
 
-static const std::map<std::string, std::pair<size_t, std::function<Call(const uint64_t*)>>> kernels = {
-    ENTRY(write_frame) ENTRY(close_blocks) ENTRY(dequantize_reduce)
-    SOURCED(float32) SOURCED(float16) SOURCED(bfloat16) SOURCED(payloads)
-    DECODED(float32) DECODED(float16) DECODED(bfloat16)};
+static const std::map<std::string, std::pair<size_t, std::function<Call(const uint64_t*)>>> kernels = {KERNELS};
 
 // 0 if it ran, 1 if there is no such kernel, 2 if it takes another number of arguments.
 extern "C" int launch(const char* name, unsigned grid, unsigned threads, const uint64_t* words, size_t count) {

@@ -1,4 +1,4 @@
-// As much of CUDA as quantize.cu uses, on a CPU: thread blocks run one after another, the threads of a block as
+// As much of CUDA as our kernels use, on a CPU: thread blocks run one after another, the threads of a block as
 // fibers that take turns at barriers and shuffles.
 #pragma once
 #include <cmath>
@@ -39,7 +39,7 @@ struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[1 << 16]};
   State state = ready;
-  uint32_t sent = 0;
+  uint64_t sent = 0;
 };
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
@@ -120,15 +120,25 @@ void launch(unsigned grid, unsigned threads, Body work) {
 }
 }  // namespace shim
 
-static float __shfl_xor_sync(unsigned, float value, int distance) {
+template <class T>
+static T __shfl_xor_sync(unsigned, T value, int distance) {
   unsigned self = shim::current;
-  memcpy(&shim::fibers[self].sent, &value, 4);
+  memcpy(&shim::fibers[self].sent, &value, sizeof value);
   shim::wait(shim::at_shuffle);
-  float received;
-  memcpy(&received, &shim::fibers[self ^ distance].sent, 4);
+  T received;
+  memcpy(&received, &shim::fibers[self ^ distance].sent, sizeof received);
   shim::wait(shim::at_shuffle);
   return received;
 }
+static unsigned __ballot_sync(unsigned, int vote) {
+  unsigned self = shim::current, first = self / 32 * 32, votes = 0;
+  shim::fibers[self].sent = vote != 0;
+  shim::wait(shim::at_shuffle);
+  for (unsigned i = 0; i < 32; ++i) votes |= (unsigned)shim::fibers[first + i].sent << i;
+  shim::wait(shim::at_shuffle);
+  return votes;
+}
+static void __syncthreads() { shim::wait(shim::at_barrier); }
 static int __syncthreads_or(int value) {
   shim::vote |= value;
   shim::wait(shim::at_barrier);
@@ -144,6 +154,8 @@ static To bits_as(From from) {
 }
 static float __uint_as_float(unsigned bits) { return bits_as<float>(bits); }
 static unsigned __float_as_uint(float value) { return bits_as<unsigned>(value); }
+static double __longlong_as_double(long long bits) { return bits_as<double>(bits); }
+static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fmul_rn(float a, float b) { return a * b; }
