@@ -67,9 +67,9 @@ ONE_MACHINE_SAMPLES = "one-machine-samples"
 
 SAME_MESSAGES = (
     *("leader-strong", "leader-progress", "leader-probe", "leader-probe-strong", "leader-loss"),
-    *("local-warm", "local-closing", "local-ramps"),
+    *("local-warm", "local-closing", "local-ramps", "sparse-contributors"),
 )
-"""Methods whose messages are those of ``leader`` or ``local``; they differ in what is learned, or how often."""
+"""Methods that send what ``leader``, ``local`` or ``sparse`` sends; they differ in what is learned, or how often."""
 
 ALL = (ONE_MACHINE, ONE_MACHINE_SAMPLES, ALONE, *BASELINES, *OURS)
 """Names of all methods, in the order of tables."""
