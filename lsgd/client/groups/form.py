@@ -23,5 +23,8 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
     names = generation.members
     me, certificate = names.index(join.worker), membership.welcome.certificate
     tls = contexts(certificate) if certificate else None
-    mesh = Mesh(membership.welcome.run, generation.number, me, names, join.address, store, tls, run.exchange_timeout_s)
+    mesh = Mesh(
+        *(membership.welcome.run, generation.number, me, names, join.address, store, tls, run.exchange_timeout_s),
+        when_cut=store.end,
+    )
     return TcpGroup(mesh, "world", range(len(names)), names, me, generation.node_sizes, run.exchange_timeout_s, traffic)
