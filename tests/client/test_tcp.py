@@ -1,17 +1,22 @@
 """Groups over TCP connections of their own, plain and in TLS: every verb, strangers, and what a missing member does."""
 
+import json
 import logging
 import os
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.testbed import Testbed
 from lsgd.client.groups.reach import Door
 from lsgd.client.groups.tcp import service
 from lsgd.client.groups.tcp.group import TcpGroup
@@ -28,6 +33,8 @@ from .bench import CERTIFICATE, Switchboard
 from .meshes import Network, all_at_once, members
 from .test_groups import HOUR_S, every_verb
 from .test_groups import run as run_over
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -360,3 +367,25 @@ def test_forty_generations_leave_no_thread_and_no_descriptor(run) -> None:
         assert all_at_once(groups, lambda group: group.all_reduce(torch.ones(1)).wait()) == [None] * 3
     assert len(os.listdir("/proc/self/fd")) <= before
     assert not threads()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.parametrize("kind", ["plain", "tls"])
+def test_who_sits_on_the_way_reads_nothing_of_what_is_encrypted(kind) -> None:
+    """And finds the pattern where it is not, so that the capture is one."""
+    pattern = bytes(range(100, 164)).hex()
+    with Testbed(2) as testbed:
+        first, second = testbed.hosts
+        python = {"cwd": ROOT, "text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        capture = second.popen([sys.executable, "-m", "tests.client.capture", pattern], **python)
+        assert capture.stdout.readline() == "ready\n"
+        member = [sys.executable, "-m", "tests.client._tcp_member"]
+        processes = [
+            host.popen([*member, str(host.index), first.address, host.address, kind, pattern], **python)
+            for host in testbed.hosts
+        ]
+        assert [process.wait(60) for process in processes] == [0, 0]
+        nbytes, found = json.loads(capture.communicate()[0])
+    assert nbytes > 2 * 4_000_000
+    assert (found > 50) if kind == "plain" else (found == 0)
