@@ -11,7 +11,8 @@ from lsgd.client.groups.tcp.loop import Loop
 from lsgd.client.groups.tcp.work import GOODBYE, HEADER, Parcel
 
 AT_ONCE_NBYTES = 16 << 10
-"""Of a larger message so many bytes have to be there before they are read: fewer reads. More would close the window."""
+"""Of a larger message so many bytes have to be there before they are read: fewer reads. More would close the window.
+TLS reads its records as they come."""
 
 
 class Incoming(Line):
@@ -74,7 +75,8 @@ class Incoming(Line):
     def _arm(self, connection: socket.socket) -> None:
         if not self._parcels:
             return
-        waits_for = AT_ONCE_NBYTES if len(self._rest) > 2 * AT_ONCE_NBYTES and not self._in_header else 1
+        large = len(self._rest) > 2 * AT_ONCE_NBYTES and not self._in_header
+        waits_for = AT_ONCE_NBYTES if large and not isinstance(connection, ssl.SSLSocket) else 1
         if waits_for != self._waits_for:
             self._waits_for = waits_for
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
