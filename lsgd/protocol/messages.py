@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -342,14 +342,14 @@ class Generation:
             an answer to a worker that has completed a round of this generation, and so knows them.
         node_sizes: number of members on each.
         indices: each member's index on its machine, in rank order.
-        backend: ``nccl`` or ``gloo``.
+        transport: what carries tensors: ``tcp``, ``gloo`` or ``nccl``.
     """
 
     number: int
     nodes: tuple[int, ...]
     node_sizes: tuple[int, ...]
     indices: tuple[int, ...]
-    backend: str
+    transport: str
 
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.node_sizes) or sum(self.node_sizes) != len(self.indices):
@@ -358,12 +358,12 @@ class Generation:
             )
 
     @classmethod
-    def of(cls, number: int, places: Sequence[tuple[int, int]], backend: str) -> Self:
+    def of(cls, number: int, places: Sequence[tuple[int, int]], transport: str) -> Self:
         """Return the generation of workers at ``places``: (node, index) in rank order, those of a node together."""
         sizes = {node: 0 for node, _ in places}
         for node, _ in places:
             sizes[node] += 1
-        return cls(number, tuple(sizes), tuple(sizes.values()), tuple(index for _, index in places), backend)
+        return cls(number, tuple(sizes), tuple(sizes.values()), tuple(index for _, index in places), transport)
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -427,6 +427,8 @@ class Welcome:
         rank: its expected rank in its first generation.
         world_size: the expected number of workers there.
         warnings: differences between versions that are not fatal.
+        certificate: the run's key and certificate (PEM), for the connections that tensors travel on; empty: these
+            are not encrypted.
     """
 
     run: str
@@ -434,6 +436,7 @@ class Welcome:
     rank: int
     world_size: int
     warnings: tuple[str, ...]
+    certificate: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

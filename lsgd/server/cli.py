@@ -15,6 +15,7 @@ from lsgd.errors import ConfigError
 from lsgd.plan.options import plan_options
 from lsgd.plan.plan import Plan, read
 from lsgd.plan.run import RunSettings
+from lsgd.protocol.certificates import run_certificate
 from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
@@ -145,6 +146,8 @@ def _serve_global(
     journal = Journal(journal_path) if journal_path else None
     with Listener(address, keys) as listener:
         coordinator = global_daemon.begin(plan, journal, continues=continues)
+        if keys:
+            coordinator.state.certificate = run_certificate(keys.secret, coordinator.state.run)
         if save_plan:
             _save_plan(coordinator.state.plan, save_plan, goes_on=journal is not None and journal.resumed)
         plan = coordinator.state.plan

@@ -331,7 +331,8 @@ class Coordinator:
                 old.challenger = (join.incarnation, state.now)
             if old.heard_at > old.challenger[1]:
                 return Why.NAME_TAKEN(worker=join.worker, heard_s=state.now - old.heard_at)
-        return objection(join, next((m.join for m in state.roster.members.values() if m is not old), None))
+        others = [m.join for m in state.roster.members.values() if m is not old]
+        return objection(join, others, state.plan.run.transport)
 
     def _admit(self, join: Join) -> None:
         state, member = self.state, Member(join, self.state.now)
@@ -358,7 +359,8 @@ class Coordinator:
         for member in members:
             _, warned = different_versions(next(iter(state.roster.members.values())).join, member.join)
             warnings = (warned,) if warned else ()
-            state.answer(member, Welcome(state.run, self._plan_json, ranks[member], size, warnings))
+            welcome = Welcome(state.run, self._plan_json, ranks[member], size, warnings, state.certificate)
+            state.answer(member, welcome)
 
     def _end_waiting_for_first_round(self) -> None:
         """Go on without those who joined and never asked; with too few workers, refuse everybody."""

@@ -21,7 +21,7 @@ from lsgd.server.rounds import RoundBook
 from lsgd.server.state import RunState
 from lsgd.server.tokens import Ledger
 
-VERSION = 7
+VERSION = 8
 """Of the form of the data."""
 
 _KEPT = ("rank", "synced", "done", "committed", "times_leader", "usual")

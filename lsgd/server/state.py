@@ -41,6 +41,7 @@ class RunState:
     Args:
         plan: its settings.
         run: its identity.
+        certificate: which members show each other; empty where no keys are needed. No journal has it.
         now: seconds of a clock that never goes back, as of the last message or tick.
         roster: who takes part.
         ledger: what was granted and made.
@@ -65,6 +66,7 @@ class RunState:
     plan: Plan
     run: str
     now: float = 0.0
+    certificate: bytes = field(default=b"", repr=False)
     roster: Roster = field(default_factory=Roster)
     ledger: Ledger = field(default_factory=Ledger)
     book: RoundBook = field(default_factory=RoundBook)

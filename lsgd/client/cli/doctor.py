@@ -15,22 +15,21 @@ import shutil
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch.distributed import ProcessGroup
 
 from lsgd.algorithms.common import EXCHANGE_SHARE, least_period
 from lsgd.client.control.identity import versions
 from lsgd.client.control.network import Interface, interface_towards
-from lsgd.client.groups.connections import Connections
-from lsgd.client.groups.gloo import Meeting, gloo_group
+from lsgd.client.groups.gloo import Meeting
 from lsgd.client.groups.reach import Calls, Door, open_door
-from lsgd.client.groups.torch_group import TorchGroup
+from lsgd.client.groups.tcp.group import TcpGroup
+from lsgd.client.groups.tcp.mesh import Mesh
 from lsgd.client.launcher.place import Place, claim_port, resolve
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, node_name, token_path
@@ -221,15 +220,15 @@ class Doctor:
         """Time what a run does: messages between neighbors, one after the other, and an all-reduce of all."""
         me, nodes = self._place.node, self._place.nodes
         names = [node_name(node) for node in range(nodes)]
-        connections = Connections()
+        mesh = Mesh("doctor", 1, me, names, interface.address, store, None, MEET_WITHIN_S)
+        group = TcpGroup(mesh, "doctor", range(nodes), names, me, [1] * nodes, MEET_WITHIN_S)
+        try:
+            return self._time_over(group, store)
+        finally:
+            group.close()
 
-        def build(name: str, ranks: Sequence[int]) -> ProcessGroup:
-            return gloo_group(store, name, me, names, interface.address, MEET_WITHIN_S, connections)
-
-        cpu = torch.device("cpu")
-        group = TorchGroup(
-            build, "doctor", range(nodes), names, me, [1] * nodes, MEET_WITHIN_S, "gloo", cpu, connections
-        )
+    def _time_over(self, group: TcpGroup, store: Meeting) -> list[Link]:
+        me, nodes = self._place.node, self._place.nodes
         group.all_reduce(torch.zeros(1)).wait()  # which makes it
         links = []
         for source, target in [*pairwise(range(nodes)), *((k + 1, k) for k in range(nodes - 1))]:
@@ -256,7 +255,7 @@ class Doctor:
                 f"the clock of node{link.to} is {ahead:+.1f} s from node{source}'s: logs are hard to compare",
             )
 
-    def _reduce(self, group: TorchGroup) -> None:
+    def _reduce(self, group: TcpGroup) -> None:
         tensor = torch.full((REDUCE_NUMEL,), float(group.rank + 1))
         started_at = time.monotonic()
         group.all_reduce(tensor).wait()
@@ -264,7 +263,7 @@ class Doctor:
         right = bool((tensor == group.size * (group.size + 1) / 2).all())
         self._note(
             "ok" if right else "FAIL",
-            f"all-reduce of {tensor.nbytes >> 20} MiB over Gloo: {took_ms:.0f} ms, {'right' if right else 'WRONG'}",
+            f"all-reduce of {tensor.nbytes >> 20} MiB over TCP: {took_ms:.0f} ms, {'right' if right else 'WRONG'}",
         )
 
     def _suggest(self, links: list[Link], parameters: int, step_ms: float) -> None:
@@ -297,7 +296,7 @@ def suggested_period(transfer_s: float, step_s: float) -> int:
     return 1 << (least_period(transfer_s, step_s, EXCHANGE_SHARE) - 1).bit_length()
 
 
-def _measure(group: TorchGroup, target: int) -> Link:
+def _measure(group: TcpGroup, target: int) -> Link:
     """Time messages to ``target``, which calls :func:`_answer`."""
     clock = torch.empty(1, dtype=torch.float64)
     trips_s, ahead_s = [], []
@@ -321,7 +320,7 @@ def _measure(group: TorchGroup, target: int) -> Link:
     return Link(target, 1e3 * trip_s, statistics.median(ahead_s), nbytes * 8 / best_s / 1e6)
 
 
-def _answer(group: TorchGroup, source: int) -> None:
+def _answer(group: TcpGroup, source: int) -> None:
     """Answer each message of :func:`_measure` with the time of day."""
     following = torch.tensor([SMALLEST_NBYTES])
     sizes = [PING_NBYTES] * PING_COUNT

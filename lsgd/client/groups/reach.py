@@ -77,7 +77,7 @@ def probe(generation: Generation, membership: Membership) -> None:
     with open_door(join.address) as (listener, door):
         store.set(f"door/{me}", door.published())
         doors = [door if rank == me else Door.of(store.get(f"door/{rank}")) for rank in range(size)]
-        both = generation.backend != "gloo"
+        both = generation.transport != "gloo"
         calls = [rank for rank in range(size) if rank != me and (both or calls_first(doors, me, rank))]
         callers = [rank for rank in range(size) if rank != me and (both or calls_first(doors, rank, me))]
         over = lambda: bool(channel.generation_over(generation.number))  # noqa: E731

@@ -1,0 +1,252 @@
+"""The connections of a member with the others of its generation: made when first used, by one thread."""
+
+import asyncio
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from lsgd.client.groups.reach import Door
+from lsgd.client.groups.tcp.hello import ANSWER_NBYTES, HELLO_NBYTES, Hello
+from lsgd.client.groups.tcp.incoming import Incoming
+from lsgd.client.groups.tcp.line import Line
+from lsgd.client.groups.tcp.outgoing import Outgoing
+from lsgd.client.groups.tcp.routes import Routes, Way
+from lsgd.client.groups.tcp.service import Service, exactly, retried
+from lsgd.client.groups.tcp.tls import Contexts
+
+logger = logging.getLogger("lsgd")
+
+HELLO_WITHIN_S = 10.0
+"""How long the handshake and the hello of a connection may take, in seconds."""
+
+KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
+"""After how many seconds an idle connection is tried, how often, and after how many failures it is given up."""
+
+MAX_SAID = 5
+"""How many connections of strangers are reported."""
+
+Pair = tuple[int, int]
+"""The ranks of a line's source and target."""
+
+_RETRY_S = (0.05, 1.0)  # the first pause, and the longest
+
+
+class Store(Protocol):
+    """Where members publish what the others need to know."""
+
+    def set(self, key: str, value: str) -> None:
+        """Publish a value."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Return a value, waiting for it."""
+        ...
+
+
+class Mesh:
+    """This member's lines to and from the others.
+
+    Args:
+        run: identity of the run.
+        generation: its number.
+        me: rank of this member in the generation.
+        names: of all members, by rank.
+        address: of this machine, that the others' connections come in at.
+        store: where the members publish their doors.
+        tls: None: the connections are not encrypted.
+        timeout_s: how long it is tried to make a connection.
+        routes: how connections come to be; takes this member's rank and a function that returns a member's door.
+        when_cut: called when the mesh is cut: ends the waits for what the members publish.
+
+    Attributes:
+        transport: what carries tensors, in words.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        generation: int,
+        me: int,
+        names: Sequence[str],
+        address: str,
+        store: Store,
+        tls: Contexts | None,
+        timeout_s: float,
+        routes: Callable[[int, Callable[[int], Door]], Routes] = Routes,
+        when_cut: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.transport = "tcp, encrypted" if tls else "tcp"
+        self._run = run
+        self._generation = generation
+        self._me = me
+        self._names = names
+        self._address = address
+        self._store = store
+        self._tls = tls
+        self._timeout_s = timeout_s
+        self._when_cut = when_cut
+        self._routes = routes(me, lambda rank: Door.of(store.get(f"tcp/{rank}")))
+        self._lines: dict[Pair, Line] = {}
+        self._asked: set[Pair] = set()  # how their connections come to be
+        self._ways: dict[Pair, Way] = {}  # of those that this member brings about
+        self._lock = threading.Lock()
+        self._over = False
+        self._said = 0
+        self._service: Service | None = None
+
+    def to(self, rank: int) -> Line:
+        """Return the line to the member of this rank."""
+        return self._line(self._me, rank)
+
+    def from_(self, rank: int) -> Line:
+        """Return the line from the member of this rank."""
+        return self._line(rank, self._me)
+
+    def cut(self) -> None:
+        """Close all connections at once; what waits for them fails. May be called by another thread."""
+        with self._lock:
+            self._over, lines = True, list(self._lines.values())
+        self._when_cut()
+        for line in lines:
+            line.close()
+        if self._service is not None:
+            self._service.end()
+
+    def close(self) -> None:
+        """Close all connections, and end the threads."""
+        self.cut()
+        if self._service is not None:
+            self._service.join()
+
+    def _line(self, source: int, target: int) -> Line:
+        pair = (source, target)
+        with self._lock:
+            line = self._known(pair)
+            asked = pair in self._asked
+            self._asked.add(pair)
+        if not asked and (way := self._routes.way(source, target)) is not None:
+            self._ways[pair] = way
+            self._connect(pair)
+        return line
+
+    def _known(self, pair: Pair) -> Line:
+        """Return a line, with the lock held."""
+        if self._over:
+            raise ConnectionAbortedError("the group was closed")
+        if self._service is None:
+            self._service = Service(self._address, self._welcome)
+            self._store.set(f"tcp/{self._me}", self._service.door.published())
+        if pair not in self._lines:
+            service, (source, target) = self._service, pair
+            lost = partial(self._connect, pair)
+            self._lines[pair] = (
+                Outgoing(self._names[target], service.sender, lost)
+                if source == self._me
+                else Incoming(self._names[source], service.receiver, lost)
+            )
+        return self._lines[pair]
+
+    def _connect(self, pair: Pair) -> None:
+        """Have the connection of a line made, if this member is to bring it about."""
+        if (way := self._ways.get(pair)) is not None and self._service is not None and not self._over:
+            self._service.call(lambda: self._bring_about(self._lines[pair], way, self._hello(pair)))
+
+    def _hello(self, pair: Pair) -> Hello:
+        return Hello(self._run, self._generation, *pair)
+
+    # -- in the thread that makes connections ------------------------------------------------------------------
+
+    async def _bring_about(self, line: Line, way: Way, hello: Hello) -> None:
+        """Make a line's connection: try until it is there, or nothing more can be hoped for."""
+        deadline = time.monotonic() + self._timeout_s
+        pause_s, longest_s = _RETRY_S
+        while True:
+            try:
+                async with asyncio.timeout(HELLO_WITHIN_S):
+                    await self._make(line, way, hello)
+                return
+            except (OSError, TimeoutError) as error:
+                line.trouble = error.strerror or str(error) or f"no answer within {HELLO_WITHIN_S:g} s"
+                if _is_final(error) or time.monotonic() > deadline:
+                    line.fail(ConnectionError(f"no connection with {line.peer}: {line.trouble}"))
+                    return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+    async def _make(self, line: Line, way: Way, hello: Hello) -> None:
+        connection = await self._secured(await way.open(), answers=way.answers)
+        try:
+            if way.answers:
+                heard, received = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, way.nonce)
+                if heard != hello:
+                    raise ConnectionError("it says hello for something else")
+                connection.send(hello.answer(way.nonce, line.renew()))
+            else:
+                connection.send(hello.packed(way.nonce, line.renew()))
+                received = hello.answered(await exactly(connection, ANSWER_NBYTES), way.nonce)
+        except BaseException:
+            connection.close()
+            raise
+        line.connect(connection, received)
+
+    async def _welcome(self, raw: socket.socket, origin: str, door: Door) -> None:
+        """Take in a connection that comes in at the door."""
+        try:
+            async with asyncio.timeout(HELLO_WITHIN_S):
+                connection = await self._secured(raw, answers=True)
+                try:
+                    hello, received = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, door.nonce)
+                    line = self._expected(hello)
+                    connection.send(hello.answer(door.nonce, line.renew()))
+                except BaseException:
+                    connection.close()
+                    raise
+            line.connect(connection, received)
+        except (OSError, TimeoutError) as error:
+            if self._said < MAX_SAID and not self._over:
+                self._said += 1
+                why = str(error) or f"it did not say who it is within {HELLO_WITHIN_S:g} s"
+                logger.warning("refused a connection from %s to the port for tensors: %s", origin, why)
+
+    def _expected(self, hello: Hello) -> Line:
+        """Return the line that a connection is for.
+
+        Raises:
+            ConnectionError: there is none.
+        """
+        pair = (hello.source, hello.target)
+        others = set(pair) - {self._me}
+        if hello.generation != self._generation or len(others) != 1 or max(pair) >= len(self._names):
+            raise ConnectionError("it says hello for something else")
+        with self._lock:
+            return self._known(pair)
+
+    async def _secured(self, raw: socket.socket, *, answers: bool) -> socket.socket:
+        """Return a connection once both ends have shown that they are in the run, if they have a certificate."""
+        try:
+            raw.setblocking(False)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEP_ALIVE:
+                raw.setsockopt(socket.IPPROTO_TCP, option, value)
+            if self._tls is None:
+                return raw
+            raw.getpeername()  # raises if the other end is gone; wrap_socket would not close what it has made
+            context = self._tls.server if answers else self._tls.client
+            raw = connection = context.wrap_socket(raw, server_side=answers, do_handshake_on_connect=False)
+            await retried(connection, connection.do_handshake)
+            return connection
+        except BaseException:
+            raw.close()
+            raise
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether it makes no sense to try again: nobody is there any more, or it is no member."""
+    passing = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+    return isinstance(error, ConnectionRefusedError | ssl.SSLError) and not isinstance(error, passing)
