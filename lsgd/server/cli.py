@@ -1,4 +1,4 @@
-"""``lsgd-server``: the command line of both servers."""
+"""``lsgd-server``: the command line of the servers and of the relay."""
 
 import errno
 import os
@@ -18,11 +18,13 @@ from lsgd.plan.run import RunSettings
 from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
+from lsgd.protocol.tickets import place_of, secret_of_relay
 from lsgd.server import global_daemon, local_daemon
 from lsgd.server.daemon import Signals, complain, say
 from lsgd.server.journal import Journal
 from lsgd.server.reasons import number_of
 from lsgd.server.record import Record
+from lsgd.server.relay import Relay
 from lsgd.settings import checked
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -33,6 +35,7 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 @click.version_option(__version__)
 @click.option("--global", "role", flag_value="global", help="Be the global server, one for the run.")
 @click.option("--local", "role", flag_value="local", help="Be the local server of a machine.")
+@click.option("--relay", "role", flag_value="relay", help="Connect workers that cannot reach each other.")
 @click.option("--listen", metavar="ADDRESS", help="Where to listen: tcp://host:port or ipc://path.")
 @click.option("--connect", metavar="ADDRESS", help="Local: the global server's address.")
 @click.option("--node", type=click.IntRange(0), default=0, show_default=True, help="Local: index of this machine.")
@@ -126,7 +129,16 @@ def main(
                 )
             above = connect or f"tcp://127.0.0.1:{DEFAULT_PORT}"
             sys.exit(_serve_local(node, workers, address, above, token_path, insecure=insecure))
-        raise ConfigError("say which server to be: --global (one for the run) or --local (one on each machine)")
+        if role == "relay":
+            others = {"connect": connect, "node": node, "plan": plan_path, "journal": journal_path, "token": token_path}
+            others |= {"save_plan": save_plan, "results": results, "continue": continues, **flags}
+            if given := [name for name, value in others.items() if value]:
+                raise ConfigError(f"--{given[0].replace('_', '-')} is not the relay's, which takes --listen and --keys")
+            sys.exit(_serve_relay(listen or f"tcp://127.0.0.1:{DEFAULT_PORT + 1}", keys_path, insecure=insecure))
+        raise ConfigError(
+            "say which server to be: --global (one for the run), --local (one on each machine), or --relay (beside the "
+            "global one, where workers cannot reach each other)"
+        )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 
@@ -203,3 +215,12 @@ def _serve_local(
     ):
         local_daemon.announce(node, listener.address, global_address)
         return local_daemon.LocalDaemon(node, incarnation, listener, link, workers).run(signals)
+
+
+def _serve_relay(address: str, keys_path: Path | None, *, insecure: bool) -> int:
+    signals = Signals()
+    keys = listener_keys(address, keys_path, insecure=insecure)
+    host, port = place_of(address)
+    relay = Relay(host, port, secret_of_relay(keys.secret if keys else b""))
+    say(f"lsgd {__version__} relay on {address.rpartition(':')[0]}:{relay.port}, for members of runs with its keys")
+    return relay.run(signals)
