@@ -204,7 +204,9 @@ class Coordinator:
                 self._request(member, message)
             case Heartbeat():
                 member.spent = message
-            case Done(_, _, round_id, ok, error, broken, sent_nbytes):
+            case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed):
+                if missed is not None:
+                    self._scheduler.found(member, round_id, missed)
                 if ok:
                     self._scheduler.committed(member, round_id, sent_nbytes)
                 else:

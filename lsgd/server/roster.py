@@ -313,8 +313,8 @@ class Roster:
 
     # -- generations -------------------------------------------------------------------------------------------
 
-    def begin_generation(self, members: list[Member]) -> Generation:
-        """Make ``members``, all of them held and in rank order, the generation."""
+    def begin_generation(self, members: list[Member], missed: tuple[int, ...] = ()) -> Generation:
+        """Make ``members``, all of them held and in rank order, the generation; ``missed`` is what it says."""
         for member in self.members.values():
             member.rank = -1
         self.queues, self.absent, self.broken = {}, 0, NO_REASON
@@ -326,6 +326,7 @@ class Roster:
             self.generation.number + 1 if self.generation else 1,
             [m.place for m in members],
             "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo",
+            missed,
         )
         return self.generation
 

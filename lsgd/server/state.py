@@ -14,6 +14,7 @@ from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
 from lsgd.server.roster import MAX_LEFT, Member, Roster, named
 from lsgd.server.rounds import RoundBook
 from lsgd.server.tokens import Ledger
+from lsgd.server.ways import Ways
 
 WAIT_WORDS_S = 0.2
 """For how long the sentence that says what is waited for is kept."""
@@ -53,7 +54,8 @@ class RunState:
     Attributes:
         announced: how many workers each node has, as its local server says.
         course: where in the plan it is.
-        links: who cannot reach whom.
+        links: whom the run goes on without, since others cannot reach them.
+        ways: how nodes reach each other.
         over: nobody is waited for any more.
         changes: counts what a journal has to keep before the answers leave.
         moved_at: when a member last asked, or completed a round.
@@ -75,6 +77,7 @@ class RunState:
     announced: dict[int, int] = field(default_factory=dict)
     course: Course = field(init=False)
     links: Links = field(init=False)
+    ways: Ways = field(default_factory=Ways)
     over: bool = False
     changes: int = 0
     moved_at: float = field(init=False)

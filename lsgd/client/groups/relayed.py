@@ -1,87 +1,88 @@
 """Connections through the relay, for two members that cannot reach each other."""
 
+import asyncio
 import socket
-import time
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from lsgd.protocol.tickets import GREETING_NBYTES, MAGIC, MET, Ticket, place_of
 
-AGAIN_S = 0.25
-"""How long to wait between two attempts to reach the relay, which may be being started again."""
+_AGAIN_S = 0.25
 
 
-def meet(
-    relay: str,
-    ticket: Ticket,
-    secret: bytes,
-    deadline: float,
-    keep: Callable[[socket.socket], None] = lambda connection: None,
-) -> socket.socket:
-    """Return a connection to the other side of a ticket's pair, through the relay.
+@dataclass(frozen=True)
+class Meet:
+    """The way of two members that both dial the relay.
 
     Args:
         relay: its address, ``tcp://host:port``.
         ticket: of this side.
         secret: of the run.
-        deadline: until when, in seconds of the monotonic clock.
-        keep: called with the connection as soon as there is one, so that another thread may end the wait by shutting
-            it down.
-
-    Raises:
-        OSError: there is no relay, it refuses the ticket, or the other side does not come in time.
+        nonce: of the target's door: what the hello is proved with.
     """
-    connection = _dial(relay, deadline)
+
+    relay: str
+    ticket: Ticket
+    secret: bytes
+    nonce: bytes
+
+    @property
+    def answers(self) -> bool:
+        """Whether this end is the server of TLS, and answers the hello: the target does, as if it had been dialled."""
+        return self.ticket.of_target
+
+    async def open(self) -> socket.socket:
+        """Return a connection to the other side, when that is there; not blocking, and with nothing said on it yet.
+
+        Raises:
+            OSError: there is no relay at present, or it refuses the ticket.
+        """
+        connection, greeting = await _dial(self.relay)
+        try:
+            await asyncio.get_running_loop().sock_sendall(connection, self.ticket.answer(greeting, self.secret))
+            if await _read(connection, len(MET)) != MET:
+                raise ConnectionError(f"the relay {self.relay} hung up; its log says why")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+async def until_it_greets(relay: str) -> None:
+    """Wait until a relay answers at an address: it may be being started again."""
+    while True:
+        try:
+            connection, _ = await _dial(relay)
+        except OSError:
+            await asyncio.sleep(_AGAIN_S)
+        else:
+            connection.close()
+            return
+
+
+async def _dial(relay: str) -> tuple[socket.socket, bytes]:
+    """Return a new connection to a relay, and its greeting."""
+    loop, (host, port) = asyncio.get_running_loop(), place_of(relay)
+    family, _, _, _, place = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+    connection = socket.socket(family, socket.SOCK_STREAM)
     try:
-        keep(connection)
+        connection.setblocking(False)
+        await loop.sock_connect(connection, place)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = _read(connection, GREETING_NBYTES, deadline)
+        greeting = await _read(connection, GREETING_NBYTES)
         if not greeting.startswith(MAGIC):
             raise ConnectionError(f"what listens at {relay} is no relay of this release of lsgd")
-        connection.sendall(ticket.answer(greeting, secret))
-        try:
-            _read(connection, len(MET), deadline)
-        except TimeoutError:
-            raise TimeoutError(f"the other side did not come to the relay {relay} in time") from None
-        except EOFError:
-            raise ConnectionError(f"the relay {relay} hung up: its log says why") from None
-        connection.settimeout(None)
-    except BaseException as error:
+    except ConnectionRefusedError:  # it may be being started again, so this is not for good
         connection.close()
-        if isinstance(error, EOFError):
-            raise ConnectionError(f"the relay {relay} hung up before it said what it is") from None
+        raise ConnectionError(f"nothing listens at the relay's address {relay}") from None
+    except BaseException:
+        connection.close()
         raise
-    return connection
+    return connection, greeting
 
 
-def greets(relay: str, deadline: float) -> str:
-    """Return why no relay answers at an address; empty if one does."""
-    try:
-        with _dial(relay, deadline) as connection:
-            greeting = _read(connection, GREETING_NBYTES, deadline)
-    except (OSError, EOFError) as error:
-        return str(error) or "it hung up"
-    return "" if greeting.startswith(MAGIC) else "another program listens there"
-
-
-def _dial(relay: str, deadline: float) -> socket.socket:
-    """Return a new connection to the relay, which may be being started again."""
-    while True:
-        left_s = deadline - time.monotonic()
-        try:
-            return socket.create_connection(place_of(relay), timeout=max(left_s, AGAIN_S))
-        except TimeoutError:
-            raise TimeoutError(f"the relay {relay} did not answer in time") from None
-        except OSError as error:
-            if deadline - time.monotonic() < AGAIN_S:
-                raise ConnectionError(f"the relay {relay} cannot be reached: {error.strerror}") from None
-        time.sleep(AGAIN_S)
-
-
-def _read(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+async def _read(connection: socket.socket, nbytes: int) -> bytes:
+    """Return so many bytes; fewer, if the other side hangs up."""
     data = b""
-    while len(data) < nbytes:
-        connection.settimeout(max(1e-3, deadline - time.monotonic()))
-        if not (more := connection.recv(nbytes - len(data))):
-            raise EOFError
+    while len(data) < nbytes and (more := await asyncio.get_running_loop().sock_recv(connection, nbytes - len(data))):
         data += more
     return data
