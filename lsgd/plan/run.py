@@ -18,6 +18,11 @@ class RunSettings:
     nodes: int = setting(1, "of how many nodes the run waits for all workers, if workers is 0", low=1, high=100_000)
     iterations: int = setting(0, "end after this many iterations, of all workers together; 0: no limit", low=0)
     seconds: float = setting(0.0, "end this long after the first iteration; 0: no limit", low=0)
+    transport: str = setting(
+        "auto",
+        "what carries tensors; auto: nccl where each worker has a GPU of its own, and tcp elsewhere",
+        choices=("auto", "tcp", "gloo", "nccl"),
+    )
     buffers: str = setting(
         "average",
         "what a global round does with floating-point buffers (batch-norm statistics)",

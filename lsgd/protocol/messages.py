@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -342,7 +342,7 @@ class Generation:
             an answer to a worker that has completed a round of this generation, and so knows them.
         node_sizes: number of members on each.
         indices: each member's index on its machine, in rank order.
-        backend: ``nccl`` or ``gloo``.
+        transport: what carries tensors: ``tcp``, ``gloo`` or ``nccl``.
         missed: nodes that cannot dial each other, one pair after the other: who cannot, and whom. Empty as ``nodes``.
     """
 
@@ -350,7 +350,7 @@ class Generation:
     nodes: tuple[int, ...]
     node_sizes: tuple[int, ...]
     indices: tuple[int, ...]
-    backend: str
+    transport: str
     missed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -360,12 +360,12 @@ class Generation:
             )
 
     @classmethod
-    def of(cls, number: int, places: Sequence[tuple[int, int]], backend: str, missed: tuple[int, ...] = ()) -> Self:
+    def of(cls, number: int, places: Sequence[tuple[int, int]], transport: str, missed: tuple[int, ...] = ()) -> Self:
         """Return the generation of workers at ``places``: (node, index) in rank order, those of a node together."""
         sizes = {node: 0 for node, _ in places}
         for node, _ in places:
             sizes[node] += 1
-        return cls(number, tuple(sizes), tuple(sizes.values()), tuple(index for _, index in places), backend, missed)
+        return cls(number, tuple(sizes), tuple(sizes.values()), tuple(index for _, index in places), transport, missed)
 
     @property
     def homes(self) -> tuple[int, ...]:
@@ -434,6 +434,8 @@ class Welcome:
         rank: its expected rank in its first generation.
         world_size: the expected number of workers there.
         warnings: differences between versions that are not fatal.
+        certificate: the run's key and certificate (PEM), for the connections that tensors travel on; empty: these
+            are not encrypted.
         relay: address of the relay; empty: there is none.
         relay_secret: what members prove to know there.
     """
@@ -443,6 +445,7 @@ class Welcome:
     rank: int
     world_size: int
     warnings: tuple[str, ...]
+    certificate: bytes = b""
     relay: str = ""
     relay_secret: bytes = field(default=b"", repr=False)
 

@@ -1,7 +1,7 @@
 """Whether a worker may join: pure functions of the workers' greetings."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from lsgd.protocol.messages import Join, Origin, worker_name
 from lsgd.server.reasons import NO_REASON, Reason, Why
@@ -16,17 +16,34 @@ def origin_of(joins: Iterable[Join]) -> Origin:
     return max(having, key=lambda origin: (origin.iterations, having[origin], origin.run), default=Origin())
 
 
-def objection(join: Join, first: Join | None) -> Reason:
+def transport_of(wanted: str, joins: Sequence[Join]) -> str:
+    """Return what carries the tensors of a generation of these workers: ``tcp``, ``gloo`` or ``nccl``.
+
+    Args:
+        wanted: the run's setting; ``auto`` is NCCL where each worker has a GPU of its own, and TCP elsewhere.
+        joins: their greetings.
+    """
+    if wanted != "auto":
+        return wanted
+    gpus = [join.gpu for join in joins]
+    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "tcp"
+
+
+def objection(join: Join, others: Sequence[Join], transport: str) -> Reason:
     """Return why a worker cannot take part, and what to do; no reason if it can.
 
     Args:
         join: its greeting.
-        first: the greeting of any worker in the run, None where there is none.
+        others: the greetings of the other workers in the run.
+        transport: the run's setting.
     """
     if join.worker != (name := worker_name(join.node, join.index)):
         return Why.WRONG_NAME(index=join.index, node=join.node, worker=join.worker, name=name)
-    if first is None:
+    if transport == "nccl" and (not join.gpu or any(join.gpu == other.gpu for other in others)):
+        return Why.NO_GPU(worker=join.worker)
+    if not others:
         return NO_REASON
+    first = others[0]
     refused, _ = different_versions(first, join)
     if refused:
         return Why.SOFTWARE(versions=refused)

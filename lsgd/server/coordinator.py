@@ -332,7 +332,8 @@ class Coordinator:
                 old.challenger = (join.incarnation, state.now)
             if old.heard_at > old.challenger[1]:
                 return Why.NAME_TAKEN(worker=join.worker, heard_s=state.now - old.heard_at)
-        return objection(join, next((m.join for m in state.roster.members.values() if m is not old), None))
+        others = [m.join for m in state.roster.members.values() if m is not old]
+        return objection(join, others, state.plan.run.transport)
 
     def _admit(self, join: Join) -> None:
         state, member = self.state, Member(join, self.state.now)
@@ -359,7 +360,8 @@ class Coordinator:
         for member in members:
             _, warned = different_versions(next(iter(state.roster.members.values())).join, member.join)
             warnings = (warned,) if warned else ()
-            state.answer(member, Welcome(state.run, self._plan_json, ranks[member], size, warnings))
+            secrets = state.certificate, state.relay, state.relay_secret
+            state.answer(member, Welcome(state.run, self._plan_json, ranks[member], size, warnings, *secrets))
 
     def _end_waiting_for_first_round(self) -> None:
         """Go on without those who joined and never asked; with too few workers, refuse everybody."""

@@ -64,6 +64,10 @@ class Why(enum.Enum):
         "{worker} can be reached at {theirs} and {first} at {ours}: one of them is on the loopback interface; "
         "connect every node's local server by the global server's real address"
     )
+    NO_GPU = (
+        "{worker} has no GPU of its own, which transport = nccl needs; give it one (LSGD_DEVICE), or the run "
+        "transport = auto"
+    )
     NAME_TAKEN = (
         "{worker} is in the run already (heard {heard_s:.1f} s ago); two workers cannot have one name: give each "
         "machine its own --node and each worker its own LSGD_LOCAL_RANK"
@@ -142,7 +146,7 @@ class Why(enum.Enum):
     RELAYED = "{pairs} cannot reach each other, and exchange through the relay{more}"
     PHASE = "phase {number}: {algorithm}, from iteration {count} on"
     PERIOD = "period {period}: {reason}"
-    GENERATION = "generation {number}: {workers} on {nodes}, over {backend}{why}"
+    GENERATION = "generation {number}: {workers} on {nodes}, over {transport}{why}"
     RESUMED = "goes on after {count} iterations, from checkpoints of {holders}{takers}"
     NO_HOLDER = "nobody who has completed the last global round is left"
     GONE_BACK = (

@@ -313,19 +313,18 @@ class Roster:
 
     # -- generations -------------------------------------------------------------------------------------------
 
-    def begin_generation(self, members: list[Member], missed: tuple[int, ...] = ()) -> Generation:
-        """Make ``members``, all of them held and in rank order, the generation; ``missed`` is what it says."""
+    def begin_generation(self, members: list[Member], transport: str, missed: tuple[int, ...] = ()) -> Generation:
+        """Make ``members``, all of them held and in rank order, the generation; the rest are fields of that."""
         for member in self.members.values():
             member.rank = -1
         self.queues, self.absent, self.broken = {}, 0, NO_REASON
         for rank, member in enumerate(members):
             member.rank = rank
             self._to_queue(member).held += 1
-        gpus = [m.join.gpu for m in members]
         self.generation = Generation.of(
             self.generation.number + 1 if self.generation else 1,
             [m.place for m in members],
-            "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo",
+            transport,
             missed,
         )
         return self.generation

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from lsgd.protocol.events import GenerationBegan, PeriodChosen, PhaseBegan, RoundCompleted, RoundFailed
 from lsgd.protocol.messages import GenerationOver, Round
-from lsgd.server.admission import origin_of
+from lsgd.server.admission import origin_of, transport_of
 from lsgd.server.grants import Grants
 from lsgd.server.history import FIRST_LINES, LINES_EVERY_S, election, line
 from lsgd.server.links import MAX_NAMED, connected, pairs_of, told, whole_nodes
@@ -190,12 +190,13 @@ class Scheduler:
             takers = f"; taking over their model: {others}" if others else ""
             holders = named(m for m in members if m.synced)
             state.note(Why.RESUMED(count=state.ledger.count, holders=holders, takers=takers))
-        generation = roster.begin_generation(members, state.ways.missed({m.join.node for m in members}))
+        transport = transport_of(state.plan.run.transport, [m.join for m in members])
+        generation = roster.begin_generation(members, transport, state.ways.missed({m.join.node for m in members}))
         if before is not None and not any(m.synced for m in members):
             state.note(Why.NO_HOLDER())
         state.happened(GenerationBegan(generation, reason.code, str(reason)))
         workers, nodes = number_of(len(members), "worker"), number_of(len(roster.queues), "node")
-        words = {"backend": generation.backend, "why": f" ({reason})" if reason else "", "reason": reason}
+        words = {"transport": generation.transport, "why": f" ({reason})" if reason else "", "reason": reason}
         state.note(Why.GENERATION(number=generation.number, workers=workers, nodes=nodes, **words))
         state.book.fresh = True
 
@@ -254,7 +255,7 @@ class Scheduler:
         """Whether some of ``members`` may not reach each other, or nobody knows yet how."""
         state, generation = self._state, self._state.roster.generation
         assert generation is not None
-        untried = generation.backend == "tcp" and state.ways.unknown(generation.nodes)
+        untried = generation.transport == "tcp" and state.ways.unknown(generation.nodes)
         return untried or state.book.failures > 0 or state.links.suspects((m.worker for m in members), state.now)
 
     # -- the run's model ---------------------------------------------------------------------------------------

@@ -42,6 +42,9 @@ class RunState:
     Args:
         plan: its settings.
         run: its identity.
+        certificate: which members show each other; empty where no keys are needed. No journal has it.
+        relay: its address; empty: there is none. No journal has this and the following.
+        relay_secret: what members prove to know there.
         now: seconds of a clock that never goes back, as of the last message or tick.
         roster: who takes part.
         ledger: what was granted and made.
@@ -67,6 +70,9 @@ class RunState:
     plan: Plan
     run: str
     now: float = 0.0
+    certificate: bytes = field(default=b"", repr=False)
+    relay: str = ""
+    relay_secret: bytes = field(default=b"", repr=False)
     roster: Roster = field(default_factory=Roster)
     ledger: Ledger = field(default_factory=Ledger)
     book: RoundBook = field(default_factory=RoundBook)

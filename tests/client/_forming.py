@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
+from lsgd.client.groups.form import form
 from lsgd.client.groups.gloo import NONCE_NBYTES
-from lsgd.client.groups.torch_group import TorchGroup, form
+from lsgd.client.groups.torch_group import TorchGroup
 from lsgd.errors import ExchangeError
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings

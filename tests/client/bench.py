@@ -13,6 +13,7 @@ from lsgd.client.control.channel import Channel
 from lsgd.client.control.identity import Identity, versions
 from lsgd.client.control.joining import Membership
 from lsgd.plan.plan import Plan
+from lsgd.protocol.certificates import run_certificate
 from lsgd.protocol.messages import (
     PROTOCOL,
     Generation,
@@ -28,10 +29,12 @@ from lsgd.protocol.messages import (
 from lsgd.protocol.sockets import Listener, Poller, Wakeup
 from lsgd.server.rendezvous import Rendezvous
 
+CERTIFICATE = run_certificate(b"s" * 32, "run")
 
-def generation(*node_sizes: int, number: int = 1) -> Generation:
+
+def generation(*node_sizes: int, number: int = 1, transport: str = "gloo") -> Generation:
     places = [(node, index) for node, size in enumerate(node_sizes) for index in range(size)]
-    return Generation.of(number, places, "gloo")
+    return Generation.of(number, places, transport)
 
 
 class Switchboard:
@@ -76,7 +79,7 @@ class Switchboard:
         """Tell all members that a generation is over."""
         self.push(GenerationOver(generation, reason))
 
-    def member(self, name: str, plan: Plan | None = None) -> Membership:
+    def member(self, name: str, plan: Plan | None = None, certificate: bytes = b"") -> Membership:
         """Return the membership of a worker on this machine."""
         incarnation = len(self._channels) + 1
         channel = Channel(self.address, incarnation, silence_s=20.0)
@@ -84,7 +87,7 @@ class Switchboard:
         identity = Identity(0, incarnation, self.address, None)
         join = Join(PROTOCOL, name, incarnation, int(name[4]), int(name[-1]), versions(), "m", "m", "", "127.0.0.1")
         plan = plan or Plan()
-        welcome = Welcome("run", plan.to_json(), 0, 1, ())
+        welcome = Welcome("run", plan.to_json(), 0, 1, (), certificate)
         return Membership(identity, torch.device("cpu"), channel, join, welcome, plan)
 
     def _serve(self) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from lsgd.client.groups import gloo, store
 from lsgd.client.groups import torch_group as groups
-from lsgd.client.groups.torch_group import TorchGroup, form
+from lsgd.client.groups.form import form
+from lsgd.client.groups.torch_group import TorchGroup
 from lsgd.errors import ExchangeError
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
@@ -24,12 +25,12 @@ def switchboard(tmp_path):
         yield made
 
 
-def run(switchboard, node_sizes, work, *, number=1, missing=(), timeout_s=20.0):
+def run(switchboard, node_sizes, work, *, number=1, missing=(), timeout_s=20.0, transport="gloo", certificate=b""):
     """Return what ``work(group)`` returns on every member that is not missing."""
-    members = generation(*node_sizes, number=number)
+    members = generation(*node_sizes, number=number, transport=transport)
     plan = Plan(RunSettings(exchange_timeout_s=timeout_s))
     ranks = [rank for rank in range(len(members.members)) if rank not in missing]
-    memberships = {rank: switchboard.member(members.members[rank], plan) for rank in ranks}
+    memberships = {rank: switchboard.member(members.members[rank], plan, certificate) for rank in ranks}
 
     def member(rank: int):
         group = form(members, memberships[rank])

@@ -21,7 +21,7 @@ from lsgd.client.groups.reach import (
     open_door,
     probe,
 )
-from lsgd.client.groups.torch_group import ServerStore
+from lsgd.client.groups.store import ServerStore
 from lsgd.errors import BrokenLinksError, ExchangeError
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings

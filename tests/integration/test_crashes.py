@@ -197,7 +197,7 @@ def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_it
         assert state(victim) == "T"
     if fault == "stuck":
         assert "lets the GIL go" not in victim.output
-    server.says(rf"generation 2: 2 workers on 1 node, over gloo \(node0/worker2 left: {why}")
+    server.says(rf"generation 2: 2 workers on 1 node, over tcp \(node0/worker2 left: {why}")
     trains(cluster)
 
     if fault == "killed":

@@ -237,24 +237,44 @@ def test_first_round_starts_all_from_the_model_of_rank_0() -> None:
     round = bench.round("00", "01", "10")
     assert (round.id, round.scope, round.exchanges, round.final) == (1, "global", 0, False)
     assert (round.source, round.new, round.leader, round.leaders) == (0, (1, 2), 0, (0, 2))
-    assert round.generation.node_sizes == (2, 1) and round.generation.backend == "gloo"
+    assert round.generation.node_sizes == (2, 1) and round.generation.transport == "tcp"
     assert bench.got["00"][0].reason.code == "global_round"  # type: ignore[union-attr]
     assert bench.notes == [
-        "generation 1: 3 workers on 2 nodes, over gloo",
+        "generation 1: 3 workers on 2 nodes, over tcp",
         "global round 1: leader node0/worker0 (no loss yet), 0 iterations",
     ]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "backend"),
-    [(("a", "b"), "nccl"), (("a", "a"), "gloo"), (("a", ""), "gloo"), (("", ""), "gloo")],
+    ("gpus", "transport"),
+    [(("a", "b"), "nccl"), (("a", "a"), "tcp"), (("a", ""), "tcp"), (("", ""), "tcp")],
 )
-def test_nccl_wants_a_gpu_for_each(gpus: tuple[str, str], backend: str) -> None:
+def test_nccl_carries_the_tensors_where_each_worker_has_a_gpu(gpus: tuple[str, str], transport: str) -> None:
     bench = Bench(workers=2)
     for place, gpu in zip(("00", "01"), gpus, strict=True):
         bench.join(place, gpu=gpu)
     bench.ask_all("00", "01")
-    assert bench.round("00", "01").generation.backend == backend
+    assert bench.round("00", "01").generation.transport == transport
+
+
+def test_a_run_over_nccl_refuses_a_worker_without_a_gpu_of_its_own() -> None:
+    bench = Bench(workers=2, transport="nccl")
+    for place, gpu, refused in (("00", "", True), ("00", "a", False), ("01", "a", True), ("01", "b", False)):
+        bench.join(place, gpu=gpu)
+        assert ("is_refused.no_gpu" in bench.codes) is refused
+    bench.ask_all("00", "01")
+    assert bench.round("00", "01").generation.transport == "nccl"
+
+
+@pytest.mark.parametrize("certificate", [b"", b"a key and a certificate"])
+def test_all_members_get_the_certificate_of_the_run(certificate: bytes) -> None:
+    bench = Bench(workers=2)
+    bench.state.certificate = certificate
+    bench.join("00")
+    welcomes = bench.join("01")
+    assert [w.certificate for answers in welcomes.values() for w in answers if isinstance(w, Welcome)] == [
+        certificate
+    ] * 2
 
 
 def test_token_by_token_to_a_local_and_a_global_round() -> None:

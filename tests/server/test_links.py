@@ -193,7 +193,7 @@ def test_after_a_failed_round_the_links_are_probed_and_whoever_is_cut_off_is_evi
     ask_again(bench, 3, "00", "10")
     round = bench.round("00", "10")
     assert round.id == 4 and not round.probe and bench.book.failures == 0
-    assert f"generation 3: 2 workers on 2 nodes, over gloo ({pair})" in bench.notes
+    assert f"generation 3: 2 workers on 2 nodes, over tcp ({pair})" in bench.notes
 
 
 def test_it_is_tried_again_later_in_a_round_that_is_probed_and_takes_over_the_model() -> None:

@@ -44,7 +44,7 @@ def test_the_round_starts_without_who_kept_all_others_waiting_and_both_sides_hea
     assert bench.member("00").held and bench.member("01").state is MemberState.BUSY
     bench.tick(1.0)
     told = "node0/worker1 is evicted from round 2: the others waited 30 s for it"
-    assert bench.notes[:2] == [told, f"generation 2: 2 workers on 1 node, over gloo ({told})"]
+    assert bench.notes[:2] == [told, f"generation 2: 2 workers on 1 node, over tcp ({told})"]
     assert bench.got["01"] == [GenerationOver(1, told)]
     for place in ("00", "02"):
         over, go = bench.got[place]

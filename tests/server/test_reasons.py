@@ -13,7 +13,7 @@ def test_a_reason_is_its_words_and_its_code_goes_from_the_outside_to_the_inside(
     left = Why.LEAVES(worker="node0/worker1", reason=silent, done=3)
     assert left == "node0/worker1 leaves: nothing was heard from it for 6 s (3 iterations)"
     assert (silent.code, left.code) == ("silent", "leaves.silent")
-    assert Why.GENERATION(number=1, workers="", nodes="", backend="", why="", reason=NO_REASON).code == "generation"
+    assert Why.GENERATION(number=1, workers="", nodes="", transport="", why="", reason=NO_REASON).code == "generation"
     assert not NO_REASON and silent
 
 

@@ -61,6 +61,8 @@ async def until_it_greets(relay: str) -> None:
 
 async def _dial(relay: str) -> tuple[socket.socket, bytes]:
     """Return a new connection to a relay, and its greeting."""
+    if not relay:
+        raise ConnectionError("a relay is needed, and the servers know of none (lsgd-server --global --relay-address)")
     loop, (host, port) = asyncio.get_running_loop(), place_of(relay)
     family, _, _, _, place = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
     connection = socket.socket(family, socket.SOCK_STREAM)

@@ -1,7 +1,6 @@
 """Process groups on torch.distributed, built anew for each generation."""
 
 import datetime
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,31 +12,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from lsgd.client.control.joining import Membership
+from lsgd.client.groups.base import Traffic, WorkerGroup, from_host, to_host
 from lsgd.client.groups.connections import Connections
 from lsgd.client.groups.gloo import gloo_group
 from lsgd.client.groups.store import ServerStore
-from lsgd.collectives.group import Group, Transfer
+from lsgd.collectives.group import Transfer
 from lsgd.collectives.point_to_point import PIECE_NBYTES, Exchange, Relay
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation
 
 
-class Traffic:
-    """Counts the bytes of tensors that process groups are given to send, and to receive; safe in several threads."""
-
-    def __init__(self) -> None:
-        self.sent_nbytes = 0
-        self.received_nbytes = 0
-        self._lock = threading.Lock()
-
-    def add(self, sent_nbytes: int, received_nbytes: int) -> None:
-        """Count what one member sends and receives in a collective."""
-        with self._lock:
-            self.sent_nbytes += sent_nbytes
-            self.received_nbytes += received_nbytes
-
-
-class TorchGroup(Group):
+class TorchGroup(WorkerGroup):
     """A Group (:class:`lsgd.collectives.group.Group`) on a torch process group; subgroups are built when first used.
 
     Args:
@@ -48,7 +33,7 @@ class TorchGroup(Group):
         rank: this member's place in ``ranks``.
         node_sizes: members of each node, in order.
         timeout_s: deadline of each verb.
-        backend: ``nccl`` or ``gloo``.
+        transport: ``nccl`` or ``gloo``.
         device: that tensors made for the group's sake are best on.
         connections: the sockets of the group that this one is a part of; None for a whole one.
         traffic: counts what this member sends and receives.
@@ -63,13 +48,13 @@ class TorchGroup(Group):
         rank: int,
         node_sizes: Sequence[int],
         timeout_s: float,
-        backend: str,
+        transport: str,
         device: torch.device,
         connections: Connections | None = None,
         traffic: Traffic | None = None,
     ) -> None:
         self.device = device
-        self._backend = backend
+        self._transport = transport
         self._build = build
         self._name = name
         self._ranks = tuple(ranks)
@@ -96,7 +81,7 @@ class TorchGroup(Group):
                 [self._names[rank] for rank in ranks],
                 ranks.index(self.rank),
                 [len(ranks)] if one_node else [1] * len(ranks),
-                *(self._timeout_s, self._backend, self.device, self._connections, self._traffic),
+                *(self._timeout_s, self._transport, self.device, self._connections, self._traffic),
             )
         return self._subgroups[kind]
 
@@ -122,7 +107,7 @@ class TorchGroup(Group):
 
         def wait() -> None:
             under_way.wait()
-            _unstage(host, tensor)
+            from_host(host, tensor)
 
         return Transfer(wait)
 
@@ -135,7 +120,7 @@ class TorchGroup(Group):
         host = self._staged(tensor)
 
         def start(group: dist.ProcessGroup) -> Any:
-            if self._backend == "gloo" and host.nbytes >= self.size * PIECE_NBYTES:
+            if self._transport == "gloo" and host.nbytes >= self.size * PIECE_NBYTES:
                 return Relay(group, host, source, self.rank, self.size)
             options = dist.BroadcastOptions()
             options.timeout = self._timeout
@@ -147,13 +132,13 @@ class TorchGroup(Group):
         received = 0 if self.rank == source else host.nbytes
         self._begin(f"broadcast from {self._names[source]}", start, sent=sent, received=received).wait()
         if self.rank != source:
-            _unstage(host, tensor)
+            from_host(host, tensor)
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
         outgoing = {rank: self._staged(tensor) for rank, tensor in sends.items()}
         incoming = {rank: self._staged(tensor, copy=False) for rank, tensor in receives.items()}
-        together = self.device if self._backend == "nccl" else None
+        together = self.device if self._transport == "nccl" else None
         under_way = self._begin(
             f"exchange with {peers}",
             lambda group: Exchange(group, outgoing, incoming, together),
@@ -164,16 +149,13 @@ class TorchGroup(Group):
         def wait() -> None:
             under_way.wait()
             for rank, tensor in receives.items():
-                _unstage(incoming[rank], tensor)
+                from_host(incoming[rank], tensor)
 
         return Transfer(wait)
 
     def _staged(self, tensor: Tensor, *, copy: bool = True) -> Tensor:
-        """Return ``tensor``, or in host memory a copy of one that this group's backend cannot send from the GPU."""
-        if tensor.device.type == "cpu" or self._backend == "nccl":
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor) if copy else host
+        """Return ``tensor``, or in host memory a copy of one that this group's transport cannot send from the GPU."""
+        return tensor if self._transport == "nccl" else to_host(tensor, copy=copy)
 
     @property
     def _timeout(self) -> datetime.timedelta:
@@ -196,7 +178,7 @@ class TorchGroup(Group):
         def wait() -> None:
             with self._failing(what, started_at):
                 work.wait()
-                if self._backend == "nccl":
+                if self._transport == "nccl":
                     torch.cuda.current_stream(self.device).synchronize()
 
         return Transfer(wait)
@@ -213,18 +195,8 @@ class TorchGroup(Group):
             ) from error
 
 
-def _unstage(host: Tensor, tensor: Tensor) -> None:
-    if host is not tensor:
-        tensor.copy_(host)
-
-
-def form(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> TorchGroup:
-    """Return the group of all members of ``generation``, as the worker of ``membership`` sees it.
-
-    ``traffic`` counts what it sends and receives.
-
-    Every verb, and the building of each group, has the deadline that the plan gives.
-    """
+def torch_group(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> TorchGroup:
+    """Return the group of all members over Gloo or NCCL; the rest as for :func:`lsgd.client.groups.form.form`."""
     worker, address = membership.join.worker, membership.join.address
     device, timeout_s = membership.device, membership.plan.run.exchange_timeout_s
     incarnation = membership.join.incarnation
@@ -234,7 +206,7 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
 
     def build(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         rank = list(ranks).index(me)
-        if generation.backend == "nccl":
+        if generation.transport == "nccl":
             named = PrefixStore(name, store)
             group = dist.ProcessGroup(named, rank, len(ranks))
             options = dist.ProcessGroupNCCL.Options()
@@ -250,7 +222,7 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
 
     size = len(generation.indices)
     names, sizes = generation.members, generation.node_sizes
-    home = device if generation.backend == "nccl" else torch.device("cpu")
+    home = device if generation.transport == "nccl" else torch.device("cpu")
     return TorchGroup(
         build,
         "world",
@@ -259,7 +231,7 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
         me,
         sizes,
         timeout_s,
-        generation.backend,
+        generation.transport,
         home,
         connections,
         traffic,

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from lsgd.algorithms.base import all_finite
-from lsgd.client.groups.torch_group import TorchGroup
+from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.iteration.replica import Replica
 from lsgd.protocol.messages import Round
 
 logger = logging.getLogger("lsgd")
 
 
-def make_consensus(replica: Replica, group: TorchGroup, order: Round) -> None:
+def make_consensus(replica: Replica, group: WorkerGroup, order: Round) -> None:
     """Replace every model by the average of all, or by the leader's, and note how far apart they were.
 
     Raises:
@@ -34,7 +34,7 @@ def make_consensus(replica: Replica, group: TorchGroup, order: Round) -> None:
         x.copy_(value.view(x.shape))
 
 
-def mean_of(tensors: Sequence[Tensor], group: TorchGroup, *, contributes: bool) -> list[Tensor] | None:
+def mean_of(tensors: Sequence[Tensor], group: WorkerGroup, *, contributes: bool) -> list[Tensor] | None:
     """Return the means over those members that contribute finite numbers; None if no member does."""
     if contributes and not all_finite(tensors):
         logger.warning("this worker's model is not finite: it is left out of the average")
@@ -54,7 +54,7 @@ def wide(x: Tensor) -> Tensor:
     return x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _distance(own: Sequence[Tensor], means: Sequence[Tensor], group: TorchGroup) -> float:
+def _distance(own: Sequence[Tensor], means: Sequence[Tensor], group: WorkerGroup) -> float:
     """Return the mean over members of |x - mean| / |mean|; of those whose model is finite."""
     apart = sum(float((x - mean).square().sum()) for x, mean in zip(own, means, strict=True)) ** 0.5
     length = sum(float(mean.square().sum()) for mean in means) ** 0.5

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from lsgd.client.control.joining import Membership
+from lsgd.client.groups.base import Traffic, WorkerGroup
+from lsgd.client.groups.form import form
 from lsgd.client.groups.reach import probe
-from lsgd.client.groups.torch_group import TorchGroup, Traffic, form
 from lsgd.client.iteration.replica import Replica
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation, Round
@@ -36,7 +37,7 @@ class Entrance:
         self._membership = membership
         self._replica = replica
         self._traffic = traffic
-        self._group: TorchGroup | None = None
+        self._group: WorkerGroup | None = None
         membership.channel.when_over(self._cut)
 
     def whole(self, order: Round) -> Round:
@@ -46,7 +47,7 @@ class Entrance:
             return order
         return replace(order, generation=generation)
 
-    def enter(self, order: Round) -> TorchGroup:
+    def enter(self, order: Round) -> WorkerGroup:
         """Return the round's group, whose members all have its algorithm, and its newcomers the source's model.
 
         Raises:
@@ -79,7 +80,7 @@ class Entrance:
         if group is not None and generation is not None and generation.number == number:
             group.cut()
 
-    def _group_of(self, order: Round) -> tuple[TorchGroup, bool]:
+    def _group_of(self, order: Round) -> tuple[WorkerGroup, bool]:
         """Return the group of a generation, and whether it is new."""
         generation = order.generation
         if reason := self._membership.channel.generation_over(generation.number):
@@ -97,11 +98,11 @@ class Entrance:
         self.generation = generation
         logger.info(
             "generation %d: rank %d of %d, over %s on %s",
-            *(generation.number, group.rank, group.size, generation.backend, self._membership.join.address),
+            *(generation.number, group.rank, group.size, generation.transport, self._membership.join.address),
         )
         return group, True
 
-    def _begin(self, group: TorchGroup, order: Round) -> None:
+    def _begin(self, group: WorkerGroup, order: Round) -> None:
         """Give newcomers the model of the source and all members the shared state, and reset the algorithm."""
         algorithm = self._replica.algorithm
         if order.new and group.rank in (order.source, *order.new):
@@ -116,7 +117,7 @@ class Entrance:
             x.copy_(value)
         algorithm.reset(self._replica.flat.buffers, group, order)
 
-    def _take_over(self, group: TorchGroup, source: int) -> None:
+    def _take_over(self, group: WorkerGroup, source: int) -> None:
         """Take the source's model, its frozen parameters and buffers too, and its optimizers' state if so planned."""
         replica, taking = self._replica, group.rank != source
         everything = [*replica.flat.buffers, *(p.data for p in replica.flat.frozen), *replica.model.buffers()]
@@ -136,7 +137,7 @@ class Entrance:
             for optimizer, state in zip(replica.optimizers, states or (), strict=states is not None):
                 optimizer.load_state_dict(state)
 
-    def _broadcast_states(self, group: TorchGroup, source: int) -> list[Any]:
+    def _broadcast_states(self, group: WorkerGroup, source: int) -> list[Any]:
         """Return the optimizers' states of the source."""
         stream, device = io.BytesIO(), group.device
         torch.save([optimizer.state_dict() for optimizer in self._replica.optimizers], stream)

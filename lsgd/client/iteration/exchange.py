@@ -7,13 +7,13 @@ from torch import Tensor
 
 from lsgd.algorithms.base import all_finite
 from lsgd.client.checkpoint.finite import clear
-from lsgd.client.groups.torch_group import TorchGroup
+from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.iteration.consensus import mean_of, wide
 from lsgd.client.iteration.replica import Replica
 from lsgd.protocol.messages import Round
 
 
-def exchange(replica: Replica, group: TorchGroup, order: Round) -> None:
+def exchange(replica: Replica, group: WorkerGroup, order: Round) -> None:
     """Have the algorithm exchange models, or begin to, and the floating-point buffers beside them.
 
     A global round may heal a non-finite model with those of others; the optimizers' state is then cleared of what
@@ -32,7 +32,7 @@ def exchange(replica: Replica, group: TorchGroup, order: Round) -> None:
         clear(replica.optimizers)
 
 
-def _exchange_buffers(replica: Replica, group: TorchGroup, order: Round) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def _exchange_buffers(replica: Replica, group: WorkerGroup, order: Round) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return the model's floating buffers, and the values that the round gives them."""
     buffers, treated = replica.finite.buffers(), replica.run.buffers
     if order.scope == "local" or treated == "keep" or not buffers or group.size == 1:

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple, Self
 
 from lsgd.client.control.channel import Totals
-from lsgd.client.groups.torch_group import Traffic
+from lsgd.client.groups.base import Traffic
 from lsgd.client.iteration.logged import Logged
 from lsgd.client.iteration.loss import LossWindow
 

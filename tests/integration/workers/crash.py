@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-import lsgd.client.groups.torch_group
+import lsgd.client.groups.form
 import lsgd.client.iteration.steps
 from lsgd.client import Worker
-from lsgd.client.groups.torch_group import TorchGroup
+from lsgd.client.groups.tcp.group import TcpGroup
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Round
@@ -65,7 +65,7 @@ class NotingRounds(Rounds):
             raise
 
 
-class MortalGroup(TorchGroup):
+class MortalGroup(TcpGroup):
     """Dies in the middle of a round, when the others wait for what it broadcasts or receives."""
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
@@ -87,7 +87,7 @@ class MortalGroup(TorchGroup):
         super().broadcast(tensor, source)
 
 
-lsgd.client.groups.torch_group.TorchGroup = MortalGroup
+lsgd.client.groups.form.TcpGroup = MortalGroup
 lsgd.client.iteration.steps.Rounds = NotingRounds
 
 with Worker.join(model, optimizer) as worker:

@@ -1,0 +1,214 @@
+"""The connections of a member with the others of its generation: made when first used, by one thread."""
+
+import asyncio
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from lsgd.client.groups.reach import Door
+from lsgd.client.groups.store import ServerStore
+from lsgd.client.groups.tcp.hello import ANSWER_NBYTES, HELLO_NBYTES, Hello
+from lsgd.client.groups.tcp.lines import Incoming, Line, Outgoing
+from lsgd.client.groups.tcp.routes import Routes, Way
+from lsgd.client.groups.tcp.service import Service, exactly, retried
+from lsgd.client.groups.tcp.tls import Contexts
+
+logger = logging.getLogger("lsgd")
+
+HELLO_WITHIN_S = 10.0
+"""How long the handshake and the hello of a connection may take, in seconds."""
+
+KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
+"""After how many seconds an idle connection is tried, how often, and after how many failures it is given up."""
+
+_RETRY_S = (0.05, 1.0)  # the first pause, and the longest
+_SAID = 5  # how many strangers are reported
+
+
+class Mesh:
+    """This member's lines to and from the others.
+
+    Args:
+        run: identity of the run.
+        generation: its number.
+        me: rank of this member in the generation.
+        names: of all members, by rank.
+        address: of this machine, that the others' connections come in at.
+        store: where the members publish their doors.
+        tls: None: the connections are not encrypted.
+        timeout_s: how long it is tried to make a connection.
+        routes: how connections come to be; takes this member's rank and a function that returns a member's door.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        generation: int,
+        me: int,
+        names: Sequence[str],
+        address: str,
+        store: ServerStore,
+        tls: Contexts | None,
+        timeout_s: float,
+        routes: Callable[[int, Callable[[int], Door]], Routes] = Routes,
+    ) -> None:
+        self._run = run
+        self._generation = generation
+        self._me = me
+        self._names = names
+        self._address = address
+        self._store = store
+        self._tls = tls
+        self._timeout_s = timeout_s
+        self._routes = routes(me, lambda rank: Door.of(store.get(f"tcp/{rank}")))
+        self._lines: dict[tuple[int, int], Line] = {}
+        self._asked: set[tuple[int, int]] = set()  # for the connections of these
+        self._lock = threading.Lock()
+        self._over = False
+        self._said = 0
+        self._service: Service | None = None
+
+    def to(self, rank: int) -> Line:
+        """Return the line to the member of this rank."""
+        return self._line(self._me, rank)
+
+    def from_(self, rank: int) -> Line:
+        """Return the line from the member of this rank."""
+        return self._line(rank, self._me)
+
+    def cut(self) -> None:
+        """Close all connections at once; what waits for them fails. May be called by another thread."""
+        with self._lock:
+            self._over, lines = True, list(self._lines.values())
+        self._store.end()
+        for line in lines:
+            line.fail(ConnectionAbortedError("the group was closed"))
+        if self._service is not None:
+            self._service.end()
+
+    def close(self) -> None:
+        """Close all connections, and end the threads."""
+        self.cut()
+        if self._service is not None:
+            self._service.join()
+
+    def _line(self, source: int, target: int) -> Line:
+        with self._lock:
+            line = self._known(source, target)
+            asked = (source, target) in self._asked
+            self._asked.add((source, target))
+        if not asked and (way := self._routes.way(source, target)) is not None:
+            self._begin(line, way, Hello(self._run, self._generation, source, target))
+        return line
+
+    def _begin(self, line: Line, way: Way, hello: Hello) -> None:
+        assert self._service is not None
+        self._service.call(lambda: self._bring_about(line, way, hello))
+
+    def _known(self, source: int, target: int) -> Line:
+        """Return a line, with the lock held."""
+        if self._over:
+            raise ConnectionAbortedError("the group was closed")
+        if self._service is None:
+            self._service = Service(self._address, self._welcome)
+            self._store.set(f"tcp/{self._me}", self._service.door.published())
+        if (source, target) not in self._lines:
+            service = self._service
+            self._lines[source, target] = (
+                Outgoing(self._names[target], service.sender)
+                if source == self._me
+                else Incoming(self._names[source], service.receiver)
+            )
+        return self._lines[source, target]
+
+    # -- in the thread that makes connections ------------------------------------------------------------------
+
+    async def _bring_about(self, line: Line, way: Way, hello: Hello) -> None:
+        """Make a line's connection: try until it is there, or nothing more can be hoped for."""
+        deadline = time.monotonic() + self._timeout_s
+        pause_s, longest_s = _RETRY_S
+        while True:
+            try:
+                async with asyncio.timeout(HELLO_WITHIN_S):
+                    line.connect(await self._made(way, hello))
+                return
+            except (OSError, TimeoutError) as error:
+                refused = isinstance(error, ConnectionRefusedError | ssl.SSLCertVerificationError)
+                if refused or time.monotonic() > deadline:
+                    why = error.strerror or str(error) or f"no answer within {HELLO_WITHIN_S:g} s"
+                    line.fail(ConnectionError(f"no connection with {line.peer}: {why}"))
+                    return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+    async def _made(self, way: Way, hello: Hello) -> socket.socket:
+        connection = await self._secured(await way.open(), answers=way.answers)
+        try:
+            if way.answers:
+                heard = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, way.nonce)
+                if heard != hello:
+                    raise ConnectionError("it says hello for something else")
+                connection.send(hello.answer(way.nonce))
+            else:
+                connection.send(hello.packed(way.nonce))
+                hello.check(await exactly(connection, ANSWER_NBYTES), way.nonce)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _welcome(self, raw: socket.socket, origin: str, door: Door) -> None:
+        """Take in a connection that comes in at the door."""
+        try:
+            async with asyncio.timeout(HELLO_WITHIN_S):
+                connection = await self._secured(raw, answers=True)
+                try:
+                    hello = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, door.nonce)
+                    line = self._expected(hello)
+                    connection.send(hello.answer(door.nonce))
+                except BaseException:
+                    connection.close()
+                    raise
+            line.connect(connection)
+        except (OSError, TimeoutError) as error:
+            if self._said < _SAID and not self._over:
+                self._said += 1
+                logger.warning("refused a connection from %s: %s", origin, error or "it does not say who it is")
+
+    def _expected(self, hello: Hello) -> Line:
+        """Return the line that a connection is for.
+
+        Raises:
+            ConnectionError: there is none.
+        """
+        ranks = {hello.source, hello.target}
+        if hello.generation != self._generation or self._me not in ranks or len(ranks) != 2:
+            raise ConnectionError("it says hello for something else")
+        if not all(rank < len(self._names) for rank in ranks):
+            raise ConnectionError("it says hello for a rank that there is not")
+        with self._lock:
+            line = self._known(hello.source, hello.target)
+        if line.connected:
+            raise ConnectionError("this connection is there already")
+        return line
+
+    async def _secured(self, raw: socket.socket, *, answers: bool) -> socket.socket:
+        """Return a connection once both ends have shown that they are in the run, if they have a certificate."""
+        try:
+            raw.setblocking(False)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEP_ALIVE:
+                raw.setsockopt(socket.IPPROTO_TCP, option, value)
+            if self._tls is None:
+                return raw
+            context = self._tls.server if answers else self._tls.client
+            raw = connection = context.wrap_socket(raw, server_side=answers, do_handshake_on_connect=False)
+            await retried(connection, connection.do_handshake)
+            return connection
+        except BaseException:
+            raw.close()
+            raise

@@ -1,0 +1,154 @@
+"""The door and the three threads of a mesh: one makes connections, one sends, one receives."""
+
+import asyncio
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from lsgd.client.groups.reach import Door, open_door
+from lsgd.client.groups.tcp.lines import Loop
+
+MAX_GREETING = 128
+"""How many connections that came in may be at their handshake at a time; the oldest one is dropped for the next."""
+
+END_WITHIN_S = 5.0
+"""How long an end waits for the threads, which have nothing to wait for."""
+
+_PAUSE_S = 0.1
+
+T = TypeVar("T")
+
+
+class Service:
+    """Listens on an address of this machine, and runs what makes connections.
+
+    Args:
+        address: where to listen.
+        welcome: takes in a connection; called with its socket, where it is from, and the door.
+
+    Raises:
+        ExchangeError: nothing can listen there.
+
+    Attributes:
+        door: where the others dial.
+        sender: serves the lines that send.
+        receiver: serves the lines that receive.
+    """
+
+    def __init__(self, address: str, welcome: Callable[[socket.socket, str, Door], Coroutine[Any, Any, None]]) -> None:
+        self._welcome = welcome
+        with ExitStack() as stack:
+            self._listener, self.door = stack.enter_context(open_door(address))
+            self._closing = stack.pop_all()
+        self.sender = Loop("lsgd-send", select.EPOLLOUT)
+        self.receiver = Loop("lsgd-receive", select.EPOLLIN)
+        self._events = asyncio.new_event_loop()
+        self._ended = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._greeting: dict[asyncio.Task[None], socket.socket] = {}
+        self._thread = threading.Thread(target=self._serve, name="lsgd-connect", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``work`` in the thread that makes connections; it is cancelled at the end."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._events.call_soon_threadsafe(self._begin, work)
+
+    def end(self) -> None:
+        """End the threads soon; may be called by any thread."""
+        with suppress(RuntimeError):
+            self._events.call_soon_threadsafe(self._stop)
+        self.sender.end()
+        self.receiver.end()
+
+    def join(self) -> None:
+        """Wait for the threads' end."""
+        for thread in (self._thread, self.sender.thread, self.receiver.thread):
+            thread.join(END_WITHIN_S)
+
+    # -- in the thread -----------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        self._begin(self._accept)
+        self._events.run_forever()
+        for task in self._tasks:
+            task.cancel()
+        self._events.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._events.close()
+        self._closing.close()
+
+    def _stop(self) -> None:
+        self._ended = True
+        self._events.stop()
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None] | None:
+        if self._ended:
+            return None
+        task = self._events.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, origin = await self._events.sock_accept(self._listener)
+            except OSError:  # the caller is gone again, or this process has no descriptor left
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if len(self._greeting) >= MAX_GREETING:
+                next(iter(self._greeting)).cancel()
+            task = self._begin(lambda c=connection, o=origin: self._welcome(c, o[0], self.door))  # type: ignore[misc]
+            if task is None:
+                connection.close()
+                continue
+            self._greeting[task] = connection
+            task.add_done_callback(self._greeted)
+
+    def _greeted(self, task: asyncio.Task[None]) -> None:
+        connection = self._greeting.pop(task)
+        if task.cancelled():  # perhaps before it began
+            connection.close()
+
+
+async def retried(connection: socket.socket, step: Callable[[], T]) -> T:
+    """Return what ``step`` returns on a non-blocking connection, once that need not wait."""
+    events, descriptor = asyncio.get_running_loop(), connection.fileno()
+    while True:
+        try:
+            return step()
+        except (BlockingIOError, ssl.SSLWantReadError):
+            add, remove = events.add_reader, events.remove_reader
+        except ssl.SSLWantWriteError:
+            add, remove = events.add_writer, events.remove_writer
+        ready: asyncio.Future[None] = events.create_future()
+        add(descriptor, _set, ready)
+        try:
+            await ready
+        finally:
+            remove(descriptor)
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+async def exactly(connection: socket.socket, nbytes: int) -> bytes:
+    """Return the next ``nbytes`` that come in.
+
+    Raises:
+        ConnectionError: the other end closes before.
+    """
+    data = bytearray(nbytes)
+    left = memoryview(data)
+    while left:
+        if not (count := await retried(connection, partial(connection.recv_into, left))):
+            raise ConnectionResetError("it was closed at the other end")
+        left = left[count:]
+    return bytes(data)
