@@ -60,7 +60,7 @@ def test_nodes_that_were_not_tried_are_and_the_next_generations_are_told() -> No
     bench.complete_all("10")
     bench.join("20")
     bench.join("01")
-    bench.ask_all("00", "01", "10", "20")
+    bench.ask_all("01", "20", "00", "10")
     order = bench.round("00", "01", "10", "20")
     assert order.probe and order.generation.missed == (0, 1, 1, 0)
     for place in ("00", "01", "10", "20"):
@@ -71,7 +71,7 @@ def test_nodes_that_were_not_tried_are_and_the_next_generations_are_told() -> No
 def test_workers_of_one_node_and_those_of_other_transports_are_not_tried() -> None:
     for bench, places in (
         (tcp("00", "01"), ("00", "01")),
-        (Bench("00", "10", period=1, transport="gloo"), ("00", "10")),
+        (Bench("00", "10", transport="gloo"), ("00", "10")),
     ):
         bench.ask_all(*places)
         assert not bench.round(*places).probe
