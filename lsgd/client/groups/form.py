@@ -36,5 +36,5 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
 
     routes = partial(Routes, missed=lambda one, other: (home[one], home[other]) in apart, meet=meet)
     who = welcome.run, generation.number, me, names, join.address
-    mesh = Mesh(*who, store, tls, run.exchange_timeout_s, routes)
+    mesh = Mesh(*who, store, tls, run.exchange_timeout_s, routes, when_cut=store.end)
     return TcpGroup(mesh, "world", range(len(names)), names, me, generation.node_sizes, run.exchange_timeout_s, traffic)

@@ -271,7 +271,7 @@ class RunView:
         self.count, self.iterations, self.share = report["count"], report["iterations"], report["progress"]
         self.rounds_local, self.rounds_global = report["rounds_local"], report["rounds_global"]
         self.seconds, self.generation, self.nodes = report["seconds"], report["generation"], report["nodes"]
-        self.ways = report["ways"]
+        self.ways = report.get("ways", [])
         self._as_of = report.get("stream", {}).get("last", 0)
         self.counters.made(self.count)
         for member in report["members"]:

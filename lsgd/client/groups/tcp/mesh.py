@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from torch._C._distributed_c10d import Store
+
 from lsgd.client.groups.reach import Door
-from lsgd.client.groups.store import ServerStore
 from lsgd.client.groups.tcp.hello import ANSWER_NBYTES, HELLO_NBYTES, Hello
 from lsgd.client.groups.tcp.lines import Incoming, Line, Outgoing
 from lsgd.client.groups.tcp.routes import Routes, Way
@@ -41,6 +42,7 @@ class Mesh:
         tls: None: the connections are not encrypted.
         timeout_s: how long it is tried to make a connection.
         routes: how connections come to be; takes this member's rank and a function that returns a member's door.
+        when_cut: called when the mesh is cut: ends the waits for what the members publish.
     """
 
     def __init__(
@@ -50,10 +52,11 @@ class Mesh:
         me: int,
         names: Sequence[str],
         address: str,
-        store: ServerStore,
+        store: Store,
         tls: Contexts | None,
         timeout_s: float,
         routes: Callable[[int, Callable[[int], Door]], Routes] = Routes,
+        when_cut: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
         self._generation = generation
@@ -63,6 +66,7 @@ class Mesh:
         self._store = store
         self._tls = tls
         self._timeout_s = timeout_s
+        self._when_cut = when_cut
         self._routes = routes(me, lambda rank: Door.of(store.get(f"tcp/{rank}")))
         self._lines: dict[tuple[int, int], Line] = {}
         self._asked: set[tuple[int, int]] = set()  # for the connections of these
@@ -83,7 +87,7 @@ class Mesh:
         """Close all connections at once; what waits for them fails. May be called by another thread."""
         with self._lock:
             self._over, lines = True, list(self._lines.values())
-        self._store.end()
+        self._when_cut()
         for line in lines:
             line.fail(ConnectionAbortedError("the group was closed"))
         if self._service is not None:

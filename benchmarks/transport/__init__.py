@@ -1,0 +1,1 @@
+"""The groups over TCP, plain and in TLS, beside those over Gloo."""

@@ -1,0 +1,121 @@
+"""A member of the groups that benchmarks/transport compares: one process on each host of the testbed."""
+
+import argparse
+import datetime
+import json
+import resource
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from lsgd.client.groups.base import WorkerGroup
+from lsgd.client.groups.connections import Connections
+from lsgd.client.groups.gloo import gloo_group
+from lsgd.client.groups.tcp.group import TcpGroup
+from lsgd.client.groups.tcp.mesh import Mesh
+from lsgd.client.groups.tcp.tls import contexts
+from lsgd.client.groups.torch_group import TorchGroup
+from lsgd.codecs.minmax8 import MinMax8
+from lsgd.collectives.two_round import QuantizedAllReduce
+from lsgd.protocol.certificates import run_certificate
+
+TIMEOUT_S = 120.0
+IN_SEQUENCE = 10
+"""Messages of four bytes that one call exchanges, each after the one before it."""
+
+
+def transports(rank: int, size: int, address: str, store: TCPStore) -> Mapping[str, WorkerGroup]:
+    """Return the groups to compare, by name."""
+    names = [f"node{index}" for index in range(size)]
+
+    def over_tcp(number: int, certificate: bytes) -> TcpGroup:
+        tls = contexts(certificate) if certificate else None
+        own = PrefixStore(str(number), store)
+        mesh = Mesh("benchmark", number, rank, names, address, own, tls, TIMEOUT_S)
+        return TcpGroup(mesh, "world", range(size), names, rank, [1] * size, TIMEOUT_S)
+
+    gloo = TorchGroup(
+        lambda name, _: gloo_group(store, name, rank, names, address, TIMEOUT_S, Connections()),
+        *("world", range(size), names, rank, [1] * size, TIMEOUT_S, "gloo", torch.device("cpu")),
+    )
+    return {"gloo": gloo, "tcp": over_tcp(1, b""), "tcp, TLS": over_tcp(2, run_certificate(b"s" * 32, "benchmark"))}
+
+
+def verbs(group: WorkerGroup) -> Mapping[str, Callable[[Tensor], object]]:
+    """Return what is timed, by name, each in place on a float32 tensor."""
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    in_8_bits = QuantizedAllReduce(group, MinMax8())
+
+    def exchange(x: Tensor) -> None:
+        received = torch.empty_like(x)
+        group.exchange({after: x}, {before: received})
+        x.copy_(received)
+
+    def in_sequence(x: Tensor) -> None:
+        for _ in range(IN_SEQUENCE):
+            exchange(x[:1])
+
+    return {
+        f"exchange, 4 bytes, {IN_SEQUENCE} in sequence": in_sequence,
+        "all-reduce, 4 bytes": lambda x: group.all_reduce(x[:1]).wait(),
+        "exchange": exchange,
+        "broadcast": lambda x: group.broadcast(x, 0),
+        "all-reduce": lambda x: group.all_reduce(x).wait(),
+        "all-reduce, 8 bits": lambda x: in_8_bits(x, x, ("benchmark",)),
+    }
+
+
+def processor_s() -> float:
+    """Return the processor time of this process so far, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    """Call every verb over every transport in turns; print their seconds and processor time as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rank", type=int)
+    parser.add_argument("size", type=int)
+    parser.add_argument("store", help="address of the store")
+    parser.add_argument("port", type=int)
+    parser.add_argument("address", help="of this host")
+    parser.add_argument("numel", type=int)
+    parser.add_argument("repeats", type=int)
+    given = parser.parse_args()
+    store = TCPStore(
+        given.store,
+        given.port,
+        is_master=given.rank == 0,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+    )
+    groups = transports(given.rank, given.size, given.address, store)
+    barrier = groups["gloo"]
+    x = torch.randn(given.numel, generator=torch.Generator().manual_seed(given.rank))
+    timed: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for turn in range(given.repeats + 1):  # the first one makes the connections
+        results: dict[str, Tensor] = {}
+        for transport, group in groups.items():
+            for name, verb in verbs(group).items():
+                result = x.clone()
+                barrier.all_reduce(torch.zeros(1)).wait()
+                used_s, started_at = processor_s(), time.perf_counter()
+                verb(result)
+                seconds = time.perf_counter() - started_at
+                if turn:
+                    timed.setdefault(name, {}).setdefault(transport, []).append((seconds, processor_s() - used_s))
+                same = torch.allclose if name.startswith("all-reduce") else torch.equal
+                assert same(results.setdefault(name, result), result), f"{name}: over {transport} another result"
+    barrier.all_reduce(torch.zeros(1)).wait()
+    print(json.dumps(timed), flush=True)
+    store.set(f"done{given.rank}", "")
+    store.wait([f"done{rank}" for rank in range(given.size)])
+    for group in groups.values():
+        group.close()
+
+
+if __name__ == "__main__":
+    main()
