@@ -10,6 +10,7 @@ all call all, and what they find is how their connections come to be.
 
 import asyncio
 import json
+import os
 import secrets
 import socket
 import time
@@ -235,7 +236,7 @@ class Calls:
             try:
                 reader, writer = await asyncio.open_connection(door.address, door.port)
             except OSError as error:
-                self.missed[rank] = error.strerror or str(error)
+                self.missed[rank] = os.strerror(error.errno) if error.errno else str(error)
                 return
             try:
                 writer.write(message)
