@@ -1,8 +1,11 @@
 """Groups over TCP connections of their own: one for each pair of members and direction, in TLS where keys are needed.
 
 - :mod:`~lsgd.client.groups.tcp.group` has the verbs.
-- :mod:`~lsgd.client.groups.tcp.lines` moves bytes: two threads for all connections.
-- :mod:`~lsgd.client.groups.tcp.mesh` makes the connections: a third thread.
+- :mod:`~lsgd.client.groups.tcp.line` moves bytes one way, :mod:`~lsgd.client.groups.tcp.outgoing` and
+  :mod:`~lsgd.client.groups.tcp.incoming` are its ends.
+- :mod:`~lsgd.client.groups.tcp.loop` is the thread that serves the lines of one direction.
+- :mod:`~lsgd.client.groups.tcp.work` is what a verb waits for.
+- :mod:`~lsgd.client.groups.tcp.mesh` makes the connections, :mod:`~lsgd.client.groups.tcp.service` has its door.
 - :mod:`~lsgd.client.groups.tcp.routes` decides how a connection comes to be.
 - :mod:`~lsgd.client.groups.tcp.hello` is what both ends say first.
 - :mod:`~lsgd.client.groups.tcp.tls` makes contexts of the run's certificate.

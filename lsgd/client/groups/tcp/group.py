@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lsgd.client.groups.base import Traffic, WorkerGroup, from_host, to_host
-from lsgd.client.groups.tcp.lines import Line, Work
+from lsgd.client.groups.tcp.line import Line
 from lsgd.client.groups.tcp.mesh import Mesh
+from lsgd.client.groups.tcp.work import Work
 from lsgd.collectives.group import Transfer
 from lsgd.collectives.point_to_point import PIECE_NBYTES, RELAYED_PIECES
 from lsgd.errors import ExchangeError

@@ -7,12 +7,15 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch._C._distributed_c10d import Store
 
 from lsgd.client.groups.reach import Door
 from lsgd.client.groups.tcp.hello import ANSWER_NBYTES, HELLO_NBYTES, Hello
-from lsgd.client.groups.tcp.lines import Incoming, Line, Outgoing
+from lsgd.client.groups.tcp.incoming import Incoming
+from lsgd.client.groups.tcp.line import Line
+from lsgd.client.groups.tcp.outgoing import Outgoing
 from lsgd.client.groups.tcp.routes import Routes, Way
 from lsgd.client.groups.tcp.service import Service, exactly, retried
 from lsgd.client.groups.tcp.tls import Contexts
@@ -25,8 +28,13 @@ HELLO_WITHIN_S = 10.0
 KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 """After how many seconds an idle connection is tried, how often, and after how many failures it is given up."""
 
+MAX_SAID = 5
+"""How many connections of strangers are reported."""
+
+Pair = tuple[int, int]
+"""The ranks of a line's source and target."""
+
 _RETRY_S = (0.05, 1.0)  # the first pause, and the longest
-_SAID = 5  # how many strangers are reported
 
 
 class Mesh:
@@ -68,8 +76,9 @@ class Mesh:
         self._timeout_s = timeout_s
         self._when_cut = when_cut
         self._routes = routes(me, lambda rank: Door.of(store.get(f"tcp/{rank}")))
-        self._lines: dict[tuple[int, int], Line] = {}
-        self._asked: set[tuple[int, int]] = set()  # for the connections of these
+        self._lines: dict[Pair, Line] = {}
+        self._asked: set[Pair] = set()  # how their connections come to be
+        self._ways: dict[Pair, Way] = {}  # of those that this member brings about
         self._lock = threading.Lock()
         self._over = False
         self._said = 0
@@ -89,7 +98,7 @@ class Mesh:
             self._over, lines = True, list(self._lines.values())
         self._when_cut()
         for line in lines:
-            line.fail(ConnectionAbortedError("the group was closed"))
+            line.close()
         if self._service is not None:
             self._service.end()
 
@@ -100,33 +109,40 @@ class Mesh:
             self._service.join()
 
     def _line(self, source: int, target: int) -> Line:
+        pair = (source, target)
         with self._lock:
-            line = self._known(source, target)
-            asked = (source, target) in self._asked
-            self._asked.add((source, target))
+            line = self._known(pair)
+            asked = pair in self._asked
+            self._asked.add(pair)
         if not asked and (way := self._routes.way(source, target)) is not None:
-            self._begin(line, way, Hello(self._run, self._generation, source, target))
+            self._ways[pair] = way
+            self._connect(pair)
         return line
 
-    def _begin(self, line: Line, way: Way, hello: Hello) -> None:
-        assert self._service is not None
-        self._service.call(lambda: self._bring_about(line, way, hello))
-
-    def _known(self, source: int, target: int) -> Line:
+    def _known(self, pair: Pair) -> Line:
         """Return a line, with the lock held."""
         if self._over:
             raise ConnectionAbortedError("the group was closed")
         if self._service is None:
             self._service = Service(self._address, self._welcome)
             self._store.set(f"tcp/{self._me}", self._service.door.published())
-        if (source, target) not in self._lines:
-            service = self._service
-            self._lines[source, target] = (
-                Outgoing(self._names[target], service.sender)
+        if pair not in self._lines:
+            service, (source, target) = self._service, pair
+            lost = partial(self._connect, pair)
+            self._lines[pair] = (
+                Outgoing(self._names[target], service.sender, lost)
                 if source == self._me
-                else Incoming(self._names[source], service.receiver)
+                else Incoming(self._names[source], service.receiver, lost)
             )
-        return self._lines[source, target]
+        return self._lines[pair]
+
+    def _connect(self, pair: Pair) -> None:
+        """Have the connection of a line made, if this member is to bring it about."""
+        if (way := self._ways.get(pair)) is not None and self._service is not None and not self._over:
+            self._service.call(lambda: self._bring_about(self._lines[pair], way, self._hello(pair)))
+
+    def _hello(self, pair: Pair) -> Hello:
+        return Hello(self._run, self._generation, *pair)
 
     # -- in the thread that makes connections ------------------------------------------------------------------
 
@@ -137,32 +153,31 @@ class Mesh:
         while True:
             try:
                 async with asyncio.timeout(HELLO_WITHIN_S):
-                    line.connect(await self._made(way, hello))
+                    await self._make(line, way, hello)
                 return
             except (OSError, TimeoutError) as error:
-                refused = isinstance(error, ConnectionRefusedError | ssl.SSLCertVerificationError)
-                if refused or time.monotonic() > deadline:
-                    why = error.strerror or str(error) or f"no answer within {HELLO_WITHIN_S:g} s"
-                    line.fail(ConnectionError(f"no connection with {line.peer}: {why}"))
+                line.trouble = error.strerror or str(error) or f"no answer within {HELLO_WITHIN_S:g} s"
+                if _is_final(error) or time.monotonic() > deadline:
+                    line.fail(ConnectionError(f"no connection with {line.peer}: {line.trouble}"))
                     return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    async def _made(self, way: Way, hello: Hello) -> socket.socket:
+    async def _make(self, line: Line, way: Way, hello: Hello) -> None:
         connection = await self._secured(await way.open(), answers=way.answers)
         try:
             if way.answers:
-                heard = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, way.nonce)
+                heard, received = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, way.nonce)
                 if heard != hello:
                     raise ConnectionError("it says hello for something else")
-                connection.send(hello.answer(way.nonce))
+                connection.send(hello.answer(way.nonce, line.renew()))
             else:
-                connection.send(hello.packed(way.nonce))
-                hello.check(await exactly(connection, ANSWER_NBYTES), way.nonce)
+                connection.send(hello.packed(way.nonce, line.renew()))
+                received = hello.answered(await exactly(connection, ANSWER_NBYTES), way.nonce)
         except BaseException:
             connection.close()
             raise
-        return connection
+        line.connect(connection, received)
 
     async def _welcome(self, raw: socket.socket, origin: str, door: Door) -> None:
         """Take in a connection that comes in at the door."""
@@ -170,17 +185,18 @@ class Mesh:
             async with asyncio.timeout(HELLO_WITHIN_S):
                 connection = await self._secured(raw, answers=True)
                 try:
-                    hello = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, door.nonce)
+                    hello, received = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, door.nonce)
                     line = self._expected(hello)
-                    connection.send(hello.answer(door.nonce))
+                    connection.send(hello.answer(door.nonce, line.renew()))
                 except BaseException:
                     connection.close()
                     raise
-            line.connect(connection)
+            line.connect(connection, received)
         except (OSError, TimeoutError) as error:
-            if self._said < _SAID and not self._over:
+            if self._said < MAX_SAID and not self._over:
                 self._said += 1
-                logger.warning("refused a connection from %s: %s", origin, error or "it does not say who it is")
+                why = str(error) or f"it did not say who it is within {HELLO_WITHIN_S:g} s"
+                logger.warning("refused a connection from %s to the port for tensors: %s", origin, why)
 
     def _expected(self, hello: Hello) -> Line:
         """Return the line that a connection is for.
@@ -188,16 +204,12 @@ class Mesh:
         Raises:
             ConnectionError: there is none.
         """
-        ranks = {hello.source, hello.target}
-        if hello.generation != self._generation or self._me not in ranks or len(ranks) != 2:
+        pair = (hello.source, hello.target)
+        others = set(pair) - {self._me}
+        if hello.generation != self._generation or len(others) != 1 or max(pair) >= len(self._names):
             raise ConnectionError("it says hello for something else")
-        if not all(rank < len(self._names) for rank in ranks):
-            raise ConnectionError("it says hello for a rank that there is not")
         with self._lock:
-            line = self._known(hello.source, hello.target)
-        if line.connected:
-            raise ConnectionError("this connection is there already")
-        return line
+            return self._known(pair)
 
     async def _secured(self, raw: socket.socket, *, answers: bool) -> socket.socket:
         """Return a connection once both ends have shown that they are in the run, if they have a certificate."""
@@ -216,3 +228,9 @@ class Mesh:
         except BaseException:
             raw.close()
             raise
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether it makes no sense to try again: nobody is there any more, or it is no member."""
+    passing = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+    return isinstance(error, ConnectionRefusedError | ssl.SSLError) and not isinstance(error, passing)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lsgd.client.groups.reach import Door, open_door
-from lsgd.client.groups.tcp.lines import Loop
+from lsgd.client.groups.tcp.loop import Loop
 
 MAX_GREETING = 128
 """How many connections that came in may be at their handshake at a time; the oldest one is dropped for the next."""
@@ -74,11 +74,13 @@ class Service:
     # -- in the thread -----------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        self._begin(self._accept)
+        self._listen()
         self._events.run_forever()
+        self._events.remove_reader(self._listener)
         for task in self._tasks:
             task.cancel()
-        self._events.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        if self._tasks:
+            self._events.run_until_complete(asyncio.wait(self._tasks))
         self._events.close()
         self._closing.close()
 
@@ -94,21 +96,25 @@ class Service:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                connection, origin = await self._events.sock_accept(self._listener)
-            except OSError:  # the caller is gone again, or this process has no descriptor left
-                await asyncio.sleep(_PAUSE_S)
-                continue
-            if len(self._greeting) >= MAX_GREETING:
-                next(iter(self._greeting)).cancel()
-            task = self._begin(lambda c=connection, o=origin: self._welcome(c, o[0], self.door))  # type: ignore[misc]
-            if task is None:
-                connection.close()
-                continue
-            self._greeting[task] = connection
-            task.add_done_callback(self._greeted)
+    def _listen(self) -> None:
+        self._events.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            connection, (origin, *_) = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # the caller is gone again
+            return
+        except OSError:  # this process has no descriptor left
+            self._events.remove_reader(self._listener)
+            self._events.call_later(_PAUSE_S, self._listen)
+            return
+        if len(self._greeting) >= MAX_GREETING:
+            next(iter(self._greeting)).cancel()
+        if (task := self._begin(lambda: self._welcome(connection, origin, self.door))) is None:
+            connection.close()
+            return
+        self._greeting[task] = connection
+        task.add_done_callback(self._greeted)
 
     def _greeted(self, task: asyncio.Task[None]) -> None:
         connection = self._greeting.pop(task)

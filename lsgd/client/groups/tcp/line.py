@@ -1,0 +1,179 @@
+"""Lines: each carries messages one way between this member and another, in the order in which they are put.
+
+A message is a header and a tensor's bytes, which are sent from where they lie and received to where they belong.
+Both ends put the same messages in the same order, since all members call the same verbs; so a message needs no number,
+and the header only shows a program that does otherwise. A receiver's system takes in what comes before it is expected.
+
+A line is served by whoever puts something, as long as that does not have to wait, and then by the thread of its
+:class:`~lsgd.client.groups.tcp.loop.Loop`: one for all lines that send, and one for all that receive. Its lock is held
+by one of them at a time, and never while waiting.
+
+A line outlives its connection: the next one goes on where the receiver says that it has arrived. For that the sender
+keeps what the receiver's system has not acknowledged: in the tensors while they are the group's, then in a copy.
+"""
+
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from lsgd.client.groups.tcp.loop import Loop
+from lsgd.client.groups.tcp.work import Parcel
+
+TURN_NBYTES = 1 << 20
+"""After so many bytes it is another line's turn."""
+
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Line:
+    """One way between this member and another.
+
+    Args:
+        peer: the other's name.
+        loop: that serves it.
+        lost: called when its connection has broken.
+
+    Attributes:
+        trouble: why it has no connection; empty before the first one is lost.
+    """
+
+    def __init__(self, peer: str, loop: Loop, lost: Callable[[], None]) -> None:
+        self.peer = peer
+        self.trouble = ""
+        self._loop = loop
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._parcels: deque[Parcel] = deque()
+        self._rest = memoryview(b"")  # what is left of the part of the first parcel that moves
+        self._in_header = True
+        self._put = 0  # bytes of the stream that were put
+        self._moved = 0  # bytes of the stream that have moved
+        self._connection: socket.socket | None = None
+        self._error: Exception | None = None
+
+    def put(self, parcel: Parcel) -> None:
+        """Move a message after those before it."""
+        with self._lock:
+            if self._error is not None:
+                parcel.work.fail(self._error)
+                return
+            parcel.start, self._put = self._put, self._put + len(parcel.header) + len(parcel.view)
+            self._parcels.append(parcel)
+            if len(self._parcels) == 1:
+                self._begin(parcel)
+                self._advance()
+
+    def release(self, parcel: Parcel) -> None:
+        """Use a message's memory no more: it is through, and its work was waited for."""
+
+    def serve(self) -> None:
+        """Move what can be moved without waiting."""
+        with self._lock:
+            self._advance()
+
+    def watch(self) -> None:
+        """Look whether the connection still works."""
+
+    def connect(self, connection: socket.socket, received: int) -> None:
+        """Use this connection, which belongs to the line from now on; so many bytes of the stream have arrived."""
+        raise NotImplementedError
+
+    def renew(self) -> int:
+        """Prepare for another connection; return how many bytes of the stream have arrived here."""
+        return 0
+
+    def close(self) -> None:
+        """Close the connection for good; let all messages fail."""
+        self.fail(ConnectionAbortedError("the group was closed"))
+
+    def fail(self, error: Exception) -> None:
+        """Close the connection for good, and let all messages fail, those to come too."""
+        with self._lock:
+            self._fail(error)
+
+    def _connect(self, connection: socket.socket) -> None:
+        """Use this connection, with the lock held."""
+        if self._error is not None:
+            connection.close()
+            return
+        self._drop()
+        self._connection = connection
+        self._loop.add(connection.fileno(), self)
+        self._advance()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._drop()
+        while self._parcels:
+            self._parcels.popleft().work.fail(error)
+
+    def _drop(self) -> None:
+        if (connection := self._connection) is not None:
+            self._connection = None
+            self._loop.remove(connection.fileno())
+            with suppress(OSError):
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+            connection.close()
+
+    def _break(self, error: Exception) -> None:
+        """The connection has broken: there may be another one."""
+        self.trouble = f"the connection with it broke: {error}"
+        self._drop()
+        self._lost()
+
+    def _advance(self) -> None:
+        if (connection := self._connection) is None:
+            return
+        try:
+            moved = 0
+            if not self._parcels:
+                self._idle(connection)
+            while self._parcels and (moved < TURN_NBYTES or self._holds_some(connection)):
+                count = self._move(connection, self._rest)
+                moved += count
+                self._moved += count
+                self._rest = self._rest[count:]
+                if not self._rest:
+                    self._next_part(connection)
+        except _WOULD_BLOCK:
+            pass
+        except OSError as error:
+            self._break(error)
+            return
+        except ValueError as error:
+            self._fail(ConnectionError(f"{self.peer}: {error}"))
+            return
+        self._arm(connection)
+
+    def _finish(self) -> Parcel:
+        """The first message is through; begin with the next."""
+        parcel = self._parcels.popleft()
+        if self._parcels:
+            self._begin(self._parcels[0])
+        if not parcel.done:
+            parcel.done = True
+            parcel.work.one_done()
+        return parcel
+
+    def _begin(self, parcel: Parcel) -> None:
+        raise NotImplementedError
+
+    def _next_part(self, connection: socket.socket) -> None:
+        raise NotImplementedError
+
+    def _move(self, connection: socket.socket, view: memoryview) -> int:
+        raise NotImplementedError
+
+    def _arm(self, connection: socket.socket) -> None:
+        """Have the loop serve this line when there is something to do."""
+        raise NotImplementedError
+
+    def _idle(self, connection: socket.socket) -> None:
+        """There is nothing to move."""
+
+    def _holds_some(self, connection: socket.socket) -> bool:
+        """Whether there are bytes in the connection that its descriptor does not show."""
+        return False

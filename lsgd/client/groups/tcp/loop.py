@@ -1,0 +1,77 @@
+"""A thread that serves the lines of one direction."""
+
+import os
+import select
+import threading
+import time
+from contextlib import suppress
+from typing import Protocol
+
+TURN_S = 1.0
+"""How often lines that nothing happens to are looked at, in seconds."""
+
+
+class Served(Protocol):
+    """What a loop serves."""
+
+    def serve(self) -> None:
+        """Move what can be moved without waiting."""
+        ...
+
+    def watch(self) -> None:
+        """Look whether the connection still works; called now and then."""
+        ...
+
+
+class Loop:
+    """Serves each line whose socket is ready, if that was asked for.
+
+    Args:
+        name: of the thread.
+        event: of epoll, that shows that bytes can move.
+    """
+
+    def __init__(self, name: str, event: int) -> None:
+        self._event = event
+        self._lines: dict[int, Served] = {}
+        self._epoll = select.epoll()
+        self._ended = os.eventfd(0)
+        self._epoll.register(self._ended, select.EPOLLIN)
+        self._ending = threading.Lock()
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.thread.start()
+
+    def add(self, descriptor: int, line: Served) -> None:
+        """Serve a line's socket from now on, each time that :meth:`arm` asks for it."""
+        self._lines[descriptor] = line
+        self._epoll.register(descriptor, select.EPOLLONESHOT)
+
+    def arm(self, descriptor: int, *, moving: bool) -> None:
+        """Serve the line once, when bytes can move if it is ``moving``, or else when the other end closes."""
+        self._epoll.modify(descriptor, (self._event if moving else select.EPOLLRDHUP) | select.EPOLLONESHOT)
+
+    def remove(self, descriptor: int) -> None:
+        """Forget a socket that is about to be closed."""
+        del self._lines[descriptor]
+        with suppress(OSError, ValueError):
+            self._epoll.unregister(descriptor)
+
+    def end(self) -> None:
+        """End the thread; once all sockets are removed."""
+        if self._ending.acquire(blocking=False):
+            os.eventfd_write(self._ended, 1)
+
+    def _serve(self) -> None:
+        watched_at = time.monotonic()
+        while True:
+            for descriptor, _ in self._epoll.poll(TURN_S):
+                if descriptor == self._ended:
+                    self._epoll.close()
+                    os.close(self._ended)
+                    return
+                if line := self._lines.get(descriptor):
+                    line.serve()
+            if time.monotonic() - watched_at > TURN_S:
+                watched_at = time.monotonic()
+                for line in tuple(self._lines.values()):
+                    line.watch()

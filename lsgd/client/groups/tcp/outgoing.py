@@ -1,0 +1,123 @@
+"""The sending end of a line."""
+
+import fcntl
+import socket
+import struct
+import termios
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from lsgd.client.groups.tcp.line import Line
+from lsgd.client.groups.tcp.loop import Loop
+from lsgd.client.groups.tcp.work import GOODBYE, Parcel
+
+JOINED_NBYTES = 16 << 10
+"""Messages of up to so many bytes are copied to their headers, so that they leave in one packet or TLS record."""
+
+STALLED_S = 5.0
+"""A connection whose other end has acknowledged nothing for so long, though bytes are under way, is given up."""
+
+_UNACKED_OFFSET = 24  # of tcpi_unacked, packets under way, in Linux's struct tcp_info
+
+
+class Outgoing(Line):
+    """Carries messages to the other member."""
+
+    def __init__(self, peer: str, loop: Loop, lost: Callable[[], None]) -> None:
+        super().__init__(peer, loop, lost)
+        self._kept: deque[Parcel] = deque()  # have left, and may not have arrived
+        self._arrived = -1  # as it was when it last changed
+        self._arrived_at = 0.0
+
+    def connect(self, connection: socket.socket, received: int) -> None:
+        """Use this connection, which belongs to the line from now on; so many bytes of the stream have arrived."""
+        with self._lock:
+            while self._kept and self._kept[-1].end > received:
+                self._parcels.appendleft(self._kept.pop())
+            self._kept.clear()
+            first = self._parcels[0].start if self._parcels else self._put
+            if not first <= received <= self._put:
+                connection.close()
+                self._fail(ConnectionError(f"{self.peer} lacks {first - received} bytes that are gone here"))
+                return
+            self._moved = first
+            if self._parcels:
+                self._begin(self._parcels[0])
+                self._skip(received - first)
+            self._connect(connection)
+
+    def release(self, parcel: Parcel) -> None:
+        """Keep a copy of what the other end's system has not acknowledged, and nothing else."""
+        with self._lock:
+            parcel.released = True
+            arrived = self._acknowledged()
+            while self._kept and self._kept[0].released and self._kept[0].end <= arrived:
+                self._kept.popleft()
+            if parcel in self._kept:
+                parcel.keep(arrived)
+            elif parcel in self._parcels:  # it is sent again
+                parcel.keep(parcel.start)
+                if parcel is self._parcels[0] and not self._in_header and len(parcel.view) > JOINED_NBYTES:
+                    self._rest = parcel.view[len(parcel.view) - len(self._rest) :]
+
+    def watch(self) -> None:
+        """Give a connection up whose other end is silent: a new one may find another way, or be made at once."""
+        with self._lock:
+            if (connection := self._connection) is None:
+                return
+            state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED_OFFSET + 4)
+            (unacknowledged,) = struct.unpack_from("=I", state, _UNACKED_OFFSET)
+            now, arrived = time.monotonic(), self._acknowledged()
+            if not unacknowledged or arrived != self._arrived:  # a receiver that is not ready acknowledges all the same
+                self._arrived, self._arrived_at = arrived, now
+            elif now - self._arrived_at > STALLED_S:
+                self._break(TimeoutError(f"nothing was acknowledged for {STALLED_S:g} s"))
+
+    def close(self) -> None:
+        """Close the connection for good, and say so at the other end if that can be said now."""
+        with self._lock, suppress(OSError):
+            if (connection := self._connection) is not None and not self._parcels:
+                connection.send(GOODBYE)
+        super().close()
+
+    def _acknowledged(self) -> int:
+        """Return how far the stream has arrived for sure."""
+        if self._connection is None:
+            return 0
+        (left,) = struct.unpack("=i", fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))
+        return max(0, self._moved - int(left))
+
+    def _skip(self, count: int) -> None:
+        """Go on with the first message after so many of its bytes."""
+        self._moved += count
+        if self._in_header and count >= len(self._rest):
+            count -= len(self._rest)
+            self._in_header, self._rest = False, self._parcels[0].view
+        self._rest = self._rest[count:]
+
+    def _begin(self, parcel: Parcel) -> None:
+        self._in_header = bool(parcel.header) and len(parcel.view) > JOINED_NBYTES
+        if self._in_header:
+            self._rest = memoryview(parcel.header)
+        else:
+            self._rest = memoryview(parcel.header + parcel.view) if parcel.header else parcel.view
+
+    def _next_part(self, connection: socket.socket) -> None:
+        if self._in_header:
+            self._in_header, self._rest = False, self._parcels[0].view
+        else:
+            self._kept.append(self._parcels[0])
+            self._finish()
+
+    def _move(self, connection: socket.socket, view: memoryview) -> int:
+        return connection.send(view)
+
+    def _arm(self, connection: socket.socket) -> None:
+        self._loop.arm(connection.fileno(), moving=bool(self._parcels))
+
+    def _idle(self, connection: socket.socket) -> None:
+        """Nothing is ever said on this connection by the other end, which may have closed it."""
+        if not connection.recv(1):
+            raise ConnectionResetError("it was closed at the other end")

@@ -1,0 +1,104 @@
+"""What is waited for: the messages of a verb, each on its way over a line."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lsgd.client.groups.tcp.line import Line
+
+HEADER = struct.Struct("!QI")
+"""Before each message: its length in bytes, and a checksum of the verb's name."""
+
+GOODBYE = HEADER.pack((1 << 64) - 1, 0)
+"""Instead of a header: nothing more will come."""
+
+
+class Parcel:
+    """A message on its way.
+
+    Args:
+        peer: who sends or gets it.
+        view: the tensor's memory.
+        tag: checksum of the verb's name.
+        work: that it belongs to.
+
+    Attributes:
+        start: of its header in the stream of the line.
+        done: it has left, or arrived.
+        released: its work was waited for, so that the memory is the tensor's owner's again.
+    """
+
+    def __init__(self, peer: str, view: memoryview, tag: int, work: Work) -> None:
+        self.peer = peer
+        self.header = HEADER.pack(len(view), tag)
+        self.view = view
+        self.work = work
+        self.start = 0
+        self.done = False
+        self.released = False
+
+    def keep(self, arrived: int) -> None:
+        """Keep a copy of what comes after this place in the stream, instead of the tensor's memory."""
+        body = self.start + len(self.header)
+        if arrived <= body:
+            self.view = memoryview(bytes(self.view))
+        else:
+            self.start, self.header, self.view = arrived, b"", memoryview(bytes(self.view[arrived - body :]))
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins in the stream."""
+        return self.start + len(self.header) + len(self.view)
+
+
+class Work:
+    """Messages that are waited for together."""
+
+    def __init__(self) -> None:
+        self._puts: list[tuple[Line, Parcel]] = []
+        self._left = 0
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+
+    def start(self, puts: Sequence[tuple[Line, memoryview]], verb: str) -> None:
+        """Put a message on each of some lines; once only."""
+        tag = zlib.crc32(verb.encode())
+        self._puts = [(line, Parcel(line.peer, view, tag, self)) for line, view in puts]
+        self._left = len(puts)
+        for line, parcel in self._puts:
+            line.put(parcel)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until all messages are sent and received; their memory is free then.
+
+        Raises:
+            OSError: it failed, or ``deadline`` (of ``time.monotonic``) has passed.
+        """
+        if self._left and not self._over.wait(max(0.0, deadline - time.monotonic())) and self._left:
+            late = {line.peer: line.trouble for line, parcel in self._puts if not parcel.done}
+            words = [f"{peer} did not do its part in time{f' ({why})' if why else ''}" for peer, why in late.items()]
+            raise TimeoutError("; ".join(words))
+        if self._error is not None:
+            raise self._error
+        for line, parcel in self._puts:
+            line.release(parcel)
+
+    def one_done(self) -> None:
+        """Note that a message is through."""
+        with self._lock:
+            self._left -= 1
+            left = self._left
+        if not left:
+            self._over.set()
+
+    def fail(self, error: Exception) -> None:
+        """Note that a message will not come through."""
+        self._error = self._error or error
+        self._over.set()
