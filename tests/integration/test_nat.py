@@ -32,20 +32,23 @@ EXCHANGED = (("local", 400), ("leader", 400))
 PERIODS = {"local": ["period = 4"], "leader": ["period = 4", "local_period = 4"]}
 
 FLIPS = """
-import socket, sys, threading
+import contextlib, socket, sys, threading
 listener = socket.create_server(("", 47999))
 print("listening", flush=True)
 flipped = threading.Event()
 def carry(source, target):
     passed = 0
-    while data := bytearray(source.recv(1 << 16)):
-        if passed <= 20_000 < passed + len(data) and not flipped.is_set():
-            flipped.set()
-            data[20_000 - passed] ^= 1
-            print("flipped", flush=True)
-        passed += len(data)
-        target.sendall(data)
-    target.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):
+        while data := bytearray(source.recv(1 << 16)):
+            if passed <= 20_000 < passed + len(data) and not flipped.is_set():
+                flipped.set()
+                data[20_000 - passed] ^= 1
+                print("flipped", flush=True)
+            passed += len(data)
+            target.sendall(data)
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 while True:
     one, _ = listener.accept()
     other = socket.create_connection((sys.argv[1], 47401))
@@ -137,7 +140,7 @@ def test_two_homes_and_a_server_train_and_a_relay_that_dies_is_started_again(tmp
     assert not [line for line in said.splitlines() if "[relay]" in line and "refused" in line]
 
 
-def test_a_relay_that_changes_a_bit_is_noticed_and_the_round_is_made_again(tmp_path: Path, unobstructed) -> None:
+def test_what_a_relay_changes_is_noticed_and_sent_again(tmp_path: Path, unobstructed) -> None:
     with Testbed(NODES, behind_nat=[1, 2]) as testbed:
         public = testbed.hosts[0]
         flips = public.popen([sys.executable, "-c", FLIPS, public.address], stdout=subprocess.PIPE, text=True)
@@ -146,8 +149,7 @@ def test_a_relay_that_changes_a_bit_is_noticed_and_the_round_is_made_again(tmp_p
         public.run(["nft", f"table ip nat {{\nchain prerouting {{ {rule} }}\n}}"])
         outputs = finish(begin(testbed, tmp_path, LOCKSTEP))
         assert flips.stdout.readline() == "flipped\n"
-    (failed,) = re.findall(r"round \d+ failed: .*", outputs[0])
-    assert "bad record mac" in failed
-    for node, expected in enumerate(unobstructed):  # some had completed that round: a step more than without it
-        assert digests(tmp_path, node)[:8] == expected[:8]
-    assert consensus(tmp_path)
+    assert any("was changed on the way" in output and "bad record mac" in output.lower() for output in outputs)
+    assert not re.findall(r"round \d+ failed: .*", outputs[0])
+    for node, expected in enumerate(unobstructed):
+        assert digests(tmp_path, node) == expected

@@ -12,6 +12,7 @@ A line outlives its connection: the next one goes on where the receiver says tha
 keeps what the receiver's system has not acknowledged: in the tensors while they are the group's, then in a copy.
 """
 
+import logging
 import socket
 import ssl
 import threading
@@ -22,8 +23,13 @@ from contextlib import suppress
 from lsgd.client.groups.tcp.loop import Loop
 from lsgd.client.groups.tcp.work import Parcel
 
+logger = logging.getLogger("lsgd")
+
 TURN_NBYTES = 1 << 20
 """After so many bytes it is another line's turn."""
+
+CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+"""How it shows that the other side, or whoever is between, has closed a connection of TLS."""
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -121,6 +127,8 @@ class Line:
     def _break(self, error: Exception) -> None:
         """The connection has broken: there may be another one."""
         self.trouble = f"the connection with it broke: {error}"
+        if isinstance(error, ssl.SSLError) and not isinstance(error, CLOSED):
+            logger.warning("what came from %s was changed on the way (%s); it is sent again", self.peer, error)
         self._drop()
         self._lost()
 

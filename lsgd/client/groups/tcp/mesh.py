@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 from lsgd.client.groups.reach import Door
 from lsgd.client.groups.tcp.hello import ANSWER_NBYTES, HELLO_NBYTES, Hello
 from lsgd.client.groups.tcp.incoming import Incoming
-from lsgd.client.groups.tcp.line import Line
+from lsgd.client.groups.tcp.line import CLOSED, Line
 from lsgd.client.groups.tcp.outgoing import Outgoing
 from lsgd.client.groups.tcp.routes import Routes, Way
 from lsgd.client.groups.tcp.service import Service, exactly, retried
@@ -232,5 +232,4 @@ class Mesh:
 
 def _is_final(error: Exception) -> bool:
     """Whether it makes no sense to try again: nobody is there any more, or it is no member."""
-    passing = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-    return isinstance(error, ConnectionRefusedError | ssl.SSLError) and not isinstance(error, passing)
+    return isinstance(error, ConnectionRefusedError | ssl.SSLError) and not isinstance(error, CLOSED)
