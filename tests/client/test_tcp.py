@@ -1,14 +1,30 @@
 """Groups over TCP connections of their own, plain and in TLS: every verb, strangers, and what a missing member does."""
 
+import logging
+import os
+import socket
+import ssl
 import threading
+from concurrent.futures import Future
+from contextlib import suppress
 
 import pytest
 import torch
 
+from lsgd.client.groups.reach import Door
+from lsgd.client.groups.tcp import service
 from lsgd.client.groups.tcp.group import TcpGroup
+from lsgd.client.groups.tcp.hello import HELLO_NBYTES, Hello
+from lsgd.client.groups.tcp.loop import Loop
+from lsgd.client.groups.tcp.outgoing import Outgoing
+from lsgd.client.groups.tcp.tls import contexts
+from lsgd.client.groups.tcp.work import HEADER, Work
 from lsgd.errors import ExchangeError
+from lsgd.protocol.certificates import run_certificate
 
+from ..integration.running import until
 from .bench import CERTIFICATE, Switchboard
+from .meshes import Network, all_at_once, members
 from .test_groups import HOUR_S, every_verb
 from .test_groups import run as run_over
 
@@ -72,3 +88,282 @@ def test_a_member_that_goes_frees_its_neighbours_at_once(run) -> None:
         return True
 
     assert run((2,), work, timeout_s=HOUR_S) == [None, True]
+
+
+def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(run) -> None:
+    over = threading.Event()
+
+    def work(group: TcpGroup):
+        group.all_reduce(torch.ones(1)).wait()
+        if group.rank == 1:
+            over.wait(20)
+            return None
+        try:
+            group.broadcast(torch.ones(100_000), 1)
+        except ExchangeError as error:
+            return str(error)
+        finally:
+            over.set()
+
+    told, _ = run((1, 1), work, timeout_s=1.0)
+    assert told.startswith("broadcast from node1/worker0: waited 1.")
+    assert "node1/worker0 did not do its part in time" in told
+
+
+def test_a_cut_frees_who_waits_for_a_silent_peer(run) -> None:
+    freed = threading.Event()
+
+    def work(group: TcpGroup) -> bool:
+        group.all_reduce(torch.ones(3)).wait()
+        if group.rank == 1:
+            return freed.wait(30)
+        threading.Timer(0.2, group.cut).start()
+        with pytest.raises(ExchangeError, match=r"all_reduce: waited .* the group was closed"):
+            group.all_reduce(torch.ones(3)).wait()
+        freed.set()
+        return True
+
+    assert run((2,), work, timeout_s=HOUR_S) == [True, True]
+
+
+def test_the_end_of_a_generation_ends_the_wait_for_a_member(switchboard) -> None:
+    timer = threading.Timer(0.5, switchboard.end, (1, "node0/worker1 left"))
+    timer.start()
+    work = lambda g: g.all_reduce(torch.ones(1)).wait()  # noqa: E731
+    (error,) = run_over(switchboard, (2,), work, missing=[1], transport="tcp")
+    timer.join()
+    assert isinstance(error, ExchangeError) and "generation 1 is over: node0/worker1 left" in str(error)
+
+
+def test_members_at_different_verbs_are_told(run) -> None:
+    def work(group: TcpGroup) -> str:
+        x = torch.ones(4)
+        with pytest.raises(ExchangeError) as raised:
+            if group.rank:
+                group.broadcast(x, 0)
+            else:
+                group.exchange({1: x}, {1: x.clone()})
+        return str(raised.value)
+
+    first, second = run((2,), work, timeout_s=5.0)
+    assert "node0/worker0: it is at another verb than this member" in second
+    assert "node0/worker1" in first
+
+
+def test_results_have_the_bits_of_gloo(switchboard) -> None:
+    """What is only carried, and a sum of two, which has no order."""
+
+    def work(group) -> list[torch.Tensor]:
+        numbers = torch.randn(70_001, generator=torch.Generator().manual_seed(group.rank))
+        gathered = [torch.empty_like(numbers) for _ in range(group.size)]
+        group.all_gather(gathered, numbers).wait()
+        summed, sent = numbers.clone(), numbers.clone()
+        group.all_reduce(summed).wait()
+        group.broadcast(sent, 1)
+        return [*gathered, summed, sent]
+
+    ways = [("gloo", b""), ("tcp", b""), ("tcp", CERTIFICATE)]
+    results = [
+        run_over(switchboard, (2,), work, transport=transport, certificate=certificate, number=number)
+        for number, (transport, certificate) in enumerate(ways, start=1)
+    ]
+    for result in results[1:]:
+        assert not isinstance(result[0], ExchangeError), result
+        for ours, gloos in zip(result, results[0], strict=True):
+            assert all(a.equal(b) for a, b in zip(ours, gloos, strict=True))
+
+
+def test_a_sum_is_made_in_the_order_of_ranks_with_the_same_bits_on_all(run) -> None:
+    numbers = [torch.randn(40_000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+
+    def work(group: TcpGroup) -> list[torch.Tensor]:
+        results = [numbers[group.rank].clone(), numbers[group.rank][:9].clone()]
+        for x in results:
+            group.all_reduce(x).wait()
+        return results
+
+    expected = numbers[0] + numbers[1] + numbers[2]
+    for large, small in run((2, 1), work):
+        assert large.equal(expected) and small.equal(expected[:9])
+
+
+# -- connections that break -------------------------------------------------------------------------------------
+
+
+def exchange_while_it_breaks(network: Network, certificate: bytes, times: int) -> list[bool]:
+    """Exchange 32 MB each way, of which all connections are broken after each third, several messages under way."""
+    groups, _ = members(2, [certificate] * 2, routes=network.routes)
+    meet = threading.Barrier(2, timeout=60)
+
+    def work(group: TcpGroup) -> bool:
+        other = 1 - group.rank
+        for number in range(2):
+            inputs = [torch.arange(1_000_000) + 7 * number + 100 * group.rank + k for k in range(2)]
+            outputs = [torch.zeros_like(x) for x in inputs]
+            begun = [group._begin_exchange({other: x}, {other: y}) for x, y in zip(inputs, outputs, strict=True)]
+            for transfer in begun:
+                transfer.wait()
+            differences = [(y - x).unique().tolist() for x, y in zip(inputs, outputs, strict=True)]
+            assert differences == [[100 * (other - group.rank)]] * 2
+            for x in inputs:
+                x.zero_()  # they are this member's again
+            meet.wait()  # nothing is left in the network, which would lose it
+        return True
+
+    over = threading.Event()
+
+    def break_it() -> None:
+        for number in range(times):
+            if not over.is_set():
+                until(
+                    lambda n=number: over.is_set() or network.carried_nbytes > (n + 1) * 9_000_000, "bytes are carried"
+                )
+                network.break_all()
+
+    thread = threading.Thread(target=break_it)
+    thread.start()
+    try:
+        return all_at_once(groups, work)
+    finally:
+        over.set()
+        thread.join()
+        network.close()
+
+
+@pytest.mark.parametrize("certificate", [b"", CERTIFICATE], ids=["plain", "tls"])
+def test_a_connection_that_breaks_goes_on_where_it_was(certificate) -> None:
+    network = Network()
+    assert exchange_while_it_breaks(network, certificate, times=3) == [True, True]
+    assert network.breaks == 3 + 1
+
+
+def test_a_byte_that_is_changed_on_the_way_is_found_and_sent_again() -> None:
+    changed = []
+
+    def spoil(data: bytes, before: int) -> bytes:
+        if before > 5_000_000 and not changed:
+            changed.append(before)
+            return bytes([data[0] ^ 1]) + data[1:]
+        return data
+
+    network = Network(spoil)
+    assert exchange_while_it_breaks(network, CERTIFICATE, times=0) == [True, True]
+    assert changed
+
+
+def test_a_connection_that_breaks_between_two_messages_is_made_anew() -> None:
+    network = Network()
+    groups, _ = members(2, [CERTIFICATE] * 2, routes=network.routes)
+    meet = threading.Barrier(2, timeout=20)
+
+    def work(group: TcpGroup) -> float:
+        x = torch.ones(3)
+        for _ in range(4):
+            group.all_reduce(x).wait()
+            if meet.wait() == 0:
+                network.break_all()
+            meet.wait()
+        return x[0].item()
+
+    assert all_at_once(groups, work) == [16.0, 16.0]
+    network.close()
+
+
+class Pair:
+    """A TCP connection on this machine."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+            self.sender = socket.create_connection(listener.getsockname())
+            self.sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
+            self.sender.setblocking(False)
+            self.receiver, _ = listener.accept()
+
+    def read(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            data += self.receiver.recv(nbytes - len(data))
+        return data
+
+
+def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again() -> None:
+    loop = Loop("lsgd-send")
+    lost: Future[None] = Future()
+    line = Outgoing("node1/worker0", loop, lambda: lost.set_result(None))
+    first, second = Pair(), Pair()
+    data = bytearray(os.urandom(1_000_000))
+    expected = HEADER.pack(len(data), 0)[:8]
+    line.connect(first.sender, 0)
+    work = Work()
+    sent = bytes(data)
+    work.start([(line, memoryview(data))], "exchange")
+    work.wait(HOUR_S * 1e6)  # all of it is the system's
+    data[:] = bytes(len(data))
+    got = first.read(5000)
+    first.receiver.setblocking(False)
+    while True:
+        try:
+            got += first.receiver.recv(1 << 20)
+        except BlockingIOError:
+            break
+    first.receiver.close()
+    lost.result(20)
+    line.connect(second.sender, len(got))
+    got += second.read(HEADER.size + len(sent) - len(got))
+    assert got[:8] == expected and got[HEADER.size :] == sent
+    line.close()
+    loop.end()
+    loop.thread.join(20)
+    second.receiver.close()
+
+
+# -- strangers --------------------------------------------------------------------------------------------------
+
+
+def test_strangers_are_refused_and_the_members_go_on(caplog) -> None:
+    (first, second), store = members(2, [CERTIFICATE] * 2)
+    first._mesh.from_(1)  # it listens
+    door = Door.of(store.get("tcp/0"))
+    other = contexts(run_certificate(b"x" * 32, "run"))
+    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
+    idle = [socket.create_connection((door.address, door.port)) for _ in range(2 * service.MAX_GREETING)]
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        for context in (nobody, other.client):
+            with socket.create_connection((door.address, door.port)) as raw, pytest.raises(ssl.SSLError):
+                with context.wrap_socket(raw) as stranger:
+                    stranger.sendall(b"x" * HELLO_NBYTES)
+                    stranger.recv(1)
+        with socket.create_connection((door.address, door.port), 20) as plain:
+            plain.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 200)
+            with suppress(ConnectionResetError):
+                assert b"HTTP" not in plain.recv(1000)
+        member = contexts(CERTIFICATE).client  # that does not know the nonce
+        with member.wrap_socket(socket.create_connection((door.address, door.port), 20)) as knows:
+            knows.sendall(Hello("run", 1, 1, 0).packed(b"x" * 16, 0))
+            assert knows.recv(1) == b""
+        work = lambda g: g.all_reduce(torch.ones(1)).wait() or True  # noqa: E731
+        assert all_at_once([first, second], work) == [True, True]
+    said = [record.getMessage() for record in caplog.records]
+    assert all("refused a connection from 127.0.0.1 to the port for tensors: " in line for line in said)
+    assert any("CERTIFICATE" in line for line in said) and any("says no hello" in line for line in said)
+    for connection in idle:
+        connection.close()
+
+
+def test_a_member_with_another_certificate_is_told_at_once() -> None:
+    groups, _ = members(2, [CERTIFICATE, run_certificate(b"x" * 32, "run")], timeout_s=HOUR_S)
+    errors = all_at_once(groups, lambda group: group.all_reduce(torch.ones(1)).wait())
+    assert all(isinstance(error, ExchangeError) and "no connection with node" in str(error) for error in errors)
+    assert all("certificate" in str(error).lower() for error in errors)
+
+
+def test_forty_generations_leave_no_thread_and_no_descriptor(run) -> None:
+    run((2,), every_verb)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(40):
+        groups, _ = members(3, [CERTIFICATE] * 3)
+        assert all_at_once(groups, lambda group: group.all_reduce(torch.ones(1)).wait()) == [None] * 3
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert not threads()

@@ -1,5 +1,6 @@
 """The receiving end of a line."""
 
+import select
 import socket
 import ssl
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class Incoming(Line):
     def _begin(self, parcel: Parcel) -> None:
         self._in_header, self._rest = True, memoryview(self._header)
 
-    def _next_part(self, connection: socket.socket) -> None:
+    def _next_part(self) -> None:
         parcel = self._parcels[0]
         if not self._in_header:
             self._finish()
@@ -77,7 +78,7 @@ class Incoming(Line):
         if waits_for != self._waits_for:
             self._waits_for = waits_for
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
-        self._loop.arm(connection.fileno(), moving=True)
+        self._loop.arm(connection.fileno(), select.EPOLLIN)
 
     def _holds_some(self, connection: socket.socket) -> bool:
         return bool(self._ahead) or (isinstance(connection, ssl.SSLSocket) and connection.pending() > 0)

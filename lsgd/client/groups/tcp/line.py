@@ -8,8 +8,10 @@ A line is served by whoever puts something, as long as that does not have to wai
 :class:`~lsgd.client.groups.tcp.loop.Loop`: one for all lines that send, and one for all that receive. Its lock is held
 by one of them at a time, and never while waiting.
 
-A line outlives its connection: the next one goes on where the receiver says that it has arrived. For that the sender
-keeps what the receiver's system has not acknowledged: in the tensors while they are the group's, then in a copy.
+A line outlives its connection: the next one continues with the byte that the receiver says it lacks. For that the
+sender keeps its messages: in the tensors while these belong to the group, and then what the receiver's system has not
+acknowledged in a copy. The receiver says nothing: a connection that is closed with something unread loses what is
+under way.
 """
 
 import logging
@@ -31,7 +33,7 @@ TURN_NBYTES = 1 << 20
 CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 """How it shows that the other side, or whoever is between, has closed a connection of TLS."""
 
-_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Line:
@@ -78,7 +80,7 @@ class Line:
     def serve(self) -> None:
         """Move what can be moved without waiting."""
         with self._lock:
-            self._advance()
+            self._advance(hear=True)
 
     def watch(self) -> None:
         """Look whether the connection still works."""
@@ -132,21 +134,21 @@ class Line:
         self._drop()
         self._lost()
 
-    def _advance(self) -> None:
+    def _advance(self, *, hear: bool = False) -> None:
         if (connection := self._connection) is None:
             return
         try:
             moved = 0
-            if not self._parcels:
-                self._idle(connection)
+            if hear:
+                self._hear(connection)
             while self._parcels and (moved < TURN_NBYTES or self._holds_some(connection)):
                 count = self._move(connection, self._rest)
                 moved += count
                 self._moved += count
                 self._rest = self._rest[count:]
                 if not self._rest:
-                    self._next_part(connection)
-        except _WOULD_BLOCK:
+                    self._next_part()
+        except WOULD_BLOCK:
             pass
         except OSError as error:
             self._break(error)
@@ -169,7 +171,7 @@ class Line:
     def _begin(self, parcel: Parcel) -> None:
         raise NotImplementedError
 
-    def _next_part(self, connection: socket.socket) -> None:
+    def _next_part(self) -> None:
         raise NotImplementedError
 
     def _move(self, connection: socket.socket, view: memoryview) -> int:
@@ -179,8 +181,8 @@ class Line:
         """Have the loop serve this line when there is something to do."""
         raise NotImplementedError
 
-    def _idle(self, connection: socket.socket) -> None:
-        """There is nothing to move."""
+    def _hear(self, connection: socket.socket) -> None:
+        """Take in what the other end says of itself."""
 
     def _holds_some(self, connection: socket.socket) -> bool:
         """Whether there are bytes in the connection that its descriptor does not show."""

@@ -28,11 +28,9 @@ class Loop:
 
     Args:
         name: of the thread.
-        event: of epoll, that shows that bytes can move.
     """
 
-    def __init__(self, name: str, event: int) -> None:
-        self._event = event
+    def __init__(self, name: str) -> None:
         self._lines: dict[int, Served] = {}
         self._epoll = select.epoll()
         self._ended = os.eventfd(0)
@@ -46,9 +44,9 @@ class Loop:
         self._lines[descriptor] = line
         self._epoll.register(descriptor, select.EPOLLONESHOT)
 
-    def arm(self, descriptor: int, *, moving: bool) -> None:
-        """Serve the line once, when bytes can move if it is ``moving``, or else when the other end closes."""
-        self._epoll.modify(descriptor, (self._event if moving else select.EPOLLRDHUP) | select.EPOLLONESHOT)
+    def arm(self, descriptor: int, events: int) -> None:
+        """Serve the line once, at one of these events of epoll."""
+        self._epoll.modify(descriptor, events | select.EPOLLONESHOT)
 
     def remove(self, descriptor: int) -> None:
         """Forget a socket that is about to be closed."""

@@ -1,6 +1,7 @@
 """The sending end of a line."""
 
 import fcntl
+import select
 import socket
 import struct
 import termios
@@ -9,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from lsgd.client.groups.tcp.line import Line
+from lsgd.client.groups.tcp.line import WOULD_BLOCK, Line
 from lsgd.client.groups.tcp.loop import Loop
 from lsgd.client.groups.tcp.work import GOODBYE, Parcel
 
@@ -17,7 +18,7 @@ JOINED_NBYTES = 16 << 10
 """Messages of up to so many bytes are copied to their headers, so that they leave in one packet or TLS record."""
 
 STALLED_S = 5.0
-"""A connection whose other end has acknowledged nothing for so long, though bytes are under way, is given up."""
+"""A connection whose other end's system is silent for so long, though bytes are under way, is given up."""
 
 _UNACKED_OFFSET = 24  # of tcpi_unacked, packets under way, in Linux's struct tcp_info
 
@@ -28,15 +29,16 @@ class Outgoing(Line):
     def __init__(self, peer: str, loop: Loop, lost: Callable[[], None]) -> None:
         super().__init__(peer, loop, lost)
         self._kept: deque[Parcel] = deque()  # have left, and may not have arrived
-        self._arrived = -1  # as it was when it last changed
-        self._arrived_at = 0.0
+        self._under_way = (0, 0)  # as it was when it last changed
+        self._changed_at = 0.0
 
     def connect(self, connection: socket.socket, received: int) -> None:
         """Use this connection, which belongs to the line from now on; so many bytes of the stream have arrived."""
         with self._lock:
-            while self._kept and self._kept[-1].end > received:
-                self._parcels.appendleft(self._kept.pop())
+            self._parcels.extendleft(reversed(self._kept))
             self._kept.clear()
+            while self._parcels and self._parcels[0].end <= received:
+                self._finish()
             first = self._parcels[0].start if self._parcels else self._put
             if not first <= received <= self._put:
                 connection.close()
@@ -49,10 +51,10 @@ class Outgoing(Line):
             self._connect(connection)
 
     def release(self, parcel: Parcel) -> None:
-        """Keep a copy of what the other end's system has not acknowledged, and nothing else."""
+        """Keep a copy of what is not acknowledged, instead of the tensor's memory."""
         with self._lock:
             parcel.released = True
-            arrived = self._acknowledged()
+            arrived = self._moved - self._under_way_nbytes()
             while self._kept and self._kept[0].released and self._kept[0].end <= arrived:
                 self._kept.popleft()
             if parcel in self._kept:
@@ -68,12 +70,12 @@ class Outgoing(Line):
             if (connection := self._connection) is None:
                 return
             state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED_OFFSET + 4)
-            (unacknowledged,) = struct.unpack_from("=I", state, _UNACKED_OFFSET)
-            now, arrived = time.monotonic(), self._acknowledged()
-            if not unacknowledged or arrived != self._arrived:  # a receiver that is not ready acknowledges all the same
-                self._arrived, self._arrived_at = arrived, now
-            elif now - self._arrived_at > STALLED_S:
-                self._break(TimeoutError(f"nothing was acknowledged for {STALLED_S:g} s"))
+            (packets,) = struct.unpack_from("=I", state, _UNACKED_OFFSET)  # none if the receiver has no room for more
+            now, under_way = time.monotonic(), (self._moved, self._under_way_nbytes())
+            if not packets or under_way != self._under_way:
+                self._under_way, self._changed_at = under_way, now
+            elif now - self._changed_at > STALLED_S:
+                self._break(TimeoutError(f"nothing has arrived for {STALLED_S:g} s"))
 
     def close(self) -> None:
         """Close the connection for good, and say so at the other end if that can be said now."""
@@ -82,12 +84,12 @@ class Outgoing(Line):
                 connection.send(GOODBYE)
         super().close()
 
-    def _acknowledged(self) -> int:
-        """Return how far the stream has arrived for sure."""
+    def _under_way_nbytes(self) -> int:
+        """Return how many bytes the receiver's system has not acknowledged, at most."""
         if self._connection is None:
-            return 0
-        (left,) = struct.unpack("=i", fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))
-        return max(0, self._moved - int(left))
+            return self._moved
+        (nbytes,) = struct.unpack("=i", fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))
+        return int(nbytes)
 
     def _skip(self, count: int) -> None:
         """Go on with the first message after so many of its bytes."""
@@ -104,20 +106,21 @@ class Outgoing(Line):
         else:
             self._rest = memoryview(parcel.header + parcel.view) if parcel.header else parcel.view
 
-    def _next_part(self, connection: socket.socket) -> None:
+    def _next_part(self) -> None:
         if self._in_header:
             self._in_header, self._rest = False, self._parcels[0].view
         else:
-            self._kept.append(self._parcels[0])
-            self._finish()
+            self._kept.append(self._finish())
 
     def _move(self, connection: socket.socket, view: memoryview) -> int:
         return connection.send(view)
 
     def _arm(self, connection: socket.socket) -> None:
-        self._loop.arm(connection.fileno(), moving=bool(self._parcels))
+        moving = select.EPOLLOUT if self._parcels else 0
+        self._loop.arm(connection.fileno(), moving | select.EPOLLIN | select.EPOLLRDHUP)
 
-    def _idle(self, connection: socket.socket) -> None:
-        """Nothing is ever said on this connection by the other end, which may have closed it."""
-        if not connection.recv(1):
-            raise ConnectionResetError("it was closed at the other end")
+    def _hear(self, connection: socket.socket) -> None:
+        """The other end says nothing, but it may have closed the connection."""
+        with suppress(*WOULD_BLOCK):
+            if not connection.recv(1):
+                raise ConnectionResetError("it was closed at the other end")

@@ -1,7 +1,6 @@
 """The door and the three threads of a mesh: one makes connections, one sends, one receives."""
 
 import asyncio
-import select
 import socket
 import ssl
 import threading
@@ -45,8 +44,8 @@ class Service:
         with ExitStack() as stack:
             self._listener, self.door = stack.enter_context(open_door(address))
             self._closing = stack.pop_all()
-        self.sender = Loop("lsgd-send", select.EPOLLOUT)
-        self.receiver = Loop("lsgd-receive", select.EPOLLIN)
+        self.sender = Loop("lsgd-send")
+        self.receiver = Loop("lsgd-receive")
         self._events = asyncio.new_event_loop()
         self._ended = False
         self._tasks: set[asyncio.Task[None]] = set()

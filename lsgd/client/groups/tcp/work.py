@@ -31,7 +31,7 @@ class Parcel:
     Attributes:
         start: of its header in the stream of the line.
         done: it has left, or arrived.
-        released: its work was waited for, so that the memory is the tensor's owner's again.
+        released: its work was waited for, so that the tensor's memory is not the group's any more.
     """
 
     def __init__(self, peer: str, view: memoryview, tag: int, work: Work) -> None:

@@ -1,0 +1,145 @@
+"""Members of a mesh as threads of one process, a store that they share, and a network between them that is cut."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from lsgd.client.groups.reach import Door
+from lsgd.client.groups.tcp.group import TcpGroup
+from lsgd.client.groups.tcp.mesh import Mesh
+from lsgd.client.groups.tcp.routes import Dial, Routes
+from lsgd.client.groups.tcp.tls import contexts
+
+from .bench import together
+
+
+class SharedStore(dict[str, bytes]):
+    """Where the members of one process publish what they have."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        deadline = time.monotonic() + 20
+        while key not in self:
+            assert time.monotonic() < deadline, f"nobody has published {key}"
+            time.sleep(0.001)
+        return self[key]
+
+
+def members(
+    size: int, certificates: Sequence[bytes], timeout_s: float = 20.0, routes: Callable[..., Routes] = Routes
+) -> tuple[list[TcpGroup], SharedStore]:
+    """Return a group for each member, and the store; each has one of the certificates."""
+    store, names = SharedStore(), [f"node{rank}/worker0" for rank in range(size)]
+    groups = []
+    for rank, certificate in zip(range(size), certificates, strict=True):
+        tls = contexts(certificate) if certificate else None
+        mesh = Mesh("run", 1, rank, names, "127.0.0.1", store, tls, timeout_s, routes)  # type: ignore[arg-type]
+        groups.append(TcpGroup(mesh, "world", range(size), names, rank, [1] * size, timeout_s))
+    return groups, store
+
+
+def all_at_once(groups: Sequence[TcpGroup], work: Callable[[TcpGroup], Any]) -> list[Any]:
+    """Return what ``work`` returns for each group, then close them all."""
+
+    def attempt(rank: int) -> Any:
+        try:
+            return work(groups[rank])
+        finally:
+            groups[rank].close()
+
+    return together(attempt, range(len(groups)))
+
+
+class Network:
+    """Carries the connections of a mesh, and what is on its way is lost when it is broken.
+
+    Args:
+        spoil: bytes go through this, with the number of those before them.
+    """
+
+    def __init__(self, spoil: Callable[[bytes, int], bytes] = lambda data, before: data) -> None:
+        self.carried_nbytes = 0
+        self.breaks = 0
+        self._spoil = spoil
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._closing = ExitStack()
+        self._doors: dict[Door, Door] = {}
+
+    def routes(self, me: int, door_of: Callable[[int], Door]) -> Routes:
+        """Return the routes of a member: all go through this network."""
+        network = self
+
+        class Through(Routes):
+            def way(self, source: int, target: int) -> Dial | None:
+                way = super().way(source, target)
+                return Dial(network.door(way.door)) if isinstance(way, Dial) else None
+
+        return Through(me, door_of)
+
+    def door(self, behind: Door) -> Door:
+        """Return the network's own door to another one."""
+        with self._lock:
+            if behind not in self._doors:
+                listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+                self._closing.callback(listener.close)
+                self._closing.callback(lambda: listener.shutdown(socket.SHUT_RDWR))
+                self._start(self._accept, listener, behind)
+                self._doors[behind] = Door("127.0.0.1", listener.getsockname()[1], behind.nonce)
+            return self._doors[behind]
+
+    def break_all(self) -> None:
+        """End all connections at both sides at once, as a router does that is switched off and on."""
+        with self._lock:
+            broken, self._open = self._open, []
+            self.breaks += 1
+        for end in broken:
+            with suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads here
+            end.close()
+
+    def close(self) -> None:
+        """End the network."""
+        self._closing.close()
+        self.break_all()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket, behind: Door) -> None:
+        with suppress(OSError):
+            while True:
+                caller, _ = listener.accept()
+                try:
+                    called = socket.create_connection((behind.address, behind.port))
+                except OSError:
+                    caller.close()
+                    continue
+                with self._lock:
+                    self._open += (caller, called)
+                self._start(self._carry, caller, called)
+                self._start(self._carry, called, caller)
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                with self._lock:
+                    before, self.carried_nbytes = self.carried_nbytes, self.carried_nbytes + len(data)
+                target.sendall(self._spoil(data, before))
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            for end in (source, target):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
