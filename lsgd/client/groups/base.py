@@ -29,9 +29,11 @@ class WorkerGroup(Group):
 
     Attributes:
         device: that tensors made for the group's sake are best on.
+        transport: what carries its tensors, in words.
     """
 
     device: torch.device
+    transport: str
 
     def subset(self, name: str, ranks: Sequence[int]) -> "WorkerGroup":
         """Return the group of some members, in the given order, this one among them; each counts as a node."""

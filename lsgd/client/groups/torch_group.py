@@ -54,7 +54,7 @@ class TorchGroup(WorkerGroup):
         traffic: Traffic | None = None,
     ) -> None:
         self.device = device
-        self._transport = transport
+        self.transport = transport
         self._build = build
         self._name = name
         self._ranks = tuple(ranks)
@@ -81,7 +81,7 @@ class TorchGroup(WorkerGroup):
                 [self._names[rank] for rank in ranks],
                 ranks.index(self.rank),
                 [len(ranks)] if one_node else [1] * len(ranks),
-                *(self._timeout_s, self._transport, self.device, self._connections, self._traffic),
+                *(self._timeout_s, self.transport, self.device, self._connections, self._traffic),
             )
         return self._subgroups[kind]
 
@@ -120,7 +120,7 @@ class TorchGroup(WorkerGroup):
         host = self._staged(tensor)
 
         def start(group: dist.ProcessGroup) -> Any:
-            if self._transport == "gloo" and host.nbytes >= self.size * PIECE_NBYTES:
+            if self.transport == "gloo" and host.nbytes >= self.size * PIECE_NBYTES:
                 return Relay(group, host, source, self.rank, self.size)
             options = dist.BroadcastOptions()
             options.timeout = self._timeout
@@ -138,7 +138,7 @@ class TorchGroup(WorkerGroup):
         peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
         outgoing = {rank: self._staged(tensor) for rank, tensor in sends.items()}
         incoming = {rank: self._staged(tensor, copy=False) for rank, tensor in receives.items()}
-        together = self.device if self._transport == "nccl" else None
+        together = self.device if self.transport == "nccl" else None
         under_way = self._begin(
             f"exchange with {peers}",
             lambda group: Exchange(group, outgoing, incoming, together),
@@ -155,7 +155,7 @@ class TorchGroup(WorkerGroup):
 
     def _staged(self, tensor: Tensor, *, copy: bool = True) -> Tensor:
         """Return ``tensor``, or in host memory a copy of one that this group's transport cannot send from the GPU."""
-        return tensor if self._transport == "nccl" else to_host(tensor, copy=copy)
+        return tensor if self.transport == "nccl" else to_host(tensor, copy=copy)
 
     @property
     def _timeout(self) -> datetime.timedelta:
@@ -178,7 +178,7 @@ class TorchGroup(WorkerGroup):
         def wait() -> None:
             with self._failing(what, started_at):
                 work.wait()
-                if self._transport == "nccl":
+                if self.transport == "nccl":
                     torch.cuda.current_stream(self.device).synchronize()
 
         return Transfer(wait)

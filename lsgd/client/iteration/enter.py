@@ -96,9 +96,11 @@ class Entrance:
             known = replace(generation, missed=self.missed)
         group = self._group = form(known, self._membership, self._traffic)
         self.generation = generation
+        if reason := self._membership.channel.generation_over(generation.number):  # before a cut could find the group
+            raise ExchangeError(f"generation {generation.number} is over: {reason}")
         logger.info(
             "generation %d: rank %d of %d, over %s on %s",
-            *(generation.number, group.rank, group.size, generation.transport, self._membership.join.address),
+            *(generation.number, group.rank, group.size, group.transport, self._membership.join.address),
         )
         return group, True
 

@@ -28,6 +28,7 @@ parser.add_argument("--overflow-at", type=int, default=0, help="gradients are in
 parser.add_argument("--die-at", type=int, default=0, help="kill -9 in this turn")
 parser.add_argument("--die-in", choices=("forward", "backward"), default="backward")
 parser.add_argument("--sleep", type=float, default=0.0, help="seconds in every turn")
+parser.add_argument("--seed", type=int, default=0, help="of the model; 0: another one each time")
 options = parser.parse_args()
 
 
@@ -74,7 +75,7 @@ def gradients(worker: Worker, micro_batches: list[tuple[Tensor, ...]]) -> Tensor
     return total
 
 
-torch.manual_seed(time.monotonic_ns())
+torch.manual_seed(options.seed or time.monotonic_ns())
 model = Model()
 # Its gradient comes last: those of the layers behind it are under way then.
 model.first.weight.register_hook(lambda gradient: die() if options.die_in == "backward" else None)

@@ -52,6 +52,7 @@ class TcpGroup(WorkerGroup):
         timeout_s: float,
         traffic: Traffic | None = None,
     ) -> None:
+        self.transport = mesh.transport
         self._mesh = mesh
         self._name = name
         self._ranks = tuple(ranks)

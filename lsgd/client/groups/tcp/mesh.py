@@ -51,6 +51,9 @@ class Mesh:
         timeout_s: how long it is tried to make a connection.
         routes: how connections come to be; takes this member's rank and a function that returns a member's door.
         when_cut: called when the mesh is cut: ends the waits for what the members publish.
+
+    Attributes:
+        transport: what carries tensors, in words.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Mesh:
         routes: Callable[[int, Callable[[int], Door]], Routes] = Routes,
         when_cut: Callable[[], None] = lambda: None,
     ) -> None:
+        self.transport = "tcp, encrypted" if tls else "tcp"
         self._run = run
         self._generation = generation
         self._me = me
@@ -221,6 +225,7 @@ class Mesh:
                 raw.setsockopt(socket.IPPROTO_TCP, option, value)
             if self._tls is None:
                 return raw
+            raw.getpeername()  # raises if the other end is gone; wrap_socket would not close what it has made
             context = self._tls.server if answers else self._tls.client
             raw = connection = context.wrap_socket(raw, server_side=answers, do_handshake_on_connect=False)
             await retried(connection, connection.do_handshake)

@@ -78,8 +78,8 @@ class Service:
         self._events.remove_reader(self._listener)
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            self._events.run_until_complete(asyncio.wait(self._tasks))
+        while self._tasks:
+            self._events.run_until_complete(asyncio.sleep(0))
         self._events.close()
         self._closing.close()
 

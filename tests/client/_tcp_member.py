@@ -1,0 +1,29 @@
+"""A member of a group over TCP on a host: ``python -m tests.client._tcp_member RANK STORE ADDRESS tls|plain PATTERN``.
+
+It sends 4 MB in which the pattern comes again and again, and gets the same from the other one.
+"""
+
+import datetime
+import sys
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from lsgd.client.groups.tcp.group import TcpGroup
+from lsgd.client.groups.tcp.mesh import Mesh
+from lsgd.client.groups.tcp.tls import contexts
+from lsgd.protocol.certificates import run_certificate
+
+rank, master, address, kind, pattern = int(sys.argv[1]), *sys.argv[2:5], bytes.fromhex(sys.argv[5])
+within = datetime.timedelta(seconds=30)
+store = TCPStore(master, 29500, is_master=rank == 0, wait_for_workers=False, timeout=within)
+tls = contexts(run_certificate(b"s" * 32, "run")) if kind == "tls" else None
+names = ["node0/worker0", "node1/worker0"]
+group = TcpGroup(Mesh("run", 1, rank, names, address, store, tls, 30.0), "world", [0, 1], names, rank, [1, 1], 30.0)
+data = torch.frombuffer(bytearray(pattern * (4_000_000 // len(pattern))), dtype=torch.uint8)
+received = torch.empty_like(data)
+group.exchange({1 - rank: data}, {1 - rank: received})
+assert received.equal(data)
+store.set(f"done{rank}", "")
+store.wait(["done0", "done1"], within)
+group.close()
