@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from lsgd.protocol.tickets import GREETING_NBYTES, MAGIC, MET, Ticket, place_of
 
+RELAY_NBYTES = 16 << 20
+"""So many bytes that the relay's system has acknowledged may be in its buffers: 6 and 4 MiB, as Linux has them."""
+
 _AGAIN_S = 0.25
 
 
@@ -18,12 +21,14 @@ class Meet:
         ticket: of this side.
         secret: of the run.
         nonce: of the target's door: what the hello is proved with.
+        between_nbytes: that the relay may have, and lose.
     """
 
     relay: str
     ticket: Ticket
     secret: bytes
     nonce: bytes
+    between_nbytes: int = RELAY_NBYTES
 
     @property
     def answers(self) -> bool:

@@ -46,11 +46,13 @@ class Line:
 
     Attributes:
         trouble: why it has no connection; empty before the first one is lost.
+        between_nbytes: so many bytes that the other end's system seems to have may be lost with the connection.
     """
 
     def __init__(self, peer: str, loop: Loop, lost: Callable[[], None]) -> None:
         self.peer = peer
         self.trouble = ""
+        self.between_nbytes = 0
         self._loop = loop
         self._lost = lost
         self._lock = threading.Lock()

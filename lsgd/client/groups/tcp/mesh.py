@@ -181,6 +181,7 @@ class Mesh:
         except BaseException:
             connection.close()
             raise
+        line.between_nbytes = way.between_nbytes
         line.connect(connection, received)
 
     async def _welcome(self, raw: socket.socket, origin: str, door: Door) -> None:

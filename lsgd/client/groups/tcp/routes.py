@@ -15,6 +15,7 @@ class Way(Protocol):
     Attributes:
         answers: this end is the server of TLS and answers the hello, though it may have dialled too.
         nonce: of the member at the end that answers: what the hello is proved with.
+        between_nbytes: how many bytes somebody between may have acknowledged who then loses them.
     """
 
     @property
@@ -24,6 +25,11 @@ class Way(Protocol):
 
     @property
     def nonce(self) -> bytes:
+        """See the class."""
+        ...
+
+    @property
+    def between_nbytes(self) -> int:
         """See the class."""
         ...
 
@@ -44,6 +50,7 @@ class Dial:
 
     door: Door
     answers: bool = False
+    between_nbytes: int = 0
 
     @property
     def nonce(self) -> bytes:
