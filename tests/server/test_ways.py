@@ -62,7 +62,7 @@ def test_nodes_that_were_not_tried_are_and_the_next_generations_are_told() -> No
     bench.join("01")
     bench.ask_all("01", "20", "00", "10")
     order = bench.round("00", "01", "10", "20")
-    assert order.probe and order.generation.missed == (0, 1, 1, 0)
+    assert order.probe and order.generation.missed == (0, 1, 1, 0) and order.generation.homes == (0, 0, 1, 2)
     for place in ("00", "01", "10", "20"):
         find(bench, place, 0, 1, 1, 0, 2, 1)
     assert reborn(bench).state.ways.missed([0, 1, 2]) == (0, 1, 1, 0, 2, 1)
