@@ -258,7 +258,14 @@ class Doctor:
         routes = partial(Routes, missed=lambda one, other: (one, other) in missed, meet=partial(relay.meet, me))
         mesh = Mesh("doctor", 1, me, names, interface.address, store, None, MEET_WITHIN_S, routes)
         group = TcpGroup(mesh, "doctor", range(nodes), names, me, [1] * nodes, MEET_WITHIN_S)
-        group.all_reduce(torch.zeros(1)).wait()  # which makes the connections
+        try:
+            return self._time_over(group, store)
+        finally:
+            group.close()
+
+    def _time_over(self, group: TcpGroup, store: Meeting) -> list[Link]:
+        me, nodes = self._place.node, self._place.nodes
+        group.all_reduce(torch.zeros(1)).wait()  # which makes it
         links = []
         for source, target in [*pairwise(range(nodes)), *((k + 1, k) for k in range(nodes - 1))]:
             key = f"link{source}-{target}"
@@ -273,7 +280,6 @@ class Doctor:
         store.set(f"timed{me}", "")
         for node in range(nodes):  # who closes first would cut what others still wait for
             store.get(f"timed{node}")
-        group.close()
         return links
 
     def _tell(self, source: int, link: Link) -> None:
@@ -296,7 +302,7 @@ class Doctor:
         right = bool((tensor == group.size * (group.size + 1) / 2).all())
         self._note(
             "ok" if right else "FAIL",
-            f"all-reduce of {tensor.nbytes >> 20} MiB: {took_ms:.0f} ms, {'right' if right else 'WRONG'}",
+            f"all-reduce of {tensor.nbytes >> 20} MiB over TCP: {took_ms:.0f} ms, {'right' if right else 'WRONG'}",
         )
 
     def _suggest(self, links: list[Link], parameters: int, step_ms: float) -> None:

@@ -10,8 +10,8 @@ from lsgd.client.groups.tcp.line import TURN_NBYTES, Line
 from lsgd.client.groups.tcp.loop import Loop
 from lsgd.client.groups.tcp.work import GOODBYE, HEADER, Parcel
 
-AT_ONCE_NBYTES = 64 << 10
-"""Of a larger message so many bytes have to be there before they are read: fewer, larger reads."""
+AT_ONCE_NBYTES = 16 << 10
+"""Of a larger message so many bytes have to be there before they are read: fewer reads. More would close the window."""
 
 
 class Incoming(Line):

@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-
-from torch._C._distributed_c10d import Store
+from typing import Protocol
 
 from lsgd.client.groups.reach import Door
 from lsgd.client.groups.tcp.hello import ANSWER_NBYTES, HELLO_NBYTES, Hello
@@ -35,6 +34,18 @@ Pair = tuple[int, int]
 """The ranks of a line's source and target."""
 
 _RETRY_S = (0.05, 1.0)  # the first pause, and the longest
+
+
+class Store(Protocol):
+    """Where members publish what the others need to know."""
+
+    def set(self, key: str, value: str) -> None:
+        """Publish a value."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Return a value, waiting for it."""
+        ...
 
 
 class Mesh:
