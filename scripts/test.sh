@@ -24,11 +24,11 @@ if (($#)); then
     exec "$python" -m pytest "${several[@]}" -m "not slow and not alone and not root"
 fi
 # What decides for everybody is tested to the last branch, by tests that are cheap to trace.
-decides=(tests/server/test_{announced,coordinator,holders,last_rounds,links,lookahead,member_states,memento,pace,patience,rendezvous,report,resume,stream}.py
+decides=(tests/server/test_{announced,coordinator,holders,last_rounds,links,lookahead,member_states,memento,pace,patience,rendezvous,report,resume,stream,ways}.py
     tests/lsgd/test_{messages,plan,settings}.py)
 "$python" -m pytest "${decides[@]}" --cov --cov-report=
 wait "$types"
-for module in server/{admission,coordinator,course,grants,history,links,member_states,pace,reasons,roster,rounds,scheduler,state,stream,tokens} protocol/{messages,events,fields} plan/plan election; do
+for module in server/{admission,coordinator,course,grants,history,links,member_states,pace,reasons,roster,rounds,scheduler,state,stream,tokens,ways} protocol/{messages,events,fields} plan/plan election; do
     "$python" -m coverage report --fail-under=100 --show-missing --include="*/$module.py"
 done
 "$python" -m pytest "${several[@]}" "${decides[@]/#/--ignore=}" -m "not alone" --durations=20

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.testbed import Host, Testbed, TestbedError
+from benchmarks.testbed import Host, Testbed, TestbedError, no_nat
 
 ROOT = Path(__file__).parents[1]
 root = pytest.mark.root
@@ -170,6 +170,26 @@ def test_hosts_find_each_other_by_name() -> None:
         assert testbed.hosts[0].run([sys.executable, "-c", script]).split() == ["10.77.0.1", "10.77.0.2"]
     with Testbed(2, loopback_names=True) as testbed:
         assert testbed.hosts[0].run([sys.executable, "-c", script]).split() == ["127.0.1.1", "10.77.0.2"]
+
+
+@root
+@needs_root
+@pytest.mark.skipif(os.geteuid() == 0 and no_nat() != "", reason="hosts behind NAT need nftables, and a kernel with it")
+def test_a_host_behind_nat_reaches_others_and_nobody_reaches_it() -> None:
+    knock = "import socket, sys; socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2])).close()"
+    who = "import socket; s = socket.create_server(('', 5000)); print('listening', flush=True); print(s.accept()[1][0])"
+    with Testbed(3, behind_nat=[1, 2]) as testbed:
+        public, *homes = testbed.hosts
+        assert [host.address for host in testbed.hosts] == ["10.77.0.1", "192.168.1.2", "192.168.1.2"]
+        for home in homes:
+            with listen(public, who) as server:
+                home.run([sys.executable, "-c", knock, public.address, "10"])
+                assert server.stdout and server.stdout.read() == f"10.77.0.{home.index + 1}\n"
+        with listen(homes[0], ECHO) as server:
+            for host, address in ((public, "10.77.0.2"), (public, "192.168.1.2"), (homes[1], "10.77.0.2")):
+                with pytest.raises(TestbedError, match=r"TimeoutError|unreachable"):
+                    host.run([sys.executable, "-c", knock, address, "0.5"])
+            server.kill()
 
 
 @root

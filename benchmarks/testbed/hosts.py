@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -16,10 +16,25 @@ from benchmarks.testbed.interface import counters
 NETWORK = "10.77.0"
 """First three numbers of every host's address, in every testbed; they reach no further than its own network."""
 
+HOME = "192.168.1"
+"""First three numbers of the addresses behind every router: in each home the same ones, as it happens."""
+
 RELAY_MTU_NBYTES = 9000
 """Largest packet on a network with latency: jumbo frames, so that the relay in Python keeps up with 1 Gbit."""
 
 _TOOLS = ("cat", "env", "hostname", "ip", "mount", "nsenter", "sh", "tc", "umount", "unshare")
+_ROUTER_RULES = """
+table ip nat {
+    chain postrouting { type nat hook postrouting priority 100; oifname "eth0" masquerade; }
+}
+table ip filter {
+    chain inside { iifname "home" accept; ct state established accept; }
+    chain forward { type filter hook forward priority 0; policy drop; jump inside; }
+    chain input { type filter hook input priority 0; policy drop; jump inside; }
+}
+"""
+"""What a home's router does: those inside may connect to the outside, and nothing from there is forwarded."""
+
 _CLONE_NEWPID = 0x20000000  # <linux/sched.h>
 
 _FIRST_PROCESS = """
@@ -144,6 +159,8 @@ class Testbed:
         rate_mbit: what each host can send, in 10⁶ bits per second of whole packets; None: unlimited.
         delay_ms: how long each packet is under way, one way.
         loopback_names: each host's own name means 127.0.1.1 to it, as Debian's installer sets it up.
+        behind_nat: indices of hosts that are alone behind a router which translates addresses (nftables masquerade) and
+            forwards nothing inwards; not in a testbed with latency.
 
     Raises:
         TestbedError: not root, or a tool is missing.
@@ -158,6 +175,7 @@ class Testbed:
         rate_mbit: float | None = None,
         delay_ms: float = 0.0,
         loopback_names: bool = False,
+        behind_nat: Collection[int] = (),
     ) -> None:
         if not 1 <= hosts <= 250:
             raise TestbedError(f"a testbed of {hosts} hosts; it can have 1 to 250")
@@ -165,6 +183,11 @@ class Testbed:
             raise TestbedError("the testbed makes network namespaces and needs root: use sudo")
         if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
             raise TestbedError(f"not found: {', '.join(missing)}; install iproute2 and util-linux")
+        if behind_nat and (trouble := no_nat()):
+            raise TestbedError(trouble)
+        if behind_nat and delay_ms:
+            raise TestbedError("a testbed has either latency or hosts behind NAT")
+        self._behind_nat = frozenset(behind_nat)
         self._delay_ms = delay_ms
         self._limited = False
         self._switch: Host | None = None
@@ -220,7 +243,8 @@ class Testbed:
         if loopback_names:
             lines.append(f"127.0.1.1 {own}")
         lines += [f"{address} {name}" for name, address in names.items() if not loopback_names or name != own]
-        host = Host(index, own, names[own], "\n".join(lines) + "\n")
+        address = f"{HOME}.2" if index in self._behind_nat else names[own]
+        host = Host(index, own, address, "\n".join(lines) + "\n")
         self._closing.callback(host.close)
         self.hosts.append(host)
 
@@ -232,10 +256,22 @@ class Testbed:
         switch.run(["ip", "link", "set", "bridge", "up"])
         for host in self.hosts:
             port = f"port{host.index}"
-            pair = ["ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
-            _outside(["nsenter", f"--target={switch.pid}", "--net", *pair])
+            outermost = self._put_behind_router(host) if host.index in self._behind_nat else host
+            _join(switch, port, outermost, "eth0")
             switch.run(["ip", "link", "set", port, "master", "bridge", "up"])
-            self._configure(host)
+            self._configure(outermost)
+
+    def _put_behind_router(self, host: Host) -> Host:
+        """Connect a host to a router of its own, and return that."""
+        router = Host(host.index, f"router{host.index}", f"{NETWORK}.{host.index + 1}", "127.0.0.1 localhost\n")
+        self._closing.callback(router.close)
+        _join(router, "home", host, "eth0")
+        router.run(["ip", "link", "set", "home", "up"])
+        router.run(["ip", "address", "add", f"{HOME}.1/24", "dev", "home"])
+        router.run(["sh", "-c", 'echo 1 > /proc/sys/net/ipv4/ip_forward && nft "$1"', "sh", _ROUTER_RULES])
+        self._configure(host)
+        host.run(["ip", "route", "add", "default", "via", f"{HOME}.1"])
+        return router
 
     def _connect_by_relay(self) -> None:
         pids = [str(host.pid) for host in self.hosts]
@@ -256,6 +292,20 @@ class Testbed:
     def _configure(self, host: Host, *link: str) -> None:
         host.run(["ip", "link", "set", "eth0", *link, "up"])
         host.run(["ip", "address", "add", f"{host.address}/24", "dev", "eth0"])
+
+
+def no_nat() -> str:
+    """Return why no host can be behind NAT here; empty if it can."""
+    if shutil.which("nft") is None:
+        return "not found: nft, for hosts behind NAT; install nftables"
+    done = subprocess.run(["unshare", "--net", "nft", _ROUTER_RULES], capture_output=True, text=True)
+    return f"no NAT in this kernel: {done.stderr.strip().splitlines()[0]}" if done.returncode else ""
+
+
+def _join(one: Host, name: str, other: Host, other_name: str) -> None:
+    """Make a link between interfaces of these names on two hosts."""
+    pair = ["ip", "link", "add", name, "type", "veth", "peer", "name", other_name, "netns", str(other.pid)]
+    _outside(["nsenter", f"--target={one.pid}", "--net", *pair])
 
 
 def _end_relay(process: subprocess.Popen[str]) -> None:

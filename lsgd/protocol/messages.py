@@ -171,7 +171,8 @@ class Done:
     """A worker has completed a round, or failed to do so; ``error`` says why.
 
     ``broken``: ranks of the round's generation that cannot reach each other, one pair after the other;
-    ``sent_nbytes``: what it has sent in all rounds since it joined.
+    ``sent_nbytes``: what it has sent in all rounds since it joined; ``missed``: in a round that is probed, the nodes
+    that cannot dial each other as :class:`Generation` has them, None where that was not found out.
     """
 
     worker: str
@@ -181,6 +182,7 @@ class Done:
     error: str
     broken: tuple[int, ...] = ()
     sent_nbytes: int = 0
+    missed: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +345,7 @@ class Generation:
         node_sizes: number of members on each.
         indices: each member's index on its machine, in rank order.
         transport: what carries tensors: ``tcp``, ``gloo`` or ``nccl``.
+        missed: nodes that cannot dial each other, one pair after the other: who cannot, and whom. Empty as ``nodes``.
     """
 
     number: int
@@ -350,6 +353,7 @@ class Generation:
     node_sizes: tuple[int, ...]
     indices: tuple[int, ...]
     transport: str
+    missed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.node_sizes) or sum(self.node_sizes) != len(self.indices):
@@ -358,12 +362,17 @@ class Generation:
             )
 
     @classmethod
-    def of(cls, number: int, places: Sequence[tuple[int, int]], transport: str) -> Self:
+    def of(cls, number: int, places: Sequence[tuple[int, int]], transport: str, missed: tuple[int, ...] = ()) -> Self:
         """Return the generation of workers at ``places``: (node, index) in rank order, those of a node together."""
         sizes = {node: 0 for node, _ in places}
         for node, _ in places:
             sizes[node] += 1
-        return cls(number, tuple(sizes), tuple(sizes.values()), tuple(index for _, index in places), transport)
+        return cls(number, tuple(sizes), tuple(sizes.values()), tuple(index for _, index in places), transport, missed)
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """The index of each member's machine, in rank order."""
+        return tuple(itertools.chain.from_iterable(map(itertools.repeat, self.nodes, self.node_sizes)))
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -429,6 +438,8 @@ class Welcome:
         warnings: differences between versions that are not fatal.
         certificate: the run's key and certificate (PEM), for the connections that tensors travel on; empty: these
             are not encrypted.
+        relay: address of the relay; empty: there is none.
+        relay_secret: what members prove to know there.
     """
 
     run: str
@@ -437,6 +448,8 @@ class Welcome:
     world_size: int
     warnings: tuple[str, ...]
     certificate: bytes = b""
+    relay: str = ""
+    relay_secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

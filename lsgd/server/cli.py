@@ -1,4 +1,4 @@
-"""``lsgd-server``: the command line of both servers."""
+"""``lsgd-server``: the command line of the servers and of the relay."""
 
 import errno
 import os
@@ -19,11 +19,13 @@ from lsgd.protocol.certificates import run_certificate
 from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
+from lsgd.protocol.tickets import place_of, secret_of_relay, secret_of_run
 from lsgd.server import global_daemon, local_daemon
 from lsgd.server.daemon import Signals, complain, say
 from lsgd.server.journal import Journal
 from lsgd.server.reasons import number_of
 from lsgd.server.record import Record
+from lsgd.server.relay import Relay
 from lsgd.settings import checked
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -34,6 +36,7 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 @click.version_option(__version__)
 @click.option("--global", "role", flag_value="global", help="Be the global server, one for the run.")
 @click.option("--local", "role", flag_value="local", help="Be the local server of a machine.")
+@click.option("--relay", "role", flag_value="relay", help="Connect workers that cannot reach each other.")
 @click.option("--listen", metavar="ADDRESS", help="Where to listen: tcp://host:port or ipc://path.")
 @click.option("--connect", metavar="ADDRESS", help="Local: the global server's address.")
 @click.option("--node", type=click.IntRange(0), default=0, show_default=True, help="Local: index of this machine.")
@@ -55,6 +58,11 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
     "--results",
     type=click.Path(path_type=Path),
     help="Global: write metrics.jsonl, a line for each round, and result.json to this folder.",
+)
+@click.option(
+    "--relay-address",
+    metavar="ADDRESS",
+    help="Global: where workers find the relay (lsgd-server --relay with the same keys): tcp://host:port.",
 )
 @click.option(
     "--keys",
@@ -80,6 +88,7 @@ def main(
     journal_path: Path | None,
     continues: bool,
     results: Path | None,
+    relay_address: str | None,
     keys_path: Path | None,
     token_path: Path | None,
     insecure: bool,
@@ -107,7 +116,10 @@ def main(
             plan = read(path, os.environ, flags).plan
             address = listen or f"tcp://127.0.0.1:{DEFAULT_PORT}"
             keys = listener_keys(address, keys_path, insecure=insecure)
-            sys.exit(_serve_global(plan, address, keys, save_plan, journal_path, results, continues=continues))
+            if relay_address:
+                place_of(relay_address)
+            files = save_plan, journal_path, results
+            sys.exit(_serve_global(plan, address, keys, relay_address or "", *files, continues=continues))
         if role == "local":
             workers = checked(RunSettings, "workers", flags.pop("workers") or 1, "flag --workers")
             if not workers:
@@ -115,8 +127,10 @@ def main(
             given = [name for name, value in {**flags, "plan": plan_path}.items() if value is not None]
             if given:
                 raise ConfigError(f"--{given[0].replace('_', '-')} belongs to the plan, which the global server holds")
-            if continues or journal_path or save_plan or results:
-                raise ConfigError("--continue, --journal, --results and --save-plan belong to the global server")
+            if continues or journal_path or save_plan or results or relay_address:
+                raise ConfigError(
+                    "--continue, --journal, --relay-address, --results and --save-plan belong to the global server"
+                )
             if keys_path:
                 raise ConfigError("--keys belongs to the global server; a local one takes --token")
             address = listen or default_local_address()
@@ -127,7 +141,17 @@ def main(
                 )
             above = connect or f"tcp://127.0.0.1:{DEFAULT_PORT}"
             sys.exit(_serve_local(node, workers, address, above, token_path, insecure=insecure))
-        raise ConfigError("say which server to be: --global (one for the run) or --local (one on each machine)")
+        if role == "relay":
+            others = {"connect": connect, "node": node, "plan": plan_path, "journal": journal_path, "token": token_path}
+            others |= {"save_plan": save_plan, "results": results, "continue": continues}
+            others |= {"relay_address": relay_address, **flags}
+            if given := [name for name, value in others.items() if value]:
+                raise ConfigError(f"--{given[0].replace('_', '-')} is not the relay's, which takes --listen and --keys")
+            sys.exit(_serve_relay(listen or f"tcp://127.0.0.1:{DEFAULT_PORT + 1}", keys_path, insecure=insecure))
+        raise ConfigError(
+            "say which server to be: --global (one for the run), --local (one on each machine), or --relay (beside the "
+            "global one, where workers cannot reach each other)"
+        )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 
@@ -136,6 +160,7 @@ def _serve_global(
     plan: Plan,
     address: str,
     keys: KeyRing | None,
+    relay: str,
     save_plan: Path | None,
     journal_path: Path | None,
     results: Path | None,
@@ -146,8 +171,11 @@ def _serve_global(
     journal = Journal(journal_path) if journal_path else None
     with Listener(address, keys) as listener:
         coordinator = global_daemon.begin(plan, journal, continues=continues)
+        state = coordinator.state
         if keys:
-            coordinator.state.certificate = run_certificate(keys.secret, coordinator.state.run)
+            state.certificate = run_certificate(keys.secret, state.run)
+        if relay:
+            state.relay, state.relay_secret = relay, secret_of_run(_relay_secret(keys), state.run.encode())
         if save_plan:
             _save_plan(coordinator.state.plan, save_plan, goes_on=journal is not None and journal.resumed)
         plan = coordinator.state.plan
@@ -206,3 +234,17 @@ def _serve_local(
     ):
         local_daemon.announce(node, listener.address, global_address)
         return local_daemon.LocalDaemon(node, incarnation, listener, link, workers).run(signals)
+
+
+def _serve_relay(address: str, keys_path: Path | None, *, insecure: bool) -> int:
+    signals = Signals()
+    keys = listener_keys(address, keys_path, insecure=insecure)
+    host, port = place_of(address)
+    relay = Relay(host, port, _relay_secret(keys))
+    say(f"lsgd {__version__} relay on {address.rpartition(':')[0]}:{relay.port}, for members of runs with its keys")
+    return relay.run(signals)
+
+
+def _relay_secret(keys: KeyRing | None) -> bytes:
+    """Return the secret of the relay beside a global server with these keys; without keys, everybody knows it."""
+    return secret_of_relay(keys.secret if keys else b"")

@@ -204,7 +204,9 @@ class Coordinator:
                 self._request(member, message)
             case Heartbeat():
                 member.spent = message
-            case Done(_, _, round_id, ok, error, broken, sent_nbytes):
+            case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed):
+                if missed is not None:
+                    self._scheduler.found(member, round_id, missed)
                 if ok:
                     self._scheduler.committed(member, round_id, sent_nbytes)
                 else:
@@ -359,8 +361,8 @@ class Coordinator:
         for member in members:
             _, warned = different_versions(next(iter(state.roster.members.values())).join, member.join)
             warnings = (warned,) if warned else ()
-            welcome = Welcome(state.run, self._plan_json, ranks[member], size, warnings, state.certificate)
-            state.answer(member, welcome)
+            secrets = state.certificate, state.relay, state.relay_secret
+            state.answer(member, Welcome(state.run, self._plan_json, ranks[member], size, warnings, *secrets))
 
     def _end_waiting_for_first_round(self) -> None:
         """Go on without those who joined and never asked; with too few workers, refuse everybody."""

@@ -60,6 +60,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "left": [_member(m) for m in roster.left.values()],
         "made": roster.made,
         "links": state.links.capture(now),
+        "ways": state.ways.capture(),
     }
 
 
@@ -107,6 +108,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
     pace, why = Pace.of_json(saved["pace"]), Reason(*saved["why"])
     state.course.resume(saved["phase"], algorithm, following, pace, why)
     state.links.restore(saved["links"], now)
+    state.ways.restore(saved["ways"])
     for each in opened:
         _answer_again(state, each)
     return state

@@ -144,6 +144,7 @@ class Why(enum.Enum):
     ROUND_FAILS = "round {id} failed: {reason}"
     EVICTED = "{who} {are} evicted from round {id}: the others waited {patience_s:g} s for {them}"
     EVICTED_LINK = "{who} evicted for {wait_s:g} s, the others go on: {reason}; {check}"
+    RELAYED = "{pairs} cannot reach each other, and exchange through the relay{more}"
     PHASE = "phase {number}: {algorithm}, from iteration {count} on"
     PERIOD = "period {period}: {reason}"
     GENERATION = "generation {number}: {workers} on {nodes}, over {transport}{why}"

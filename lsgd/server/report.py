@@ -61,6 +61,7 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
         "rounds_global": book.ordered["global"],
         "generation": roster.generation.number if roster.generation else 0,
         "nodes": len(roster.queues),
+        "ways": state.ways.shown(),
         "events": state.events,
         "members": [_line(roster, m, now) for m in sorted((roster.left | roster.members).values(), key=by_place)],
     }

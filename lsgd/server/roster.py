@@ -315,8 +315,8 @@ class Roster:
 
     # -- generations -------------------------------------------------------------------------------------------
 
-    def begin_generation(self, members: list[Member], transport: str) -> Generation:
-        """Make ``members``, all of them held and in rank order, the generation; ``transport`` carries its tensors."""
+    def begin_generation(self, members: list[Member], transport: str, missed: tuple[int, ...] = ()) -> Generation:
+        """Make ``members``, all of them held and in rank order, the generation; the rest are fields of that."""
         for member in self.members.values():
             member.rank = -1
         self.queues, self.absent, self.broken = {}, 0, NO_REASON
@@ -327,6 +327,7 @@ class Roster:
             self.generation.number + 1 if self.generation else 1,
             [m.place for m in members],
             transport,
+            missed,
         )
         return self.generation
 

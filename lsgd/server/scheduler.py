@@ -12,7 +12,7 @@ from lsgd.protocol.messages import GenerationOver, Round
 from lsgd.server.admission import origin_of, transport_of
 from lsgd.server.grants import Grants
 from lsgd.server.history import FIRST_LINES, LINES_EVERY_S, election, line
-from lsgd.server.links import connected, pairs_of, told, whole_nodes
+from lsgd.server.links import MAX_NAMED, connected, pairs_of, told, whole_nodes
 from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import CHECK, Reason, Why, number_of
 from lsgd.server.roster import Member, NodeQueue, OpenRound, by_place, named
@@ -191,7 +191,7 @@ class Scheduler:
             holders = named(m for m in members if m.synced)
             state.note(Why.RESUMED(count=state.ledger.count, holders=holders, takers=takers))
         transport = transport_of(state.plan.run.transport, [m.join for m in members])
-        generation = roster.begin_generation(members, transport)
+        generation = roster.begin_generation(members, transport, state.ways.missed({m.join.node for m in members}))
         if before is not None and not any(m.synced for m in members):
             state.note(Why.NO_HOLDER())
         state.happened(GenerationBegan(generation, reason.code, str(reason)))
@@ -252,9 +252,11 @@ class Scheduler:
             self._grants.order(member, order, reason)
 
     def _doubts(self, members: Iterable[Member]) -> bool:
-        """Whether some of ``members`` may not reach each other."""
-        state = self._state
-        return state.book.failures > 0 or state.links.suspects((m.worker for m in members), state.now)
+        """Whether some of ``members`` may not reach each other, or nobody knows yet how."""
+        state, generation = self._state, self._state.roster.generation
+        assert generation is not None
+        untried = generation.transport == "tcp" and state.ways.unknown(generation.nodes)
+        return untried or state.book.failures > 0 or state.links.suspects((m.worker for m in members), state.now)
 
     # -- the run's model ---------------------------------------------------------------------------------------
 
@@ -328,6 +330,18 @@ class Scheduler:
             state.course.pace.completed(state.now)
         if opened.round.final:
             self._close()
+
+    def found(self, member: Member, round_id: int, missed: Sequence[int]) -> None:
+        """Note which nodes cannot dial which, as a member has found in a round that is probed."""
+        state, opened = self._state, member.round
+        if opened is None or opened.round.id != round_id or not opened.round.probe:
+            return
+        nodes = opened.round.generation.nodes
+        state.changes += 1
+        if pairs := state.ways.found(nodes, missed):
+            words = ", ".join(f"node{a} and node{b}" for a, b in pairs[:MAX_NAMED])
+            more = f" (and {len(pairs) - MAX_NAMED} more pairs)" if len(pairs) > MAX_NAMED else ""
+            state.note(Why.RELAYED(pairs=words, more=more))
 
     def dropped(self, member: Member, round_id: int, error: str, broken: Sequence[int] = ()) -> None:
         """Note that a member could not complete a round; ``broken``: pairs of ranks that cannot reach each other."""

@@ -14,6 +14,7 @@ from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
 from lsgd.server.roster import MAX_LEFT, Member, Roster, named
 from lsgd.server.rounds import RoundBook
 from lsgd.server.tokens import Ledger
+from lsgd.server.ways import Ways
 
 WAIT_WORDS_S = 0.2
 """For how long the sentence that says what is waited for is kept."""
@@ -42,6 +43,8 @@ class RunState:
         plan: its settings.
         run: its identity.
         certificate: which members show each other; empty where no keys are needed. No journal has it.
+        relay: its address; empty: there is none. No journal has this and the following.
+        relay_secret: what members prove to know there.
         now: seconds of a clock that never goes back, as of the last message or tick.
         roster: who takes part.
         ledger: what was granted and made.
@@ -54,7 +57,8 @@ class RunState:
     Attributes:
         announced: how many workers each node has, as its local server says.
         course: where in the plan it is.
-        links: who cannot reach whom.
+        links: whom the run goes on without, since others cannot reach them.
+        ways: how nodes reach each other.
         over: nobody is waited for any more.
         changes: counts what a journal has to keep before the answers leave.
         moved_at: when a member last asked, or completed a round.
@@ -67,6 +71,8 @@ class RunState:
     run: str
     now: float = 0.0
     certificate: bytes = field(default=b"", repr=False)
+    relay: str = ""
+    relay_secret: bytes = field(default=b"", repr=False)
     roster: Roster = field(default_factory=Roster)
     ledger: Ledger = field(default_factory=Ledger)
     book: RoundBook = field(default_factory=RoundBook)
@@ -77,6 +83,7 @@ class RunState:
     announced: dict[int, int] = field(default_factory=dict)
     course: Course = field(init=False)
     links: Links = field(init=False)
+    ways: Ways = field(default_factory=Ways)
     over: bool = False
     changes: int = 0
     moved_at: float = field(init=False)

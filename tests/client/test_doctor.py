@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.testbed import Testbed
+from benchmarks.testbed import Testbed, no_nat
 from lsgd.client.cli import doctor
 from lsgd.client.cli.doctor import Doctor, suggested_period
 from lsgd.client.launcher.place import Place
@@ -70,11 +70,12 @@ def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(asyncio, "open_connection", closed)
-    with ThreadPoolExecutor(2) as pool:
+    with socket.create_server(("127.0.0.1", port + 1)), ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda node: examine(node, 2, port), range(2)))
     for code, said in results:
         assert code == 1
         assert re.search(r"FAIL  node0 to node1: .* cannot be used \(Connection refused\); open the ports above", said)
+    assert f"warn  no relay can listen on port {port + 1} of 127.0.0.1" in results[0][1]
     assert any("install the same release on all" in said for _, said in results)
     assert all(said.endswith("something above has to be mended first") for _, said in results)
 
@@ -99,6 +100,27 @@ def test_the_rate_and_the_round_trip_are_those_of_the_wire() -> None:
     assert found
     assert 80 < int(found[1]) < 105
     assert 10 <= float(found[2]) < 40
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(os.geteuid() == 0 and no_nat() != "", reason="NAT needs nftables, and a kernel with it")
+@pytest.mark.slow
+def test_nodes_behind_nat_are_timed_through_the_relay() -> None:
+    with Testbed(3, rate_mbit=100, behind_nat=[1, 2]) as testbed:
+        arguments = ["doctor", "--nodes", "3", "--address", testbed.hosts[0].address]
+        processes = [
+            host.popen(
+                [sys.executable, "-m", "lsgd.client", *arguments, "--node", str(host.index)], stdout=-1, text=True
+            )
+            for host in testbed.hosts
+        ]
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    for said in outputs:
+        assert re.search(r"ok    node0 to node1: .*; node1 dials node0, and both directions use that", said)
+        assert re.search(r"ok    node1 to node2: .*; they exchange through the relay, port 47401 of node0", said)
+        assert re.search(r"ok    node1 to node2: \d+ Mbit/s", said)
 
 
 @pytest.mark.parametrize(

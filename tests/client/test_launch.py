@@ -579,7 +579,7 @@ class TestRefusals:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             line = refused("--node", "0", "--port", str(port))
-        assert f"port {port} of 127.0.0.1 is taken" in line and f"PORT={port + 1}" in line
+        assert f"port {port} of 127.0.0.1 is taken" in line and f"PORT={port + 2}" in line
         two = ("--node", "0", "--nodes", "2", "--address", "127.0.0.1")
         assert "all have to know the port" in refused(*two, "--port", "0")
 

@@ -14,8 +14,10 @@ from lsgd.client.groups.reach import (
     MESSAGE_NBYTES,
     Calls,
     Door,
+    Row,
     broken_pairs,
     calls_first,
+    missed_nodes,
     open_door,
     probe,
 )
@@ -44,17 +46,25 @@ def plan(exchange_timeout_s: float) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("rows", "pairs"),
+    ("rows", "pairs", "in_neither_way"),
     [
-        ({0: [], 1: [], 2: []}, []),
-        ({0: [], 1: [], 2: [1]}, [(1, 2)]),
-        ({0: [1], 1: [0], 2: []}, [(0, 1)]),
-        ({0: [2], 1: [2]}, []),  # it said nothing: it may be frozen, which is no matter of links
-        ({0: [1, 2], 1: [], 2: [1, 2]}, [(0, 1), (0, 2), (1, 2)]),
+        ({0: [], 1: [], 2: []}, [], []),
+        ({0: [], 1: [], 2: [1]}, [(1, 2)], []),
+        ({0: [1], 1: [0], 2: []}, [(0, 1)], [(0, 1)]),
+        ({0: [2], 1: [2]}, [], []),  # it said nothing: it may be frozen, which is no matter of links
+        ({0: [1, 2], 1: [], 2: [0, 1, 2]}, [(0, 1), (0, 2), (1, 2)], [(0, 2)]),
     ],
 )
-def test_a_pair_is_broken_if_one_did_not_reach_the_other_and_both_have_spoken(rows, pairs) -> None:
-    assert broken_pairs(rows) == pairs
+def test_a_pair_is_broken_if_one_did_not_reach_the_other_and_both_have_spoken(rows, pairs, in_neither_way) -> None:
+    assert broken_pairs({rank: Row(row) for rank, row in rows.items()}) == pairs
+    one_away = {rank: Row(row, rank != 0) for rank, row in rows.items()}
+    assert broken_pairs(one_away, eithers=True) == in_neither_way
+    assert broken_pairs({rank: Row(row, True) for rank, row in rows.items()}, eithers=True) == []
+
+
+def test_nodes_are_apart_if_two_of_their_members_are() -> None:
+    rows = {0: Row([2]), 1: Row([0, 3]), 2: Row([]), 3: Row([1]), 4: Row([5])}
+    assert missed_nodes(rows, generation(2, 1, 1, 2)) == (0, 1, 0, 2, 2, 0)
 
 
 def test_the_higher_address_calls_as_in_gloo() -> None:
@@ -148,7 +158,7 @@ def test_an_address_that_is_not_of_this_machine_is_an_exchange_error() -> None:
 
 def test_members_that_reach_each_other_find_nothing(switchboard) -> None:
     members = [switchboard.member(name, plan(5.0)) for name in NAMES]
-    assert together(lambda rank: probe(generation(1, 1, 1), members[rank]), range(3)) == [None] * 3
+    assert together(lambda rank: probe(generation(1, 1, 1), members[rank]), range(3)) == [()] * 3
     probe(generation(1), members[0])  # alone there is nothing to do
 
 
@@ -160,7 +170,7 @@ def test_all_members_find_the_same_broken_pairs(switchboard) -> None:
     join = members[0].join
     store = ServerStore(members[0].channel, join.worker, join.incarnation, 1, 2.0)
     store.set("door/0", json.dumps(["127.0.0.1", port, "00" * 16]))
-    store.set("missed/0", "[]")
+    store.set("missed/0", "[[], false]")
     errors = together(lambda rank: probe(generation(1, 1, 1), members[rank]), (1, 2))
     assert [type(error) for error in errors] == [BrokenLinksError] * 2
     assert [error.broken for error in errors] == [(0, 1, 0, 2)] * 2
@@ -176,7 +186,7 @@ def test_of_one_that_dies_in_the_probe_nothing_is_said(switchboard) -> None:
     join = members[0].join
     store = ServerStore(members[0].channel, join.worker, join.incarnation, 1, 2.0)
     store.set("door/0", json.dumps(["127.0.0.1", port, "00" * 16]))
-    assert together(lambda rank: probe(generation(1, 1, 1), members[rank]), (1, 2)) == [None] * 2
+    assert together(lambda rank: probe(generation(1, 1, 1), members[rank]), (1, 2)) == [()] * 2
 
 
 def test_one_that_does_not_come_fails_the_round_and_no_link(switchboard) -> None:

@@ -40,6 +40,7 @@ commands = [
         holds_signals=name in options["holds"],
         checkpoints=folder / "checkpoints",
         observes=name.startswith("logger"),
+        helps=name == "relay",
     )
     for name, script in scripts.items()
 ]
@@ -551,3 +552,23 @@ class TestObservers:
         scripts |= {"logger0": saves, "logger1": stays}
         status, out, err = start(**scripts, patience={"OBSERVE_PATIENCE_S": 1.0, "LINGER_S": 0.1}).finish()
         assert (status, err) == (0, "") and "written" in out and "told" in out
+
+
+class TestHelpers:
+    """The relay: the run goes on without it, and it is there again as soon as may be."""
+
+    def test_one_that_is_killed_is_started_again_and_ended_after_the_servers(self, start, tmp_path):
+        relay = "if [ ! -e $HERE/once ]; then touch $HERE/once; kill -9 $$; fi; touch $HERE/again; "
+        relay += f"trap 'test -e $HERE/over && echo last; exit 0' TERM; {FOREVER}"
+        worker = "until [ -e $HERE/again ]; do sleep 0.05; done"
+        supervised = start(server=SERVER, worker=worker, relay=relay, restarts=1, patience={"LINGER_S": 0.2})
+        status, out, err = supervised.finish()
+        assert (status, err) == (0, "")
+        assert "relay was killed by SIGKILL" in out and "it is started again in 1 s" in out
+        assert "[relay] last" in out
+
+    @pytest.mark.parametrize("ends", ["kill -9 $$", "exit 2"])
+    def test_one_that_fails_or_dies_too_often_ends_nothing(self, start, ends):
+        scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "relay": f"touch $HERE/failed; {ends}"}
+        status, out, _ = start(**scripts, patience={"LINGER_S": 0.1}).finish()
+        assert status == 0 and "the run goes on without it" in out and "started again" not in out

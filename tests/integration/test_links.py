@@ -48,19 +48,48 @@ def mend_link(one: Host, other: Host) -> None:
         host.run(["ip", "neigh", "del", peer.address, "dev", "eth0"])
 
 
+PLAN = {
+    "NUM_GROUPS": "3",
+    "NUM_WORKERS": "1",
+    "LSGD_PERIOD": "16",
+    "LSGD_ALGORITHM": "leader",
+    "LSGD_LOCAL_PERIOD": "16",
+    "LSGD_EXCHANGE_TIMEOUT_S": "4",
+}
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_link_that_breaks_between_two_nodes_is_gone_around_by_the_relay(tmp_path: Path) -> None:
+    with Testbed(3) as testbed:
+        operator = Operator(testbed.hosts[0], tmp_path / "keys")
+        status = operator.status
+        command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.01")
+        processes = [start(host, tmp_path, *command, **PLAN) for host in testbed.hosts]
+        operator.finds_the_server()
+        until(lambda: status()["rounds_global"] >= 3, "it trains")
+        assert status()["ways"] == []
+        cut_link(testbed.hosts[1], testbed.hosts[2])
+        until(lambda: status()["ways"] == [{"nodes": [1, 2], "way": "through the relay"}], "the relay is found")
+        rounds = status()["rounds_global"]
+        until(lambda: (s := status())["rounds_global"] >= rounds + 3 and live_nodes(s) == [0, 1, 2], "all train")
+        operator.stop()
+        outputs = finish(processes)
+    assert "node1 and node2 cannot reach each other, and exchange through the relay" in outputs[0]
+    assert "evicted" not in outputs[0]
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("node*/node*.json"))]
+    assert len(results) == 3 and len({result["model"] for result in results}) == 1
+
+
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(tmp_path: Path) -> None:
-    plan = {
-        "NUM_GROUPS": "3",
-        "NUM_WORKERS": "1",
-        "LSGD_PERIOD": "16",
-        "LSGD_ALGORITHM": "leader",
-        "LSGD_LOCAL_PERIOD": "16",
-        "LSGD_EXCHANGE_TIMEOUT_S": "4",
-    }
+    """Over Gloo, which knows no relay."""
+    plan = PLAN | {"LSGD_TRANSPORT": "gloo"}
     with Testbed(3) as testbed:
         operator = Operator(testbed.hosts[0], tmp_path / "keys")
         status = operator.status

@@ -53,6 +53,7 @@ by_type: dict[Any, st.SearchStrategy[Any]] = {
     tuple[str, ...]: st.lists(texts, max_size=4).map(tuple),
     tuple[bytes, ...]: st.lists(st.binary(max_size=20), max_size=4).map(tuple),
     tuple[int, ...]: st.lists(integers, max_size=4).map(tuple),
+    tuple[int, ...] | None: st.none() | st.lists(integers, max_size=4).map(tuple),
 }
 
 
@@ -163,6 +164,7 @@ WRONG: dict[Any, list[Any]] = {
     dict[str, float]: [[], None, "a", {"a": "1"}, {b"a": 1.0}, {"a": None}],
     tuple[str, ...]: ["a", {}, [1], None],
     tuple[int, ...]: [1, ["1"], [True], None],
+    tuple[int, ...] | None: [1, ["1"], [True]],
     tuple[bytes, ...]: ["no", [1]],
     Generation: [None, 1, "a"],
     Round | None: [1, "a", {}],

@@ -193,7 +193,9 @@ class Bench:
 
     def complete(self, place: str, round: int) -> dict[str, list[Downward]]:
         self.committed[place] = round
-        return self.say(Done(*self.who(place), round, True, ""))
+        order = self.member(place).round
+        missed = () if order and order.round.id == round and order.round.probe else None
+        return self.say(Done(*self.who(place), round, True, "", missed=missed))
 
     def complete_all(self, *places: str) -> None:
         for place in places:

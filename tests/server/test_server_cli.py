@@ -31,7 +31,7 @@ def run(*arguments: str, **variables: str | None) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "say which server to be: --global (one for the run) or --local"),
+        ([], "say which server to be: --global (one for the run), --local"),
         (["--global", "--node", "1"], "--connect, --node and --token belong to a local server"),
         (["--global", "--connect", "tcp://x:1"], "--connect, --node and --token belong to a local server"),
         (["--local", "--period", "4"], "--period belongs to the plan, which the global server holds"),
@@ -49,6 +49,8 @@ def run(*arguments: str, **variables: str | None) -> tuple[int, str]:
         (["--local", "--listen", "ipc://" + "x" * 120], "longer than the system allows"),
         (["--local", "--listen", "ipc:///proc/lsgd/x"], "cannot be made"),
         (["--local", "--listen", "tcp://127.0.0.1:0", "--connect", "nonsense"], "'nonsense' is no address"),
+        (["--relay", "--connect", "tcp://127.0.0.1:1"], "--connect is not the relay's"),
+        (["--relay", "--period", "3"], "--period is not the relay's"),
         (["--global", "--listen", "tcp://127.0.0.1:0", "--save-plan", "/nowhere/plan"], "/nowhere/plan"),
     ],
 )

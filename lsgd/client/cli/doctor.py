@@ -2,8 +2,9 @@
 
 Started on each node with the same address and number of nodes, as ``lsgd launch`` is. The nodes meet in a key-value
 store of torch's on node 0, at the port that the global server will have. Then all call one another, as they do in a run
-after a round that failed; and they make a process group as a run has it, in which each two neighbors (node k and k + 1,
-in both directions) time their messages, one after the other, and all take part in one all-reduce.
+whose workers are new; and they make a group as a run has it, through a relay where two cannot dial each other, in which
+each two neighbors (node k and k + 1, in both directions) time their messages, one after the other, and all take part in
+one all-reduce.
 """
 
 import json
@@ -15,21 +16,25 @@ import shutil
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
+from functools import partial
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import torch
 
 from lsgd.algorithms.common import EXCHANGE_SHARE, least_period
+from lsgd.client.cli.relay import RelayAccess, running_relay
 from lsgd.client.control.identity import versions
 from lsgd.client.control.network import Interface, interface_towards
 from lsgd.client.groups.gloo import Meeting
 from lsgd.client.groups.reach import Calls, Door, open_door
 from lsgd.client.groups.tcp.group import TcpGroup
 from lsgd.client.groups.tcp.mesh import Mesh
+from lsgd.client.groups.tcp.routes import Routes
 from lsgd.client.launcher.place import Place, claim_port, resolve
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, node_name, token_path
@@ -89,9 +94,11 @@ class Doctor:
             self._note("ok", "one node: no link to test; on several, start this on each with --nodes and --address")
         elif interface is not None and (store := self._meet(interface)) is not None:
             try:
-                if self._reach(store, interface):
-                    self._suggest(self._time(store, interface), parameters, step_ms)
-                self._part(store)
+                with self._relay(store) as relay:
+                    missed = self._reach(store, interface, relay)
+                    if not self._failed:
+                        self._suggest(self._time(store, interface, relay, missed), parameters, step_ms)
+                    self._part(store)
             except (RuntimeError, ExchangeError) as error:
                 self._note("FAIL", f"a node answers no more: {_first_line(error)}")
         self._say("something above has to be mended first" if self._failed else "nothing is in the way of a run")
@@ -195,32 +202,61 @@ class Doctor:
                 )
         return store
 
-    def _reach(self, store: Meeting, interface: Interface) -> bool:
-        """Have all nodes call one another; say who cannot be reached, and return whether all can."""
+    @contextmanager
+    def _relay(self, store: Meeting) -> Iterator[RelayAccess]:
+        """Have a relay on node 0, where a run has it; as long as this lasts."""
+        if self._place.node:
+            yield RelayAccess.of(store.get("relay"))
+            return
+        ip, port = resolve(self._place.address, self._place.nodes), self._port + 1
+        with running_relay(f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}") as relay:
+            if not relay.address:
+                self._note("warn", f"no relay can listen on port {port} of {ip}, which nodes behind NAT need")
+            store.set("relay", relay.published())
+            yield relay
+
+    def _reach(self, store: Meeting, interface: Interface, relay: RelayAccess) -> set[tuple[int, int]]:
+        """Have all nodes call one another, and say how each two reach each other.
+
+        Returns:
+            nodes of which the first cannot dial the second.
+        """
         me, nodes = self._place.node, range(self._place.nodes)
         others = [node for node in nodes if node != me]
         with open_door(interface.address) as (listener, door):
             store.set(f"door{me}", door.published())
             doors = [Door.of(store.get(f"door{node}")) for node in nodes]
-            calls = Calls(listener, me, doors)
+            calls = Calls(listener, me, doors, relay.address)
             calls.make(others, others, CONNECT_WITHIN_S, lambda: False)
-        store.set(f"missed{me}", json.dumps(list(calls.missed.items())))
-        rows = [json.loads(store.get(f"missed{node}")) for node in nodes]
-        for node, row in enumerate(rows):
-            for other, why in row:
-                where = f"{doors[other].address}:{doors[other].port}"
-                self._note(
-                    "FAIL",
-                    f"node{node} to node{other}: {where} cannot be used ({why}); open the ports above 1023 between "
-                    f"the nodes",
-                )
-        return not any(rows)
+            store.set(f"missed{me}", json.dumps([list(calls.missed.items()), calls.reaches_relay]))
+            rows = [json.loads(store.get(f"missed{node}")) for node in nodes]
+        missed = {(node, other): why for node, (row, _) in enumerate(rows) for other, why in row}
+        for one, other in combinations(nodes, 2):
+            away = [pair for pair in ((one, other), (other, one)) if pair in missed]
+            related = all(rows[node][1] for node in (one, other))
+            for source, target in away:
+                where = f"{doors[target].address}:{doors[target].port}"
+                why = f"node{source} to node{target}: {where} cannot be used ({missed[source, target]})"
+                if len(away) == 1:
+                    self._note("ok", f"{why}; node{target} dials node{source}, and both directions use that")
+                elif related:
+                    self._note("ok", f"{why}; they exchange through the relay, port {self._port + 1} of node0")
+                else:
+                    self._note(
+                        "FAIL",
+                        f"{why}; open the ports above 1023 between the nodes, or port {self._port + 1} of node0 for "
+                        f"the relay",
+                    )
+        return set(missed)
 
-    def _time(self, store: Meeting, interface: Interface) -> list[Link]:
+    def _time(
+        self, store: Meeting, interface: Interface, relay: RelayAccess, missed: set[tuple[int, int]]
+    ) -> list[Link]:
         """Time what a run does: messages between neighbors, one after the other, and an all-reduce of all."""
         me, nodes = self._place.node, self._place.nodes
         names = [node_name(node) for node in range(nodes)]
-        mesh = Mesh("doctor", 1, me, names, interface.address, store, None, MEET_WITHIN_S)
+        routes = partial(Routes, missed=lambda one, other: (one, other) in missed, meet=partial(relay.meet, me))
+        mesh = Mesh("doctor", 1, me, names, interface.address, store, None, MEET_WITHIN_S, routes)
         group = TcpGroup(mesh, "doctor", range(nodes), names, me, [1] * nodes, MEET_WITHIN_S)
         try:
             return self._time_over(group, store)
@@ -241,6 +277,9 @@ class Doctor:
             self._tell(source, link)
             links.append(link)
         self._reduce(group)
+        store.set(f"timed{me}", "")
+        for node in range(nodes):  # who closes first would cut what others still wait for
+            store.get(f"timed{node}")
         return links
 
     def _tell(self, source: int, link: Link) -> None:

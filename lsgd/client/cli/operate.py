@@ -70,5 +70,6 @@ def view(run: RunView) -> Group:
             str(worker.times_leader),
             f"{worker.heard_s:.1f} s",
         )
+    ways = [Text(f"node{way['nodes'][0]} and node{way['nodes'][1]}: {way['way']}") for way in run.ways]
     reasons = [Text(f"{worker.worker} is {worker.state}: {worker.reason}") for worker in workers if worker.reason]
-    return Group(lines, table, *reasons) if workers else Group(lines)
+    return Group(lines, table, *ways, *reasons) if workers else Group(lines)

@@ -1,13 +1,18 @@
 """The group of a generation, over the transport that the servers have chosen."""
 
+from functools import partial
+
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Traffic, WorkerGroup
+from lsgd.client.groups.relayed import Meet
 from lsgd.client.groups.store import ServerStore
 from lsgd.client.groups.tcp.group import TcpGroup
 from lsgd.client.groups.tcp.mesh import Mesh
+from lsgd.client.groups.tcp.routes import Routes
 from lsgd.client.groups.tcp.tls import contexts
 from lsgd.client.groups.torch_group import torch_group
 from lsgd.protocol.messages import Generation
+from lsgd.protocol.tickets import Ticket
 
 
 def form(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> WorkerGroup:
@@ -18,13 +23,18 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
     """
     if generation.transport != "tcp":
         return torch_group(generation, membership, traffic)
-    join, run = membership.join, membership.plan.run
+    join, run, welcome = membership.join, membership.plan.run, membership.welcome
     store = ServerStore(membership.channel, join.worker, join.incarnation, generation.number, run.exchange_timeout_s)
     names = generation.members
-    me, certificate = names.index(join.worker), membership.welcome.certificate
-    tls = contexts(certificate) if certificate else None
-    mesh = Mesh(
-        *(membership.welcome.run, generation.number, me, names, join.address, store, tls, run.exchange_timeout_s),
-        when_cut=store.end,
-    )
+    me = names.index(join.worker)
+    tls = contexts(welcome.certificate) if welcome.certificate else None
+    home, apart = generation.homes, {*zip(generation.missed[::2], generation.missed[1::2], strict=True)}
+
+    def meet(source: int, target: int, nonce: bytes) -> Meet:
+        ticket = Ticket(welcome.run.encode(), generation.number, source, target, of_target=target == me)
+        return Meet(welcome.relay, ticket, welcome.relay_secret, nonce)
+
+    routes = partial(Routes, missed=lambda one, other: (home[one], home[other]) in apart, meet=meet)
+    who = welcome.run, generation.number, me, names, join.address
+    mesh = Mesh(*who, store, tls, run.exchange_timeout_s, routes, when_cut=store.end)
     return TcpGroup(mesh, "world", range(len(names)), names, me, generation.node_sizes, run.exchange_timeout_s, traffic)

@@ -3,10 +3,14 @@
 A group that cannot connect fails by its deadline, on whichever member waits first, and says nothing of the others. So
 each member opens a port, publishes it through the servers, and calls those that Gloo would have it call; whom it
 did not reach it publishes too. Then all members know which pairs are broken.
+
+Over TCP connections of lsgd's own it is enough that one of two can dial the other, or that both reach the relay. There
+all call all, and what they find is how their connections come to be.
 """
 
 import asyncio
 import json
+import os
 import secrets
 import socket
 import time
@@ -14,8 +18,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from lsgd.client.control.joining import Membership
+from lsgd.client.groups.relayed import until_it_greets
 from lsgd.client.groups.store import ServerStore
 from lsgd.errors import BrokenLinksError, ExchangeError
 from lsgd.protocol.messages import Generation
@@ -59,8 +65,18 @@ class Door:
         return Door(address, port, bytes.fromhex(nonce))
 
 
-def probe(generation: Generation, membership: Membership) -> None:
+class Row(NamedTuple):
+    """What a member has found: the ranks that it did not reach, and whether it has seen that it reaches the relay."""
+
+    missed: Collection[int]
+    relay: bool = False
+
+
+def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
     """See whether all members of a generation reach each other; each of them has to call this.
+
+    Returns:
+        nodes of which the first cannot dial the second, one pair after the other, as ``Generation.missed`` has them.
 
     Raises:
         BrokenLinksError: some do not. All members that have heard of each other in time find the same.
@@ -69,7 +85,7 @@ def probe(generation: Generation, membership: Membership) -> None:
     names, join, channel = generation.members, membership.join, membership.channel
     me, size = names.index(join.worker), len(names)
     if size == 1:
-        return
+        return ()
     timeout_s = membership.plan.run.exchange_timeout_s
     within_s = min(PROBE_WITHIN_S, timeout_s)
     who = (channel, join.worker, join.incarnation, generation.number)
@@ -77,36 +93,48 @@ def probe(generation: Generation, membership: Membership) -> None:
     with open_door(join.address) as (listener, door):
         store.set(f"door/{me}", door.published())
         doors = [door if rank == me else Door.of(store.get(f"door/{rank}")) for rank in range(size)]
-        both = generation.transport != "gloo"
+        both, eithers = generation.transport != "gloo", generation.transport == "tcp"
         calls = [rank for rank in range(size) if rank != me and (both or calls_first(doors, me, rank))]
         callers = [rank for rank in range(size) if rank != me and (both or calls_first(doors, rank, me))]
         over = lambda: bool(channel.generation_over(generation.number))  # noqa: E731
-        missed = Calls(listener, me, doors).make(calls, callers, within_s, over)
-    store.set(f"missed/{me}", json.dumps(missed))
-    rows = {me: missed}
+        made = Calls(listener, me, doors, membership.welcome.relay if eithers else "")
+        row = Row(made.make(calls, callers, within_s, over), made.reaches_relay)
+    store.set(f"missed/{me}", json.dumps(row))
+    rows = {me: row}
     deadline = time.monotonic() + within_s + ROWS_WITHIN_S
     for rank in set(range(size)) - {me}:
         try:
-            row = ServerStore(*who, max(0.1, deadline - time.monotonic())).get(f"missed/{rank}")
+            published = ServerStore(*who, max(0.1, deadline - time.monotonic())).get(f"missed/{rank}")
         except ExchangeError:
             if channel.generation_over(generation.number):
                 raise
             continue  # it may be frozen, or dead: its lease or the exchange will tell
-        rows[rank] = json.loads(row)
-    if pairs := broken_pairs(rows)[:MAX_PAIRS]:
+        rows[rank] = Row(*json.loads(published))
+    if pairs := broken_pairs(rows, eithers=eithers)[:MAX_PAIRS]:
         words = ", ".join(f"{names[a]} and {names[b]}" for a, b in pairs[:4])
         more = f" (and {len(pairs) - 4} more pairs)" if len(pairs) > 4 else ""
         raise BrokenLinksError(f"{words} cannot reach each other{more}", tuple(rank for pair in pairs for rank in pair))
+    return missed_nodes(rows, generation)
 
 
-def broken_pairs(rows: Mapping[int, Collection[int]]) -> list[tuple[int, int]]:
-    """Return the pairs of which one did not reach the other, of members whose rows are known.
+def broken_pairs(rows: Mapping[int, Row], *, eithers: bool = False) -> list[tuple[int, int]]:
+    """Return the pairs that cannot exchange, of members whose rows are known.
 
     Args:
-        rows: by rank, the ranks that it did not reach. One that published none says nothing about its links.
+        rows: by rank. A member that published none says nothing about its links.
+        eithers: it is enough that one reaches the other, or that both reach the relay.
     """
-    pairs = {(min(a, b), max(a, b)) for a, row in rows.items() for b in row if b in rows and b != a}
-    return sorted(pairs)
+    missed = {(a, b) for a, row in rows.items() for b in row.missed if b in rows and b != a}
+    if eithers:
+        missed = {(a, b) for a, b in missed if (b, a) in missed and not (rows[a].relay and rows[b].relay)}
+    return sorted({(min(pair), max(pair)) for pair in missed})
+
+
+def missed_nodes(rows: Mapping[int, Row], generation: Generation) -> tuple[int, ...]:
+    """Return the nodes of which a member of the first did not reach one of the second, one pair after the other."""
+    home = generation.homes
+    missed = {(home[a], home[b]) for a, row in rows.items() for b in row.missed if b in rows}
+    return tuple(node for pair in sorted(missed) if pair[0] != pair[1] for node in pair)
 
 
 def calls_first(doors: Sequence[Door], one: int, other: int) -> bool:
@@ -145,13 +173,17 @@ class Calls:
         listener: behind this member's own door; closed in the end.
         me: its rank.
         doors: of all members.
+        relay: address of the relay that may help; empty: there is none.
 
     Attributes:
         missed: by the rank that was called and not reached, why.
+        reaches_relay: whether this member has seen that it does; it looks if it has missed somebody.
     """
 
-    def __init__(self, listener: socket.socket, me: int, doors: Sequence[Door]) -> None:
+    def __init__(self, listener: socket.socket, me: int, doors: Sequence[Door], relay: str = "") -> None:
         self.missed: dict[int, str] = {}
+        self.reaches_relay = False
+        self._relay = relay
         self._listener = listener
         self._me = me
         self._doors = doors
@@ -179,12 +211,22 @@ class Calls:
         self._called = asyncio.Semaphore(MAX_CALLS)
         self._came = asyncio.Event()
         server = await asyncio.start_server(self._answer, sock=self._listener, backlog=MAX_CALLS)
-        done = asyncio.gather(*map(self._call, tuple(self.missed)), self._be_called())
-        while not (done.done() or over()) and (left_s := deadline - time.monotonic()) > 0:
-            await asyncio.wait([done], timeout=min(left_s, _POLL_S))
+        done: asyncio.Future[Any] = asyncio.gather(*map(self._call, tuple(self.missed)), self._be_called())
+        relay = asyncio.create_task(self._look_for_relay())
+        left: set[asyncio.Future[Any]] = {done, relay}
+        while left and not over() and (left_s := deadline - time.monotonic()) > 0:
+            await asyncio.wait(left, timeout=min(left_s, _POLL_S))
+            left = {one for one in left if not one.done()}
+            if done.done() and not self.missed:
+                break
         server.close()
         if done.done():
             done.result()
+
+    async def _look_for_relay(self) -> None:
+        if self._relay:
+            await until_it_greets(self._relay)
+            self.reaches_relay = True
 
     async def _call(self, rank: int) -> None:
         door = self._doors[rank]
@@ -194,7 +236,7 @@ class Calls:
             try:
                 reader, writer = await asyncio.open_connection(door.address, door.port)
             except OSError as error:
-                self.missed[rank] = error.strerror or str(error)
+                self.missed[rank] = os.strerror(error.errno) if error.errno else str(error)
                 return
             try:
                 writer.write(message)

@@ -25,10 +25,15 @@ class Entrance:
         membership: this worker's place in the run.
         replica: what it trains.
         traffic: counts what the groups send and receive.
+
+    Attributes:
+        generation: whose group there is; None: there is none.
+        missed: which nodes cannot dial which, where that was found out and the servers do not know it yet.
     """
 
     def __init__(self, membership: Membership, replica: Replica, traffic: Traffic) -> None:
         self.generation: Generation | None = None
+        self.missed: tuple[int, ...] | None = None
         self._membership = membership
         self._replica = replica
         self._traffic = traffic
@@ -85,9 +90,11 @@ class Entrance:
         if self._group is not None and self.generation == generation:
             return self._group, False
         self.leave()
+        known = generation
         if order.probe:
-            probe(generation, self._membership)
-        group = self._group = form(generation, self._membership, self._traffic)
+            self.missed = probe(generation, self._membership)
+            known = replace(generation, missed=self.missed)
+        group = self._group = form(known, self._membership, self._traffic)
         self.generation = generation
         if reason := self._membership.channel.generation_over(generation.number):  # before a cut could find the group
             raise ExchangeError(f"generation {generation.number} is over: {reason}")

@@ -231,7 +231,8 @@ class Rounds:
         self.entrance.leave(cut=True)
         self.arm(begun=False)
         self._tally.dropped = self.active.order.id
-        self._channel.send(Done(*self._who, self.active.order.id, False, reason, broken))
+        self._channel.send(Done(*self._who, self.active.order.id, False, reason, broken, missed=self.entrance.missed))
+        self.entrance.missed = None
 
     def _commit(self) -> None:
         assert self.active is not None
@@ -243,7 +244,8 @@ class Rounds:
         if order.checkpoint:
             self._checkpoints.save(self.active.snapshot)
         sent_nbytes = self._tally.traffic.sent_nbytes
-        self._channel.send(Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes))
+        missed, self.entrance.missed = self.entrance.missed, None
+        self._channel.send(Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes, missed=missed))
 
     def _complete_gradients(self) -> None:
         """At the end of a backward pass: wait for the exchange; if it failed, exchange the gradients again."""

@@ -112,7 +112,10 @@ def launch(settings: Launch) -> int:
     if place.node == 0:
         check(settings.log_to)
     keys, token, lines = _access(settings, network)
-    servers = {"global": [*_global_arguments(settings, network), *keys]} if place.node == 0 else {}
+    arguments, relay = _global_arguments(settings, network) if place.node == 0 else ([], "")
+    servers = {"global": [*arguments, *keys]} if place.node == 0 else {}
+    if relay:
+        servers["relay"] = ["--relay", "--listen", relay, *keys]
     with claimed(settings.run_dir, place.node, network):
         if place.node == 0:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
@@ -147,7 +150,8 @@ def _supervisor(
             [*_SERVER, *arguments],
             variables,
             _log(settings, name),
-            is_server=True,
+            is_server=name != "relay",
+            helps=name == "relay",
             restarts=RESTARTS,
             appends=settings.resume,
             holds_signals=True,
@@ -181,6 +185,12 @@ def _network_address(place: Place, port: int) -> str:
     if place.node == 0:
         port = claim_port(ip, port)
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
+
+
+def relay_address(network: str) -> str:
+    """Return where the relay of a run listens: beside its global server, at the next port."""
+    host, _, port = network.rpartition(":")
+    return f"{host}:{int(port) + 1}"
 
 
 def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
@@ -245,8 +255,11 @@ def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
     )
 
 
-def _global_arguments(settings: Launch, network: str) -> list[str]:
-    """Return the arguments of the global server; it waits for the workers of all nodes, or as the plan says."""
+def _global_arguments(settings: Launch, network: str) -> tuple[list[str], str]:
+    """Return the arguments of the global server, and where the relay listens; empty: none is of use.
+
+    It waits for the workers of all nodes, or as the plan says.
+    """
     variable = os.environ.get("LSGD_PLAN")
     path = settings.plan_path or (Path(variable) if variable else None)
     used = settings.run_dir / "plan.toml"
@@ -259,17 +272,19 @@ def _global_arguments(settings: Launch, network: str) -> list[str]:
         arguments += ["--plan", str(path)]
     nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
     arguments += ["--nodes", str(nodes)]
+    relay = relay_address(network) if nodes > 1 and sourced.plan.run.transport in ("auto", "tcp") else ""
+    arguments += ["--relay-address", relay] if relay else []
     if goes_on and sourced.origins.get("workers", "") == f"the plan {path}":  # the number of the run before
         arguments += ["--workers", "0"]
     elif sourced.plan.run.workers:
-        return arguments
+        return arguments, relay
     if nodes > 1:
         print(
             f"{LAUNCHER}the run begins when the workers of all {nodes} nodes have joined; to begin it with N of them, "
             f"tell this node: LSGD_WORKERS=N",
             flush=True,
         )
-    return arguments
+    return arguments, relay
 
 
 def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[Command]:

@@ -187,7 +187,7 @@ def _why_not(error: OSError, ip: str, port: int) -> str:
         return (
             f"port {port} of {ip} is taken, perhaps by the global server of another run "
             f"(ss -ltnp 'sport = :{port}' shows whose it is): end that, or use another port on all nodes: "
-            f"PORT={port + 1} (--port)"
+            f"PORT={port + 2} (--port; the next one is the relay's)"
         )
     if error.errno == errno.EADDRNOTAVAIL:
         return (

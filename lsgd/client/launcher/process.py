@@ -43,6 +43,7 @@ class Command:
         ignores_term: a scheduler ends a job with SIGTERM to all of its processes, and this one waits for the launcher's
             word: it ignores SIGTERM, and SIGINT asks it to end.
         observes: the run does not need it: its end is no failure, and it ends when all others have.
+        helps: its end is no failure either, and it is started again; it is ended when the servers have ended.
     """
 
     name: str
@@ -59,6 +60,17 @@ class Command:
     joins: bool = False
     ignores_term: bool = False
     observes: bool = False
+    helps: bool = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether it has to be there as long as workers are."""
+        return self.is_server or self.helps
+
+    @property
+    def aside(self) -> bool:
+        """Whether the run goes on and ends without regard to it."""
+        return self.observes or self.helps
 
 
 class Child:

@@ -197,7 +197,7 @@ class Supervisor:
         left = child.command.restarts - len(deaths)
         if left < 0:
             return False
-        wait_s = min(2.0 ** (len(deaths) - 1), SERVER_BACKOFF_S if child.command.is_server else RESTART_WINDOW_S)
+        wait_s = min(2.0 ** (len(deaths) - 1), SERVER_BACKOFF_S if child.command.serves else RESTART_WINDOW_S)
         self._due[child.name] = now + wait_s
         self._screen.say(
             f"{child.name} {child.fate}; it is started again in {wait_s:g} s "
@@ -208,7 +208,7 @@ class Supervisor:
     def _is_wanted(self, child: Child) -> bool:
         """Whether there is anything left to do for a process that would be started again."""
         if self._step is not None:
-            return self._step.is_clean and child.command.is_server
+            return self._step.is_clean and child.command.serves
         evicted = child.status == EvictedError.exit_code  # it is told then that the run is over
         return evicted or child.command.is_server or not self._is_over
 
@@ -238,8 +238,8 @@ class Supervisor:
             if child.output in self._selector.get_map():
                 self._selector.unregister(child.output)
             child.close()
-            if child.command.observes:
-                if child.status and not child.was_told:
+            if child.command.aside:
+                if child.status and not child.was_told and not (child.command.helps and self._bury(child)):
                     self._screen.say(f"{child.name} {child.fate}; the run goes on without it (see {child.command.log})")
                 continue
             if child.status == 0 and child.command.is_server:
@@ -302,7 +302,7 @@ class Supervisor:
             clean = _Step([self._stops_run], STOP_PATIENCE_S, self._gentle, is_clean=True)
         for name in [name for name in self._due if name in servers]:
             self._screen.say(f"{name} is started again now, to be told that the run ends")
-        self._due = {name: 0.0 for name in self._due if name in servers}
+        self._due = {name: 0.0 for name in self._due if name not in workers}
         self._end([clean, *self._ends()])
 
     def _ends(self) -> list[_Step]:
@@ -313,18 +313,19 @@ class Supervisor:
             _Step(workers, TERM_PATIENCE_S, signal.SIGTERM),
             _Step(servers, TERM_PATIENCE_S, signal.SIGTERM),
             _Step(workers + servers, KILL_PATIENCE_S, signal.SIGKILL),
-            _Step(self._observers, OBSERVE_PATIENCE_S),
-            _Step(self._observers, TERM_PATIENCE_S, signal.SIGTERM),
-            _Step(self._observers, KILL_PATIENCE_S, signal.SIGKILL),
+            _Step([c.name for c in self._commands if c.helps], TERM_PATIENCE_S, signal.SIGTERM),
+            _Step([c.name for c in self._commands if c.observes], OBSERVE_PATIENCE_S),
+            _Step(self._aside, TERM_PATIENCE_S, signal.SIGTERM),
+            _Step(self._aside, KILL_PATIENCE_S, signal.SIGKILL),
         ]
 
     @property
-    def _observers(self) -> list[str]:
-        return [c.name for c in self._commands if c.observes]
+    def _aside(self) -> list[str]:
+        return [c.name for c in self._commands if c.aside]
 
     def _names(self, *, is_server: bool | None = None) -> list[str]:
         """Return the names of all, or of the servers, or of the workers."""
-        kinds = [c for c in self._commands if is_server is None or (c.is_server is is_server and not c.observes)]
+        kinds = [c for c in self._commands if is_server is None or (c.is_server is is_server and not c.aside)]
         return [c.name for c in kinds]
 
     def _end(self, steps: Sequence[_Step]) -> None:
@@ -364,7 +365,7 @@ class Supervisor:
     def _advance(self) -> bool:
         """Go on to the next step if it is time to; return whether there is anything left to wait for."""
         servers = self._names(is_server=True)
-        there = {*self._due, *(child.name for child in self._alive)}.difference(self._observers)
+        there = {*self._due, *(child.name for child in self._alive)}.difference(self._aside)
         needed = there.difference(servers) or (self._linger and there)
         if not needed and (self._step is None or self._step.is_clean):
             in_vain = "the workers have ended without the end of the run"
@@ -394,7 +395,7 @@ class Supervisor:
             status = self._failed.status
             assert status is not None
             return status if status > 0 else 128 - status, "failed", f"{self._failed.name} {self._failed.fate}"
-        if self._signalled and any(child.status != 0 for child in self._children if not child.command.observes):
+        if self._signalled and any(child.status != 0 for child in self._children if not child.command.aside):
             return 128 + self._signalled, "stopped", f"{self._signalled.name}, and not all processes ended in time"
         if self._early and self._early == {command.name for command in self._commands if command.joins}:
             return NOT_TRAINED, "failed", "all workers left before the end of the run, so there is no consensus"

@@ -193,6 +193,7 @@ class RunView:
         loss: mean of the finite losses at the last global round; None: there are none.
         rounds_local, rounds_global, generation, nodes: as in the report.
         workers: by name, in rank order, with those that have left.
+        ways: nodes that do not simply dial each other, as the report has them.
         rounds: the history, thinned.
         log: the last lines.
         logged: numbers that scripts have logged, by name: the mean over the live workers that have one.
@@ -209,6 +210,7 @@ class RunView:
         self.rounds_local = self.rounds_global = self.generation = self.nodes = 0
         self.share = self.seconds = self.time = 0.0
         self.loss: float | None = None
+        self.ways: list[dict[str, Any]] = []
         self.workers: dict[str, WorkerView] = {}
         self.rounds: Series[RoundView] = Series(MAX_ROUNDS)
         self.log: deque[Line] = deque(maxlen=MAX_LINES)
@@ -269,6 +271,7 @@ class RunView:
         self.count, self.iterations, self.share = report["count"], report["iterations"], report["progress"]
         self.rounds_local, self.rounds_global = report["rounds_local"], report["rounds_global"]
         self.seconds, self.generation, self.nodes = report["seconds"], report["generation"], report["nodes"]
+        self.ways = report.get("ways", [])
         self._as_of = report.get("stream", {}).get("last", 0)
         self.counters.made(self.count)
         for member in report["members"]:

@@ -14,6 +14,7 @@ acknowledged in a copy. The receiver says nothing: a connection that is closed w
 under way.
 """
 
+import logging
 import socket
 import ssl
 import threading
@@ -24,8 +25,13 @@ from contextlib import suppress
 from lsgd.client.groups.tcp.loop import Loop
 from lsgd.client.groups.tcp.work import Parcel
 
+logger = logging.getLogger("lsgd")
+
 TURN_NBYTES = 1 << 20
 """After so many bytes it is another line's turn."""
+
+CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+"""How it shows that the other side, or whoever is between, has closed a connection of TLS."""
 
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -40,11 +46,13 @@ class Line:
 
     Attributes:
         trouble: why it has no connection; empty before the first one is lost.
+        between_nbytes: so many bytes that the other end's system seems to have may be lost with the connection.
     """
 
     def __init__(self, peer: str, loop: Loop, lost: Callable[[], None]) -> None:
         self.peer = peer
         self.trouble = ""
+        self.between_nbytes = 0
         self._loop = loop
         self._lost = lost
         self._lock = threading.Lock()
@@ -123,6 +131,8 @@ class Line:
     def _break(self, error: Exception) -> None:
         """The connection has broken: there may be another one."""
         self.trouble = f"the connection with it broke: {error}"
+        if isinstance(error, ssl.SSLError) and not isinstance(error, CLOSED):
+            logger.warning("what came from %s was changed on the way (%s); it is sent again", self.peer, error)
         self._drop()
         self._lost()
 

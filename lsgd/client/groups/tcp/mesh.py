@@ -13,7 +13,7 @@ from typing import Protocol
 from lsgd.client.groups.reach import Door
 from lsgd.client.groups.tcp.hello import ANSWER_NBYTES, HELLO_NBYTES, Hello
 from lsgd.client.groups.tcp.incoming import Incoming
-from lsgd.client.groups.tcp.line import Line
+from lsgd.client.groups.tcp.line import CLOSED, Line
 from lsgd.client.groups.tcp.outgoing import Outgoing
 from lsgd.client.groups.tcp.routes import Routes, Way
 from lsgd.client.groups.tcp.service import Service, exactly, retried
@@ -192,6 +192,7 @@ class Mesh:
         except BaseException:
             connection.close()
             raise
+        line.between_nbytes = way.between_nbytes
         line.connect(connection, received)
 
     async def _welcome(self, raw: socket.socket, origin: str, door: Door) -> None:
@@ -248,5 +249,4 @@ class Mesh:
 
 def _is_final(error: Exception) -> bool:
     """Whether it makes no sense to try again: nobody is there any more, or it is no member."""
-    passing = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-    return isinstance(error, ConnectionRefusedError | ssl.SSLError) and not isinstance(error, passing)
+    return isinstance(error, ConnectionRefusedError | ssl.SSLError) and not isinstance(error, CLOSED)

@@ -54,12 +54,12 @@ class Outgoing(Line):
         """Keep a copy of what is not acknowledged, instead of the tensor's memory."""
         with self._lock:
             parcel.released = True
-            arrived = self._moved - self._under_way_nbytes()
+            arrived = max(0, self._moved - self._under_way_nbytes() - self.between_nbytes)
             while self._kept and self._kept[0].released and self._kept[0].end <= arrived:
                 self._kept.popleft()
-            if parcel in self._kept:
+            if parcel not in self._parcels:
                 parcel.keep(arrived)
-            elif parcel in self._parcels:  # it is sent again
+            else:  # it is sent again
                 parcel.keep(parcel.start)
                 if parcel is self._parcels[0] and not self._in_header and len(parcel.view) > JOINED_NBYTES:
                     self._rest = parcel.view[len(parcel.view) - len(self._rest) :]

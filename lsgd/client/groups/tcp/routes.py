@@ -15,6 +15,7 @@ class Way(Protocol):
     Attributes:
         answers: this end is the server of TLS and answers the hello, though it may have dialled too.
         nonce: of the member at the end that answers: what the hello is proved with.
+        between_nbytes: how many bytes somebody between may have acknowledged who then loses them.
     """
 
     @property
@@ -24,6 +25,11 @@ class Way(Protocol):
 
     @property
     def nonce(self) -> bytes:
+        """See the class."""
+        ...
+
+    @property
+    def between_nbytes(self) -> int:
         """See the class."""
         ...
 
@@ -44,6 +50,7 @@ class Dial:
 
     door: Door
     answers: bool = False
+    between_nbytes: int = 0
 
     @property
     def nonce(self) -> bytes:
@@ -64,16 +71,28 @@ class Dial:
 
 
 class Routes:
-    """The ways between this member and the others: the source of the bytes dials.
+    """The ways between this member and the others.
+
+    The source of the bytes dials; if it cannot, the target does; if neither can, both dial the relay.
 
     Args:
         me: rank of this member.
         door_of: returns where the member of a rank can be dialled; may wait for it.
+        missed: ranks of which the first cannot dial the second.
+        meet: returns the way through the relay, for source, target, and the nonce of the target's door.
     """
 
-    def __init__(self, me: int, door_of: Callable[[int], Door]) -> None:
+    def __init__(
+        self,
+        me: int,
+        door_of: Callable[[int], Door],
+        missed: Callable[[int, int], bool] = lambda one, other: False,
+        meet: Callable[[int, int, bytes], Way] | None = None,
+    ) -> None:
         self._me = me
         self._door_of = door_of
+        self._missed = missed
+        self._meet = meet
 
     def way(self, source: int, target: int) -> Way | None:
         """Return how this member, one of the two, brings about the connection from ``source`` to ``target``.
@@ -84,4 +103,9 @@ class Routes:
         Raises:
             ExchangeError: it published nothing in time.
         """
-        return Dial(self._door_of(target)) if source == self._me else None
+        if not self._missed(source, target):
+            return Dial(self._door_of(target)) if source == self._me else None
+        if not self._missed(target, source):
+            return Dial(self._door_of(source)) if target == self._me else None
+        assert self._meet is not None
+        return self._meet(source, target, self._door_of(target).nonce)

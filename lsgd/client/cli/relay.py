@@ -1,0 +1,59 @@
+"""A relay for as long as ``lsgd doctor`` looks at the links, as a run would have it."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+
+from lsgd.client.groups.relayed import Meet
+from lsgd.protocol.keys import KeyRing
+from lsgd.protocol.tickets import Ticket, secret_of_relay, secret_of_run
+
+STARTS_WITHIN_S = 10.0
+_RUN = b"doctor"
+
+
+@dataclass(frozen=True)
+class RelayAccess:
+    """What the nodes need to use it: its address (empty: it does not run), and the secret of its only run."""
+
+    address: str
+    secret: bytes
+
+    def published(self) -> str:
+        """Return this as text."""
+        return json.dumps([self.address, self.secret.hex()])
+
+    @staticmethod
+    def of(published: bytes) -> "RelayAccess":
+        """Return what node 0 has published."""
+        address, secret = json.loads(published)
+        return RelayAccess(address, bytes.fromhex(secret))
+
+    def meet(self, me: int, source: int, target: int, nonce: bytes) -> Meet:
+        """Return the way of node ``me``, one of the two, between two nodes."""
+        return Meet(self.address, Ticket(_RUN, 1, source, target, of_target=target == me), self.secret, nonce)
+
+
+@contextmanager
+def running_relay(address: str) -> Iterator[RelayAccess]:
+    """Run a relay at an address, with keys of its own, until the end of the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder, "keys")
+        ring = KeyRing.make(keys, [])
+        command = [sys.executable, "-P", "-m", "lsgd.server", "--relay", "--listen", address, "--keys", str(keys)]
+        with subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL) as it:
+            assert it.stdout
+            try:
+                ready, _, _ = select.select([it.stdout], [], [], STARTS_WITHIN_S)
+                runs = bool(ready and os.read(it.stdout.fileno(), 4096))
+                yield RelayAccess(address if runs else "", secret_of_run(secret_of_relay(ring.secret), _RUN))
+            finally:
+                it.kill()

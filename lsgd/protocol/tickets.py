@@ -1,0 +1,101 @@
+"""Tickets for the relay: how a member of a run proves that it may meet another one there.
+
+The relay greets each connection with a challenge. The answer is a ticket, which says for which pair the connection is,
+and a proof that only members can compute: the global server hands out the run's secret, over the encrypted channel. The
+challenge is new for each connection, so that a ticket which somebody has seen on the way is of no use to him.
+"""
+
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass, replace
+from typing import Self
+
+from lsgd.errors import ConfigError
+
+MAGIC = b"lsr1"
+"""What a relay says first: its kind and version."""
+
+CHALLENGE_NBYTES = 16
+GREETING_NBYTES = len(MAGIC) + CHALLENGE_NBYTES
+"""Length of what a relay says first."""
+
+MET = b"!"
+"""What the relay says when both sides are there; what follows is the other side's."""
+
+MAX_RUN_NBYTES = 16
+
+_BODY = struct.Struct(f"!{MAX_RUN_NBYTES}sQII?")
+_PROOF_NBYTES = 32
+TICKET_NBYTES = _BODY.size + _PROOF_NBYTES
+"""Length of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Says whose bytes a connection carries: in which run and generation, from which rank, to which one.
+
+    Args:
+        run: identity of the run, at most 16 bytes.
+        generation: number of the generation.
+        source: rank of the member that the bytes come from.
+        target: rank of the one that they go to.
+        of_target: whether the target presents it; else the source does.
+    """
+
+    run: bytes
+    generation: int
+    source: int
+    target: int
+    of_target: bool
+
+    @property
+    def counterpart(self) -> "Ticket":
+        """The ticket of the other side."""
+        return replace(self, of_target=not self.of_target)
+
+    def answer(self, greeting: bytes, run_secret: bytes) -> bytes:
+        """Return what answers the greeting of a relay."""
+        body = _BODY.pack(self.run, self.generation, self.source, self.target, self.of_target)
+        return body + _proof(run_secret, greeting, body)
+
+    @classmethod
+    def of(cls, answer: bytes, greeting: bytes, relay_secret: bytes) -> Self | None:
+        """Return the ticket in the answer to a greeting; None if its proof is wrong."""
+        body, proof = answer[: _BODY.size], answer[_BODY.size :]
+        run, generation, source, target, of_target = _BODY.unpack(body)
+        run = run.rstrip(b"\0")
+        if not hmac.compare_digest(proof, _proof(secret_of_run(relay_secret, run), greeting, body)):
+            return None
+        return cls(run, generation, source, target, of_target)
+
+
+def place_of(address: str) -> tuple[str, int]:
+    """Return host and port of ``tcp://host:port``.
+
+    Raises:
+        ConfigError: it is no such address.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not (address.startswith("tcp://") and host and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"a relay has an address such as tcp://192.0.2.1:47401, and not {address!r}")
+    return "" if host == "*" else host.strip("[]"), int(port)
+
+
+def new_greeting() -> bytes:
+    """Return what a relay says first on a connection."""
+    return MAGIC + secrets.token_bytes(CHALLENGE_NBYTES)
+
+
+def secret_of_relay(server_key: bytes) -> bytes:
+    """Return the secret that a relay and a global server with the same secret key have in common."""
+    return hmac.digest(server_key, b"lsgd relay", "sha256")
+
+
+def secret_of_run(relay_secret: bytes, run: bytes) -> bytes:
+    """Return the secret that the members of a run prove to know."""
+    return hmac.digest(relay_secret, b"run " + run, "sha256")
+
+
+def _proof(run_secret: bytes, greeting: bytes, body: bytes) -> bytes:
+    return hmac.digest(run_secret, greeting + body, "sha256")

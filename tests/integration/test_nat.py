@@ -1,0 +1,155 @@
+"""Nodes behind NAT: two homes, each behind a router that forwards nothing inwards, and a machine that all can reach."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.testbed import Host, Testbed, no_nat
+
+from .running import SCRIPTS, until
+from .test_partition import Operator
+from .test_two_nodes import finish, start
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(os.geteuid() == 0 and no_nat() != "", reason="NAT needs nftables, and a kernel with it"),
+    pytest.mark.timeout(300),
+]
+
+NODES = 3
+LOCKSTEP = (("allreduce", 60), ("decentralized", 40))
+"""Their numbers do not depend on who is faster: what each worker has after each iteration is known."""
+
+EXCHANGED = (("local", 400), ("leader", 400))
+PERIODS = {"local": ["period = 4"], "leader": ["period = 4", "local_period = 4"]}
+
+FLIPS = """
+import contextlib, socket, sys, threading
+listener = socket.create_server(("", 47999))
+print("listening", flush=True)
+flipped = threading.Event()
+def carry(source, target):
+    passed = 0
+    with contextlib.suppress(OSError):
+        while data := bytearray(source.recv(1 << 16)):
+            if passed <= 20_000 < passed + len(data) and not flipped.is_set():
+                flipped.set()
+                data[20_000 - passed] ^= 1
+                print("flipped", flush=True)
+            passed += len(data)
+            target.sendall(data)
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+while True:
+    one, _ = listener.accept()
+    other = socket.create_connection((sys.argv[1], 47401))
+    for ends in ((one, other), (other, one)):
+        threading.Thread(target=carry, args=ends, daemon=True).start()
+"""
+"""In the place of the relay: passes everything on to it, but for one bit of one connection."""
+
+
+def begin(testbed: Testbed, folder: Path, phases: tuple[tuple[str, int], ...]) -> list["subprocess.Popen[str]"]:
+    """Start ``steady.py`` on all hosts, with these algorithms one after the other, each for so many iterations."""
+    folder.mkdir(exist_ok=True)
+    plan = folder / "plan.toml"
+    lines = [f"iterations = {NODES * sum(iterations for _, iterations in phases)}", "exchange_timeout_s = 20"]
+    for name, iterations in phases:
+        lines += ["[[phase]]", f'name = "{name}"', *PERIODS.get(name, [])]
+        lines += [f"iterations = {NODES * iterations}"] * (name != phases[-1][0])
+    plan.write_text("\n".join(lines))
+    settings = {"NUM_GROUPS": str(NODES), "NUM_WORKERS": "1", "PLAN": str(plan)}
+    command = ("--", sys.executable, str(SCRIPTS / "steady.py"))
+    return [start(host, folder, *command, **settings) for host in testbed.hosts]
+
+
+def consensus(folder: Path) -> str:
+    """Return the digest of the model that all have in the end."""
+    (found,) = {(folder / f"node{node}" / f"node{node}-worker0.model").read_text() for node in range(NODES)}
+    return found
+
+
+def digests(folder: Path, node: int) -> list[str]:
+    return (folder / f"node{node}" / f"node{node}-worker0.digests").read_text().split()
+
+
+@pytest.fixture(scope="module")
+def unobstructed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """What each worker has after each iteration where every node reaches every other."""
+    folder = tmp_path_factory.mktemp("open")
+    with Testbed(NODES) as testbed:
+        finish(begin(testbed, folder, LOCKSTEP))
+    assert "relay" not in (folder / "node0" / "global.log").read_text()
+    return [digests(folder, node) for node in range(NODES)]
+
+
+def relay_on(host: Host) -> int:
+    """Return the id of the relay's process as this machine has it."""
+    (pid,) = until(
+        lambda: [
+            int(entry.name)
+            for entry in Path("/proc").glob("[0-9]*")
+            if is_relay(entry) and os.readlink(entry / "ns/net") == os.readlink(f"/proc/{host.pid}/ns/net")
+        ],
+        "there is a relay",
+    )
+    return pid
+
+
+def is_relay(process: Path) -> bool:
+    try:
+        return b"\0--relay\0" in (process / "cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_two_homes_and_a_server_train_and_a_relay_that_dies_is_started_again(tmp_path: Path, unobstructed) -> None:
+    """With every kind of exchange; and with a global server that reaches them though they reach each other not."""
+    with Testbed(NODES, behind_nat=[1, 2]) as testbed:
+        operator = Operator(testbed.hosts[0], tmp_path / "keys")
+        processes = begin(testbed, tmp_path, (*LOCKSTEP, *EXCHANGED))
+        operator.finds_the_server()
+        until(lambda: operator.status()["ways"], "the nodes have tried each other")
+        shown = operator.lsgd("status")
+        lockstep = sum(iterations for _, iterations in LOCKSTEP)
+        until(lambda: len(digests(tmp_path, 0)) > lockstep + 8, "it is in the phases without lockstep")
+        os.kill(relay_on(testbed.hosts[0]), signal.SIGKILL)
+        outputs = finish(processes)
+    assert json.loads((tmp_path / "node0" / "result.json").read_text())["ways"] == [
+        {"nodes": [0, 1], "way": "dialled by node1 alone"},
+        {"nodes": [0, 2], "way": "dialled by node2 alone"},
+        {"nodes": [1, 2], "way": "through the relay"},
+    ]
+    assert "node1 and node2: through the relay" in shown
+    said = outputs[0]
+    assert "node1 and node2 cannot reach each other, and exchange through the relay" in said
+    assert "[launch] relay was killed by SIGKILL" in said and "it is started again in 1 s" in said
+    assert "evicted" not in said
+    for node, expected in enumerate(unobstructed):
+        assert digests(tmp_path, node)[: len(expected)] == expected
+    assert consensus(tmp_path)
+    assert not [line for line in said.splitlines() if "[relay]" in line and "refused" in line]
+
+
+def test_what_a_relay_changes_is_noticed_and_sent_again(tmp_path: Path, unobstructed) -> None:
+    with Testbed(NODES, behind_nat=[1, 2]) as testbed:
+        public = testbed.hosts[0]
+        flips = public.popen([sys.executable, "-c", FLIPS, public.address], stdout=subprocess.PIPE, text=True)
+        assert flips.stdout and flips.stdout.readline() == "listening\n"
+        rule = "type nat hook prerouting priority -100; tcp dport 47401 redirect to :47999;"
+        public.run(["nft", f"table ip nat {{\nchain prerouting {{ {rule} }}\n}}"])
+        outputs = finish(begin(testbed, tmp_path, LOCKSTEP))
+        assert flips.stdout.readline() == "flipped\n"
+    assert any("was changed on the way" in output and "bad record mac" in output.lower() for output in outputs)
+    assert not re.findall(r"round \d+ failed: .*", outputs[0])
+    for node, expected in enumerate(unobstructed):
+        assert digests(tmp_path, node) == expected

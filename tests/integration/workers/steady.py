@@ -1,0 +1,39 @@
+"""A small regression that computes the same numbers each time; notes the model's digest after each iteration.
+
+Writes them, a line each, to ``<name>.digests``, and the consensus model's to ``<name>.model``.
+"""
+
+import hashlib
+
+import torch
+from torch import nn
+
+from lsgd.client import Worker
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+inputs = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
+data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def digest() -> str:
+    state = b"".join(x.detach().numpy().tobytes() for x in model.parameters())
+    return hashlib.blake2b(state, digest_size=8).hexdigest()
+
+
+with Worker.join(model, optimizer) as worker:
+    assert worker.run_dir is not None
+    path = worker.run_dir / worker.name.replace("/", "-")
+    order = torch.Generator().manual_seed(worker.rank)
+    loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True, generator=order)
+    with path.with_suffix(".digests").open("w", buffering=1) as digests:
+        while not worker.stopped:
+            for x, y in worker.batches(loader):
+                loss = nn.functional.mse_loss(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                digests.write(f"{digest()}\n")
+                worker.report(loss)
+path.with_suffix(".model").write_text(digest())
