@@ -251,9 +251,10 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
     size = len(generation.indices)
     names, sizes = generation.members, generation.node_sizes
     home = device if generation.backend == "nccl" else torch.device("cpu")
+    shard = membership.island.rank  # groups of the same shard of all members' models meet
     return TorchGroup(
         build,
-        "world",
+        f"shard{shard}" if shard else "world",
         range(size),
         names,
         me,
