@@ -103,7 +103,7 @@ with Worker.join(model, optimizer) as worker:
     assert leader is not None
     assert worker.is_head == bool(state) == bool(leader)
     if worker.is_head:
-        names = sorted(state)
+        names = sorted(name for name in state if state[name].is_floating_point())
         result = {
             "state": hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in names)).hexdigest(),
             "shapes": {name: list(state[name].shape) for name in names},
