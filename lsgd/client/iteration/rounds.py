@@ -247,7 +247,9 @@ class Rounds:
             self._count = order.count
         if order.checkpoint:
             self._checkpoints.save(self.active.snapshot)
-        sent_nbytes = sum(self._island.gather("commits a round", self._tally.traffic.sent_nbytes))
+        traffic = self._tally.traffic
+        passed = self._island.gather("commits a round", (traffic.sent_nbytes, traffic.received_nbytes))
+        self._tally.passed = sent_nbytes, _ = tuple(map(sum, zip(*passed, strict=True)))
         self._channel.send(Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes))
 
     def _complete_gradients(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from lsgd.client.launcher.signals import received
+from lsgd.errors import EvictedError
 
 OTHERS_WITHIN_S = 15.0
 """How long the others have to end when one has ended with an error: they save what they have, or notice its end."""
@@ -58,8 +59,9 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: socket.socket) 
     deadline_s = float("inf")
     while running := [process for process in processes if process.poll() is None]:
         if not failed and (failed := next((p.returncode for p in processes if p.returncode), 0)):
-            # What a signal has killed has saved nothing, and neither can the others.
-            deadline_s = time.monotonic() + (OTHERS_WITHIN_S if failed > 0 else 0.0)
+            # What a signal has killed, or the run has evicted, saves nothing, and neither can the others.
+            saves = failed > 0 and failed != EvictedError.exit_code
+            deadline_s = time.monotonic() + (OTHERS_WITHIN_S if saves else 0.0)
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             for process in running:

@@ -1,7 +1,7 @@
 """One process of an island: a small model, sharded by FSDP2, with switches for what a test is about.
 
-Each process appends a line for each committed round to ``<name>.<rank>.rounds``: its number, and a digest of its parts.
-The head writes what it knows at the end to ``<name>.json``.
+Each process appends a line for each committed round to ``<name>.<rank>.rounds``: its number, and a digest of its parts;
+and at the end a line with the bytes that it sent and those of its parts. The head writes the rest to ``<name>.json``.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -23,21 +24,23 @@ from lsgd.client import Worker
 parser = argparse.ArgumentParser()
 parser.add_argument("--copied", action="store_true", help="as if torch kept shards otherwise")
 parser.add_argument("--plain", action="store_true", help="do not shard the model")
+parser.add_argument("--alike", action="store_true", help="all processes of a worker draw the same batches")
 parser.add_argument("--dim", type=int, default=0, help="that the linear layers are sharded in")
 parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
 parser.add_argument("--do", default="", choices=("", "kill", "freeze", "nan", "cut", "raise"))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
+parser.add_argument("--rest", type=float, default=0.0, help="seconds to sleep in each turn while it is alone")
 parser.add_argument("--once", default="", help="file that says that it has been done")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")
-process = dist.get_rank()
+process, processes = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 # Seven rows over two processes are uneven shards, and a bias of one element is whole on the first.
 model = nn.Sequential(nn.Linear(8, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 8), nn.Linear(8, 1))
 model[3].weight.requires_grad_(False)
 if not options.plain:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (processes,))
     place = torch.distributed.tensor.Shard(options.dim)
     for layer in (model[0], model[3]):
         fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: place if p.dim() > 1 and options.dim else None)
@@ -76,9 +79,12 @@ with Worker.join(model, optimizer) as worker:
     assert worker.run_dir is not None
     path = worker.run_dir / worker.name.replace("/", "-")
     loader = worker.loader(data, batch_size=8)
+    if options.alike:
+        drawn = torch.Generator().manual_seed(int(worker.name[-1]))
+        loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, generator=drawn)  # type: ignore[assignment]
     losses: list[float] = []
     committed = 0
-    struck = options.do and worker.name == options.who and process == dist.get_world_size() - 1
+    struck = options.do and worker.name == options.who and process == processes - 1
     with open(f"{path}.{process}.rounds", "a") as rounds:
         while not worker.stopped:
             for x, y in worker.batches(loader):
@@ -89,15 +95,19 @@ with Worker.join(model, optimizer) as worker:
                 loss = nn.functional.mse_loss(model(x), y)
                 optimizer.zero_grad()
                 loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if not options.alike:  # the norm of shards is summed in another order
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 losses.append(loss.item())
+                time.sleep(options.rest if worker.world_size == 1 else 0.0)
                 worker.report(loss)
                 if struck and worker.iterations == options.at:
                     do(worker)
                 if worker.iterations == 5:
                     with torch.no_grad():
                         model(x)  # leaves the root gathered
+        flat = sum(buffer.nbytes for buffer in worker._replica.flat.buffers)
+        print("sent", worker.timings.sent_nbytes, flat, file=rounds)
     state = worker.state_dict()
     leader = worker.leader_state_dict()
     assert leader is not None
@@ -112,7 +122,6 @@ with Worker.join(model, optimizer) as worker:
             "distance": worker.consensus_distance,
             "iterations": worker.iterations,
             "world_size": worker.world_size,
-            "sent": worker.timings.sent_nbytes,
         }
         path.with_suffix(".json").write_text(json.dumps(result))
 dist.barrier()

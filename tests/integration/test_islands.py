@@ -1,0 +1,216 @@
+"""Islands: workers of two processes with a sharded model, through the real servers and the launcher."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .running import SCRIPTS, Cluster, ForkServer, Process
+
+pytestmark = pytest.mark.slow
+
+PLACES = [(worker, process) for worker in (0, 1) for process in (0, 1)]
+
+
+class Islands(Cluster):
+    """A run of two workers on one node, each of so many processes."""
+
+    worker_forks = ForkServer(
+        *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "lsgd.plan.options"),
+        *("torch.distributed.checkpoint.state_dict", "lsgd.client.worker"),
+    )
+
+    def begin(self, *plan: str, workers: int = 2) -> Process:
+        """Start the servers; return the global one."""
+        server = self.start_global("--workers", str(workers), *plan)
+        self.start_local()
+        return server
+
+    def island(self, index: int, *arguments: str, size: int = 2, **variables: str) -> list[Process]:
+        """Start the processes of a worker."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(size)}
+        variables = {**place, **variables}
+        return [self.worker("island", 0, index, *arguments, RANK=str(r), **variables) for r in range(size)]
+
+    def train(self, *arguments: str, size: int = 2) -> list[dict[str, Any]]:
+        """Run two workers to the end; return their results."""
+        for process in self.island(0, *arguments, size=size) + self.island(1, *arguments, size=size):
+            assert process.succeeds().endswith("ended well\n")
+        return [self.result(0, 0), self.result(0, 1)]
+
+    def rounds(self, worker: int, process: int) -> dict[int, str]:
+        """Return the digest of a process's part after each round that it has committed."""
+        return {int(number): digest for number, digest, *_ in self._lines(worker, process) if number != "sent"}
+
+    def sent(self, worker: int, process: int) -> tuple[int, int]:
+        """Return the bytes that a process has sent, and those of its part of the model."""
+        _, sent, flat = next(line for line in self._lines(worker, process) if line[0] == "sent")
+        return int(sent), int(flat)
+
+    def _lines(self, worker: int, process: int) -> list[list[str]]:
+        text = (self.folder / f"node0-worker{worker}.{process}.rounds").read_text()
+        return [line.split() for line in text.splitlines()]
+
+    def commit_whole_rounds(self) -> None:
+        """Check that the processes of a worker have committed the same rounds."""
+        for worker in (0, 1):
+            assert list(self.rounds(worker, 0)) == list(self.rounds(worker, 1))
+
+
+@pytest.fixture
+def islands(tmp_path: Path) -> Iterator[Islands]:
+    made = Islands(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("copied", [(), ("--copied",)], ids=["windows", "copied"])
+def test_islands_train_and_are_equal_after_each_exchange(islands, copied) -> None:
+    islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "120")
+    one, other = islands.train(*copied)
+    for result in (one, other):
+        assert sum(result["losses"][-10:]) < sum(result["losses"][:10]) / 2
+    assert one["state"] == other["state"] and one["leader"] == other["leader"]
+    assert one["shapes"]["0.weight"] == [7, 8] and one["shapes"]["4.bias"] == [1]
+    assert one["iterations"] + other["iterations"] == 120
+    assert len(islands.rounds(0, 0)) > 10
+    for process in (0, 1):
+        assert islands.rounds(0, process) == islands.rounds(1, process)
+    islands.commit_whole_rounds()
+    for place in PLACES:  # a process sends its part once a round, and at the end the model's mean and the leader's
+        sent, flat = islands.sent(*place)
+        rounds = len(islands.rounds(*place))
+        assert rounds * flat <= sent <= (rounds + 6) * flat + rounds * 120
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ("local", "--compression", "none"),
+        ("leader", "--local-period", "1", "--election", "loss"),
+        ("diloco", "--fragments", "1"),
+    ],
+    ids=lambda plan: plan[0],
+)
+def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, plan) -> None:
+    plan = ("--algorithm", *plan, "--period", "1", "--iterations", "40")  # so each makes one iteration a round
+    islands.begin(*plan)
+    sharded = islands.train("--alike")
+    (tmp_path / "whole").mkdir()
+    whole_run = Islands(tmp_path / "whole")
+    try:
+        whole_run.begin(*plan)
+        whole = whole_run.train("--alike", "--plain", size=1)
+    finally:
+        whole_run.close()
+    for one, other in zip(sharded, whole, strict=True):
+        assert {**one, "distance": pytest.approx(one["distance"], rel=1e-5)} == other
+
+
+@pytest.mark.parametrize("algorithm", ["local", "leader"])
+def test_a_number_that_is_none_in_one_shard_counts_for_the_island(islands, algorithm) -> None:
+    islands.begin("--algorithm", algorithm, "--period", "4", "--iterations", "80")
+    one, other = islands.train("--do", "nan", "--at", "15")
+    assert one["state"] == other["state"]
+    islands.commit_whole_rounds()
+    output = islands.processes[-2].output  # the head's, whose own shard is finite
+    assert "this worker's model is not finite" in output
+    assert re.search(r"checkpoint of 80 iterations", output)
+
+
+def test_a_shard_whose_exchange_is_cut_fails_the_round_of_all(islands) -> None:
+    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "80")
+    one, other = islands.train("--do", "cut", "--at", "15")
+    assert one["state"] == other["state"]
+    islands.commit_whole_rounds()
+    for process in (0, 1):
+        assert islands.rounds(0, process) == islands.rounds(1, process)
+    assert "failed in another process of this worker" in islands.processes[-2].output
+
+
+def test_a_frozen_process_ends_its_island_and_the_others_go_on(islands) -> None:
+    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "80", "--lease-s", "2")
+    others = islands.island(0)
+    head, frozen = islands.island(1, "--do", "freeze", "--at", "15")
+    for process in others:
+        process.succeeds()
+    assert head.wait() == 76
+    assert "process 1 of this island has been silent for" in head.output
+    frozen.send(signal.SIGKILL)
+    assert frozen.wait() == -signal.SIGKILL
+    assert islands.result(0, 0)["world_size"] == 1
+
+
+def test_an_island_goes_on_from_its_checkpoints_with_as_many_processes(islands, tmp_path) -> None:
+    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "60", "--checkpoint-every", "1")
+    before = islands.train()
+    (tmp_path / "again").mkdir()
+    again = Islands(tmp_path / "again")
+    try:
+        again.begin("--algorithm", "local", "--period", "4", "--iterations", "100")
+        resume = {"LSGD_RESUME": str(tmp_path / "checkpoints")}
+        (refused,) = again.island(0, "--plain", size=1, **resume)
+        assert refused.wait() == 1
+        assert re.search(r"node0/worker0 in \S+ are of 2 processes, and here it has 1; go on with as", refused.output)
+        for process in again.island(0, **resume) + again.island(1, **resume):
+            process.succeeds()
+        after = [again.result(0, 0), again.result(0, 1)]
+    finally:
+        again.close()
+    assert after[0]["state"] == after[1]["state"] != before[0]["state"]
+    for old, new in zip(before, after, strict=True):
+        assert new["iterations"] > old["iterations"]
+        assert sum(new["losses"][:5]) < sum(old["losses"][:5]) / 2
+
+
+def test_what_an_island_cannot_do_is_refused_in_words(islands) -> None:
+    islands.begin("--algorithm", "bytegrad", workers=1)
+    (plain,) = islands.island(0, "--plain", size=1, LSGD_ISLAND="2")
+    assert plain.wait() == 1
+    assert "its model is not sharded over them: call fully_shard(model)" in plain.output
+    for process in islands.island(0):
+        assert process.wait() == 1
+        assert "its model is sharded over 2 processes, and the algorithm bytegrad needs whole models" in process.output
+
+
+def test_islands_and_whole_workers_do_not_mix(islands) -> None:
+    server = islands.begin("--algorithm", "local", "--iterations", "20")
+    islands.island(0)
+    server.says("1 of 2 workers have joined")
+    (plain,) = islands.island(1, "--plain", size=1)
+    assert plain.wait() == 1
+    assert "sharded as S(0) of (2,)" in plain.output
+
+
+@pytest.mark.timeout(180)
+def test_launch_starts_an_island_whole_again_when_one_of_its_processes_dies(tmp_path) -> None:
+    run = tmp_path / "run"
+    launched = subprocess.run(
+        [
+            *(sys.executable, "-m", "lsgd.client", "launch", "--device", "cpu", "--run-dir", str(run)),
+            *("--workers", "2", "--processes-per-worker", "2", "--", sys.executable, str(SCRIPTS / "island.py")),
+            *("--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "0.5"),
+        ],
+        env={**os.environ, "LSGD_ALGORITHM": "local", "LSGD_PERIOD": "4", "LSGD_ITERATIONS": "200"}
+        | {"LSGD_CHECKPOINT_EVERY": "2", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert launched.returncode == 0, launched.stdout + launched.stderr
+    assert "2 workers of 2 processes on cpu" in launched.stdout
+    assert re.search(r"node0/worker1 was killed by SIGKILL .* it is started again in 1 s", launched.stdout)
+    assert re.search(r"node0/worker1 goes on from .*node0-worker1\.0-of-2\.safetensors", launched.stdout)
+    one, other = (json.loads((run / f"node0-worker{worker}.json").read_text()) for worker in (0, 1))
+    assert one["state"] == other["state"] and one["world_size"] == 2
+    assert launched.stdout.count("ended well") == 4
