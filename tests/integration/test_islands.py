@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from .running import SCRIPTS, Cluster, ForkServer, Process
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp.py"
 
 pytestmark = pytest.mark.slow
 
@@ -34,13 +37,16 @@ class Islands(Cluster):
         self.start_local()
         return server
 
-    def island(self, index: int, *arguments: str, size: int = 2, **variables: str) -> list[Process]:
+    def island(
+        self, index: int, *arguments: str, size: int = 2, program: Path = SCRIPTS / "island.py", **variables: str
+    ) -> list[Process]:
         """Start the processes of a worker."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(size)}
         variables = {**place, **variables}
-        return [self.worker("island", 0, index, *arguments, RANK=str(r), **variables) for r in range(size)]
+        script = str(program.with_suffix(""))
+        return [self.worker(script, 0, index, *arguments, RANK=str(r), **variables) for r in range(size)]
 
     def train(self, *arguments: str, size: int = 2) -> list[dict[str, Any]]:
         """Run two workers to the end; return their results."""
@@ -192,6 +198,17 @@ def test_islands_and_whole_workers_do_not_mix(islands) -> None:
     assert "sharded as S(0) of (2,)" in plain.output
 
 
+def test_the_example(islands) -> None:
+    islands.begin("--algorithm", "local", "--period", "6", "--iterations", "24")
+    processes = [process for index in (0, 1) for process in islands.island(index, program=EXAMPLE)]
+    outputs = "".join(process.succeeds() for process in processes)
+    losses = dict(re.findall(r"(node0/worker\d): loss ([\d.]+) on unseen text", outputs))
+    assert losses["node0/worker0"] == losses["node0/worker1"]
+    assert float(losses["node0/worker0"]) < 4.5  # from the logarithm of 256, which is 5.5
+    with safe_open(islands.folder / "model.safetensors", "pt") as file:
+        assert file.get_slice("layers.3.linear1.weight").get_shape() == [512, 128]
+
+
 @pytest.mark.timeout(180)
 def test_launch_starts_an_island_whole_again_when_one_of_its_processes_dies(tmp_path) -> None:
     run = tmp_path / "run"
@@ -199,9 +216,9 @@ def test_launch_starts_an_island_whole_again_when_one_of_its_processes_dies(tmp_
         [
             *(sys.executable, "-m", "lsgd.client", "launch", "--device", "cpu", "--run-dir", str(run)),
             *("--workers", "2", "--processes-per-worker", "2", "--", sys.executable, str(SCRIPTS / "island.py")),
-            *("--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "0.5"),
+            *("--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "0.3"),
         ],
-        env={**os.environ, "LSGD_ALGORITHM": "local", "LSGD_PERIOD": "4", "LSGD_ITERATIONS": "200"}
+        env={**os.environ, "LSGD_ALGORITHM": "local", "LSGD_PERIOD": "4", "LSGD_ITERATIONS": "160"}
         | {"LSGD_CHECKPOINT_EVERY": "2", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
