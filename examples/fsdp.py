@@ -36,9 +36,8 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the loss of predicting each byte from those before it."""
         h = self.token(x[:, :-1]) + self.place.weight
-        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=x.device)
         for layer in self.layers:
-            h = layer(h, src_mask=mask, is_causal=True)
+            h = layer(h, nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=x.device), is_causal=True)
         return cross_entropy(self.logits(h).flatten(0, 1), x[:, 1:].flatten())
 
 

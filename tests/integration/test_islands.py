@@ -80,10 +80,10 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
     made.close()
 
 
-@pytest.mark.parametrize("copied", [(), ("--copied",)], ids=["windows", "copied"])
-def test_islands_train_and_are_equal_after_each_exchange(islands, copied) -> None:
+@pytest.mark.parametrize("how", [(), ("--copied", "--accumulate", "2")], ids=["windows", "copied"])
+def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
     islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "120")
-    one, other = islands.train(*copied)
+    one, other = islands.train(*how)
     for result in (one, other):
         assert sum(result["losses"][-10:]) < sum(result["losses"][:10]) / 2
     assert one["state"] == other["state"] and one["leader"] == other["leader"]
@@ -219,7 +219,7 @@ def test_launch_starts_an_island_whole_again_when_one_of_its_processes_dies(tmp_
             *("--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "0.3"),
         ],
         env={**os.environ, "LSGD_ALGORITHM": "local", "LSGD_PERIOD": "4", "LSGD_ITERATIONS": "160"}
-        | {"LSGD_CHECKPOINT_EVERY": "2", "OMP_NUM_THREADS": "1"},
+        | {"LSGD_SYNC_OPTIMIZER": "true", "LSGD_CHECKPOINT_EVERY": "2", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=150,

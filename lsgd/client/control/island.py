@@ -188,7 +188,7 @@ class _Peer:
         self._link = link
         self._sending = threading.Lock()
         self._received: queue.SimpleQueue[tuple[tuple[int, str], Any] | None] = queue.SimpleQueue()
-        self._lost = ""
+        self._lost: LsgdError = IslandError(f"{name} of this island has ended")
         self._over = threading.Event()  # on one side or the other: silence is no error any more
         threading.Thread(target=self._listen, name="lsgd-island", daemon=True).start()
 
@@ -202,14 +202,14 @@ class _Peer:
             try:
                 self._link.send((kind, value))
             except (OSError, ValueError):
-                raise IslandError(self._lost or f"{self._name} of this island has ended") from None
+                raise IslandError(f"{self._name} of this island has ended") from None
 
     def receive(self, tag: tuple[int, str], within_s: float) -> Any:
         """Return what it has sent in the same call.
 
         Raises:
             IslandError: it is gone.
-            LsgdError: it makes another call, or none in time.
+            LsgdError: it has left the run, makes another call, or none in time.
         """
         try:
             came = self._received.get(timeout=None if math.isinf(within_s) else within_s)
@@ -219,7 +219,7 @@ class _Peer:
                 f"processes of an island have to call the worker's methods together, in the same order"
             ) from None
         if came is None:
-            raise IslandError(self._lost)
+            raise self._lost
         if came[0] != tag:
             raise LsgdError(
                 f"this process {tag[1]} (call {tag[0]}), and {self._name} of its island {came[0][1]} (call "
@@ -250,22 +250,23 @@ class _Peer:
                     elif kind == "frame":
                         self._island.take(value)
                     elif kind == "bye":
-                        self._end(f"{self._name} of this island has left it")
+                        self._end(LsgdError(f"{self._name} of this island has left the run, and this one has not"))
                         return
                 elif self._over.is_set():
                     return
                 elif now - heard_at > self._island.silence_s:
-                    self._end(f"{self._name} of this island has been silent for {now - heard_at:.0f} s")
+                    silent = f"{self._name} of this island has been silent for {now - heard_at:.0f} s"
+                    self._end(IslandError(silent))
                     break
         except (OSError, EOFError, IslandError):
-            self._end(f"{self._name} of this island has ended")
+            self._end(self._lost)
         if not self._over.wait(STUCK_AFTER_S):
             # The training thread hangs in a collective, perhaps for ever, and nothing else can end it.
             logger.error("%s: this process ends with exit code %d", self._lost, IslandError.exit_code)
             logging.shutdown()
             os._exit(IslandError.exit_code)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: LsgdError) -> None:
         self._lost = reason
         self._received.put(None)
 

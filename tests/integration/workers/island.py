@@ -29,6 +29,7 @@ parser.add_argument("--dim", type=int, default=0, help="that the linear layers a
 parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
 parser.add_argument("--do", default="", choices=("", "kill", "freeze", "nan", "cut", "raise"))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
+parser.add_argument("--accumulate", type=int, default=1, help="batches in each step")
 parser.add_argument("--rest", type=float, default=0.0, help="seconds to sleep in each turn while it is alone")
 parser.add_argument("--once", default="", help="file that says that it has been done")
 options = parser.parse_args()
@@ -93,14 +94,16 @@ with Worker.join(model, optimizer) as worker:
                     held = b"".join(shards.local(p).detach().numpy().tobytes() for p in model.parameters())
                     print(committed, hashlib.sha256(held).hexdigest()[:16], file=rounds, flush=True)
                 loss = nn.functional.mse_loss(model(x), y)
-                optimizer.zero_grad()
                 loss.backward()
+                worker.report(loss)
+                losses.append(loss.item())
+                if len(losses) % options.accumulate:
+                    continue
                 if not options.alike:  # the norm of shards is summed in another order
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-                losses.append(loss.item())
+                optimizer.zero_grad()
                 time.sleep(options.rest if worker.world_size == 1 else 0.0)
-                worker.report(loss)
                 if struck and worker.iterations == options.at:
                     do(worker)
                 if worker.iterations == 5:
