@@ -18,7 +18,7 @@ from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS
 from lsgd.client.control.identity import identify
-from lsgd.client.control.island import island_of
+from lsgd.client.control.island import Island, island_of
 from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
 from lsgd.client.iteration.progress import Schedule
 from lsgd.client.iteration.replica import Replica
@@ -114,12 +114,28 @@ class Worker:
         """
         island = island_of(model)
         log_to_stderr(logging.INFO if island.is_head else logging.WARNING)
+        try:
+            return cls._join(model, optimizer, island, timeout_s, checkpoint_dir, extra or {})
+        except BaseException:
+            island.close()
+            raise
+
+    @classmethod
+    def _join(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        island: Island,
+        timeout_s: float,
+        checkpoint_dir: Path | None,
+        extra: Mapping[str, Stateful],
+    ) -> Self:
         optimizers = torch_optimizers(model, optimizer)
         identity = island.share("joins", identify)
         flat = FlatParameters(model)
         if checkpoint_dir is None and identity.run_dir is not None:
             checkpoint_dir = identity.run_dir / CHECKPOINTS
-        checkpoints = Checkpoints(model, optimizers, extra or {}, checkpoint_dir, identity.resume, island)
+        checkpoints = Checkpoints(model, optimizers, extra, checkpoint_dir, identity.resume, island)
         checkpoints.restarted = identity.restarted
         membership = join_run(model, identity, timeout_s, checkpoints.load, island)
         checkpoints.start(membership.welcome.run)

@@ -54,23 +54,30 @@ class Islands(Cluster):
             assert process.succeeds().endswith("ended well\n")
         return [self.result(0, 0), self.result(0, 1)]
 
-    def rounds(self, worker: int, process: int) -> dict[int, str]:
-        """Return the digest of a process's part after each round that it has committed."""
-        return {int(number): digest for number, digest, *_ in self._lines(worker, process) if number != "sent"}
-
     def sent(self, worker: int, process: int) -> tuple[int, int]:
         """Return the bytes that a process has sent, and those of its part of the model."""
-        _, sent, flat = next(line for line in self._lines(worker, process) if line[0] == "sent")
+        _, sent, flat = next(line for line in lines(self.folder, worker, process) if line[0] == "sent")
         return int(sent), int(flat)
 
-    def _lines(self, worker: int, process: int) -> list[list[str]]:
-        text = (self.folder / f"node0-worker{worker}.{process}.rounds").read_text()
-        return [line.split() for line in text.splitlines()]
 
-    def commit_whole_rounds(self) -> None:
-        """Check that the processes of a worker have committed the same rounds."""
-        for worker in (0, 1):
-            assert list(self.rounds(worker, 0)) == list(self.rounds(worker, 1))
+def lines(folder: Path, worker: int, process: int) -> list[list[str]]:
+    """Return what a process has written down."""
+    return [line.split() for line in (folder / f"node0-worker{worker}.{process}.rounds").read_text().splitlines()]
+
+
+def whole_rounds(folder: Path, worker: int) -> dict[int, tuple[str, ...]]:
+    """Return the digests of a worker's parts after each round; all of its processes have committed the same rounds."""
+    parts = [{int(line[0]): line[1] for line in lines(folder, worker, p) if line[0] != "sent"} for p in (0, 1)]
+    assert list(parts[0]) == list(parts[1])
+    return {number: (digest, parts[1][number]) for number, digest in parts[0].items()}
+
+
+def equal_after_each_round(folder: Path) -> int:
+    """Return of how many rounds both workers hold the same model after each that both have committed."""
+    one, other = whole_rounds(folder, 0), whole_rounds(folder, 1)
+    both = one.keys() & other.keys()
+    assert {number: one[number] for number in both} == {number: other[number] for number in both}
+    return len(both)
 
 
 @pytest.fixture
@@ -80,7 +87,7 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
     made.close()
 
 
-@pytest.mark.parametrize("how", [(), ("--copied", "--accumulate", "2")], ids=["windows", "copied"])
+@pytest.mark.parametrize("how", [("--dim", "1"), ("--copied", "--accumulate", "2")], ids=["windows", "copied"])
 def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
     islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "120")
     one, other = islands.train(*how)
@@ -89,13 +96,10 @@ def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
     assert one["state"] == other["state"] and one["leader"] == other["leader"]
     assert one["shapes"]["0.weight"] == [7, 8] and one["shapes"]["4.bias"] == [1]
     assert one["iterations"] + other["iterations"] == 120
-    assert len(islands.rounds(0, 0)) > 10
-    for process in (0, 1):
-        assert islands.rounds(0, process) == islands.rounds(1, process)
-    islands.commit_whole_rounds()
+    rounds = equal_after_each_round(islands.folder)
+    assert rounds > 10
     for place in PLACES:  # a process sends its part once a round, and at the end the model's mean and the leader's
         sent, flat = islands.sent(*place)
-        rounds = len(islands.rounds(*place))
         assert rounds * flat <= sent <= (rounds + 6) * flat + rounds * 120
 
 
@@ -128,19 +132,17 @@ def test_a_number_that_is_none_in_one_shard_counts_for_the_island(islands, algor
     islands.begin("--algorithm", algorithm, "--period", "4", "--iterations", "80")
     one, other = islands.train("--do", "nan", "--at", "15")
     assert one["state"] == other["state"]
-    islands.commit_whole_rounds()
+    assert all(whole_rounds(islands.folder, worker) for worker in (0, 1))
     output = islands.processes[-2].output  # the head's, whose own shard is finite
     assert "this worker's model is not finite" in output
     assert re.search(r"checkpoint of 80 iterations", output)
 
 
 def test_a_shard_whose_exchange_is_cut_fails_the_round_of_all(islands) -> None:
-    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "80")
+    islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "80")
     one, other = islands.train("--do", "cut", "--at", "15")
     assert one["state"] == other["state"]
-    islands.commit_whole_rounds()
-    for process in (0, 1):
-        assert islands.rounds(0, process) == islands.rounds(1, process)
+    assert equal_after_each_round(islands.folder) > 5
     assert "failed in another process of this worker" in islands.processes[-2].output
 
 
@@ -189,6 +191,20 @@ def test_what_an_island_cannot_do_is_refused_in_words(islands) -> None:
         assert "its model is sharded over 2 processes, and the algorithm bytegrad needs whole models" in process.output
 
 
+def test_processes_that_make_different_calls_are_told_so(islands) -> None:
+    islands.begin("--algorithm", "local", "--period", "4", workers=1)
+    head, other = islands.island(0, "--do", "pause", "--at", "10", "--who", "node0/worker0")
+    assert other.wait() == 1
+    assert re.search(r"this process pauses \(call \d+\), and the head of its island \w+ a", other.output)
+    assert "LsgdError" in other.output and head.wait() == 1
+
+
+def test_islands_that_all_leave_make_the_consensus(islands) -> None:
+    islands.begin("--algorithm", "local", "--period", "4")
+    one, other = islands.train("--leave-at", "12")
+    assert one["state"] == other["state"] and one["distance"] is not None
+
+
 def test_islands_and_whole_workers_do_not_mix(islands) -> None:
     server = islands.begin("--algorithm", "local", "--iterations", "20")
     islands.island(0)
@@ -210,7 +226,7 @@ def test_the_example(islands) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_launch_starts_an_island_whole_again_when_one_of_its_processes_dies(tmp_path) -> None:
+def test_launch_starts_an_island_whole_again_when_a_process_dies_in_a_round(tmp_path) -> None:
     run = tmp_path / "run"
     launched = subprocess.run(
         [
@@ -218,7 +234,13 @@ def test_launch_starts_an_island_whole_again_when_one_of_its_processes_dies(tmp_
             *("--workers", "2", "--processes-per-worker", "2", "--", sys.executable, str(SCRIPTS / "island.py")),
             *("--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "0.3"),
         ],
-        env={**os.environ, "LSGD_ALGORITHM": "local", "LSGD_PERIOD": "4", "LSGD_ITERATIONS": "160"}
+        env={
+            **os.environ,
+            "LSGD_ALGORITHM": "local",
+            "LSGD_COMPRESSION": "none",
+            "LSGD_PERIOD": "4",
+            "LSGD_ITERATIONS": "160",
+        }
         | {"LSGD_SYNC_OPTIMIZER": "true", "LSGD_CHECKPOINT_EVERY": "2", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -231,3 +253,4 @@ def test_launch_starts_an_island_whole_again_when_one_of_its_processes_dies(tmp_
     one, other = (json.loads((run / f"node0-worker{worker}.json").read_text()) for worker in (0, 1))
     assert one["state"] == other["state"] and one["world_size"] == 2
     assert launched.stdout.count("ended well") == 4
+    assert equal_after_each_round(run) > 5

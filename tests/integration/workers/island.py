@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,12 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--copied", action="store_true", help="as if torch kept shards otherwise")
 parser.add_argument("--plain", action="store_true", help="do not shard the model")
 parser.add_argument("--alike", action="store_true", help="all processes of a worker draw the same batches")
-parser.add_argument("--dim", type=int, default=0, help="that the linear layers are sharded in")
+parser.add_argument("--dim", type=int, default=0, help="that the first layer is sharded in")
 parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
-parser.add_argument("--do", default="", choices=("", "kill", "freeze", "nan", "cut", "raise"))
+parser.add_argument("--do", default="", choices=("", "kill", "freeze", "nan", "cut", "raise", "pause"))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
 parser.add_argument("--accumulate", type=int, default=1, help="batches in each step")
+parser.add_argument("--leave-at", type=int, default=-1, help="leave after so many iterations")
 parser.add_argument("--rest", type=float, default=0.0, help="seconds to sleep in each turn while it is alone")
 parser.add_argument("--once", default="", help="file that says that it has been done")
 options = parser.parse_args()
@@ -43,8 +45,8 @@ model[3].weight.requires_grad_(False)
 if not options.plain:
     mesh = init_device_mesh("cpu", (processes,))
     place = torch.distributed.tensor.Shard(options.dim)
-    for layer in (model[0], model[3]):
-        fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: place if p.dim() > 1 and options.dim else None)
+    fully_shard(model[0], mesh=mesh, shard_placement_fn=lambda p: place if p.dim() > 1 else None)
+    fully_shard(model[3], mesh=mesh)
     fully_shard(model, mesh=mesh)
 if options.copied:
     shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
@@ -63,7 +65,16 @@ def do(worker: Worker) -> None:
     group = worker._steps.rounds.entrance._group
     match options.do:
         case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            assert group is not None
+            votes = iter((True, True))
+
+            def vote(ok: bool) -> bool:
+                """In the next round vote twice, and die when the exchange is done and the last vote is due."""
+                if not next(votes, False):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return worker._membership.island.agree(ok)
+
+            group.votes = vote
         case "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "raise":
@@ -71,6 +82,9 @@ def do(worker: Worker) -> None:
         case "cut":
             assert group is not None
             group.cut()
+        case "pause":
+            with worker.pause():
+                pass
         case "nan":
             with torch.no_grad():
                 shards.local(model[0].weight)[0, 0] = float("nan")
@@ -107,8 +121,10 @@ with Worker.join(model, optimizer) as worker:
                 if struck and worker.iterations == options.at:
                     do(worker)
                 if worker.iterations == 5:
-                    with torch.no_grad():
+                    with nullcontext() if options.alike else worker.pause(), torch.no_grad():
                         model(x)  # leaves the root gathered
+                if worker.iterations == options.leave_at:
+                    worker.leave()
         flat = sum(buffer.nbytes for buffer in worker._replica.flat.buffers)
         print("sent", worker.timings.sent_nbytes, flat, file=rounds)
     state = worker.state_dict()
