@@ -247,7 +247,7 @@ class _Peer:
                     heard_at = time.monotonic()
                     if kind == "call":
                         self._received.put(value)
-                    elif kind == "frame":
+                    elif kind == "frame" and not self._over.is_set():
                         self._island.take(value)
                     elif kind == "bye":
                         self._end(LsgdError(f"{self._name} of this island has left the run, and this one has not"))

@@ -115,6 +115,7 @@ def _join_at(
     device = next(model.parameters()).device
     channel = _channel(address, identity.incarnation, island)
     try:
+        island.gather("joins", None)  # from here on all can hear what the head passes down
         here = island.share("joins", lambda: _find_server(channel, identity))
         channel.silence_s = SILENCE_S
         interface = _interface(here.address)

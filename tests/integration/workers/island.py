@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lsgd import shards
 from lsgd.client import Worker
@@ -30,6 +30,7 @@ parser.add_argument("--dim", type=int, default=0, help="that the first layer is 
 parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
 parser.add_argument("--do", default="", choices=("", "kill", "freeze", "nan", "cut", "raise", "pause"))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
+parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
 parser.add_argument("--accumulate", type=int, default=1, help="batches in each step")
 parser.add_argument("--leave-at", type=int, default=-1, help="leave after so many iterations")
 parser.add_argument("--rest", type=float, default=0.0, help="seconds to sleep in each turn while it is alone")
@@ -45,9 +46,11 @@ model[3].weight.requires_grad_(False)
 if not options.plain:
     mesh = init_device_mesh("cpu", (processes,))
     place = torch.distributed.tensor.Shard(options.dim)
-    fully_shard(model[0], mesh=mesh, shard_placement_fn=lambda p: place if p.dim() > 1 else None)
-    fully_shard(model[3], mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.bf16 else None)
+    fully_shard(model[0], mesh=mesh, mp_policy=policy, shard_placement_fn=lambda p: place if p.dim() > 1 else None)
+    fully_shard(model[1], mesh=mesh)  # batch norm is computed in float32
+    fully_shard(model[3], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 if options.copied:
     shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
@@ -107,7 +110,7 @@ with Worker.join(model, optimizer) as worker:
                     committed = worker._steps.tally.committed
                     held = b"".join(shards.local(p).detach().numpy().tobytes() for p in model.parameters())
                     print(committed, hashlib.sha256(held).hexdigest()[:16], file=rounds, flush=True)
-                loss = nn.functional.mse_loss(model(x), y)
+                loss = nn.functional.mse_loss(model(x).float(), y)
                 loss.backward()
                 worker.report(loss)
                 losses.append(loss.item())
