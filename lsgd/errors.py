@@ -57,6 +57,10 @@ class EvictedError(JoinError):
     exit_code = 76  # of a worker whose script does not handle it
 
 
+class IslandError(EvictedError):
+    """Another process of this worker's island has ended or hangs: the island is started again, and joins anew."""
+
+
 class ServerLostError(LsgdError):
     """The servers were silent past the deadline while this worker waited for an answer."""
 

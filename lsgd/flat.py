@@ -6,6 +6,7 @@ DLPack). So ``torch.save`` of a submodule writes that submodule only, and safete
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from lsgd.errors import ConfigError, DetachedError
+from lsgd.shards import Reshard, Shard, layout, local, shards
 
 ALIGNMENT_NBYTES = 64
 """Every parameter begins at a multiple of this in its buffer: a cache line, and the widest vector of a CPU."""
@@ -30,15 +32,16 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
-        return self.parameter.numel()
+        """Elements of the parameter, or of this process's shard of it."""
+        return local(self.parameter).numel()
 
 
 class FlatParameters:
     """The trainable parameters of a model, moved into flat buffers.
 
     Frozen parameters (``requires_grad`` false) never change and stay where they are. Tied parameters occur once. The
-    padding between parameters starts as zero, and is not part of the model.
+    padding between parameters starts as zero, and is not part of the model. Of a sharded model the buffers have this
+    process's shards.
 
     Args:
         model: its parameters are moved. The Parameter objects stay the same, and so do optimizers and hooks.
@@ -49,12 +52,16 @@ class FlatParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._reshard = Reshard(model)
+        self._reshard()
         self._note_links()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise ConfigError("the model has no parameter with requires_grad: there is nothing to train")
         for name, parameter in named:
             _check(name, parameter)
+        kept = shards(model)
+        self._copied: list[tuple[nn.Parameter, Tensor]] = []  # shards that are no windows, and their places
         self.frozen = [p for p in model.parameters() if not p.requires_grad]
         kinds = list(dict.fromkeys((p.dtype, p.device) for _, p in named))
         sizes = [0] * len(kinds)
@@ -62,20 +69,41 @@ class FlatParameters:
         for _, parameter in named:
             buffer = kinds.index((parameter.dtype, parameter.device))
             places.append((buffer, sizes[buffer]))
-            sizes[buffer] += _padded(parameter.numel(), parameter.element_size())
+            room = kept[id(parameter)].room if id(parameter) in kept else local(parameter).numel()
+            sizes[buffer] += _padded(room, parameter.element_size())
         self.buffers = [
             torch.zeros(size, dtype=dtype, device=device) for size, (dtype, device) in zip(sizes, kinds, strict=True)
         ]
         self.slots = [
-            self._move(name, parameter, buffer, offset)
+            self._move(name, parameter, buffer, offset, kept.get(id(parameter)))
             for (name, parameter), (buffer, offset) in zip(named, places, strict=True)
         ]
 
-    def _move(self, name: str, parameter: nn.Parameter, buffer: int, offset: int) -> Slot:
-        view = _view(self.buffers[buffer], offset, parameter.data)
-        view.copy_(parameter.data)
+    def _move(self, name: str, parameter: nn.Parameter, buffer: int, offset: int, kept: Shard | None) -> Slot:
+        if kept is not None:
+            view = kept.move(self.buffers[buffer][offset : offset + kept.room])
+            return Slot(name, parameter, buffer, offset, view.data_ptr())
+        view = _view(self.buffers[buffer], offset, local(parameter).data)
+        view.copy_(local(parameter))
+        if layout(parameter):
+            self._copied.append((parameter, view))
+            return Slot(name, parameter, buffer, offset, local(parameter).data_ptr())
         parameter.data = view
         return Slot(name, parameter, buffer, offset, view.data_ptr())
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Have the buffers and the parameters the same values inside, and after it; after an error, as before."""
+        self._reshard()
+        self._copy(into_buffers=True)
+        yield
+        self._copy(into_buffers=False)
+
+    @torch.no_grad()
+    def _copy(self, *, into_buffers: bool) -> None:
+        for parameter, view in self._copied:
+            target, source = (view, local(parameter)) if into_buffers else (local(parameter), view)
+            target.copy_(source)
 
     def check(self) -> None:
         """Check that the model still has the joined parameters, in their buffers, and trains no other.
@@ -83,8 +111,9 @@ class FlatParameters:
         Raises:
             DetachedError: not so; the training of one would not be exchanged.
         """
+        self._reshard()
         for slot in self.slots:
-            if slot.parameter.data_ptr() != slot.address:
+            if local(slot.parameter).data_ptr() != slot.address:
                 raise _detached(slot.name, "replaced")
         if self._links() != self._noted_links:
             self._check_objects()
@@ -115,7 +144,7 @@ class FlatParameters:
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return views of other buffers of the same layout, shaped like the parameters, in the order of ``slots``."""
-        return [_view(buffers[s.buffer], s.offset, s.parameter.data) for s in self.slots]
+        return [_view(buffers[s.buffer], s.offset, local(s.parameter).data) for s in self.slots]
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
@@ -130,14 +159,16 @@ def named_floating_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def describe(model: nn.Module) -> tuple[str, str]:
     """Return a digest of the names, shapes and dtypes of all parameters and buffers, and a summary in words."""
-    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in model.named_parameters()]
+    named = list(model.named_parameters())
+    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}{layout(t)}" for n, t in named]
     lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.named_buffers()]
-    count = sum(p.numel() for p in model.parameters())
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    count = sum(p.numel() for _, p in named)
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for _, p in named})
+    sharded = next((f", sharded as {words}" for _, p in named if (words := layout(p))), "")
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
     return (
         digest,
-        f"{count:,} parameters in {len(lines)} tensors of {', '.join(dtypes)} (digest {digest[:8]})",
+        f"{count:,} parameters in {len(lines)} tensors of {', '.join(dtypes)}{sharded} (digest {digest[:8]})",
     )
 
 

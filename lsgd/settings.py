@@ -102,6 +102,14 @@ class AlgorithmSettings:
         """
         raise NotImplementedError
 
+    def obstacle_to_islands(self) -> str:
+        """Return in words why workers with sharded models cannot use these settings; an empty text: they can.
+
+        They can if the algorithm asks the group whether its island agrees (:meth:`lsgd.collectives.group.Group.agree`)
+        where it judges numbers and before it commits.
+        """
+        return f"the algorithm {self.name} needs whole models; choose local, diloco, sparse, leader or elastic"
+
     def create(self, parameters: "Flat", run: str = "") -> "Algorithm":
         """Return the algorithm with these settings, in its initial state; only workers call it, not servers.
 

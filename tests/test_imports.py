@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors",
-    "lazy output payload registry election settings flat probe",
+    "lazy output payload registry election settings shards probe",
+    "flat",
     "learning_rate",
     "protocol",
     "kernels",

@@ -38,6 +38,10 @@ class ElasticSettings(Periodic):
         """The model twice, except the worker's own share."""
         return 2 * (workers - 1) / workers * 4 * numel / self.schedule().period
 
+    def obstacle_to_islands(self) -> str:
+        """Return an empty text: there is none."""
+        return ""
+
     def create(self, parameters: Flat, run: str = "") -> ElasticSGD:
         """Return the algorithm."""
         return ElasticSGD(self, parameters)
@@ -66,12 +70,13 @@ class ElasticSGD(Algorithm):
         """Average the models, then move each toward the master and the master toward the mean."""
         if order is None:
             return
-        finite = all_finite(parameters)
+        finite = group.agree(all_finite(parameters))
         if not finite:
             log.warning("round %d: this worker's model is not finite; it takes the master's", order.id)
         for x, m, mean in zip(parameters, self.master, self._scratch, strict=True):
             mean.copy_(x if finite else m).div_(group.size)
             group.all_reduce(mean).wait()
+        group.agree()
         for x, m, mean in zip(parameters, self.master, self._scratch, strict=True):
             if finite:
                 x.lerp_(m, self.settings.strength / group.size)

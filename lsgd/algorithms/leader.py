@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all, empties
-from lsgd.algorithms.common import Periodic, block, codec, delay, period
+from lsgd.algorithms.common import Periodic, block, codec, delay, obstacle_in_delay, period
 from lsgd.codecs import codec_of
 from lsgd.collectives.background import Background
 from lsgd.collectives.topology import node_index, node_ranks
@@ -85,6 +85,10 @@ class LeaderSettings(Periodic):
         codec = codec_of(self.compression, self.block)
         return (workers - 1) / workers * numel * codec.element_nbytes / self.schedule().period
 
+    def obstacle_to_islands(self) -> str:
+        """Return what is said of ``delay``."""
+        return obstacle_in_delay(self.delay)
+
     def create(self, parameters: Flat, run: str = "") -> LeaderSGD:
         """Return the algorithm."""
         return LeaderSGD(self, parameters)
@@ -110,6 +114,7 @@ class LeaderSGD(Algorithm):
         self._global = _LeaderCopy(clones(parameters), settings)
         self._local: _LeaderCopy | None = None
         self._background = Background()
+        self._group: Group | None = None
         self._scope = ""
         self._round_id = 0
         self._steps_left = 0
@@ -127,7 +132,7 @@ class LeaderSGD(Algorithm):
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """The node's leader starts as the global leader; the first round of a generation is global."""
         self._global = _LeaderCopy(self._global.model, self.settings)
-        self._local = None
+        self._local, self._group = None, group
         self._background = Background()
         self._set_levels(group)
 
@@ -191,12 +196,17 @@ class LeaderSGD(Algorithm):
 
     def _land(self, parameters: Flat) -> None:
         """Replace the copies by the models that arrived, and pull."""
-        if self._local is not None and self._local.land(f"round {self._round_id}: the node's leader"):
+        assert self._group is not None
+        is_global, agree = self._scope == "global", self._group.agree
+        local_whole = self._local is not None and agree(self._local.has_arrived())
+        global_whole = is_global and agree(self._global.has_arrived())
+        finite = not is_global or agree(all_finite(parameters))
+        if self._local is not None and self._local.land(f"round {self._round_id}: the node's leader", local_whole):
             _pull(parameters, self.local_leader, self.settings.pull_local)
-        if self._scope != "global":
+        if not is_global:
             return
-        arrived = self._global.land(f"round {self._round_id}: the global leader")
-        if not all_finite(parameters):  # no pull repairs a NaN
+        arrived = self._global.land(f"round {self._round_id}: the global leader", global_whole)
+        if not finite:  # no pull repairs a NaN
             log.warning("round %d: this worker's model is not finite; it takes the leader's", self._round_id)
             copy_all(parameters, self.global_leader)
         elif arrived:
@@ -248,9 +258,13 @@ class _LeaderCopy:
             arriving.copy_(z)
             self._codec.decode_add(payload, arriving)
 
-    def land(self, whose: str) -> bool:
-        """Replace the model by the one that arrived, unless that is non-finite, which all members see equally."""
-        if not all_finite(self._arriving):
+    def has_arrived(self) -> bool:
+        """Whether what arrived is finite; all members see it equally."""
+        return all_finite(self._arriving)
+
+    def land(self, whose: str, whole: bool) -> bool:
+        """Replace the model by the one that arrived, if that is finite."""
+        if not whole:
             log.warning("%s has a model that is not finite; nobody takes it over, and the previous one stays", whose)
             return False
         self.model, self._arriving = self._arriving, self.model

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, copy_all
-from lsgd.algorithms.common import Periodic, block, codec, delay, fragments, hierarchical, period
+from lsgd.algorithms.common import Periodic, block, codec, delay, fragments, hierarchical, obstacle_in_delay, period
 from lsgd.codecs import Codec, codec_of
 from lsgd.collectives.background import Background
 from lsgd.collectives.compressed_mean import CompressedMean, sent_nbytes
@@ -99,6 +99,10 @@ class LocalSettings(Periodic):
         if codec.lossless:
             return 2 * (workers - 1) / workers * numel * codec.element_nbytes / period
         return sent_nbytes(codec, numel, workers) / period
+
+    def obstacle_to_islands(self) -> str:
+        """Return what is said of ``delay``."""
+        return obstacle_in_delay(self.delay)
 
     def create(self, parameters: Flat, run: str = "") -> LocalSGD:
         """Return the algorithm."""
@@ -189,6 +193,7 @@ class LocalSGD(Algorithm):
         self._mean: CompressedMean | None = None
         self._members: tuple[str, ...] = ()
         self._background = Background()
+        self._group: Group | None = None
         self._order: Round | None = None
         self._steps_left = 0
 
@@ -201,7 +206,7 @@ class LocalSGD(Algorithm):
             self._changes = [torch.empty_like(x, dtype=torch.float32) for x in parameters]
             hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
             self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
-        members = order.generation.members
+        self._group, members = group, order.generation.members
         for feedback in (each for fragment in self._feedback for each in fragment):
             feedback.begin_generation(same_members=members == self._members)
         self._members = members
@@ -212,7 +217,7 @@ class LocalSGD(Algorithm):
         if order is None:
             return
         self.settle(parameters)
-        finite = all_finite(parameters)
+        finite = group.agree(all_finite(parameters))
         if not finite:
             log.warning("round %d: this worker's model is not finite; it takes the common one", order.id)
         fragment = order.exchanges % len(self._fragments)
@@ -258,7 +263,9 @@ class LocalSGD(Algorithm):
         """Take the outer step of a round whose mean has arrived, and take over the common model."""
         settings, fragment = self.settings, order.exchanges % len(self._fragments)
         parts = list(self._parts(fragment, parameters, self.common, self.velocity, self._changes))
-        if all_finite([change for *_, change in parts]):
+        assert self._group is not None
+        finite = self._group.agree(all_finite(parameters))
+        if self._group.agree(all_finite([change for *_, change in parts])):
             for feedback in self._feedback[fragment] if self._feedback else ():
                 feedback.commit()
             lr, momentum = settings.outer_lr, settings.outer_momentum
@@ -267,7 +274,7 @@ class LocalSGD(Algorithm):
                 c.add_(change, alpha=lr).add_(v, alpha=lr * momentum)
         else:  # so it is on all members
             log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
-        if not all_finite(parameters):
+        if not finite:
             copy_all(parameters, self.common)
             return
         for x, c, _, _ in parts:

@@ -18,6 +18,7 @@ from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS
 from lsgd.client.control.identity import identify
+from lsgd.client.control.island import Island, island_of
 from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
 from lsgd.client.iteration.progress import Schedule
 from lsgd.client.iteration.replica import Replica
@@ -35,6 +36,7 @@ from lsgd.errors import (
 from lsgd.flat import FlatParameters
 from lsgd.protocol.messages import Data, Leave, Left, Status, StatusQuery
 from lsgd.settings import AlgorithmSettings
+from lsgd.shards import full_state_dict
 
 logger = logging.getLogger("lsgd")
 
@@ -42,7 +44,10 @@ T = TypeVar("T")
 
 
 class Worker:
-    """One process of a run: it asks before each iteration, and carries out the rounds that it is told of.
+    """A member of a run: it asks before each iteration, and carries out the rounds that it is told of.
+
+    It is one process, or several that share a model sharded by FSDP2 (``fully_shard``): an island. All processes of
+    an island make the same calls of its methods, in the same order.
 
     Made by :meth:`join`; a context manager, which leaves the run at its end::
 
@@ -107,15 +112,32 @@ class Worker:
                 exit code 0.
             ConfigError: the model, an optimizer, a variable or a checkpoint cannot be used.
         """
-        log_to_stderr()
+        island = island_of(model)
+        log_to_stderr(logging.INFO if island.is_head else logging.WARNING)
+        try:
+            return cls._join(model, optimizer, island, timeout_s, checkpoint_dir, extra or {})
+        except BaseException:
+            island.close()
+            raise
+
+    @classmethod
+    def _join(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        island: Island,
+        timeout_s: float,
+        checkpoint_dir: Path | None,
+        extra: Mapping[str, Stateful],
+    ) -> Self:
         optimizers = torch_optimizers(model, optimizer)
-        identity = identify()
+        identity = island.share("joins", identify)
         flat = FlatParameters(model)
         if checkpoint_dir is None and identity.run_dir is not None:
             checkpoint_dir = identity.run_dir / CHECKPOINTS
-        checkpoints = Checkpoints(model, optimizers, extra or {}, checkpoint_dir, identity.resume)
+        checkpoints = Checkpoints(model, optimizers, extra, checkpoint_dir, identity.resume, island)
         checkpoints.restarted = identity.restarted
-        membership = join_run(model, identity, timeout_s, checkpoints.load)
+        membership = join_run(model, identity, timeout_s, checkpoints.load, island)
         checkpoints.start(membership.welcome.run)
         replica = Replica(membership, flat, model, optimizers, checkpoints.finite, checkpoints.algorithm)
         return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
@@ -126,6 +148,11 @@ class Worker:
     def name(self) -> str:
         """This worker's name in the run: ``node0/worker1``."""
         return self._membership.join.worker
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this process speaks for its worker: the first of an island, or the only one."""
+        return self._membership.island.is_head
 
     @property
     def rank(self) -> int:
@@ -186,7 +213,7 @@ class Worker:
         seed: int = 0,
         **options: Any,
     ) -> loaders.ShardLoader:
-        """Return a DataLoader of this worker's shard of ``dataset``.
+        """Return a DataLoader of this worker's shard of ``dataset``; each process of an island has its part of that.
 
         Each epoch deals anew: its shards are disjoint, cover the dataset, and follow the membership. The loader's
         ``state_dict()`` says how far training is; it counts batches consumed, not prefetched.
@@ -206,7 +233,8 @@ class Worker:
         def place() -> tuple[int, int]:
             worker = me()
             assert worker is not None, "the loader has outlived its worker"
-            return worker.rank, worker.world_size
+            island = worker._membership.island
+            return worker.rank * island.size + island.rank, worker.world_size * island.size
 
         loader = loaders.shard_loader(dataset, place, seed, shuffle, {"batch_size": batch_size, **options})
         return self._checkpoints.attend(loader)
@@ -363,14 +391,26 @@ class Worker:
         yield
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the whole run, from the global server; docs/operations.md lists the keys."""
+        """Return the state of the whole run, from the global server; docs/operations.md lists the keys.
+
+        In an island only the head can ask, and the other processes need not call this.
+        """
         self._check_open()
+        if not self.is_head:
+            raise LsgdError(f"{self.name}: status() is for the head of an island: if worker.is_head: worker.status()")
         query = StatusQuery(self._membership.identity.incarnation)
         answer: Status = self._channel.ask(query, lambda m: isinstance(m, Status), what="waiting for the status")
         return dict(json.loads(answer.report))
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of the whole model in host memory, after the run the consensus.
+
+        In an island all processes call it; the head gets the model, the others an empty dict.
+        """
+        return full_state_dict(self._replica.model)
+
     def leader_state_dict(self) -> dict[str, Tensor] | None:
-        """Return the leader's own model as it was when the consensus was made, as a state dict; None before."""
+        """Return the leader's model as it was when the consensus was made, as :meth:`state_dict`; None before."""
         return self._replica.leader_state_dict()
 
     def leave(self) -> bool:
@@ -395,6 +435,9 @@ class Worker:
         join = self._membership.join
         why = reason or ("the run is over" if self.stopped else "its training loop ended")
         self._steps.rounds.entrance.leave(cut=failed)
+        if not self.is_head:
+            self._membership.close()
+            return
         try:
             tally = self._steps.tally
             message = Leave(join.worker, join.incarnation, tally.done, failed, why, tally.committed)
@@ -410,10 +453,12 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        looks = error is None and self.stopped and (self._open or self._membership.island.size == 1)
+        broken = self._checkpoints.non_finite_error() if looks else None
         self._end(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
         if isinstance(error, ServerLostError | EvictedError | NoConsensusError):
             self._exit(error)
-        if error is None and self.stopped and (broken := self._checkpoints.non_finite_error()):
+        if broken is not None:
             self._exit(broken)
 
     def _exit(self, error: ServerLostError | EvictedError | NoConsensusError | NonFiniteError) -> NoReturn:

@@ -50,8 +50,11 @@ class Group:
         rank: of this member in the group, 0 to ``size - 1``.
         size: number of members.
         node_sizes: members of each node, in rank order; ranks of a node are consecutive.
+        votes: for a member of several processes, each with a part of its model and a group of its own: whether
+            something holds in all of them; None for one process.
     """
 
+    votes: Callable[[bool], bool] | None = None
     rank: int
     size: int
     node_sizes: tuple[int, ...]
@@ -75,6 +78,17 @@ class Group:
         raise NotImplementedError
 
     # -- what all have -----------------------------------------------------------------------------------------
+
+    def agree(self, ok: bool = True) -> bool:
+        """Return whether ``ok`` holds in all processes of this member.
+
+        Algorithms call it where they judge numbers, of which a process may have only a part, and after the last
+        verb of an exchange, before they change anything: all processes commit it, or none.
+
+        Raises:
+            ExchangeError: the exchange has failed in another process.
+        """
+        return ok if self.votes is None else self.votes(ok)
 
     @property
     def node(self) -> Group:

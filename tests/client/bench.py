@@ -11,6 +11,7 @@ import torch
 
 from lsgd.client.control.channel import Channel
 from lsgd.client.control.identity import Identity, versions
+from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
 from lsgd.plan.plan import Plan
 from lsgd.protocol.certificates import run_certificate
@@ -88,7 +89,7 @@ class Switchboard:
         join = Join(PROTOCOL, name, incarnation, int(name[4]), int(name[-1]), versions(), "m", "m", "", "127.0.0.1")
         plan = plan or Plan()
         welcome = Welcome("run", plan.to_json(), 0, 1, (), certificate)
-        return Membership(identity, torch.device("cpu"), channel, join, welcome, plan)
+        return Membership(identity, torch.device("cpu"), channel, join, welcome, plan, Island())
 
     def _serve(self) -> None:
         poller = Poller(self._listener, self._wakeup)

@@ -9,6 +9,7 @@ from torch import nn
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.checkpoint.run_folder import counts
+from lsgd.client.control.island import Island
 from lsgd.client.iteration.asking import Asking
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
@@ -59,7 +60,7 @@ class Members:
         self.channels, self.replicas, self.rounds, self.tallies = [], [], [], []
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             membership = switchboard.member(f"node0/worker{rank}", plan)
-            checkpoints = Checkpoints(model, [optimizer], {}, folder, None)
+            checkpoints = Checkpoints(model, [optimizer], {}, folder, None, Island())
             checkpoints.load(membership.join.worker, *describe(model))
             checkpoints.start(membership.welcome.run)
             replica = Replica(membership, FlatParameters(model), model, [optimizer], checkpoints.finite)

@@ -705,6 +705,12 @@ class TestDevices:
     def test_cpu(self):
         assert gpus.choose("cpu", None) == gpus.Devices(("cpu", "cpu"))
         assert gpus.choose("cpu", 3) == gpus.Devices(("cpu", "cpu", "cpu"))
+        assert gpus.choose("cpu", None, 2) == gpus.Devices(("cpu",) * 4)
+
+    def test_each_island_sees_its_own_gpus_alone(self):
+        assert gpus.own(["cuda:2", "cuda:3"], "") == (("cuda:0", "cuda:1"), "2,3")
+        assert gpus.own(["cuda:2", "cuda:3"], "4,5,6,7") == (("cuda:0", "cuda:1"), "6,7")
+        assert gpus.own(["cpu", "cpu"], "0") == (("cpu", "cpu"), "0")
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPUs of this machine")
     @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lsgd.client.control.island import Island
 from lsgd.client.iteration.progress import Progress, Schedule, Schedules
 from lsgd.errors import ConfigError
 from lsgd.plan.run import RunSettings
@@ -113,7 +114,7 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
 
 def test_the_last_schedule_of_an_optimizer_counts_and_others_are_refused() -> None:
     bench, one, other = Bench(iterations=100), optimizer_of(0.1), optimizer_of(0.1)
-    schedules = Schedules(bench.progress, bench.run, [one, other])
+    schedules = Schedules(bench.progress, bench.run, [one, other], Island())
     bench.progress.answered(0.5, bench.done)
     schedules.add([one, other], Schedule("wsd", 0.0, 0.2))
     schedules.add([one], Schedule("linear", 0.0, 0.0))
@@ -124,4 +125,4 @@ def test_the_last_schedule_of_an_optimizer_counts_and_others_are_refused() -> No
         schedules.add([optimizer_of(0.1)], Schedule("wsd", 0.0, 0.2))
     endless = SimpleNamespace(iterations=0, seconds=0.0)
     with pytest.raises(ConfigError, match="neither iterations nor seconds; add --iterations or --seconds"):
-        Schedules(bench.progress, endless, [one]).add([one], Schedule("wsd", 0.0, 0.2))  # type: ignore[arg-type]
+        Schedules(bench.progress, endless, [one], Island()).add([one], Schedule("wsd", 0.0, 0.2))  # type: ignore[arg-type]

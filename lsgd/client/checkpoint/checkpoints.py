@@ -17,12 +17,14 @@ from torch.utils import _pytree
 from lsgd.algorithms import Algorithm
 from lsgd.client.checkpoint.file import DamagedError, Packed, pack, read, sweep, write
 from lsgd.client.checkpoint.finite import FiniteCheck, in_words
-from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, runs
+from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, island_sizes, process_name, runs
+from lsgd.client.control.island import Island
 from lsgd.client.loader import ShardLoader
 from lsgd.errors import ConfigError, NonFiniteError
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
 from lsgd.settings import AlgorithmSettings
+from lsgd.shards import load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
 
@@ -56,6 +58,7 @@ class Checkpoints:
         extra: what else to save, by name.
         folder: where checkpoints are written; None: nowhere.
         resume: where to look for one to go on from; None: nowhere.
+        island: the processes that share the model; each writes a file with its part.
 
     Attributes:
         run: identity of the run, written into the files.
@@ -73,6 +76,7 @@ class Checkpoints:
         extra: Mapping[str, Stateful],
         folder: Path | None,
         resume: Path | None,
+        island: Island,
     ) -> None:
         for name, thing in extra.items():
             if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
@@ -83,11 +87,12 @@ class Checkpoints:
         self.algorithm: tuple[AlgorithmSettings, dict[str, Any]] | None = None
         self.restarted = False
         self.folder = folder
-        self.finite = FiniteCheck(model)
+        self.finite = FiniteCheck(model, island)
         self._model = model
         self._optimizers = optimizers
         self._extra = extra
         self._resume = resume
+        self._island = island
         self._about: dict[str, str] = {}
         self._random: dict[str, Any] = {}
         self._positions: list[dict[str, Any]] = []  # of loaders that have not been made yet
@@ -107,22 +112,37 @@ class Checkpoints:
             digest: of its model.
             summary: of its model, for people.
 
+        In an island all processes take over the same one, of which all files are whole.
+
         Raises:
             ConfigError: every one is damaged (of a worker that was restarted, that is no error: the run goes on, and
                 has the model), or one is of another model or version, or does not fit.
         """
-        self._about = {"worker": worker, "model": digest, "model_summary": summary}
-        if self._resume is None:
+        island, folder = self._island, self._resume
+        name = process_name(worker, island.rank, island.size)
+        self._about = {"worker": name, "model": digest, "model_summary": summary}
+        if folder is None:
             return Origin()
-        found = self._origins(self._resume, worker)
+        found = island.share("looks for checkpoints", lambda: self._origins(folder, name))
+        sizes = island_sizes(folder, worker)
+        if sizes and not found:
+            raise ConfigError(
+                f"the checkpoints of {worker} in {folder} are of {' or '.join(map(str, sorted(sizes)))} processes, and "
+                f"here it has {island.size}; go on with as many (lsgd launch --processes-per-worker), or begin a new "
+                f"run from the model that was saved"
+            )
         for origin in found:
-            path = checkpoint_path(self._resume, origin.run, origin.iterations, worker)
+            path = checkpoint_path(folder, origin.run, origin.iterations, name)
+            damage: DamagedError | None = None
             try:
                 state = read(path, digest, summary)
             except DamagedError as error:
+                damage = error
+            if not island.agree(damage is None):
+                damage = damage or DamagedError(f"the checkpoint {path} has no whole one beside it of another process")
                 if origin is found[-1] and not self.restarted:
-                    raise
-                logger.warning("%s; the one before it is taken, if there is one", error)
+                    raise damage
+                logger.warning("%s; the one before it is taken, if there is one", damage)
                 continue
             self._restore(state, path)
             logger.info(
@@ -133,7 +153,7 @@ class Checkpoints:
         logger.warning(
             "%s has no whole checkpoint in %s: it takes over the model of those who have",
             worker,
-            self._resume,
+            folder,
         )
         return Origin()
 
@@ -214,7 +234,7 @@ class Checkpoints:
         loaders = [loader for reference in self._loaders if (loader := reference()) is not None]
         state = {
             "model": dict(self._tensors()),
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "optimizers": local_state([optimizer.state_dict() for optimizer in self._optimizers]),
             "optimizer_kinds": [type(optimizer).__name__ for optimizer in self._optimizers],
             "algorithm": {"settings": table_of(algorithm.settings), "state": algorithm.state_dict()},
             "loaders": [_position(loader) for loader in loaders],
@@ -262,7 +282,7 @@ class Checkpoints:
         return self._is_finite
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._model.named_parameters()
+        yield from ((name, local(parameter)) for name, parameter in self._model.named_parameters())
         yield from self._model.named_buffers()
 
 
@@ -274,7 +294,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, kind: str, saved: dict[str
             f"{kind}, or begin a new run"
         )
     try:
-        optimizer.load_state_dict(saved)
+        load_optimizer(optimizer, saved)
     except (ValueError, KeyError) as error:
         why = f"its state has no {error}" if isinstance(error, KeyError) else error
         raise ConfigError(

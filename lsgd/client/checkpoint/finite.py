@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from lsgd.algorithms.base import all_finite
+from lsgd.client.control.island import Island
 from lsgd.flat import named_floating_buffers
+from lsgd.shards import local
 
 NAMED = 3
 """How many tensors are named."""
@@ -20,10 +22,12 @@ class FiniteCheck:
 
     Args:
         model: whose parameters and buffers are looked at.
+        island: the processes that share it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, island: Island) -> None:
         self._model = model
+        self._island = island
         self._left_out = {name for name, b in named_floating_buffers(model) if not all_finite([_comparable(b)])}
 
     def buffers(self) -> list[Tensor]:
@@ -32,13 +36,21 @@ class FiniteCheck:
 
     @torch.no_grad()
     def broken(self) -> dict[str, int]:
-        """Return the names of the tensors with values that are not finite, and how many they are."""
-        named: list[tuple[str, Tensor]] = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        """Return the names of the tensors with values that are not finite in any process, and how many they are."""
+        found: dict[str, int] = {}
+        for name, number in (x for each in self._island.gather("looks at its model", self._broken()) for x in each):
+            found[name] = found.get(name, 0) + number
+        return found
+
+    def _broken(self) -> list[tuple[str, int]]:
+        """Return what this process finds."""
+        parameters = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        named: list[tuple[str, Tensor]] = [(name, local(p)) for name, p in parameters]
         named += [(name, b) for name, b in named_floating_buffers(self._model) if name not in self._left_out]
         if all_finite([_comparable(x) for _, x in named]):
-            return {}
-        wrong = {name: int((~_comparable(x).isfinite()).sum()) for name, x in named}
-        return {name: number for name, number in wrong.items() if number}
+            return []
+        wrong = ((name, int((~_comparable(x).isfinite()).sum())) for name, x in named)
+        return [(name, number) for name, number in wrong if number]
 
 
 @torch.no_grad()
@@ -47,8 +59,8 @@ def clear(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for value in state.values():
-                if isinstance(value, Tensor) and value.is_floating_point() and not all_finite([value]):
-                    value.nan_to_num_(0.0, 0.0, 0.0)
+                if isinstance(value, Tensor) and value.is_floating_point() and not all_finite([local(value)]):
+                    local(value).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def in_words(broken: Mapping[str, int]) -> str:

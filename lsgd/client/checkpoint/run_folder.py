@@ -30,6 +30,17 @@ def checkpoint_path(folder: Path, run: str, count: int, worker: str) -> Path:
     return _run_path(folder, run) / str(count) / file_name(worker)
 
 
+def process_name(worker: str, rank: int, size: int) -> str:
+    """Return the name of a process's files: the worker's, and in an island of several processes its place."""
+    return worker if size == 1 else f"{worker}.{rank}-of-{size}"
+
+
+def island_sizes(folder: Path, worker: str) -> set[int]:
+    """Return of how many processes a worker was that has checkpoints in a folder, of any run."""
+    paths = [path for name in (worker, f"{worker}.0-of-*") for _, path in _files(folder, name)]
+    return {int(path.stem.rpartition("-of-")[2]) if "-of-" in path.stem else 1 for path in paths}
+
+
 def counts(folder: Path, run: str, worker: str = "*") -> list[int]:
     """Return the counts that a run has checkpoints of, of this worker (a pattern) or of any, in rising order."""
     paths = _run_path(folder, run).glob(f"*/{file_name(worker)}")

@@ -63,6 +63,13 @@ def quickstart_command(run_dir: Path | None, device: str, plain: bool) -> None:
     sys.exit(quickstart.quickstart(run_dir or _new_run_dir(), device, plain=plain))
 
 
+def _in_words(devices: int, processes: int) -> str:
+    """Say how many workers have so many devices in all, and of how many processes they are."""
+    workers = devices // processes
+    each = f" of {processes} processes" if processes > 1 else ""
+    return f"{workers} worker{'s' * (workers > 1)}{each}"
+
+
 @main.command("launch", short_help="Run a script as each worker of this machine.")
 @options.place
 @click.option(
@@ -74,6 +81,13 @@ def quickstart_command(run_dir: Path | None, device: str, plain: bool) -> None:
     "--workers",
     type=click.IntRange(1),
     help=f"Workers of this node; else one for each GPU, or {gpus.CPU_WORKERS} where there is none.",
+)
+@click.option(
+    "--processes-per-worker",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Processes of a worker, which share its model: the script shards it over them (FSDP2).",
 )
 @click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan, a TOML file (node 0's).")
@@ -120,6 +134,7 @@ def launch_command(
     address: str | None,
     port: int | None,
     workers: int | None,
+    processes_per_worker: int,
     device: str,
     plan_path: Path | None,
     run_dir: Path | None,
@@ -151,7 +166,7 @@ def launch_command(
     place = find_place(node, nodes, address, os.environ)
     if port is None:
         port = DEFAULT_PORT if place.nodes > 1 else 0
-    devices = gpus.choose(device, workers)
+    devices = gpus.choose(device, workers, processes_per_worker)
     if resume_if_any:
         if run_dir is None:
             raise click.UsageError("--resume-if-any needs to know of which run: --run-dir DIR, the same at each start")
@@ -164,11 +179,13 @@ def launch_command(
     if devices.warning:
         click.echo(f"[launch] {devices.warning}", err=True)
     click.echo(
-        f"[launch] node {place.node} of {place.nodes}: {len(devices.names)} "
-        f"worker{'s' * (len(devices.names) > 1)} on {', '.join(dict.fromkeys(devices.names))}; "
+        f"[launch] node {place.node} of {place.nodes}: {_in_words(len(devices.names), processes_per_worker)} on "
+        f"{', '.join(dict.fromkeys(devices.names))}; "
         f"logs and results in {run_dir}"
     )
     again = f" --run-dir {run_dir} --resume-if-any" if resume_if_any else " --resume" * resume
+    if processes_per_worker > 1:
+        again += f" --processes-per-worker {processes_per_worker}"
     node_options = f"--nodes {place.nodes} --address {place.address} --port {port}{again}"
     join_line = join_line or f"lsgd launch --node NODE {node_options} -- {shlex.join(command)}"
     settings = Launch(
@@ -184,6 +201,7 @@ def launch_command(
         log_to=unique(log_to),
         dashboard=dashboard,
         plain=plain,
+        processes=processes_per_worker,
     )
     sys.exit(launch(settings))
 

@@ -28,6 +28,7 @@ from lsgd.protocol.messages import (
     StatusQuery,
     Stop,
     Upward,
+    Value,
     Waiting,
     Where,
     decode,
@@ -95,8 +96,6 @@ class Channel:
         self._worker = ""
         self._totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {})
         self._where = b""
-        self._link = Connector(address, str(incarnation).encode())
-        self._wakeup = Wakeup()
         self._outbox: deque[bytes] = deque(maxlen=MAX_OUTBOX)
         self._changed = threading.Condition()
         self._expected: list[Expected] = []
@@ -107,13 +106,27 @@ class Channel:
         self._recalled = False
         self._over: dict[int, str] = {}
         self._when_over: Callable[[int], None] | None = None
+        self._pass_down: Callable[[bytes], None] | None = None
         self._closing = False
+        self._open()
+
+    def _open(self) -> None:
+        self._link = Connector(self.address, str(self._incarnation).encode())
+        self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._serve, name="lsgd-channel", daemon=True)
         self._thread.start()
 
     def send(self, message: Upward | Where | StatusQuery) -> None:
         """Send without waiting for anything."""
         self._put(encode(message))
+
+    def relay(self, pass_down: Callable[[bytes], None]) -> Callable[[bytes], None]:
+        """From now on give others of this worker's processes what servers say of addresses and generations.
+
+        Returns what takes their own messages.
+        """
+        self._pass_down = pass_down
+        return self._put
 
     def _put(self, frame: bytes) -> None:
         self._outbox.append(frame)
@@ -306,6 +319,8 @@ class Channel:
         except ProtocolError as error:
             logger.warning("the local server's message is wrong: %s", error)
             return
+        if self._pass_down is not None and isinstance(message, Value | GenerationOver):
+            self._pass_down(frame)
         with self._changed:
             self._heard_at = time.monotonic()
             if isinstance(message, Evicted) and self.run and message.run != self.run:

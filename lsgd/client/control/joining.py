@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from lsgd.client.control.channel import Channel
+from lsgd.client.control.follower import FollowerChannel
 from lsgd.client.control.identity import Identity, gpu_name, versions
+from lsgd.client.control.island import Island, ManyProcesses
 from lsgd.client.control.network import Interface, interface_towards
 from lsgd.client.control.notices import Notice, is_given
 from lsgd.client.control.solo import Solo, is_alone, launch_line
@@ -31,6 +33,9 @@ FIND_WITHIN_S = 3.5
 SILENCE_S = 20.0
 """How long a join waits for a sign of the servers after that, in seconds."""
 
+LEAST_PATIENCE_S = 60.0
+"""How long the head of an island waits at least for another process to make the same call, in seconds."""
+
 LEAVE_WITHIN_S = 3.0
 """How long a worker that leaves waits until the servers know, in seconds."""
 
@@ -39,6 +44,8 @@ LEAVE_WITHIN_S = 3.0
 class Membership:
     """A worker's place in a run, and its connection to it.
 
+    In an island all processes have the same identity, ``join`` and welcome.
+
     Args:
         identity: of this process.
         device: of its model.
@@ -46,6 +53,7 @@ class Membership:
         join: what it told them.
         welcome: what they answered.
         plan: the run's settings.
+        island: the processes that are this worker, this one among them.
         servers: of this process alone, if it has its own.
     """
 
@@ -55,17 +63,23 @@ class Membership:
     join: Join
     welcome: Welcome
     plan: Plan
+    island: Island
     servers: Solo | None = None
 
     def close(self) -> None:
-        """End the connection, and the servers if they are this process's own."""
+        """End the connections, and the servers if they are this process's own."""
+        self.island.close()
         self.channel.close()
         if self.servers is not None:
             self.servers.close()
 
 
 def join_run(
-    model: nn.Module, identity: Identity, timeout_s: float, load: Callable[[str, str, str], Origin]
+    model: nn.Module,
+    identity: Identity,
+    timeout_s: float,
+    load: Callable[[str, str, str], Origin],
+    island: Island,
 ) -> Membership:
     """Join the run of this machine's local server, or one alone; see ``Worker.join`` for what it raises.
 
@@ -75,11 +89,12 @@ def join_run(
         timeout_s: longest to wait for the other workers.
         load: takes over a checkpoint of the worker of this name with a model of this digest and summary, and returns
             where it is from.
+        island: the processes that share the model, this one among them; all of them call this.
     """
-    servers = Solo(os.environ) if is_alone(os.environ) else None
+    servers = Solo(os.environ) if island.is_head and is_alone(os.environ) else None
     try:
         address = identity.local_address if servers is None else servers.address
-        membership = _join_at(address, model, identity, timeout_s, load)
+        membership = _join_at(address, model, identity, timeout_s, load, island)
     except BaseException:
         if servers is not None:
             servers.close()
@@ -88,14 +103,20 @@ def join_run(
 
 
 def _join_at(
-    address: str, model: nn.Module, identity: Identity, timeout_s: float, load: Callable[[str, str, str], Origin]
+    address: str,
+    model: nn.Module,
+    identity: Identity,
+    timeout_s: float,
+    load: Callable[[str, str, str], Origin],
+    island: Island,
 ) -> Membership:
     """Join the run of the local server at ``address``; the rest as for :func:`join_run`."""
     digest, summary = describe(model)
     device = next(model.parameters()).device
-    channel = Channel(address, identity.incarnation, FIND_WITHIN_S)
+    channel = _channel(address, identity.incarnation, island)
     try:
-        here = _find_server(channel, identity)
+        island.gather("joins", None)  # from here on all can hear what the head passes down
+        here = island.share("joins", lambda: _find_server(channel, identity))
         channel.silence_s = SILENCE_S
         interface = _interface(here.address)
         worker = worker_name(here.node, identity.index)
@@ -115,8 +136,7 @@ def _join_at(
             resumed_run=origin.run,
         )
         channel.start_heartbeat(join.worker)
-        welcome = _be_welcomed(channel, join, timeout_s)
-        plan = _understood(welcome, join, channel)
+        welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island))
     except RunOverError as error:
         channel.close()
         logger.warning("worker %d joins too late, and has nothing to do: %s", identity.index, error)
@@ -126,6 +146,8 @@ def _join_at(
         raise
     channel.silence_s = channel.global_silence_s = plan.run.server_timeout_s
     channel.run = welcome.run
+    if isinstance(island, ManyProcesses):
+        island.silence_s, island.patience_s = plan.run.lease_s, max(LEAST_PATIENCE_S, 2 * plan.run.exchange_timeout_s)
     for warning in welcome.warnings:
         logger.warning("%s joins with other versions: %s", join.worker, warning)
     logger.info(
@@ -133,7 +155,17 @@ def _join_at(
         *(join.worker, welcome.run, welcome.rank, welcome.world_size, device),
         *(interface.address, interface.name, interface.reason),
     )
-    return Membership(identity, device, channel, join, welcome, plan)
+    return Membership(identity, device, channel, join, welcome, plan, island)
+
+
+def _channel(address: str, incarnation: int, island: Island) -> Channel:
+    """Return the channel to the servers, of a process that is not the head of its island through that."""
+    if isinstance(island, ManyProcesses) and not island.is_head:
+        return FollowerChannel(address, incarnation, island)
+    channel = Channel(address, incarnation, FIND_WITHIN_S)
+    if isinstance(island, ManyProcesses):
+        island.take = channel.relay(island.pass_down)
+    return channel
 
 
 def unwrapped(given: Any) -> list[torch.optim.Optimizer]:
@@ -192,14 +224,14 @@ class _Stderr(logging.StreamHandler[TextIO]):
         pass
 
 
-def log_to_stderr() -> None:
-    """Show what lsgd says even where the program has set up no logging."""
+def log_to_stderr(level: int = logging.INFO) -> None:
+    """Show what lsgd says from this level on even where the program has set up no logging."""
     if logger.handlers or logging.getLogger().handlers:
         return
     handler = _Stderr()
     handler.setFormatter(logging.Formatter("lsgd: %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)
 
 
 def _find_server(channel: Channel, identity: Identity) -> Here:
@@ -230,15 +262,23 @@ def _be_welcomed(channel: Channel, join: Join, timeout_s: float) -> Welcome:
     return welcome
 
 
-def _understood(welcome: Welcome, join: Join, channel: Channel) -> Plan:
-    """Return the plan; a worker that lacks its algorithm or codec leaves at once, so that nobody waits for it."""
+def _welcome(channel: Channel, join: Join, timeout_s: float, island: Island) -> tuple[Welcome, Plan]:
+    """Return the servers' welcome and the plan in it.
+
+    A worker that lacks its algorithm or codec, or cannot use it, leaves at once, so that nobody waits for it.
+    """
+    welcome = _be_welcomed(channel, join, timeout_s)
     try:
-        return Plan.from_json(welcome.plan)
+        plan = Plan.from_json(welcome.plan)
+        for phase in plan.phases if island.size > 1 else ():
+            if obstacle := phase.algorithm.obstacle_to_islands():
+                raise ConfigError(f"its model is sharded over {island.size} processes, and {obstacle}")
     except ConfigError as error:
         leave = Leave(join.worker, join.incarnation, 0, True, str(error))
         with contextlib.suppress(ExchangeError, JoinError, ServerLostError):
             channel.ask(leave, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S)
         raise JoinError(f"{join.worker} cannot take part: {error}") from None
+    return welcome, plan
 
 
 def _interface(global_address: str) -> Interface:

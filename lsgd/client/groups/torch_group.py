@@ -223,9 +223,10 @@ def torch_group(generation: Generation, membership: Membership, traffic: Traffic
     size = len(generation.indices)
     names, sizes = generation.members, generation.node_sizes
     home = device if generation.transport == "nccl" else torch.device("cpu")
+    shard = membership.island.rank  # groups of the same shard of all members' models meet
     return TorchGroup(
         build,
-        "world",
+        f"shard{shard}" if shard else "world",
         range(size),
         names,
         me,

@@ -8,7 +8,7 @@ from lsgd.client.iteration.grants import Grants
 from lsgd.client.iteration.progress import Progress
 from lsgd.client.iteration.standing import Standing
 from lsgd.client.iteration.tally import Tally
-from lsgd.errors import ExchangeError, JoinError, ServerLostError
+from lsgd.errors import ExchangeError, JoinError, LsgdError, ServerLostError
 from lsgd.protocol.messages import Go, Pause, Paused, Request, Stop
 
 logger = logging.getLogger("lsgd")
@@ -19,6 +19,8 @@ PAUSE_WITHIN_S = 3.0
 
 class Asking:
     """One worker's requests, and what the servers have granted it.
+
+    In an island the head asks, and all processes get the answers.
 
     Args:
         membership: its place in the run.
@@ -33,6 +35,7 @@ class Asking:
     def __init__(self, membership: Membership, tally: Tally, standing: Standing) -> None:
         self.progress = Progress(membership.plan.run, membership.welcome.world_size, lambda: tally.done)
         self.stopped = False
+        self._island = membership.island
         self._channel = membership.channel
         self._who = (membership.join.worker, membership.join.incarnation)
         self._tally = tally
@@ -44,14 +47,22 @@ class Asking:
 
     def next(self) -> bool:
         """Take the next of the iterations that were granted ahead; return False if there is none."""
+        granted, progress, said = self._island.share("begins a step", self._next)
+        if progress is not None:
+            self.progress.answered(progress, said)
+        return granted
+
+    def _next(self) -> tuple[bool, float | None, int]:
+        """Do so; return whether there is one, and the progress that an answer said, as of how many iterations."""
+        progress = None
         if self._ahead is not None and (go := self._ahead.answered) is not None:
-            self.progress.answered(go.progress, self._said)
+            progress = go.progress
             self._grants.take(go)
             self._forget_ahead()
         if self._channel.recalled():
             self._forget_ahead()
             self._grants.give_back()  # the next message says so
-        return self._grants.next()
+        return self._grants.next(), progress, self._said
 
     def request(self, silence_s: float | None) -> Go | Stop:
         """Ask for an iteration and return the answer; the same request is asked again until it is taken.
@@ -59,9 +70,25 @@ class Asking:
         Args:
             silence_s: longest that the servers may be silent; None: as the plan has it.
         """
+        loss = self._mean_loss()
+        self._said = self._tally.done
+        return self._island.share("asks for an iteration", lambda: self._request(loss, silence_s))
+
+    def _mean_loss(self) -> float | None:
+        """Return the mean loss of this worker's processes; None: none has one."""
+        told = self._island.gather("asks for an iteration", (self._standing.loss(), self._tally.done))
+        if len({done for _, done in told}) > 1:
+            raise LsgdError(
+                f"{self._who[0]}: the processes of this island have made {', '.join(str(done) for _, done in told)} "
+                f"iterations; all of them have to step the optimizer, or skip the step, together"
+            )
+        losses = [loss for loss, _ in told if loss is not None]
+        return sum(losses) / len(losses) if losses else None
+
+    def _request(self, loss: float | None, silence_s: float | None) -> Go | Stop:
         seq = self._grants.seq
         expected, self._ahead = self._ahead, None
-        request = self._make_request(seq)
+        request = self._make_request(seq, loss)
         with self._tally.spending("waiting"):
             answer: Go | Stop = self._channel.ask(
                 request,
@@ -79,7 +106,7 @@ class Asking:
             logger.info("%s stops after %d iterations: %s", self._who[0], self._tally.done, answer.reason)
             return False
         self.progress.answered(answer.progress, self._said)
-        return self._grants.take(answer)
+        return self._island.share("takes an iteration", lambda: self._grants.take(answer))
 
     def want_only_round(self) -> None:
         """Give back all that is granted; the next request is for a round alone, after which this worker leaves."""
@@ -90,14 +117,14 @@ class Asking:
 
     def ask_ahead(self) -> None:
         """Ask for more iterations if few enough are left, and wait for nothing."""
-        if self._grants.wants_more():
+        if self._island.is_head and self._grants.wants_more():
             seq = self._grants.seq + 1
             self._ahead = self._channel.expect(lambda m: isinstance(m, Go | Stop) and m.seq == seq)
-            self._channel.send(self._make_request(seq, ahead=True))
+            self._channel.send(self._make_request(seq, None, ahead=True))  # a loss is looked at in rounds only
 
     def remind(self) -> float:
         """Send the unanswered request again without waiting; return for how many seconds the servers were silent."""
-        self._channel.send(self._make_request(self._grants.seq))
+        self._channel.send(self._make_request(self._grants.seq, self._standing.loss()))
         return self._channel.silent_s()
 
     def given_up(self) -> bool:
@@ -106,6 +133,9 @@ class Asking:
 
     def pause(self) -> None:
         """Give back all that is granted, and say that others need not wait until the next request."""
+        self._island.share("pauses", self._pause)
+
+    def _pause(self) -> None:
         self._forget_ahead()
         self._grants.withdraw()
         seq = self._grants.seq
@@ -125,10 +155,10 @@ class Asking:
             self._channel.forget(self._ahead)
             self._ahead = None
 
-    def _make_request(self, seq: int, *, ahead: bool = False) -> Request:
+    def _make_request(self, seq: int, loss: float | None, *, ahead: bool = False) -> Request:
         tally = self._tally
         self._said = tally.done
         said = (tally.done, tally.committed, tally.dropped)
         if ahead:  # what is looked at in rounds only is left out
             return Request(*self._who, seq, *said, loss=None, ahead=True, last=self._last)
-        return Request(*self._who, seq, *said, self._standing.loss(), last=self._last, rate=self._standing.rate())
+        return Request(*self._who, seq, *said, loss, last=self._last, rate=self._standing.rate())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lsgd.algorithms.base import all_finite
+from lsgd.client.control.island import Island
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.iteration.replica import Replica
 from lsgd.protocol.messages import Round
@@ -15,8 +16,10 @@ from lsgd.protocol.messages import Round
 logger = logging.getLogger("lsgd")
 
 
-def make_consensus(replica: Replica, group: WorkerGroup, order: Round) -> None:
+def make_consensus(replica: Replica, group: WorkerGroup, order: Round, island: Island) -> None:
     """Replace every model by the average of all, or by the leader's, and note how far apart they were.
+
+    Of an island each process does so with its part.
 
     Raises:
         ExchangeError: it failed; nothing has changed.
@@ -27,7 +30,8 @@ def make_consensus(replica: Replica, group: WorkerGroup, order: Round) -> None:
     for x in led:
         group.broadcast(x, order.leader)
     means = mean_of(own, group, contributes=group.rank not in order.new) or led
-    distance = _distance(own[: len(parameters)], means[: len(parameters)], group)
+    distance = _distance(own[: len(parameters)], means[: len(parameters)], group, island)
+    group.agree()
     replica.consensus_distance, replica.leader_model = distance, led
     chosen = means if replica.run.consensus == "average" else led
     for x, value in zip([*parameters, *buffers], chosen, strict=True):
@@ -36,7 +40,7 @@ def make_consensus(replica: Replica, group: WorkerGroup, order: Round) -> None:
 
 def mean_of(tensors: Sequence[Tensor], group: WorkerGroup, *, contributes: bool) -> list[Tensor] | None:
     """Return the means over those members that contribute finite numbers; None if no member does."""
-    if contributes and not all_finite(tensors):
+    if not group.agree(all_finite(tensors)) and contributes:
         logger.warning("this worker's model is not finite: it is left out of the average")
         contributes = False
     count = torch.tensor([float(contributes)], device=group.device)
@@ -54,10 +58,12 @@ def wide(x: Tensor) -> Tensor:
     return x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _distance(own: Sequence[Tensor], means: Sequence[Tensor], group: WorkerGroup) -> float:
+def _distance(own: Sequence[Tensor], means: Sequence[Tensor], group: WorkerGroup, island: Island) -> float:
     """Return the mean over members of |x - mean| / |mean|; of those whose model is finite."""
-    apart = sum(float((x - mean).square().sum()) for x, mean in zip(own, means, strict=True)) ** 0.5
-    length = sum(float(mean.square().sum()) for mean in means) ** 0.5
+    group.agree()  # what follows is no vote, and needs all processes of the island
+    apart = sum(float((x - mean).square().sum()) for x, mean in zip(own, means, strict=True))
+    length = sum(float(mean.square().sum()) for mean in means)
+    apart, length = (sum(parts) ** 0.5 for parts in zip(*island.gather("measures", (apart, length)), strict=True))
     distance = apart / length if length else 0.0
     summed = torch.tensor([distance, 1.0] if math.isfinite(distance) else [0.0, 0.0], device=group.device)
     group.all_reduce(summed).wait()

@@ -14,6 +14,7 @@ from lsgd.client.groups.reach import probe
 from lsgd.client.iteration.replica import Replica
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation, Round
+from lsgd.shards import load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
 
@@ -90,11 +91,12 @@ class Entrance:
         if self._group is not None and self.generation == generation:
             return self._group, False
         self.leave()
-        known = generation
-        if order.probe:
+        known, island = generation, self._membership.island
+        if order.probe and island.is_head:  # whose links are those of the others
             self.missed = probe(generation, self._membership)
             known = replace(generation, missed=self.missed)
         group = self._group = form(known, self._membership, self._traffic)
+        group.votes = island.agree if island.size > 1 else None
         self.generation = generation
         if reason := self._membership.channel.generation_over(generation.number):  # before a cut could find the group
             raise ExchangeError(f"generation {generation.number} is over: {reason}")
@@ -122,7 +124,7 @@ class Entrance:
     def _take_over(self, group: WorkerGroup, source: int) -> None:
         """Take the source's model, its frozen parameters and buffers too, and its optimizers' state if so planned."""
         replica, taking = self._replica, group.rank != source
-        everything = [*replica.flat.buffers, *(p.data for p in replica.flat.frozen), *replica.model.buffers()]
+        everything = [*replica.flat.buffers, *map(local, replica.flat.frozen), *replica.model.buffers()]
         received = []
         for x in everything:
             layout = torch.contiguous_format
@@ -137,12 +139,12 @@ class Entrance:
             for x, value in zip(everything, received, strict=True):
                 x.copy_(value)
             for optimizer, state in zip(replica.optimizers, states or (), strict=states is not None):
-                optimizer.load_state_dict(state)
+                load_optimizer(optimizer, state)
 
     def _broadcast_states(self, group: WorkerGroup, source: int) -> list[Any]:
         """Return the optimizers' states of the source."""
         stream, device = io.BytesIO(), group.device
-        torch.save([optimizer.state_dict() for optimizer in self._replica.optimizers], stream)
+        torch.save(local_state([optimizer.state_dict() for optimizer in self._replica.optimizers]), stream)
         data = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
         length = torch.tensor([len(data)], device=device)
         group.broadcast(length, source)

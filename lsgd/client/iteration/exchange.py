@@ -24,11 +24,11 @@ def exchange(replica: Replica, group: WorkerGroup, order: Round) -> None:
     """
     parameters = replica.flat.buffers
     buffers, values = _exchange_buffers(replica, group, order)
-    broken = order.scope == "global" and not replica.lockstep and not all_finite(parameters)
+    broken = order.scope == "global" and not replica.lockstep and not group.agree(all_finite(parameters))
     replica.algorithm.before_forward(parameters, group, order)
     for buffer, value in zip(buffers, values, strict=True):
         buffer.copy_(value.view(buffer.shape))
-    if broken and all_finite(parameters):
+    if broken and group.agree(all_finite(parameters)):
         clear(replica.optimizers)
 
 

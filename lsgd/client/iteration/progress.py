@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lsgd import learning_rate
+from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError
 from lsgd.plan.run import RunSettings
 
@@ -102,12 +103,16 @@ class Schedules:
         progress: of the run.
         run: its settings.
         optimizers: of the worker.
+        island: whose processes all have the head's learning rates.
     """
 
-    def __init__(self, progress: Progress, run: RunSettings, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, progress: Progress, run: RunSettings, optimizers: Sequence[torch.optim.Optimizer], island: Island
+    ) -> None:
         self._progress = progress
         self._run = run
         self._optimizers = list(optimizers)
+        self._island = island
         self._schedules: dict[int, Schedule] = {}  # by an optimizer's place
 
     def add(self, optimizers: Sequence[torch.optim.Optimizer], schedule: Schedule) -> None:
@@ -133,6 +138,6 @@ class Schedules:
     def follow(self) -> None:
         """Set the learning rates of the iteration that comes."""
         if self._schedules:
-            progress = self._progress.share(ahead=0.5)
+            progress = self._island.share("sets learning rates", lambda: self._progress.share(ahead=0.5))
             for place, schedule in self._schedules.items():
                 schedule.set(self._optimizers[place], progress)

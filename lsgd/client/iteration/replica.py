@@ -14,6 +14,7 @@ from lsgd.errors import DetachedError
 from lsgd.flat import FlatParameters
 from lsgd.plan.plan import algorithm_of
 from lsgd.settings import AlgorithmSettings, same_form
+from lsgd.shards import full_state_dict
 
 
 class Replica:
@@ -49,11 +50,12 @@ class Replica:
         self.model = model
         self.optimizers = list(optimizers)
         self.finite = finite
-        self.algorithm = membership.plan.algorithm.create(flat.buffers, membership.welcome.run)
+        run, shard = membership.welcome.run, membership.island.rank
+        self._run_id = f"{run}/{shard}" if shard else run  # each shard rounds with seeds of its own
+        self.algorithm = membership.plan.algorithm.create(flat.buffers, self._run_id)
         self.consensus_distance: float | None = None
         self.leader_model: list[Tensor] = []
         self._stepped = self._in_groups()
-        self._run_id = membership.welcome.run
         self._resumed = resumed
         self._text = ""
 
@@ -106,14 +108,19 @@ class Replica:
 
     @torch.no_grad()
     def leader_state_dict(self) -> dict[str, Tensor] | None:
-        """Return the leader's own model before the consensus as a state dict; None before."""
+        """Return the leader's own model before the consensus, as :func:`full_state_dict` does; None before."""
         if not self.leader_model:
             return None
-        tensors = [*self.flat.buffers, *self.finite.buffers()]
-        own = clones(tensors)
-        for x, value in zip(tensors, self.leader_model, strict=True):
-            x.copy_(value.view(x.shape))
-        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        for x, value in zip(tensors, own, strict=True):
-            x.copy_(value)
+        with self.flat.current():
+            tensors = [*self.flat.buffers, *self.finite.buffers()]
+            own = clones(tensors)
+            self._put(tensors, self.leader_model)
+        state = full_state_dict(self.model)
+        with self.flat.current():
+            self._put(tensors, own)
         return state
+
+    @staticmethod
+    def _put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for x, value in zip(tensors, values, strict=True):
+            x.copy_(value.view(x.shape))

@@ -70,6 +70,7 @@ class Rounds:
         self.gradients: GradientExchange | None = None
         self.entrance = Entrance(membership, replica, tally.traffic)
         self._who = (membership.join.worker, membership.join.incarnation)
+        self._island = membership.island
         self._channel = membership.channel
         self._replica = replica
         self._checkpoints = checkpoints
@@ -150,15 +151,18 @@ class Rounds:
         active = self.active = ActiveRound(order, snapshot)
         with self._tally.spending("exchange"):
             try:
-                active.group = self.entrance.enter(order)
-                active.to(State.ENTERED)
-                if order.final:
-                    make_consensus(self._replica, active.group, order)
+                with self._replica.flat.current():
+                    active.group = self.entrance.enter(order)
+                    self._island.agree()
+                    active.to(State.ENTERED)
+                    if order.final:
+                        make_consensus(self._replica, active.group, order, self._island)
                 if not redo:
                     self._checkpoints.restore_random()
                     active.snapshot = self._take(order.count) if order.checkpoint else None
                 if not order.final:
-                    exchange(self._replica, active.group, order)
+                    with self._replica.flat.current():
+                        exchange(self._replica, active.group, order)
                 self._serve(self._replica.algorithm)
                 members = order.generation.members
                 self.rank, self.world_size = members.index(self._who[0]), len(members)
@@ -172,6 +176,7 @@ class Rounds:
                     active.to(State.WAITING)
             except ExchangeError as error:
                 self.drop(str(error), error.broken if isinstance(error, BrokenLinksError) else ())
+                self._island.fail(error)
                 raise
 
     def _check_losses(self) -> None:
@@ -243,7 +248,9 @@ class Rounds:
             self._count = order.count
         if order.checkpoint:
             self._checkpoints.save(self.active.snapshot)
-        sent_nbytes = self._tally.traffic.sent_nbytes
+        traffic = self._tally.traffic
+        passed = self._island.gather("commits a round", (traffic.sent_nbytes, traffic.received_nbytes))
+        self._tally.passed = sent_nbytes, _ = tuple(map(sum, zip(*passed, strict=True)))
         missed, self.entrance.missed = self.entrance.missed, None
         self._channel.send(Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes, missed=missed))
 

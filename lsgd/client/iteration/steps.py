@@ -53,8 +53,9 @@ class Steps:
         self.standing = Standing(membership, replica, self.tally, resumed=checkpoints.iterations > 0)
         self.asking = Asking(membership, self.tally, self.standing)
         self.rounds = Rounds(membership, replica, checkpoints, self.tally, self.standing, self.asking)
-        self.schedules = Schedules(self.asking.progress, membership.plan.run, replica.optimizers)
+        self.schedules = Schedules(self.asking.progress, membership.plan.run, replica.optimizers, membership.island)
         self._name = membership.join.worker
+        self._whole = membership.island.size == 1
         self._replica = replica
         self._granted = False  # an iteration may be made that has not been made yet
         self._begun = False
@@ -134,7 +135,7 @@ class Steps:
         if self._stepped and self._granted:
             self._granted = False
             self.tally.done += 1
-            with self.tally.spending("exchange"):
+            with self.tally.spending("exchange"), self._replica.flat.current():
                 self._replica.algorithm.after_step(self._replica.flat.buffers)
         elif self.rounds.gradients is not None and not self.rounds.pending:
             # A step was skipped whose gradients were exchanged: the next one needs a round.
@@ -192,7 +193,7 @@ class Steps:
 
     def _may_go_on_alone(self) -> bool:
         may = self._alone < self._replica.run.offline_iterations and self.tally.committed > 0
-        return may and not self._replica.lockstep and not self.asking.given_up()
+        return may and self._whole and not self._replica.lockstep and not self.asking.given_up()
 
     # -- the optimizers' hooks ---------------------------------------------------------------------------------
 

@@ -68,6 +68,7 @@ class Tally:
         dropped: number of the last round that was dropped; 0: none was.
         traffic: what it has sent and received.
         logged: the user's own numbers.
+        passed: what all processes of an island have sent and received, as of the last round.
     """
 
     def __init__(self, window: int, losses: Sequence[float] = ()) -> None:
@@ -75,6 +76,7 @@ class Tally:
         self.losses.values = losses
         self.done = self.committed = self.dropped = 0
         self.traffic = Traffic()
+        self.passed: tuple[int, ...] = (0, 0)
         self.logged = Logged()
         seconds: dict[Spent, float] = {"": 0.0, "compute": 0.0, "waiting": 0.0, "exchange": 0.0}
         self._clock = _Clock(seconds, "", time.perf_counter())
@@ -98,7 +100,8 @@ class Tally:
         """Return what heartbeats say: seconds of compute, waiting and exchange, bytes, and what was logged."""
         now = self.timings()
         seconds = (now.compute_s, now.waiting_s, now.exchange_s)
-        return *seconds, now.sent_nbytes, now.received_nbytes, self.logged.numbers
+        sent, received = self.passed
+        return *seconds, max(sent, now.sent_nbytes), max(received, now.received_nbytes), self.logged.numbers
 
     def timings(self) -> Timings:
         """Return the totals until now; from any thread."""

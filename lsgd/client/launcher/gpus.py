@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lsgd.errors import ConfigError
@@ -32,20 +33,21 @@ class Devices:
     warning: str = ""
 
 
-def choose(wanted: str, workers: int | None) -> Devices:
-    """Return the device of each worker.
+def choose(wanted: str, workers: int | None, processes: int = 1) -> Devices:
+    """Return the device of each process, those of a worker one after the other.
 
     Args:
         wanted: ``auto`` (GPUs if torch can use them), ``cpu``, ``cuda`` (the workers take turns over all GPUs),
             or ``cuda:1`` (all workers on this one).
-        workers: how many; None for one a GPU, or :data:`CPU_WORKERS`.
+        workers: how many; None for one a GPU (or as many as it has processes), or :data:`CPU_WORKERS`.
+        processes: of each worker.
 
     Raises:
         ConfigError: ``wanted`` is something else, or torch cannot use it; the message says what to install.
     """
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", wanted):
         raise ConfigError(f"the device {wanted!r} is unknown; it is auto, cpu, cuda, or one GPU: cuda:0")
-    on_cpu = ("cpu",) * (workers or CPU_WORKERS)
+    on_cpu = ("cpu",) * ((workers or CPU_WORKERS) * processes)
     drivers = _drivers()
     if wanted == "cpu" or (wanted == "auto" and (not drivers or _hidden())):
         return Devices(on_cpu)
@@ -54,11 +56,31 @@ def choose(wanted: str, workers: int | None) -> Devices:
         return Devices(on_cpu, f"training on the CPU: {problem}")
     if problem:
         raise ConfigError(f"the device {wanted} cannot be used: {problem}")
+    if processes > (1 if ":" in wanted else count):
+        raise ConfigError(
+            f"a worker of {processes} processes needs as many GPUs, and has {1 if ':' in wanted else count} with the "
+            f"device {wanted}; lower --processes-per-worker, or train on the CPU with --device cpu"
+        )
     if ":" in wanted:
         if int(wanted.partition(":")[2]) >= count:
             raise ConfigError(f"the device {wanted} does not exist: torch sees {count} GPUs, numbered from 0")
         return Devices((wanted,) * (workers or 1))
-    return Devices(tuple(f"cuda:{worker % count}" for worker in range(workers or count)))
+    return Devices(tuple(f"cuda:{n % count}" for n in range((workers or count // processes) * processes)))
+
+
+def own(devices: Sequence[str], visible: str) -> tuple[tuple[str, ...], str]:
+    """Return the devices of a worker as its processes see them when they see no others, and what they then see.
+
+    Args:
+        devices: of its processes.
+        visible: ``CUDA_VISIBLE_DEVICES`` of this process; empty: not set.
+    """
+    if not devices[0].startswith("cuda"):
+        return tuple(devices), visible
+    numbers = [int(device.partition(":")[2]) for device in devices]
+    names = visible.split(",") if visible else []
+    shown = ",".join(names[number] if names else str(number) for number in numbers)
+    return tuple(f"cuda:{place}" for place in range(len(devices))), shown
 
 
 def _hidden() -> bool:

@@ -2,7 +2,8 @@
 
 Node 0 runs the global server. Every node runs a local server and its workers, which are told who they are by
 variables: ``LSGD_LOCAL`` (the local server's address), ``LSGD_NODE``, ``LSGD_LOCAL_RANK``, ``LSGD_DEVICE``,
-``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a run that goes on.
+``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a run that goes on. Workers of several processes have a process above them
+(:mod:`lsgd.client.launcher.island`), so that each is one process here.
 """
 
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS, claimed, runs
 from lsgd.client.control.folder import SOCKET_NAME, socket_folder
-from lsgd.client.launcher import results
+from lsgd.client.launcher import gpus, results
 from lsgd.client.launcher.dashboard import dashboard
 from lsgd.client.launcher.place import NAME_WITHIN_S, Place, claim_port, resolve
 from lsgd.client.launcher.process import Command
@@ -44,6 +45,7 @@ TOKEN_WITHIN_S = 60.0
 """How long a node waits for node 0 to make its token, in a folder that they share."""
 
 _SERVER = (sys.executable, "-P", "-m", "lsgd.server")
+_ISLAND = (sys.executable, "-P", "-m", "lsgd.client.launcher.island")
 _FOLLOW = (sys.executable, "-P", "-m", "lsgd.client.launcher.follow")
 RESTARTS = 5
 """How many times a process that a signal killed is started again, within ten minutes."""
@@ -59,7 +61,7 @@ class Launch:
     Args:
         place: which node this is.
         port: TCP port of the global server; 0 for any that is free, if there is one node.
-        devices: device of each worker.
+        devices: device of each process of each worker, those of a worker one after the other.
         plan_path: the plan, a TOML file, or None; node 0's counts.
         run_dir: folder for the logs, the plan as used, and what the workers save.
         command: what each worker runs.
@@ -69,6 +71,7 @@ class Launch:
         log_to: loggers that write the run's curves, on node 0.
         dashboard: port of the run's page, on node 0; 0 for any; None: there is none.
         plain: show lines alone, also on a terminal.
+        processes: of each worker; several share a model that the script shards.
     """
 
     place: Place
@@ -83,6 +86,12 @@ class Launch:
     log_to: tuple[str, ...] = ()
     dashboard: int | None = None
     plain: bool = False
+    processes: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Workers of this node."""
+        return len(self.devices) // self.processes
 
 
 def launch(settings: Launch) -> int:
@@ -140,7 +149,7 @@ def _supervisor(
     local = f"ipc://{folder / SOCKET_NAME}"
     servers[f"node{place.node}"] = [
         *("--local", "--node", str(place.node)),
-        *("--workers", str(len(settings.devices))),
+        *("--workers", str(settings.workers)),
         *("--listen", local, "--connect", network, *["--insecure"] * settings.insecure),
     ]
     variables = environ | ({TOKEN_VARIABLE: token} if token else {})
@@ -291,12 +300,12 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
     node = settings.place.node
     threads = max(1, len(os.sched_getaffinity(0)) // len(settings.devices))
     commands = []
-    for index, device in enumerate(settings.devices):
-        own = {
+    for index in range(settings.workers):
+        arguments, own = _worker(settings, index)
+        own |= {
             "LSGD_LOCAL": local,
             "LSGD_NODE": str(node),
             "LSGD_LOCAL_RANK": str(index),
-            "LSGD_DEVICE": device,
             "LSGD_RUN_DIR": str(settings.run_dir),
         }
         if settings.resume:
@@ -308,7 +317,7 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
         commands.append(
             Command(
                 name,
-                settings.command,
+                arguments,
                 variables,
                 _log(settings, name),
                 joins=True,
@@ -320,6 +329,16 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
             )
         )
     return commands
+
+
+def _worker(settings: Launch, index: int) -> tuple[Sequence[str], dict[str, str]]:
+    """Return the command of a worker, and the variables that tell it its devices."""
+    devices = settings.devices[index * settings.processes : (index + 1) * settings.processes]
+    if settings.processes == 1:
+        return settings.command, {"LSGD_DEVICE": devices[0]}
+    devices, visible = gpus.own(devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    shown = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    return [*_ISLAND, ",".join(devices), "--", *settings.command], shown
 
 
 def _logger(settings: Launch, network: str, environ: Mapping[str, str]) -> Command:

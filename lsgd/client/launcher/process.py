@@ -219,7 +219,8 @@ class Child:
 
 def _environment(command: Command) -> Mapping[str, str]:
     """Return the variables of a process that takes the place of one that died."""
-    if command.checkpoints is None or not runs(command.checkpoints, command.name):
+    names = (command.name, f"{command.name}.*")  # of one process, and of several
+    if command.checkpoints is None or not any(runs(command.checkpoints, name) for name in names):
         return command.environment
     return {**command.environment, "LSGD_RESUME": str(command.checkpoints), "LSGD_RESTARTED": "1"}
 

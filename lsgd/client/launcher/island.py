@@ -1,0 +1,84 @@
+"""The processes of one worker, started and ended as one: ``python -m lsgd.client.launcher.island DEVICES -- COMMAND``.
+
+Each is told its place as torchrun tells it: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``,
+``MASTER_ADDR`` and ``MASTER_PORT``; and which worker it is, by the variables that this process has itself. Its
+end is theirs: if one fails, the others cannot go on, and are ended; and it ends as that one has.
+"""
+
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from lsgd.client.launcher.signals import received
+from lsgd.errors import EvictedError
+
+OTHERS_WITHIN_S = 15.0
+"""How long the others have to end when one has ended with an error: they save what they have, or notice its end."""
+
+LOOK_EVERY_S = 1.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command once for each device; return the exit code, or die of the signal that has killed one."""
+    devices, _, *command = arguments
+    names = devices.split(",")
+    told = {
+        "WORLD_SIZE": str(len(names)),
+        "LOCAL_WORLD_SIZE": str(len(names)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "LSGD_ISLAND": str(len(names)),
+    }
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **told, "RANK": str(rank), "LOCAL_RANK": str(rank), "LSGD_DEVICE": device},
+        )
+        for rank, device in enumerate(names)
+    ]
+    with received() as signals:  # from now on, so that a signal that is ignored here is ignored in them
+        status = _wait(processes, signals)
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: socket.socket) -> int:
+    """Return the status of the first process that fails, when all have ended; 0: none does."""
+    failed = 0
+    deadline_s = float("inf")
+    while running := [process for process in processes if process.poll() is None]:
+        if not failed and (failed := next((p.returncode for p in processes if p.returncode), 0)):
+            # What a signal has killed, or the run has evicted, saves nothing, and neither can the others.
+            saves = failed > 0 and failed != EvictedError.exit_code
+            deadline_s = time.monotonic() + (OTHERS_WITHIN_S if saves else 0.0)
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            for process in running:
+                with suppress(ProcessLookupError):
+                    process.kill()
+            left_s = 1.0
+        readable, _, _ = select.select([signals], [], [], min(left_s, LOOK_EVERY_S))
+        if readable and any(number != signal.SIGCHLD for number in signals.recv(64)):
+            deadline_s = float("inf")  # the launcher ends all of the group, in its own time
+    return failed or next((p.returncode for p in processes if p.returncode), 0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,202 @@
+"""Parameters that FSDP2 shards (``torch.distributed.fsdp.fully_shard``): the part of each that this process holds.
+
+FSDP2's private names are in this file only. With them, shards become windows onto flat buffers. Where torch does not
+have them, or not as they are known here, shards are copied into the buffers and back.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils.dlpack import from_dlpack
+
+from lsgd.errors import ConfigError
+
+logger = logging.getLogger("lsgd")
+
+
+def _loaded(module: str, name: str) -> Any:
+    """Return a class of a module that only models with shards have loaded: to import it takes a second."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is distributed over several processes, this one among them."""
+    kind = _loaded("torch.distributed.tensor", "DTensor")
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds, which shares its memory: all of it if it is not sharded."""
+    if not is_sharded(tensor):
+        return tensor
+    held = getattr(tensor, "_local_tensor", None)  # at a hundredth of what the public call takes, in each step
+    if held is None:
+        with torch.no_grad():
+            held = tensor.to_local()  # type: ignore[attr-defined]
+    return held  # type: ignore[no-any-return]
+
+
+def layout(tensor: Tensor) -> str:
+    """Return in words how a tensor is distributed; an empty text: it is not."""
+    if not is_sharded(tensor):
+        return ""
+    placements = ", ".join(map(str, tensor.placements))  # type: ignore[attr-defined]
+    return f"{placements} of {tuple(tensor.device_mesh.shape)}"  # type: ignore[attr-defined]
+
+
+def mesh_of(model: nn.Module) -> Any:
+    """Return the mesh of processes that a model is sharded over; None: it is not sharded.
+
+    Raises:
+        ConfigError: it is, but in a way that islands do not support.
+    """
+    Reshard(model)()
+    named: list[tuple[str, Any]] = list(model.named_parameters())
+    sharded = [(name, parameter) for name, parameter in named if is_sharded(parameter)]
+    if not sharded:
+        return None
+    if plain := [name for name, parameter in named if not is_sharded(parameter)]:
+        raise ConfigError(
+            f"the parameter {plain[0]} is not sharded, but {sharded[0][0]} is; call fully_shard on the whole model "
+            f"too, after its parts, and ignore no parameters"
+        )
+    mesh = sharded[0][1].device_mesh
+    for name, parameter in sharded:
+        placements = parameter.placements
+        if len(placements) != 1 or not placements[0].is_shard() or parameter.device_mesh != mesh:
+            raise ConfigError(
+                f"the parameter {name} is distributed as {layout(parameter)}; an island shards all parameters over one "
+                f"mesh of one dimension: fully_shard(model, mesh=init_device_mesh(device, (processes,))), without "
+                f"tensor parallelism or replicas"
+            )
+    return mesh
+
+
+class Reshard:
+    """Has FSDP2 forget the parameters that it has gathered: an evaluation leaves the root's in the shards' place.
+
+    Args:
+        model: perhaps sharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        kind = _loaded("torch.distributed.fsdp", "FSDPModule")
+        self._modules: list[Any] = [m for m in model.modules() if kind is not None and isinstance(m, kind)]
+
+    def __call__(self) -> None:
+        """Reshard all modules."""
+        for module in self._modules:
+            module.reshard()
+
+
+class Shard:
+    """What FSDP2 keeps of one parameter in this process.
+
+    Args:
+        parameter: torch's ``FSDPParam``.
+    """
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+
+    @property
+    def room(self) -> int:
+        """Elements that a window needs: FSDP2 gathers shards of equal sizes, the last ones padded."""
+        return int(self._parameter._sharded_param_data.numel())
+
+    def move(self, buffer: Tensor) -> Tensor:
+        """Make a part of a flat buffer the memory of this shard; return it in the shard's shape."""
+        kept = self._parameter
+        parameter, dim = kept.sharded_param, kept.fsdp_placement.dim
+        data = from_dlpack(buffer)  # a storage of its own
+        data.copy_(kept._sharded_param_data)
+        window = data.view(kept.padded_sharded_param_size).narrow(dim, 0, parameter._local_tensor.size(dim))
+        kept._sharded_param_data, parameter._local_tensor = data, window
+        return window
+
+
+def shards(model: nn.Module) -> dict[int, Shard]:
+    """Return what FSDP2 keeps of each sharded parameter, by its identity; empty where the private names are others.
+
+    Raises:
+        ConfigError: FSDP2 keeps the shards in host memory.
+    """
+    try:
+        found = {id(kept.sharded_param): kept for kept in _kept(model)}
+        for kept in found.values():
+            dim = kept.fsdp_placement.dim
+            padded = kept._sharded_param_data.view(kept.padded_sharded_param_size)
+            window = padded.narrow(dim, 0, kept.sharded_param._local_tensor.size(dim))
+            if window.data_ptr() != kept.sharded_param._local_tensor.data_ptr() or not window.is_contiguous():
+                raise AttributeError("a shard that is no part of its padded one")
+    except (AttributeError, RuntimeError, IndexError) as error:
+        logger.warning(
+            "torch %s keeps shards otherwise than lsgd knows (%s): each round copies them", torch.__version__, error
+        )
+        return {}
+    if any(getattr(kept, "offload_to_cpu", False) for kept in found.values()):
+        raise ConfigError("fully_shard with CPUOffloadPolicy is not supported: leave offload_policy out")
+    return {key: Shard(kept) for key, kept in found.items()}
+
+
+def _kept(model: nn.Module) -> Iterator[Any]:
+    """Yield torch's ``FSDPParam`` objects."""
+    for module in Reshard(model)._modules:
+        state = module._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in groups:
+            if group is not None:
+                yield from group.fsdp_params
+
+
+def local_state(state: Any) -> Any:
+    """Return a copy of a nested state with the local parts of all tensors."""
+    return _pytree.tree_map_only(Tensor, local, state)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Have an optimizer take over a state of local parts: those of sharded parameters become sharded again."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = {
+        place: {name: _like(value, parameters[place]) for name, value in values.items()}
+        for place, values in state["state"].items()
+        if place < len(parameters)
+    }
+    optimizer.load_state_dict({**state, "state": {**state["state"], **saved}})
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor) or not is_sharded(parameter) or not value.dim():
+        return value
+    if value.shape != local(parameter).shape:
+        return value
+    sharded: Any = parameter
+    return _loaded("torch.distributed.tensor", "DTensor").from_local(
+        value.to(sharded.device),
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of a model's state in host memory; of a sharded one all of it on the first process, none elsewhere.
+
+    All processes that share the model have to call it.
+    """
+    if mesh_of(model) is None:
+        return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return {name: x.clone() for name, x in get_model_state_dict(model, options=options).items() if torch.is_tensor(x)}

@@ -1,0 +1,103 @@
+"""Models that FSDP2 shards, here over one process: what is refused, flat buffers, and states."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from lsgd.client.control.island import Island, island_of
+from lsgd.errors import ConfigError, DetachedError
+from lsgd.flat import FlatParameters, describe
+from lsgd.shards import full_state_dict, is_sharded, load_optimizer, local, local_state, mesh_of, shards
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def sharded(mesh: DeviceMesh) -> nn.Sequential:
+    model = made()
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def test_a_model_of_one_process_is_an_island_of_one(mesh) -> None:
+    assert type(island_of(made())) is type(island_of(sharded(mesh))) is Island
+
+
+def test_how_a_model_is_sharded_is_part_of_its_digest(mesh) -> None:
+    (whole, _), (parts, words) = describe(made()), describe(sharded(mesh))
+    assert whole != parts and "sharded as S(0) of (1,)" in words
+
+
+def test_what_is_sharded_otherwise_is_refused(mesh) -> None:
+    assert mesh_of(made()) is None
+    partly = made()
+    fully_shard(partly[0], mesh=mesh)
+    with pytest.raises(ConfigError, match=r"2\.weight is not sharded, but 0\.weight is; call fully_shard on the whole"):
+        mesh_of(partly)
+    replicated = made()
+    fully_shard(replicated, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
+    with pytest.raises(ConfigError, match=r"distributed as .* one mesh of one dimension"):
+        mesh_of(replicated)
+    offloaded = made()
+    fully_shard(offloaded, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(ConfigError, match="CPUOffloadPolicy is not supported"):
+        FlatParameters(offloaded)
+
+
+def test_shards_are_windows_onto_the_flat_buffer(mesh) -> None:
+    model = sharded(mesh)
+    assert len(shards(model)) == 4
+    flat = FlatParameters(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.ones(4, 3)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model(x)  # leaves the root gathered
+    flat.check()
+    for slot in flat.slots:
+        part = flat.buffers[slot.buffer][slot.offset : slot.offset + slot.numel]
+        assert torch.equal(part, local(slot.parameter).flatten())
+    with flat.current():
+        flat.buffers[0].zero_()
+    assert not model(x).any()
+    kept = model[0].weight
+    kept._local_tensor = kept._local_tensor.clone()
+    with pytest.raises(DetachedError, match=r"0\.weight was replaced"):
+        flat.check()
+
+
+def test_states_are_whole_again(mesh) -> None:
+    model, plain = sharded(mesh), made()
+    for name, value in full_state_dict(model).items():
+        assert torch.equal(value, plain.state_dict()[name]) and not is_sharded(value)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    saved = local_state(optimizer.state_dict())
+    assert not any(is_sharded(x) for values in saved["state"].values() for x in values.values())
+    other = sharded(mesh)
+    restored = torch.optim.AdamW(other.parameters(), lr=0.5)
+    load_optimizer(restored, saved)
+    other(torch.ones(4, 3)).sum().backward()
+    restored.step()
+    assert restored.param_groups[0]["lr"] == 0.1
+    assert is_sharded(restored.state[other[0].weight]["exp_avg"])
+    assert restored.state[other[0].weight]["step"] == 2

@@ -1,0 +1,258 @@
+"""Islands: workers of two processes with a sharded model, through the real servers and the launcher."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from .running import SCRIPTS, Cluster, ForkServer, Process
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp.py"
+
+pytestmark = pytest.mark.slow
+
+PLACES = [(worker, process) for worker in (0, 1) for process in (0, 1)]
+
+
+class Islands(Cluster):
+    """A run of two workers on one node, each of so many processes."""
+
+    worker_forks = ForkServer(
+        *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "lsgd.plan.options"),
+        *("torch.distributed.checkpoint.state_dict", "lsgd.client.worker"),
+    )
+
+    def begin(self, *plan: str, workers: int = 2) -> Process:
+        """Start the servers; return the global one."""
+        server = self.start_global("--workers", str(workers), *plan)
+        self.start_local()
+        return server
+
+    def island(
+        self, index: int, *arguments: str, size: int = 2, program: Path = SCRIPTS / "island.py", **variables: str
+    ) -> list[Process]:
+        """Start the processes of a worker."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(size)}
+        variables = {**place, **variables}
+        script = str(program.with_suffix(""))
+        return [self.worker(script, 0, index, *arguments, RANK=str(r), **variables) for r in range(size)]
+
+    def train(self, *arguments: str, size: int = 2) -> list[dict[str, Any]]:
+        """Run two workers to the end; return their results."""
+        for process in self.island(0, *arguments, size=size) + self.island(1, *arguments, size=size):
+            assert process.succeeds().endswith("ended well\n")
+        return [self.result(0, 0), self.result(0, 1)]
+
+    def sent(self, worker: int, process: int) -> tuple[int, int]:
+        """Return the bytes that a process has sent, and those of its part of the model."""
+        _, sent, flat = next(line for line in lines(self.folder, worker, process) if line[0] == "sent")
+        return int(sent), int(flat)
+
+
+def lines(folder: Path, worker: int, process: int) -> list[list[str]]:
+    """Return what a process has written down."""
+    return [line.split() for line in (folder / f"node0-worker{worker}.{process}.rounds").read_text().splitlines()]
+
+
+def whole_rounds(folder: Path, worker: int) -> dict[int, tuple[str, ...]]:
+    """Return the digests of a worker's parts after each round; all of its processes have committed the same rounds."""
+    parts = [{int(line[0]): line[1] for line in lines(folder, worker, p) if line[0] != "sent"} for p in (0, 1)]
+    assert list(parts[0]) == list(parts[1])
+    return {number: (digest, parts[1][number]) for number, digest in parts[0].items()}
+
+
+def equal_after_each_round(folder: Path) -> int:
+    """Return of how many rounds both workers hold the same model after each that both have committed."""
+    one, other = whole_rounds(folder, 0), whole_rounds(folder, 1)
+    both = one.keys() & other.keys()
+    assert {number: one[number] for number in both} == {number: other[number] for number in both}
+    return len(both)
+
+
+@pytest.fixture
+def islands(tmp_path: Path) -> Iterator[Islands]:
+    made = Islands(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "how", [("--dim", "1"), ("--copied", "--accumulate", "2", "--bf16")], ids=["windows", "copied"]
+)
+def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
+    islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "120")
+    one, other = islands.train(*how)
+    for result in (one, other):
+        assert sum(result["losses"][-10:]) < sum(result["losses"][:10]) / 2
+    assert one["state"] == other["state"] and one["leader"] == other["leader"]
+    assert one["shapes"]["0.weight"] == [7, 8] and one["shapes"]["4.bias"] == [1]
+    assert one["iterations"] + other["iterations"] == 120
+    rounds = equal_after_each_round(islands.folder)
+    assert rounds > 10
+    for place in PLACES:  # a process sends its part once a round, and at the end the model's mean and the leader's
+        sent, flat = islands.sent(*place)
+        assert rounds * flat <= sent <= (rounds + 6) * flat + rounds * 120
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ("local", "--compression", "none"),
+        ("leader", "--local-period", "1", "--election", "loss"),
+        ("diloco", "--fragments", "1"),
+    ],
+    ids=lambda plan: plan[0],
+)
+def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, plan) -> None:
+    plan = ("--algorithm", *plan, "--period", "1", "--iterations", "40")  # so each makes one iteration a round
+    islands.begin(*plan)
+    sharded = islands.train("--alike")
+    (tmp_path / "whole").mkdir()
+    whole_run = Islands(tmp_path / "whole")
+    try:
+        whole_run.begin(*plan)
+        whole = whole_run.train("--alike", "--plain", size=1)
+    finally:
+        whole_run.close()
+    for one, other in zip(sharded, whole, strict=True):
+        assert {**one, "distance": pytest.approx(one["distance"], rel=1e-5)} == other
+
+
+@pytest.mark.parametrize("algorithm", ["local", "leader"])
+def test_a_number_that_is_none_in_one_shard_counts_for_the_island(islands, algorithm) -> None:
+    islands.begin("--algorithm", algorithm, "--period", "4", "--iterations", "80")
+    one, other = islands.train("--do", "nan", "--at", "15")
+    assert one["state"] == other["state"]
+    assert all(whole_rounds(islands.folder, worker) for worker in (0, 1))
+    output = islands.processes[-2].output  # the head's, whose own shard is finite
+    assert "this worker's model is not finite" in output
+    assert re.search(r"checkpoint of 80 iterations", output)
+
+
+def test_a_shard_whose_exchange_is_cut_fails_the_round_of_all(islands) -> None:
+    islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "80")
+    one, other = islands.train("--do", "cut", "--at", "15")
+    assert one["state"] == other["state"]
+    assert equal_after_each_round(islands.folder) > 5
+    assert "failed in another process of this worker" in islands.processes[-2].output
+
+
+def test_a_frozen_process_ends_its_island_and_the_others_go_on(islands) -> None:
+    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "80", "--lease-s", "2")
+    others = islands.island(0)
+    head, frozen = islands.island(1, "--do", "freeze", "--at", "15")
+    for process in others:
+        process.succeeds()
+    assert head.wait() == 76
+    assert "process 1 of this island has been silent for" in head.output
+    frozen.send(signal.SIGKILL)
+    assert frozen.wait() == -signal.SIGKILL
+    assert islands.result(0, 0)["world_size"] == 1
+
+
+def test_an_island_goes_on_from_its_checkpoints_with_as_many_processes(islands, tmp_path) -> None:
+    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "60", "--checkpoint-every", "1")
+    before = islands.train()
+    (tmp_path / "again").mkdir()
+    again = Islands(tmp_path / "again")
+    try:
+        again.begin("--algorithm", "local", "--period", "4", "--iterations", "100")
+        resume = {"LSGD_RESUME": str(tmp_path / "checkpoints")}
+        (refused,) = again.island(0, "--plain", size=1, **resume)
+        assert refused.wait() == 1
+        assert re.search(r"node0/worker0 in \S+ are of 2 processes, and here it has 1; go on with as", refused.output)
+        for process in again.island(0, **resume) + again.island(1, **resume):
+            process.succeeds()
+        after = [again.result(0, 0), again.result(0, 1)]
+    finally:
+        again.close()
+    assert after[0]["state"] == after[1]["state"] != before[0]["state"]
+    for old, new in zip(before, after, strict=True):
+        assert new["iterations"] > old["iterations"]
+        assert sum(new["losses"][:5]) < sum(old["losses"][:5]) / 2
+
+
+def test_what_an_island_cannot_do_is_refused_in_words(islands) -> None:
+    islands.begin("--algorithm", "bytegrad", workers=1)
+    (plain,) = islands.island(0, "--plain", size=1, LSGD_ISLAND="2")
+    assert plain.wait() == 1
+    assert "its model is not sharded over them: call fully_shard(model)" in plain.output
+    for process in islands.island(0):
+        assert process.wait() == 1
+        assert "its model is sharded over 2 processes, and the algorithm bytegrad needs whole models" in process.output
+
+
+def test_processes_that_make_different_calls_are_told_so(islands) -> None:
+    islands.begin("--algorithm", "local", "--period", "4", workers=1)
+    head, other = islands.island(0, "--do", "pause", "--at", "10", "--who", "node0/worker0")
+    assert other.wait() == 1
+    assert re.search(r"this process pauses \(call \d+\), and the head of its island \w+ a", other.output)
+    assert "LsgdError" in other.output and head.wait() == 1
+
+
+def test_islands_that_all_leave_make_the_consensus(islands) -> None:
+    islands.begin("--algorithm", "local", "--period", "4")
+    one, other = islands.train("--leave-at", "12")
+    assert one["state"] == other["state"] and one["distance"] is not None
+
+
+def test_islands_and_whole_workers_do_not_mix(islands) -> None:
+    server = islands.begin("--algorithm", "local", "--iterations", "20")
+    islands.island(0)
+    server.says("1 of 2 workers have joined")
+    (plain,) = islands.island(1, "--plain", size=1)
+    assert plain.wait() == 1
+    assert "sharded as S(0) of (2,)" in plain.output
+
+
+def test_the_example(islands) -> None:
+    islands.begin("--algorithm", "local", "--period", "6", "--iterations", "24")
+    processes = [process for index in (0, 1) for process in islands.island(index, program=EXAMPLE)]
+    outputs = "".join(process.succeeds() for process in processes)
+    losses = dict(re.findall(r"(node0/worker\d): loss ([\d.]+) on unseen text", outputs))
+    assert losses["node0/worker0"] == losses["node0/worker1"]
+    assert float(losses["node0/worker0"]) < 4.5  # from the logarithm of 256, which is 5.5
+    with safe_open(islands.folder / "model.safetensors", "pt") as file:
+        assert file.get_slice("layers.3.linear1.weight").get_shape() == [512, 128]
+
+
+@pytest.mark.timeout(180)
+def test_launch_starts_an_island_whole_again_when_a_process_dies_in_a_round(tmp_path) -> None:
+    run = tmp_path / "run"
+    launched = subprocess.run(
+        [
+            *(sys.executable, "-m", "lsgd.client", "launch", "--device", "cpu", "--run-dir", str(run)),
+            *("--workers", "2", "--processes-per-worker", "2", "--", sys.executable, str(SCRIPTS / "island.py")),
+            *("--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "0.3"),
+        ],
+        env={
+            **os.environ,
+            "LSGD_ALGORITHM": "local",
+            "LSGD_COMPRESSION": "none",
+            "LSGD_PERIOD": "4",
+            "LSGD_ITERATIONS": "160",
+        }
+        | {"LSGD_SYNC_OPTIMIZER": "true", "LSGD_CHECKPOINT_EVERY": "2", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert launched.returncode == 0, launched.stdout + launched.stderr
+    assert "2 workers of 2 processes on cpu" in launched.stdout
+    assert re.search(r"node0/worker1 was killed by SIGKILL .* it is started again in 1 s", launched.stdout)
+    assert re.search(r"node0/worker1 goes on from .*node0-worker1\.0-of-2\.safetensors", launched.stdout)
+    one, other = (json.loads((run / f"node0-worker{worker}.json").read_text()) for worker in (0, 1))
+    assert one["state"] == other["state"] and one["world_size"] == 2
+    assert launched.stdout.count("ended well") == 4
+    assert equal_after_each_round(run) > 5

@@ -1,0 +1,151 @@
+"""One process of an island: a small model, sharded by FSDP2, with switches for what a test is about.
+
+Each process appends a line for each committed round to ``<name>.<rank>.rounds``: its number, and a digest of its parts;
+and at the end a line with the bytes that it sent and those of its parts. The head writes the rest to ``<name>.json``.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lsgd import shards
+from lsgd.client import Worker
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--copied", action="store_true", help="as if torch kept shards otherwise")
+parser.add_argument("--plain", action="store_true", help="do not shard the model")
+parser.add_argument("--alike", action="store_true", help="all processes of a worker draw the same batches")
+parser.add_argument("--dim", type=int, default=0, help="that the first layer is sharded in")
+parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
+parser.add_argument("--do", default="", choices=("", "kill", "freeze", "nan", "cut", "raise", "pause"))
+parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
+parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+parser.add_argument("--accumulate", type=int, default=1, help="batches in each step")
+parser.add_argument("--leave-at", type=int, default=-1, help="leave after so many iterations")
+parser.add_argument("--rest", type=float, default=0.0, help="seconds to sleep in each turn while it is alone")
+parser.add_argument("--once", default="", help="file that says that it has been done")
+options = parser.parse_args()
+
+dist.init_process_group("gloo")
+process, processes = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+# Seven rows over two processes are uneven shards, and a bias of one element is whole on the first.
+model = nn.Sequential(nn.Linear(8, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 8), nn.Linear(8, 1))
+model[3].weight.requires_grad_(False)
+if not options.plain:
+    mesh = init_device_mesh("cpu", (processes,))
+    place = torch.distributed.tensor.Shard(options.dim)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.bf16 else None)
+    fully_shard(model[0], mesh=mesh, mp_policy=policy, shard_placement_fn=lambda p: place if p.dim() > 1 else None)
+    fully_shard(model[1], mesh=mesh)  # batch norm is computed in float32
+    fully_shard(model[3], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+if options.copied:
+    shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+inputs = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
+data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def do(worker: Worker) -> None:
+    """Do to this process what was asked for."""
+    if options.once:
+        if os.path.exists(options.once):
+            return
+        open(options.once, "w").close()
+    print(f"{worker.name} process {process}: {options.do}", flush=True)
+    group = worker._steps.rounds.entrance._group
+    match options.do:
+        case "kill":
+            assert group is not None
+            votes = iter((True, True))
+
+            def vote(ok: bool) -> bool:
+                """In the next round vote twice, and die when the exchange is done and the last vote is due."""
+                if not next(votes, False):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return worker._membership.island.agree(ok)
+
+            group.votes = vote
+        case "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "raise":
+            raise RuntimeError("as asked for")
+        case "cut":
+            assert group is not None
+            group.cut()
+        case "pause":
+            with worker.pause():
+                pass
+        case "nan":
+            with torch.no_grad():
+                shards.local(model[0].weight)[0, 0] = float("nan")
+
+
+with Worker.join(model, optimizer) as worker:
+    assert worker.run_dir is not None
+    path = worker.run_dir / worker.name.replace("/", "-")
+    loader = worker.loader(data, batch_size=8)
+    if options.alike:
+        drawn = torch.Generator().manual_seed(int(worker.name[-1]))
+        loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, generator=drawn)  # type: ignore[assignment]
+    losses: list[float] = []
+    committed = 0
+    struck = options.do and worker.name == options.who and process == processes - 1
+    with open(f"{path}.{process}.rounds", "a") as rounds:
+        while not worker.stopped:
+            for x, y in worker.batches(loader):
+                if worker._steps.tally.committed > committed:
+                    committed = worker._steps.tally.committed
+                    held = b"".join(shards.local(p).detach().numpy().tobytes() for p in model.parameters())
+                    print(committed, hashlib.sha256(held).hexdigest()[:16], file=rounds, flush=True)
+                loss = nn.functional.mse_loss(model(x).float(), y)
+                loss.backward()
+                worker.report(loss)
+                losses.append(loss.item())
+                if len(losses) % options.accumulate:
+                    continue
+                if not options.alike:  # the norm of shards is summed in another order
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(options.rest if worker.world_size == 1 else 0.0)
+                if struck and worker.iterations == options.at:
+                    do(worker)
+                if worker.iterations == 5:
+                    with nullcontext() if options.alike else worker.pause(), torch.no_grad():
+                        model(x)  # leaves the root gathered
+                if worker.iterations == options.leave_at:
+                    worker.leave()
+        flat = sum(buffer.nbytes for buffer in worker._replica.flat.buffers)
+        print("sent", worker.timings.sent_nbytes, flat, file=rounds)
+    state = worker.state_dict()
+    leader = worker.leader_state_dict()
+    assert leader is not None
+    assert worker.is_head == bool(state) == bool(leader)
+    if worker.is_head:
+        names = sorted(name for name in state if state[name].is_floating_point())
+        result = {
+            "state": hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in names)).hexdigest(),
+            "shapes": {name: list(state[name].shape) for name in names},
+            "leader": hashlib.sha256(b"".join(leader[name].numpy().tobytes() for name in names)).hexdigest(),
+            "losses": losses,
+            "distance": worker.consensus_distance,
+            "iterations": worker.iterations,
+            "world_size": worker.world_size,
+        }
+        path.with_suffix(".json").write_text(json.dumps(result))
+dist.barrier()
+dist.destroy_process_group()
+print("ended well", file=sys.stderr)
