@@ -202,7 +202,7 @@ def test_processes_that_make_different_calls_are_told_so(islands) -> None:
 
 
 def test_islands_that_all_leave_make_the_consensus(islands) -> None:
-    islands.begin("--algorithm", "local", "--period", "4")
+    islands.begin("--algorithm", "local", "--period", "64")
     one, other = islands.train("--leave-at", "12")
     assert one["state"] == other["state"] and one["distance"] is not None
 

@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from torch._C._distributed_c10d import PrefixStore
+
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Traffic, WorkerGroup
 from lsgd.client.groups.relayed import Meet
@@ -36,5 +38,7 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
 
     routes = partial(Routes, missed=lambda one, other: (home[one], home[other]) in apart, meet=meet)
     who = welcome.run, generation.number, me, names, join.address
-    mesh = Mesh(*who, store, tls, run.exchange_timeout_s, routes, when_cut=store.end)
-    return TcpGroup(mesh, "world", range(len(names)), names, me, generation.node_sizes, run.exchange_timeout_s, traffic)
+    shard = membership.island.rank  # groups of the same shard of all members' models meet
+    name = f"shard{shard}" if shard else "world"
+    mesh = Mesh(*who, PrefixStore(name, store), tls, run.exchange_timeout_s, routes, when_cut=store.end)
+    return TcpGroup(mesh, name, range(len(names)), names, me, generation.node_sizes, run.exchange_timeout_s, traffic)

@@ -93,7 +93,8 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
     with open_door(join.address) as (listener, door):
         store.set(f"door/{me}", door.published())
         doors = [door if rank == me else Door.of(store.get(f"door/{rank}")) for rank in range(size)]
-        both, eithers = generation.transport != "gloo", generation.transport == "tcp"
+        # The processes of an island dial each other directly: their head alone looks, and has no word for the others.
+        both, eithers = generation.transport != "gloo", generation.transport == "tcp" and membership.island.size == 1
         calls = [rank for rank in range(size) if rank != me and (both or calls_first(doors, me, rank))]
         callers = [rank for rank in range(size) if rank != me and (both or calls_first(doors, rank, me))]
         over = lambda: bool(channel.generation_over(generation.number))  # noqa: E731
