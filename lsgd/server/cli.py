@@ -34,9 +34,11 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 @click.command(context_settings={"max_content_width": 110})
 @click.version_option(__version__)
-@click.option("--global", "role", flag_value="global", help="Be the global server, one for the run.")
-@click.option("--local", "role", flag_value="local", help="Be the local server of a machine.")
-@click.option("--relay", "role", flag_value="relay", help="Connect workers that cannot reach each other.")
+@click.option("--global", "roles", flag_value="global", multiple=True, help="Be the global server, one for the run.")
+@click.option("--local", "roles", flag_value="local", multiple=True, help="Be the local server of a machine.")
+@click.option(
+    "--relay", "roles", flag_value="relay", multiple=True, help="Connect workers that cannot reach each other."
+)
 @click.option("--listen", metavar="ADDRESS", help="Where to listen: tcp://host:port or ipc://path.")
 @click.option("--connect", metavar="ADDRESS", help="Local: the global server's address.")
 @click.option("--node", type=click.IntRange(0), default=0, show_default=True, help="Local: index of this machine.")
@@ -79,7 +81,7 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 @click.option("--insecure", is_flag=True, help="Go without keys on a network where everybody is trusted.")
 @plan_options
 def main(
-    role: str | None,
+    roles: tuple[str, ...],
     listen: str | None,
     connect: str | None,
     node: int,
@@ -104,6 +106,9 @@ def main(
     signal.
     """
     raise_descriptor_limit()
+    if len(set(roles)) > 1:
+        raise click.UsageError(f"one process is one server: choose one of {', '.join(f'--{role}' for role in roles)}")
+    role = roles[0] if roles else None
     try:
         if role == "global":
             if connect or node or token_path:

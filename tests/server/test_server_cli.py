@@ -32,6 +32,7 @@ def run(*arguments: str, **variables: str | None) -> tuple[int, str]:
     ("arguments", "message"),
     [
         ([], "say which server to be: --global (one for the run), --local"),
+        (["--global", "--local"], "one process is one server: choose one of --global, --local"),
         (["--global", "--node", "1"], "--connect, --node and --token belong to a local server"),
         (["--global", "--connect", "tcp://x:1"], "--connect, --node and --token belong to a local server"),
         (["--local", "--period", "4"], "--period belongs to the plan, which the global server holds"),
