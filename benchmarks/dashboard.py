@@ -187,7 +187,7 @@ def measure(browser: Any, workers: int, seconds: int, failures: int, watched_s: 
         page.goto(dashboard.url())
         page.wait_for_function(f"document.querySelectorAll('#workers tr').length === {workers}")
         page.check("[value=whole]")
-        page.wait_for_timeout(SETTLED_S * 1000)
+        page.wait_for_timeout(min(SETTLED_S, watched_s) * 1000)
         page.evaluate(WATCH)
         drawn_ms, end = [], time.monotonic() + watched_s
         while time.monotonic() < end:
@@ -217,7 +217,7 @@ def main() -> int:
 
     machine = about("benchmarks.dashboard")
     print(heading(machine), flush=True)
-    watched_s = 5.0 if options.quick else 30.0
+    watched_s = 2.0 if options.quick else 30.0
     large = (16, 600, 3) if options.quick else (64, 6 * 3600, 24)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

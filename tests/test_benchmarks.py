@@ -112,7 +112,7 @@ def test_the_dashboard_is_measured_in_a_browser(tmp_path: Path) -> None:
     small, large = quick("dashboard", tmp_path)["results"]
     assert small["kilobytes"] < large["kilobytes"] < 1000
     for result in (small, large):
-        assert result["updates"] > 1 and result["zoom_ms"] > 0
+        assert result["updates"] > 0 and result["zoom_ms"] > 0
         median, most, longest = result["frames_ms"]
         assert 0 < median <= most <= longest
 
@@ -146,7 +146,6 @@ def test_control_measures_real_servers_and_simulated_runs(tmp_path: Path) -> Non
 
 
 @root
-@alone
 @needs_root
 def test_network_measures_ours_and_baselines_and_goes_on_where_it_was(tmp_path: Path) -> None:
     smallest = ("--steps", "3", "--periods", "1", "--methods")

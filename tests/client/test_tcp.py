@@ -53,6 +53,18 @@ def run(switchboard, request):
     return over_tcp
 
 
+def test_groups_whose_members_have_met_need_no_store() -> None:
+    groups, store = members(3, [CERTIFICATE] * 3)
+    met = threading.Barrier(3, store.clear)  # as a global server that is started again
+
+    def work(group: TcpGroup) -> bool:
+        group._mesh.gather()
+        met.wait(20)
+        return every_verb(group)
+
+    assert all_at_once(groups, work) == [True] * 3
+
+
 def threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name in ("lsgd-connect", "lsgd-send", "lsgd-receive")}
 

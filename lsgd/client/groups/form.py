@@ -2,8 +2,6 @@
 
 from functools import partial
 
-from torch._C._distributed_c10d import PrefixStore
-
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Traffic, WorkerGroup
 from lsgd.client.groups.relayed import Meet
@@ -13,6 +11,7 @@ from lsgd.client.groups.tcp.mesh import Mesh
 from lsgd.client.groups.tcp.routes import Routes
 from lsgd.client.groups.tcp.tls import contexts
 from lsgd.client.groups.torch_group import torch_group
+from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation
 from lsgd.protocol.tickets import Ticket
 
@@ -21,13 +20,18 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
     """Return the group of all members of ``generation``, as the worker of ``membership`` sees it.
 
     ``traffic`` counts what it sends and receives. Every verb, and the building of each group, has the deadline that
-    the plan gives.
+    the plan gives. Over TCP it knows then where all members are, and needs the servers no more.
+
+    Raises:
+        ExchangeError: a member does not come, or the generation is over.
     """
     if generation.transport != "tcp":
         return torch_group(generation, membership, traffic)
     join, run, welcome = membership.join, membership.plan.run, membership.welcome
-    store = ServerStore(membership.channel, join.worker, join.incarnation, generation.number, run.exchange_timeout_s)
-    names = generation.members
+    shard = f"shard{membership.island.rank}/" if membership.island.rank else ""  # meets that of all members' models
+    who = membership.channel, join.worker, join.incarnation, generation.number
+    store = ServerStore(*who, run.exchange_timeout_s, shard)
+    names, timeout_s = generation.members, run.exchange_timeout_s
     me = names.index(join.worker)
     tls = contexts(welcome.certificate) if welcome.certificate else None
     home, apart = generation.homes, {*zip(generation.missed[::2], generation.missed[1::2], strict=True)}
@@ -37,8 +41,12 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
         return Meet(welcome.relay, ticket, welcome.relay_secret, nonce)
 
     routes = partial(Routes, missed=lambda one, other: (home[one], home[other]) in apart, meet=meet)
-    who = welcome.run, generation.number, me, names, join.address
-    shard = membership.island.rank  # groups of the same shard of all members' models meet
-    name = f"shard{shard}" if shard else "world"
-    mesh = Mesh(*who, PrefixStore(name, store), tls, run.exchange_timeout_s, routes, when_cut=store.end)
-    return TcpGroup(mesh, name, range(len(names)), names, me, generation.node_sizes, run.exchange_timeout_s, traffic)
+    here = me, names, join.address
+    mesh = Mesh(welcome.run, generation.number, *here, store, tls, timeout_s, routes, when_cut=store.end)
+    if len(names) > 1:
+        try:
+            mesh.gather()
+        except (ExchangeError, OSError) as error:
+            mesh.close()
+            raise ExchangeError(f"the members of generation {generation.number} do not meet: {error}") from error
+    return TcpGroup(mesh, f"{shard}world", range(len(names)), names, me, generation.node_sizes, timeout_s, traffic)

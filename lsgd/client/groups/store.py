@@ -19,11 +19,15 @@ class ServerStore(Store):
     """A key-value store that lives in the global server, for one generation.
 
     torch's process groups find their members' addresses through it. It needs no port of its own, and a wait in it
-    ends as soon as the generation does. A key has one value: what was read once is not asked for again.
+    ends as soon as the generation does. A key has one value: what was read once is not asked for again. Keys with
+    another ``prefix`` are others.
     """
 
-    def __init__(self, channel: Channel, worker: str, incarnation: int, generation: int, timeout_s: float) -> None:
+    def __init__(
+        self, channel: Channel, worker: str, incarnation: int, generation: int, timeout_s: float, prefix: str = ""
+    ) -> None:
         super().__init__()
+        self._prefix = prefix
         self._channel = channel
         self._identity = (worker, incarnation, generation)
         self._generation = generation
@@ -35,12 +39,13 @@ class ServerStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Publish ``value``; waits until the server has it."""
-        data = value.encode() if isinstance(value, str) else bytes(value)
+        key, data = self._prefix + key, value.encode() if isinstance(value, str) else bytes(value)
         self._own[key] = data
         self._channel.send(Put(*self._identity, key, data))
 
     def get(self, key: str) -> bytes:
         """Return the value of ``key``, waiting for it."""
+        key = self._prefix + key
         if (known := self._own.get(key, self._read.get(key))) is not None:
             return known
         deadline = time.monotonic() + self._timeout_s

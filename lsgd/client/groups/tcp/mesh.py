@@ -90,7 +90,8 @@ class Mesh:
         self._tls = tls
         self._timeout_s = timeout_s
         self._when_cut = when_cut
-        self._routes = routes(me, lambda rank: Door.of(store.get(f"tcp/{rank}")))
+        self._routes = routes(me, self._door_of)
+        self._doors: dict[int, Door] = {}  # of the others
         self._lines: dict[Pair, Line] = {}
         self._asked: set[Pair] = set()  # how their connections come to be
         self._ways: dict[Pair, Way] = {}  # of those that this member brings about
@@ -98,6 +99,18 @@ class Mesh:
         self._over = False
         self._said = 0
         self._service: Service | None = None
+
+    def gather(self) -> None:
+        """Publish where this member can be dialled, and read it of all others, so that no store is needed any more.
+
+        Raises:
+            ExchangeError: a member has published nothing in time.
+            OSError: the mesh was cut, or this member cannot listen.
+        """
+        with self._lock:
+            self._open()
+        for rank in {*range(len(self._names))} - {self._me}:
+            self._door_of(rank)
 
     def to(self, rank: int) -> Line:
         """Return the line to the member of this rank."""
@@ -123,6 +136,11 @@ class Mesh:
         if self._service is not None:
             self._service.join()
 
+    def _door_of(self, rank: int) -> Door:
+        if rank not in self._doors:
+            self._doors[rank] = Door.of(self._store.get(f"tcp/{rank}"))
+        return self._doors[rank]
+
     def _line(self, source: int, target: int) -> Line:
         pair = (source, target)
         with self._lock:
@@ -134,15 +152,19 @@ class Mesh:
             self._connect(pair)
         return line
 
-    def _known(self, pair: Pair) -> Line:
-        """Return a line, with the lock held."""
+    def _open(self) -> Service:
+        """Return what serves the connections, with the lock held; first it publishes where that can be dialled."""
         if self._over:
             raise ConnectionAbortedError("the group was closed")
         if self._service is None:
             self._service = Service(self._address, self._welcome)
             self._store.set(f"tcp/{self._me}", self._service.door.published())
+        return self._service
+
+    def _known(self, pair: Pair) -> Line:
+        """Return a line, with the lock held."""
+        service, (source, target) = self._open(), pair
         if pair not in self._lines:
-            service, (source, target) = self._service, pair
             lost = partial(self._connect, pair)
             self._lines[pair] = (
                 Outgoing(self._names[target], service.sender, lost)

@@ -1,0 +1,119 @@
+"""Whether long runs over TCP cost more and more: ``python -m benchmarks.transport.soak [--rounds N] [--json FILE]``.
+
+Processes of this machine exchange in TLS, round after round: an all-reduce of a few bytes and one of 256 KiB. Every
+250 rounds they make a new generation's group. Memory, threads and descriptors of each are counted after a tenth of the
+rounds and at the end.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from benchmarks.report.about import about, argument_parser, heading, write_json
+from benchmarks.report.tables import table
+from lsgd.client.groups.tcp.group import TcpGroup
+from lsgd.client.groups.tcp.mesh import Mesh
+from lsgd.client.groups.tcp.tls import contexts
+from lsgd.protocol.certificates import run_certificate
+
+ROUNDS, GENERATION_ROUNDS, NUMEL = 20_000, 250, 1 << 16
+TIMEOUT_S, DEADLINE_S = 60.0, 3600.0
+
+
+def group_of(rank: int, size: int, number: int, store: TCPStore) -> TcpGroup:
+    """Return the group of a generation."""
+    names = [f"node{index}" for index in range(size)]
+    tls = contexts(run_certificate(b"s" * 32, "soak"))
+    own = PrefixStore(str(number), store)
+    mesh = Mesh("soak", number, rank, names, "127.0.0.1", own, tls, TIMEOUT_S)
+    return TcpGroup(mesh, "world", range(size), names, rank, [1] * size, TIMEOUT_S)
+
+
+def state() -> dict[str, float]:
+    """Return what this process holds."""
+    process = psutil.Process()
+    return {
+        "MiB": process.memory_info().rss / 2**20,
+        "threads": process.num_threads(),
+        "descriptors": process.num_fds(),
+    }
+
+
+def member(rank: int, size: int, port: int, rounds: int) -> None:
+    """Exchange, and print what this process held after a tenth of the rounds and at the end, as JSON."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)
+    small, large, held = torch.zeros(1), torch.zeros(NUMEL), []
+    group = None
+    for done in range(rounds):
+        if done % GENERATION_ROUNDS == 0:
+            if group is not None:
+                group.close()
+            group = group_of(rank, size, done // GENERATION_ROUNDS + 1, store)
+        assert group is not None
+        for tensor in (small.fill_(rank + 1), large.fill_(rank + 1)):
+            group.all_reduce(tensor).wait()
+            assert tensor[-1].item() == size * (size + 1) / 2
+        if done + 1 in (rounds // 10, rounds):
+            held.append(state())
+    print(json.dumps(held), flush=True)
+    store.set(f"done{rank}", "")
+    store.wait([f"done{index}" for index in range(size)])
+
+
+def soak(size: int, port: int, rounds: int) -> list[list[dict[str, float]]]:
+    """Return what each of ``size`` processes held, twice."""
+    own = [sys.executable, "-m", "benchmarks.transport.soak", "--member"]
+    members = [
+        subprocess.Popen([*own, *map(str, (rank, size, port, rounds))], stdout=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+    try:
+        said = [process.communicate(timeout=DEADLINE_S)[0] for process in members]
+    finally:
+        for process in members:
+            process.kill()
+    if any(process.returncode for process in members):
+        raise SystemExit("a member failed: what it said is above")
+    return [json.loads(text) for text in said]
+
+
+def rows(held: Sequence[Sequence[dict[str, float]]]) -> list[list[str]]:
+    """Return a line of the table for each member."""
+    return [
+        [str(rank), *(f"{before[name]:.0f} / {after[name]:.0f}" for name in before)]
+        for rank, (before, after) in enumerate(held)
+    ]
+
+
+def main() -> int:
+    """Run the members, and print a Markdown table."""
+    parser = argument_parser("benchmarks.transport.soak", __doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="how many")
+    parser.add_argument("--members", type=int, default=3, help="processes")
+    parser.add_argument("--port", type=int, default=29700, help="of the store where they meet")
+    parser.add_argument("--json", type=Path, help="write the results to this file, too")
+    parser.add_argument("--member", type=int, nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.member:
+        member(*options.member)
+        return 0
+    machine = about("benchmarks.transport.soak")
+    print(heading(machine) + "\n", flush=True)
+    held = soak(options.members, options.port, options.rounds)
+    print(table(["member", "MiB", "threads", "descriptors"], rows(held)))
+    write_json(options.json, machine, [{"member": rank, "held": each} for rank, each in enumerate(held)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
