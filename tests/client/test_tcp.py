@@ -65,6 +65,18 @@ def test_groups_whose_members_have_met_need_no_store() -> None:
     assert all_at_once(groups, work) == [True] * 3
 
 
+def test_a_group_may_be_ended_twice_while_connections_are_made() -> None:
+    for _ in range(20):
+        (first, second), _ = members(2, [CERTIFICATE] * 2)
+        second._mesh.from_(0)
+        first._mesh.to(1)
+        for group in (first, second):
+            for _ in range(5):
+                group.cut()
+            group.close()
+            assert group._mesh._service._events.is_closed()
+
+
 def threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name in ("lsgd-connect", "lsgd-send", "lsgd-receive")}
 

@@ -84,8 +84,9 @@ class Service:
         self._closing.close()
 
     def _stop(self) -> None:
-        self._ended = True
-        self._events.stop()
+        if not self._ended:  # a second one would stop the loop while tasks are awaited
+            self._ended = True
+            self._events.stop()
 
     def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None] | None:
         if self._ended:
