@@ -45,7 +45,7 @@ def test_two_loops_train_one_model(cluster, algorithm) -> None:
 
 
 def test_a_loop_that_ends_before_the_run_leaves_with_a_consensus(cluster) -> None:
-    cluster.start("--workers", "2", "--algorithm", "local", "--iterations", "1000", "--period", "5")
+    cluster.start("--workers", "2", "--algorithm", "local", "--iterations", "1000", "--period", "64")
     for worker in [cluster.worker("accelerated", 0, i, "--epochs", 1) for i in range(2)]:
         worker.succeeds()
     workers = [cluster.result(0, i) for i in range(2)]
