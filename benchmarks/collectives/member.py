@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from benchmarks.testbed.interface import sent_with_headers_nbytes
+from lsgd.client.groups.base import Members
 from lsgd.client.groups.torch_group import TorchGroup
 from lsgd.codecs.minmax8 import MinMax8
 from lsgd.collectives.two_round import QuantizedAllReduce
@@ -40,7 +41,7 @@ def methods(rank: int, size: int) -> Mapping[str, Callable[[Tensor], object]]:
     assert world is not None
     group = TorchGroup(
         lambda name, ranks: world,
-        *("world", range(size), names, rank, [1] * size, TIMEOUT_S, "gloo", torch.device("cpu")),
+        *(Members.apart(names, rank), TIMEOUT_S, "gloo", torch.device("cpu")),
     )
     in_8_bits = QuantizedAllReduce(group, MinMax8())
     return {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lsgd.client.groups.base import WorkerGroup
+from lsgd.client.groups.base import Members, WorkerGroup
 from lsgd.client.groups.connections import Connections
 from lsgd.client.groups.gloo import gloo_group
 from lsgd.client.groups.tcp.group import TcpGroup
@@ -35,11 +35,11 @@ def transports(rank: int, size: int, address: str, store: TCPStore) -> Mapping[s
         tls = contexts(certificate) if certificate else None
         own = PrefixStore(str(number), store)
         mesh = Mesh("benchmark", number, rank, names, address, own, tls, TIMEOUT_S)
-        return TcpGroup(mesh, "world", range(size), names, rank, [1] * size, TIMEOUT_S)
+        return TcpGroup(mesh, Members.apart(names, rank), TIMEOUT_S)
 
     gloo = TorchGroup(
         lambda name, _: gloo_group(store, name, rank, names, address, TIMEOUT_S, Connections()),
-        *("world", range(size), names, rank, [1] * size, TIMEOUT_S, "gloo", torch.device("cpu")),
+        *(Members.apart(names, rank), TIMEOUT_S, "gloo", torch.device("cpu")),
     )
     return {"gloo": gloo, "tcp": over_tcp(1, b""), "tcp, TLS": over_tcp(2, run_certificate(b"s" * 32, "benchmark"))}
 

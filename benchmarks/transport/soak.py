@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
+from lsgd.client.groups.base import Members
 from lsgd.client.groups.tcp.group import TcpGroup
 from lsgd.client.groups.tcp.mesh import Mesh
 from lsgd.client.groups.tcp.tls import contexts
@@ -35,7 +36,7 @@ def group_of(rank: int, size: int, number: int, store: TCPStore) -> TcpGroup:
     tls = contexts(run_certificate(b"s" * 32, "soak"))
     own = PrefixStore(str(number), store)
     mesh = Mesh("soak", number, rank, names, "127.0.0.1", own, tls, TIMEOUT_S)
-    return TcpGroup(mesh, "world", range(size), names, rank, [1] * size, TIMEOUT_S)
+    return TcpGroup(mesh, Members.apart(names, rank), TIMEOUT_S)
 
 
 def state() -> dict[str, float]:

@@ -9,6 +9,7 @@ import sys
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from lsgd.client.groups.base import Members
 from lsgd.client.groups.tcp.group import TcpGroup
 from lsgd.client.groups.tcp.mesh import Mesh
 from lsgd.client.groups.tcp.tls import contexts
@@ -19,7 +20,7 @@ within = datetime.timedelta(seconds=30)
 store = TCPStore(master, 29500, is_master=rank == 0, wait_for_workers=False, timeout=within)
 tls = contexts(run_certificate(b"s" * 32, "run")) if kind == "tls" else None
 names = ["node0/worker0", "node1/worker0"]
-group = TcpGroup(Mesh("run", 1, rank, names, address, store, tls, 30.0), "world", [0, 1], names, rank, [1, 1], 30.0)
+group = TcpGroup(Mesh("run", 1, rank, names, address, store, tls, 30.0), Members.apart(names, rank), 30.0)
 data = torch.frombuffer(bytearray(pattern * (4_000_000 // len(pattern))), dtype=torch.uint8)
 received = torch.empty_like(data)
 group.exchange({1 - rank: data}, {1 - rank: received})

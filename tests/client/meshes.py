@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from lsgd.client.groups.base import Members
 from lsgd.client.groups.reach import Door
 from lsgd.client.groups.tcp.group import TcpGroup
 from lsgd.client.groups.tcp.mesh import Mesh
@@ -40,7 +41,7 @@ def members(
     for rank, certificate in zip(range(size), certificates, strict=True):
         tls = contexts(certificate) if certificate else None
         mesh = Mesh("run", 1, rank, names, "127.0.0.1", store, tls, timeout_s, routes)  # type: ignore[arg-type]
-        groups.append(TcpGroup(mesh, "world", range(size), names, rank, [1] * size, timeout_s))
+        groups.append(TcpGroup(mesh, Members.apart(names, rank), timeout_s))
     return groups, store
 
 

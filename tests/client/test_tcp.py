@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -75,6 +76,22 @@ def test_a_group_may_be_ended_twice_while_connections_are_made() -> None:
                 group.cut()
             group.close()
             assert group._mesh._service._events.is_closed()
+
+
+@pytest.mark.parametrize("side", ["server", "client"])
+def test_a_connection_that_is_reset_before_its_handshake_is_closed(side) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        raw = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    other.close()  # resets it
+    descriptor = raw.fileno()
+    with pytest.raises(ConnectionResetError, match="the other end is gone"):
+        getattr(contexts(CERTIFICATE), side).wrap_socket(
+            raw, server_side=side == "server", do_handshake_on_connect=False
+        )
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def threads() -> set[str]:

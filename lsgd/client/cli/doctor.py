@@ -30,6 +30,7 @@ from lsgd.algorithms.common import EXCHANGE_SHARE, least_period
 from lsgd.client.cli.relay import RelayAccess, running_relay
 from lsgd.client.control.identity import versions
 from lsgd.client.control.network import Interface, interface_towards
+from lsgd.client.groups.base import Members
 from lsgd.client.groups.gloo import Meeting
 from lsgd.client.groups.reach import Calls, Door, open_door
 from lsgd.client.groups.tcp.group import TcpGroup
@@ -257,7 +258,7 @@ class Doctor:
         names = [node_name(node) for node in range(nodes)]
         routes = partial(Routes, missed=lambda one, other: (one, other) in missed, meet=partial(relay.meet, me))
         mesh = Mesh("doctor", 1, me, names, interface.address, store, None, MEET_WITHIN_S, routes)
-        group = TcpGroup(mesh, "doctor", range(nodes), names, me, [1] * nodes, MEET_WITHIN_S)
+        group = TcpGroup(mesh, Members.apart(names, me), MEET_WITHIN_S)
         try:
             return self._time_over(group, store)
         finally:

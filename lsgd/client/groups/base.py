@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lsgd.collectives.group import Group
+from lsgd.protocol.messages import Generation
 
 
 class Traffic:
@@ -24,8 +26,53 @@ class Traffic:
             self.received_nbytes += received_nbytes
 
 
+@dataclass(frozen=True)
+class Members:
+    """The members of a group, as one of them sees it.
+
+    Args:
+        name: of the group, unique in its generation.
+        ranks: of the members in the generation, in order.
+        names: of the members, for errors.
+        rank: this member's place in ``ranks``.
+        node_sizes: members of each node, in order.
+    """
+
+    name: str
+    ranks: Sequence[int]
+    names: Sequence[str]
+    rank: int
+    node_sizes: Sequence[int]
+
+    @staticmethod
+    def of(generation: Generation, worker: str) -> "Members":
+        """Return all members of a generation, as a worker sees it."""
+        names = generation.members
+        return Members("world", range(len(names)), names, names.index(worker), generation.node_sizes)
+
+    @staticmethod
+    def apart(names: Sequence[str], rank: int) -> "Members":
+        """Return members of which each has a node of its own."""
+        return Members("world", range(len(names)), names, rank, [1] * len(names))
+
+    def some(self, kind: str, ranks: Sequence[int], *, one_node: bool) -> "Members":
+        """Return the members of these ranks, this one among them: all on one node, or each on its own."""
+        return Members(
+            f"{self.name}/{kind}{ranks[0] if one_node else ''}",
+            [self.ranks[rank] for rank in ranks],
+            [self.names[rank] for rank in ranks],
+            ranks.index(self.rank),
+            [len(ranks)] if one_node else [1] * len(ranks),
+        )
+
+
 class WorkerGroup(Group):
     """A Group of the workers of a generation.
+
+    Args:
+        members: its members.
+        timeout_s: deadline of each verb.
+        traffic: counts what this member sends and receives.
 
     Attributes:
         device: that tensors made for the group's sake are best on.
@@ -35,8 +82,29 @@ class WorkerGroup(Group):
     device: torch.device
     transport: str
 
+    def __init__(self, members: Members, timeout_s: float, traffic: Traffic | None = None) -> None:
+        self._members = members
+        self._subgroups: dict[str, WorkerGroup] = {}
+        self._name = members.name
+        self._ranks = tuple(members.ranks)
+        self._names = tuple(members.names)
+        self._timeout_s = timeout_s
+        self._traffic = traffic or Traffic()
+        self.rank = members.rank
+        self.size = len(self._ranks)
+        self.node_sizes = tuple(members.node_sizes)
+
     def subset(self, name: str, ranks: Sequence[int]) -> "WorkerGroup":
         """Return the group of some members, in the given order, this one among them; each counts as a node."""
+        return self._subgroup(name, list(ranks), one_node=False)
+
+    def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> "WorkerGroup":
+        if kind not in self._subgroups:
+            self._subgroups[kind] = self._group_of(self._members.some(kind, ranks, one_node=one_node))
+        return self._subgroups[kind]
+
+    def _group_of(self, members: Members) -> "WorkerGroup":
+        """Return a new group of some of the members."""
         raise NotImplementedError
 
     def cut(self) -> None:

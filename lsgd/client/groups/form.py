@@ -3,9 +3,9 @@
 from functools import partial
 
 from lsgd.client.control.joining import Membership
-from lsgd.client.groups.base import Traffic, WorkerGroup
+from lsgd.client.groups.base import Members, Traffic, WorkerGroup
 from lsgd.client.groups.relayed import Meet
-from lsgd.client.groups.store import ServerStore
+from lsgd.client.groups.store import store_of
 from lsgd.client.groups.tcp.group import TcpGroup
 from lsgd.client.groups.tcp.mesh import Mesh
 from lsgd.client.groups.tcp.routes import Routes
@@ -27,12 +27,9 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
     """
     if generation.transport != "tcp":
         return torch_group(generation, membership, traffic)
-    join, run, welcome = membership.join, membership.plan.run, membership.welcome
-    shard = f"shard{membership.island.rank}/" if membership.island.rank else ""  # meets that of all members' models
-    who = membership.channel, join.worker, join.incarnation, generation.number
-    store = ServerStore(*who, run.exchange_timeout_s, shard)
-    names, timeout_s = generation.members, run.exchange_timeout_s
-    me = names.index(join.worker)
+    welcome, timeout_s = membership.welcome, membership.plan.run.exchange_timeout_s
+    members, store = Members.of(generation, membership.join.worker), store_of(generation, membership)
+    me, names = members.rank, members.names
     tls = contexts(welcome.certificate) if welcome.certificate else None
     home, apart = generation.homes, {*zip(generation.missed[::2], generation.missed[1::2], strict=True)}
 
@@ -41,7 +38,7 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
         return Meet(welcome.relay, ticket, welcome.relay_secret, nonce)
 
     routes = partial(Routes, missed=lambda one, other: (home[one], home[other]) in apart, meet=meet)
-    here = me, names, join.address
+    here = me, names, membership.join.address
     mesh = Mesh(welcome.run, generation.number, *here, store, tls, timeout_s, routes, when_cut=store.end)
     if len(names) > 1:
         try:
@@ -49,4 +46,4 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
         except (ExchangeError, OSError) as error:
             mesh.close()
             raise ExchangeError(f"the members of generation {generation.number} do not meet: {error}") from error
-    return TcpGroup(mesh, f"{shard}world", range(len(names)), names, me, generation.node_sizes, timeout_s, traffic)
+    return TcpGroup(mesh, members, timeout_s, traffic)

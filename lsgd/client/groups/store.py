@@ -6,13 +6,21 @@ import time
 from torch._C._distributed_c10d import Store
 
 from lsgd.client.control.channel import Channel, Expected
+from lsgd.client.control.joining import Membership
 from lsgd.errors import ExchangeError
-from lsgd.protocol.messages import Get, Put, Value
+from lsgd.protocol.messages import Generation, Get, Put, Value
 
 REPUBLISH_S = 3.0
 """How often a member publishes its own values again while it waits for others', in seconds."""
 
 _ENDED = object()
+
+
+def store_of(generation: Generation, membership: Membership) -> "ServerStore":
+    """Return the store in which the group of a generation meets; of islands, those with the same shard of the model."""
+    join, shard = membership.join, membership.island.rank
+    who = membership.channel, join.worker, join.incarnation, generation.number
+    return ServerStore(*who, membership.plan.run.exchange_timeout_s, f"shard{shard}/" if shard else "")
 
 
 class ServerStore(Store):

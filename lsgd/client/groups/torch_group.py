@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from lsgd.client.control.joining import Membership
-from lsgd.client.groups.base import Traffic, WorkerGroup, from_host, to_host
+from lsgd.client.groups.base import Members, Traffic, WorkerGroup, from_host, to_host
 from lsgd.client.groups.connections import Connections
 from lsgd.client.groups.gloo import gloo_group
-from lsgd.client.groups.store import ServerStore
+from lsgd.client.groups.store import store_of
 from lsgd.collectives.group import Transfer
 from lsgd.collectives.point_to_point import PIECE_NBYTES, Exchange, Relay
 from lsgd.errors import ExchangeError
@@ -27,11 +27,7 @@ class TorchGroup(WorkerGroup):
 
     Args:
         build: makes the process group of some ranks of the generation under a name.
-        name: of this group, unique in its generation.
-        ranks: of its members in the generation, in order.
-        names: of its members, for errors.
-        rank: this member's place in ``ranks``.
-        node_sizes: members of each node, in order.
+        members: its members.
         timeout_s: deadline of each verb.
         transport: ``nccl`` or ``gloo``.
         device: that tensors made for the group's sake are best on.
@@ -42,48 +38,23 @@ class TorchGroup(WorkerGroup):
     def __init__(
         self,
         build: Callable[[str, Sequence[int]], dist.ProcessGroup],
-        name: str,
-        ranks: Sequence[int],
-        names: Sequence[str],
-        rank: int,
-        node_sizes: Sequence[int],
+        members: Members,
         timeout_s: float,
         transport: str,
         device: torch.device,
         connections: Connections | None = None,
         traffic: Traffic | None = None,
     ) -> None:
+        super().__init__(members, timeout_s, traffic)
         self.device = device
         self.transport = transport
         self._build = build
-        self._name = name
-        self._ranks = tuple(ranks)
-        self._names = tuple(names)
-        self._timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
-        self._subgroups: dict[str, TorchGroup] = {}
         self._connections = connections or Connections()
-        self._traffic = traffic or Traffic()
-        self.rank = rank
-        self.size = len(self._ranks)
-        self.node_sizes = tuple(node_sizes)
 
-    def subset(self, name: str, ranks: Sequence[int]) -> "TorchGroup":
-        """Return the group of some members, in the given order, this one among them; each counts as a node."""
-        return self._subgroup(name, list(ranks), one_node=False)
-
-    def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> "TorchGroup":
-        if kind not in self._subgroups:
-            self._subgroups[kind] = TorchGroup(
-                self._build,
-                f"{self._name}/{kind}{ranks[0] if one_node else ''}",
-                [self._ranks[rank] for rank in ranks],
-                [self._names[rank] for rank in ranks],
-                ranks.index(self.rank),
-                [len(ranks)] if one_node else [1] * len(ranks),
-                *(self._timeout_s, self.transport, self.device, self._connections, self._traffic),
-            )
-        return self._subgroups[kind]
+    def _group_of(self, members: Members) -> "TorchGroup":
+        shared = self.transport, self.device, self._connections, self._traffic
+        return TorchGroup(self._build, members, self._timeout_s, *shared)
 
     def cut(self) -> None:
         """Make whatever waits in this group or its subgroups fail at once; may be called by another thread."""
@@ -197,15 +168,13 @@ class TorchGroup(WorkerGroup):
 
 def torch_group(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> TorchGroup:
     """Return the group of all members over Gloo or NCCL; the rest as for :func:`lsgd.client.groups.form.form`."""
-    worker, address = membership.join.worker, membership.join.address
-    device, timeout_s = membership.device, membership.plan.run.exchange_timeout_s
-    incarnation = membership.join.incarnation
-    store = ServerStore(membership.channel, worker, incarnation, generation.number, timeout_s)
+    address, device, timeout_s = membership.join.address, membership.device, membership.plan.run.exchange_timeout_s
+    store = store_of(generation, membership)
     connections = Connections(when_cut=store.end)
-    me = generation.members.index(worker)
+    members = Members.of(generation, membership.join.worker)
 
     def build(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        rank = list(ranks).index(me)
+        rank = list(ranks).index(members.rank)
         if generation.transport == "nccl":
             named = PrefixStore(name, store)
             group = dist.ProcessGroup(named, rank, len(ranks))
@@ -218,22 +187,7 @@ def torch_group(generation: Generation, membership: Membership, traffic: Traffic
             with connections.around():
                 group.allreduce([torch.zeros(1, device=device)]).wait()
             return group
-        return gloo_group(store, name, rank, [names[r] for r in ranks], address, timeout_s, connections)
+        return gloo_group(store, name, rank, [members.names[r] for r in ranks], address, timeout_s, connections)
 
-    size = len(generation.indices)
-    names, sizes = generation.members, generation.node_sizes
     home = device if generation.transport == "nccl" else torch.device("cpu")
-    shard = membership.island.rank  # groups of the same shard of all members' models meet
-    return TorchGroup(
-        build,
-        f"shard{shard}" if shard else "world",
-        range(size),
-        names,
-        me,
-        sizes,
-        timeout_s,
-        generation.transport,
-        home,
-        connections,
-        traffic,
-    )
+    return TorchGroup(build, members, timeout_s, generation.transport, home, connections, traffic)

@@ -1,7 +1,7 @@
 """A Group over the connections of a mesh."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lsgd.client.groups.base import Traffic, WorkerGroup, from_host, to_host
+from lsgd.client.groups.base import Members, Traffic, WorkerGroup, from_host, to_host
 from lsgd.client.groups.tcp.line import Line
 from lsgd.client.groups.tcp.mesh import Mesh
 from lsgd.client.groups.tcp.work import Work
@@ -30,54 +30,21 @@ class TcpGroup(WorkerGroup):
 
     Args:
         mesh: the lines between the members of the generation.
-        name: of this group, unique in its generation.
-        ranks: of its members in the generation, in order.
-        names: of its members, for errors.
-        rank: this member's place in ``ranks``.
-        node_sizes: members of each node, in order.
+        members: its members.
         timeout_s: deadline of each verb.
         traffic: counts what this member sends and receives.
     """
 
     device = torch.device("cpu")
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        name: str,
-        ranks: Sequence[int],
-        names: Sequence[str],
-        rank: int,
-        node_sizes: Sequence[int],
-        timeout_s: float,
-        traffic: Traffic | None = None,
-    ) -> None:
+    def __init__(self, mesh: Mesh, members: Members, timeout_s: float, traffic: Traffic | None = None) -> None:
+        super().__init__(members, timeout_s, traffic)
         self.transport = mesh.transport
         self._mesh = mesh
-        self._name = name
-        self._ranks = tuple(ranks)
-        self._names = tuple(names)
-        self._timeout_s = timeout_s
-        self._traffic = traffic or Traffic()
-        self._others = [(rank + step) % len(self._ranks) for step in range(1, len(self._ranks))]
-        self.rank = rank
-        self.size = len(self._ranks)
-        self.node_sizes = tuple(node_sizes)
+        self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def subset(self, name: str, ranks: Sequence[int]) -> "TcpGroup":
-        """Return the group of some members, in the given order, this one among them; each counts as a node."""
-        return self._subgroup(name, list(ranks), one_node=False)
-
-    def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> "TcpGroup":
-        return TcpGroup(
-            self._mesh,
-            f"{self._name}/{kind}{ranks[0] if one_node else ''}",
-            [self._ranks[rank] for rank in ranks],
-            [self._names[rank] for rank in ranks],
-            ranks.index(self.rank),
-            [len(ranks)] if one_node else [1] * len(ranks),
-            *(self._timeout_s, self._traffic),
-        )
+    def _group_of(self, members: Members) -> "TcpGroup":
+        return TcpGroup(self._mesh, members, self._timeout_s, self._traffic)
 
     def cut(self) -> None:
         """Make whatever waits in this group or its subgroups fail at once; may be called by another thread."""

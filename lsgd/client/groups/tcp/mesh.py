@@ -259,7 +259,6 @@ class Mesh:
                 raw.setsockopt(socket.IPPROTO_TCP, option, value)
             if self._tls is None:
                 return raw
-            raw.getpeername()  # raises if the other end is gone; wrap_socket would not close what it has made
             context = self._tls.server if answers else self._tls.client
             raw = connection = context.wrap_socket(raw, server_side=answers, do_handshake_on_connect=False)
             await retried(connection, connection.do_handshake)
