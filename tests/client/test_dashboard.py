@@ -17,7 +17,7 @@ from lsgd.client.watch.reader import Batch
 from lsgd.client.watch.view import Totals
 from lsgd.protocol.events import Event, Progress, RoundOrdered, WorkerChanged, WorkerProgress
 
-from ..integration.running import DEADLINE_S, Cluster, until
+from ..integration.running import DEADLINE_S, until
 
 pytest.importorskip("tornado")
 pytest.importorskip("plotly")
@@ -77,15 +77,6 @@ def test_seconds_that_are_told_late_lie_where_they_were_spent():
     points = [Totals(t, 0, None, 10.0 * (t // 10), 0.0, 0.0, 0, 0) for t in range(31)]  # steps of 10 s
     compute, _, _ = shares(points, columns(0.0, 30.0, 100))
     assert compute == "k" * 30
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """A global server and one node without workers."""
-    made = Cluster(tmp_path_factory.mktemp("servers"))
-    made.start("--workers", "2", "--algorithm", "local", "--period", "8", "--iterations", "100")
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -24,15 +24,6 @@ from lsgd.settings import shown as shown_value
 from ..integration.running import Cluster
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """A global server and one node without workers."""
-    made = Cluster(tmp_path_factory.mktemp("servers"))
-    made.start("--workers", "2", "--algorithm", "local", "--period", "8", "--iterations", "100")
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def lsgd(servers):
     """Run a command of ``lsgd`` against the server; return its exit code and what it prints."""

@@ -259,3 +259,12 @@ class Cluster:
         gone = [p.name for p in self.processes if p.poll() is None]
         assert not gone
         shutil.rmtree(self._sockets)
+
+
+def train_two(program: str, cluster: Cluster, plan: list[str], *arguments: object, first: Sequence[object] = ()) -> Any:
+    """Train in two workers, the first with more arguments, and return the last status and what they know."""
+    server, _ = cluster.start("--workers", "2", *plan)
+    workers = [cluster.worker(program, 0, i, *arguments, *(first if i == 0 else ())) for i in range(2)]
+    for worker in workers:
+        worker.succeeds()
+    return server.succeeds(), [cluster.result(0, i) for i in range(2)]

@@ -3,14 +3,14 @@
 import importlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lsgd.errors import ConfigError
 
-from .running import Cluster, ForkServer
+from .running import Cluster, ForkServer, train_two
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
 MODULE = "lsgd.client.integrations.lightning"
@@ -30,13 +30,7 @@ def cluster(tmp_path: Path) -> Iterator[LightningCluster]:
     made.close()
 
 
-def train(cluster: Cluster, plan: list[str], *arguments: object, first: tuple[object, ...] = ()) -> Any:
-    """Train in two workers, the first with more arguments, and return the last status and what they know."""
-    server, _ = cluster.start("--workers", "2", *plan)
-    workers = [cluster.worker("lightning_worker", 0, i, *arguments, *(first if i == 0 else ())) for i in range(2)]
-    for worker in workers:
-        worker.succeeds()
-    return server.succeeds(), [cluster.result(0, i) for i in range(2)]
+train = partial(train_two, "lightning_worker")
 
 
 @pytest.mark.parametrize("algorithm", ["local", "bytegrad"])
