@@ -26,7 +26,7 @@ class Islands(Cluster):
 
     worker_forks = ForkServer(
         *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "lsgd.plan.options"),
-        *("torch.distributed.checkpoint.state_dict", "lsgd.client.worker"),
+        "lsgd.client.worker",
     )
 
     def begin(self, *plan: str, workers: int = 2) -> Process:
