@@ -229,15 +229,15 @@ class Worker:
         Raises:
             ConfigError: the dataset has no length or fewer samples than there are workers.
         """
-        me = weakref.ref(self)
+        me, island = weakref.ref(self), self._membership.island
 
         def place() -> tuple[int, int]:
             worker = me()
             assert worker is not None, "the loader has outlived its worker"
-            island = worker._membership.island
             return worker.rank * island.size + island.rank, worker.world_size * island.size
 
-        loader = loaders.shard_loader(dataset, place, seed, shuffle, {"batch_size": batch_size, **options})
+        options = {"batch_size": batch_size, **options}
+        loader = loaders.shard_loader(dataset, place, seed, shuffle, options, island.size)
         return self._checkpoints.attend(loader)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
