@@ -43,6 +43,17 @@ def local(tensor: Tensor) -> Tensor:
     return held  # type: ignore[no-any-return]
 
 
+def begins(tensor: Tensor) -> list[int]:
+    """Return where in the whole tensor this process's part begins, in each dimension."""
+    starts = [0] * tensor.dim()
+    if is_sharded(tensor):
+        sharded: Any = tensor
+        mesh, dim = sharded.device_mesh, sharded.placements[0].dim
+        chunk = -(-tensor.shape[dim] // mesh.size())  # as torch.chunk
+        starts[dim] = min(mesh.get_local_rank() * chunk, tensor.shape[dim])
+    return starts
+
+
 def layout(tensor: Tensor) -> str:
     """Return in words how a tensor is distributed; an empty text: it is not."""
     if not is_sharded(tensor):

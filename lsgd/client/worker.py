@@ -136,7 +136,7 @@ class Worker:
         flat = FlatParameters(model)
         if checkpoint_dir is None and identity.run_dir is not None:
             checkpoint_dir = identity.run_dir / CHECKPOINTS
-        checkpoints = Checkpoints(model, optimizers, extra, checkpoint_dir, identity.resume, island)
+        checkpoints = Checkpoints(flat, optimizers, extra, checkpoint_dir, identity.resume, island)
         checkpoints.restarted = identity.restarted
         membership = join_run(model, identity, timeout_s, checkpoints.load, island)
         checkpoints.start(membership.welcome.run)

@@ -185,26 +185,33 @@ def test_a_frozen_process_ends_its_island_and_the_others_go_on(islands) -> None:
     assert islands.result(0, 0)["world_size"] == 1
 
 
-def test_an_island_goes_on_from_its_checkpoints_with_as_many_processes(islands, tmp_path) -> None:
-    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "60", "--checkpoint-every", "1")
-    before = islands.train()
-    (tmp_path / "again").mkdir()
-    again = Islands(tmp_path / "again")
-    try:
-        again.begin("--algorithm", "local", "--period", "4", "--iterations", "100")
-        resume = {"LSGD_RESUME": str(tmp_path / "checkpoints")}
-        (refused,) = again.island(0, "--plain", size=1, **resume)
-        assert refused.wait() == 1
-        assert re.search(r"node0/worker0 in \S+ are of 2 processes, and here it has 1; go on with as", refused.output)
-        for process in again.island(0, **resume) + again.island(1, **resume):
-            process.succeeds()
-        after = [again.result(0, 0), again.result(0, 1)]
-    finally:
-        again.close()
-    assert after[0]["state"] == after[1]["state"] != before[0]["state"]
-    for old, new in zip(before, after, strict=True):
-        assert new["iterations"] > old["iterations"]
-        assert sum(new["losses"][:5]) < sum(old["losses"][:5]) / 2
+def test_an_island_goes_on_from_its_checkpoints_with_any_number_of_processes(islands, tmp_path) -> None:
+    plan = ("--algorithm", "diloco", "--compression", "none", "--period", "1", "--fragments", "1")
+    plan += ("--outer-lr", "0.5", "--outer-momentum", "0.5")
+    islands.begin(*plan, "--iterations", "60", "--checkpoint-every", "5")
+    before = islands.train("--alike")
+    after = []
+    for size in (2, 4, 1):
+        (tmp_path / str(size)).mkdir()
+        again = Islands(tmp_path / str(size))
+        try:
+            server = again.begin(*plan, "--iterations", "84")
+            how = ["--alike", "--plain"][: 1 + (size == 1)]
+            for index in (0, 1):
+                again.island(index, *how, size=size, LSGD_RESUME=str(tmp_path / "checkpoints"))
+            for process in again.processes:
+                process.succeeds()
+            assert "goes on after 60 iterations, from checkpoints of node0/worker0, node0/worker1" in server.output
+            after.append([again.result(0, 0), again.result(0, 1)])
+        finally:
+            again.close()
+    for old, new in zip(before, after[0], strict=True):
+        assert new["iterations"] == 42 and new["state"] != old["state"]
+        assert sum(new["losses"][:10]) < sum(old["losses"][:10]) / 2
+    for resumed in after[1:]:
+        for one, other in zip(resumed, after[0], strict=True):
+            approximate = {key: pytest.approx(one[key], rel=1e-5) for key in ("norms", "distance")}
+            assert one | approximate == other
 
 
 def test_what_an_island_cannot_do_is_refused_in_words(islands) -> None:
