@@ -41,7 +41,8 @@ class Resharding:
         self._flat = flat
         self._parameters = dict(flat.model.named_parameters())
         named = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._stepped = [[named.get(id(p), "") for g in o.param_groups for p in g["params"]] for o in optimizers]
+        stepped = [enumerate(p for g in o.param_groups for p in g["params"]) for o in optimizers]
+        self._stepped = [{place: named[id(p)] for place, p in each if id(p) in named} for each in stepped]
         self._starts = {name: [0] * parameter.dim() for name, parameter in self._parameters.items()}
 
     def add(self, part: dict[str, Any], path: Path) -> None:
@@ -56,9 +57,9 @@ class Resharding:
         for name in self._parameters:
             self._cut(name, part["model"][name], self.state["model"][name])
         for names, saved, state in zip(self._stepped, part["optimizers"], self.state["optimizers"], strict=False):
-            for place, values in saved["state"].items():
+            for place in names.keys() & saved["state"].keys():
                 name, own = names[place], state["state"].setdefault(place, {})
-                self._add_values(name, values, own, shapes[name], path)
+                self._add_values(name, saved["state"][place], own, shapes[name], path)
         views = {key: self._views(buffers) for key, buffers in self.state["algorithm"]["state"].items()}
         for name, buffer, offset, strides in part["layout"]["slots"]:
             for key, targets in views.items():
