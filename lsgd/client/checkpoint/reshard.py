@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from lsgd.errors import ConfigError
 from lsgd.flat import FlatParameters
@@ -76,7 +77,7 @@ class Resharding:
             if isinstance(value, list) and [_length(x) for x in value] == part["layout"]["lengths"]:
                 pairs = zip(self._flat.buffers, value, strict=True)
                 flat[key] = [torch.zeros(x.numel(), dtype=saved.dtype) for x, saved in pairs]
-            elif value:
+            elif any(isinstance(x, Tensor) for x in _pytree.tree_leaves(value)):
                 logger.info("%s is of another number of processes: the algorithm's %r begins anew", path, key)
         room = {name: torch.zeros(local(p).shape, dtype=p.dtype) for name, p in self._parameters.items()}
         self.state = {
