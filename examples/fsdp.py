@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,9 +60,8 @@ with lsgd.Worker.join(model, optimizer) as worker:
             worker.report(loss)
     with torch.no_grad():
         final = model(unseen.to(device)).item()
-    state = worker.state_dict()  # all processes call it, and the first of each island gets the whole model
     if worker.is_head:
         print(f"{worker.name}: loss {final:.3f} on unseen text", flush=True)
-        if worker.rank == 0 and worker.run_dir is not None:
-            save_file(state, worker.run_dir / "model.safetensors")
+    if worker.rank == 0:
+        worker.save()  # all processes of the island call it, and the head writes
 dist.destroy_process_group()

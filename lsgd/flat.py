@@ -51,7 +51,7 @@ class FlatParameters:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._reshard = Reshard(model)
         self._reshard()
         self._note_links()
@@ -126,7 +126,7 @@ class FlatParameters:
                 )
 
     def _note_links(self) -> None:
-        self._modules = list(self._model.modules())
+        self._modules = list(self.model.modules())
         self._noted_links = self._links()
 
     def _links(self) -> list[int]:
@@ -135,7 +135,7 @@ class FlatParameters:
         return [id(x) for part in parts for x in part.values()]
 
     def _check_objects(self) -> None:
-        joined, named = {id(s.parameter): s.name for s in self.slots}, dict(self._model.named_parameters())
+        joined, named = {id(s.parameter): s.name for s in self.slots}, dict(self.model.named_parameters())
         for name, parameter in named.items():
             if parameter.requires_grad and id(parameter) not in joined:
                 raise _detached(name, "replaced" if name in joined.values() else "added")
@@ -157,10 +157,15 @@ def named_floating_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.numel())
 
 
-def describe(model: nn.Module) -> tuple[str, str]:
-    """Return a digest of the names, shapes and dtypes of all parameters and buffers, and a summary in words."""
+def describe(model: nn.Module, *, whole: bool = False) -> tuple[str, str]:
+    """Return a digest of the names, shapes and dtypes of all parameters and buffers, and a summary in words.
+
+    Args:
+        model: perhaps sharded.
+        whole: whether the digest is the same however the model is sharded.
+    """
     named = list(model.named_parameters())
-    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}{layout(t)}" for n, t in named]
+    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}{'' if whole else layout(t)}" for n, t in named]
     lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.named_buffers()]
     count = sum(p.numel() for _, p in named)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for _, p in named})

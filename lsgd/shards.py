@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,17 @@ def local(tensor: Tensor) -> Tensor:
         with torch.no_grad():
             held = tensor.to_local()  # type: ignore[attr-defined]
     return held  # type: ignore[no-any-return]
+
+
+def begins(tensor: Tensor) -> list[int]:
+    """Return where in the whole tensor this process's part begins, in each dimension."""
+    starts = [0] * tensor.dim()
+    if is_sharded(tensor):
+        sharded: Any = tensor
+        mesh, dim = sharded.device_mesh, sharded.placements[0].dim
+        chunk = -(-tensor.shape[dim] // mesh.size())  # as torch.chunk
+        starts[dim] = min(mesh.get_local_rank() * chunk, tensor.shape[dim])
+    return starts
 
 
 def layout(tensor: Tensor) -> str:
@@ -188,15 +199,30 @@ def _like(value: Any, parameter: Tensor) -> Any:
     )
 
 
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and persistent buffers by name, themselves: of sharded ones this process's shards."""
+    Reshard(model)()
+    return {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+
+
 @torch.no_grad()
+def whole(tensors: Mapping[str, Tensor], *, here: bool) -> dict[str, Tensor]:
+    """Return copies of tensors in host memory, the sharded ones whole; none if they are not wanted here.
+
+    All processes that share them have to call it. They gather one after the other, so no device has more than one.
+    """
+    copies: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        gathered = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        if here:
+            copies[name] = gathered.detach().to("cpu", copy=True)
+    return copies
+
+
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of a model's state in host memory; of a sharded one all of it on the first process, none elsewhere.
 
     All processes that share the model have to call it.
     """
-    if mesh_of(model) is None:
-        return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return {name: x.clone() for name, x in get_model_state_dict(model, options=options).items() if torch.is_tensor(x)}
+    mesh = mesh_of(model)
+    return whole(state_of(model), here=mesh is None or mesh.get_local_rank() == 0)

@@ -27,20 +27,26 @@ class ShardSampler(Sampler[int]):
 
     Each epoch deals the dataset out to the workers anew, by a permutation that all know. So the shards of an epoch are
     disjoint and cover the dataset, and each worker sees all of it in time. They follow the membership from the next
-    epoch on. Workers at different epochs, because of their speeds or a late join, may draw the same sample.
+    epoch on. Workers at different epochs, because of their speeds or a late join, may draw the same sample. The
+    processes of an island get equally many samples, so that they make the same steps: of each epoch up to as many
+    as the island has other processes are left out.
 
     Args:
         length: of the dataset.
-        place: returns (rank, world size) of this worker now.
+        place: returns (rank, world size) of this worker now; in islands, of this process among those of all workers.
         seed: of the permutations; the same on all workers.
         shuffle: whether to shuffle; without, a shard is in the dataset's order.
+        processes: of this worker's island.
     """
 
-    def __init__(self, length: int, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, length: int, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool, processes: int = 1
+    ) -> None:
         self.length = length
         self.place = place
         self.seed = seed
         self.shuffle = shuffle
+        self._processes = processes
         self.epoch = 0
         self.consumed = 0  # samples of this epoch that were trained on
         self.dealt_for = place()  # the rank and world size whose shard this epoch's is
@@ -51,7 +57,7 @@ class ShardSampler(Sampler[int]):
         rank, size = self.place()
         # Tuples of small integers hash to the same value in every process.
         generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)) % (1 << 63))
-        shard = torch.randperm(self.length, generator=generator)[rank::size]
+        shard = torch.randperm(self.length, generator=generator)[rank::size][: self._samples()]
         return shard if self.shuffle else shard.sort().values
 
     def __iter__(self) -> Iterator[int]:
@@ -64,8 +70,13 @@ class ShardSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Samples of the next pass."""
+        return max(0, self._samples() - self._skip)
+
+    def _samples(self) -> int:
+        """Return the samples in this shard: as many as in that of the island's last process, which has the fewest."""
         rank, size = self.place()
-        return max(0, len(range(rank, self.length, size)) - self._skip)
+        last = rank - rank % self._processes + self._processes - 1
+        return len(range(last, self.length, size))
 
     def state_dict(self) -> dict[str, int]:
         """Return how far training is: the epoch, and the samples of it that were consumed (not prefetched)."""
@@ -108,6 +119,7 @@ def shard_loader(
     seed: int,
     shuffle: bool,
     options: dict[str, Any],
+    processes: int = 1,
 ) -> ShardLoader:
     """Return a loader of a worker's shard; ``options`` are DataLoader's.
 
@@ -127,7 +139,7 @@ def shard_loader(
     _, size = place()
     if length() < size:
         raise ConfigError(f"the dataset has {length()} samples for {size} workers; some would have none")
-    loader = ShardLoader(dataset, sampler=ShardSampler(length(), place, seed, shuffle), **options)
+    loader = ShardLoader(dataset, sampler=ShardSampler(length(), place, seed, shuffle, processes), **options)
     if len(loader) == 0:
         raise ConfigError(
             f"the dataset has {length()} samples for {size} workers: with drop_last, that is not one whole batch each"

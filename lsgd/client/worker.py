@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
+from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS
 from lsgd.client.control.identity import identify
 from lsgd.client.control.island import Island, island_of
@@ -135,7 +136,7 @@ class Worker:
         flat = FlatParameters(model)
         if checkpoint_dir is None and identity.run_dir is not None:
             checkpoint_dir = identity.run_dir / CHECKPOINTS
-        checkpoints = Checkpoints(model, optimizers, extra, checkpoint_dir, identity.resume, island)
+        checkpoints = Checkpoints(flat, optimizers, extra, checkpoint_dir, identity.resume, island)
         checkpoints.restarted = identity.restarted
         membership = join_run(model, identity, timeout_s, checkpoints.load, island)
         checkpoints.start(membership.welcome.run)
@@ -228,15 +229,15 @@ class Worker:
         Raises:
             ConfigError: the dataset has no length or fewer samples than there are workers.
         """
-        me = weakref.ref(self)
+        me, island = weakref.ref(self), self._membership.island
 
         def place() -> tuple[int, int]:
             worker = me()
             assert worker is not None, "the loader has outlived its worker"
-            island = worker._membership.island
             return worker.rank * island.size + island.rank, worker.world_size * island.size
 
-        loader = loaders.shard_loader(dataset, place, seed, shuffle, {"batch_size": batch_size, **options})
+        options = {"batch_size": batch_size, **options}
+        loader = loaders.shard_loader(dataset, place, seed, shuffle, options, island.size)
         return self._checkpoints.attend(loader)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
@@ -409,6 +410,26 @@ class Worker:
         """
         return full_state_dict(self._replica.model)
 
+    def save(self, folder: Path | str | None = None, *, file_nbytes: int = FILE_NBYTES) -> list[Path]:
+        """Write the whole model to a folder as safetensors files, after the run the consensus; return their paths.
+
+        They are named as Hugging Face's libraries expect it: ``model.safetensors``, or several files and their index.
+        Tied parameters are written once, under the first of their names. One worker saves: ``if worker.rank == 0``. In
+        an island all its processes call it, and the head writes.
+
+        Args:
+            folder: made if need be; None: :attr:`run_dir`, or where that is None the current folder.
+            file_nbytes: longest file, in bytes; a longer tensor gets a file of its own.
+
+        Raises:
+            ConfigError: ``file_nbytes`` is less than 1.
+            LsgdError: the files cannot be written, or an island has left the run.
+        """
+        if self._membership.island.size > 1:
+            self._check_open()
+        folder = Path(folder) if folder is not None else self.run_dir or Path()
+        return save_model(self._replica.model, folder, file_nbytes, self._membership.island)
+
     def leader_state_dict(self) -> dict[str, Tensor] | None:
         """Return the leader's model as it was when the consensus was made, as :meth:`state_dict`; None before."""
         return self._replica.leader_state_dict()
@@ -467,7 +488,8 @@ class Worker:
 
     def _check_open(self) -> None:
         if not self._open:
-            where = "batches(), begin_step() and status() belong inside the with block of Worker.join, before leave()"
+            calls = "batches(), begin_step(), status() and the save() of an island"
+            where = f"{calls} belong inside the with block of Worker.join, before leave()"
             raise LsgdError(f"{self.name} has left the run; {where}")
 
 

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,8 +53,7 @@ def write_results(worker: Worker, model: nn.Module, test: TensorDataset) -> None
     folder = worker.run_dir or Path("runs/digits")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "accuracy.json").write_text(json.dumps(result, indent=2) + "\n")
-    # The parameters are views of one buffer; a copy of each stands alone, as safetensors wants it.
-    save_file({name: x.cpu().clone() for name, x in model.state_dict().items()}, folder / "model.safetensors")
+    worker.save(folder)
     of_leader = f", {leader_accuracy:.4f} of the leader" if leader_accuracy is not None else ""
     print(f"test accuracy: {result['test_accuracy']:.4f} of the average{of_leader}")
     print(f"written to {folder}: accuracy.json, model.safetensors", flush=True)

@@ -60,10 +60,11 @@ class Members:
         self.channels, self.replicas, self.rounds, self.tallies = [], [], [], []
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             membership = switchboard.member(f"node0/worker{rank}", plan)
-            checkpoints = Checkpoints(model, [optimizer], {}, folder, None, Island())
+            flat = FlatParameters(model)
+            checkpoints = Checkpoints(flat, [optimizer], {}, folder, None, Island())
             checkpoints.load(membership.join.worker, *describe(model))
             checkpoints.start(membership.welcome.run)
-            replica = Replica(membership, FlatParameters(model), model, [optimizer], checkpoints.finite)
+            replica = Replica(membership, flat, model, [optimizer], checkpoints.finite)
             tally = Tally(4)
             self.channels.append(membership.channel)
             self.replicas.append(replica)

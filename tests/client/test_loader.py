@@ -32,6 +32,17 @@ def test_shards_are_disjoint_and_cover_the_dataset(size, shuffle) -> None:
     assert shuffle or all(shard == sorted(shard) for shard in shards)
 
 
+def test_the_processes_of_an_island_have_equally_many_samples() -> None:
+    places = [lambda rank=rank: (rank, 6) for rank in range(6)]  # two workers of three processes
+    loaders = [shard_loader(dataset(23), place, 0, True, {"batch_size": 2}, 3) for place in places]
+    shards = [epoch(each) for each in loaders]
+    assert list(map(len, shards)) == [4, 4, 4, 3, 3, 3]
+    assert [len(each) for each in loaders] == [2] * 6
+    drawn = [x for shard in shards for x in shard]
+    assert len(set(drawn)) == len(drawn)
+    assert {x for each in loaders for _ in range(8) for x in epoch(each)} == set(range(23))
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_epoch_deals_anew_so_that_each_worker_sees_all_data(shuffle) -> None:
     loaders = [loader(rank, 3, shuffle=shuffle) for rank in range(3)]

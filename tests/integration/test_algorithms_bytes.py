@@ -22,7 +22,8 @@ pytestmark = [
 ]
 
 WORKERS = 3  # an odd number: a bye in pairs, two neighbors in a ring
-NUMEL = 1000 * 2000 + 2000
+ROWS = 2000  # of the model, of 1001 parameters each
+ROWS_ON_ISLANDS = 500
 ROUNDS = 7  # of each algorithm; a multiple of three after the first, so that each has had its bye as often
 
 ALGORITHMS: list[dict[str, Any]] = [
@@ -39,22 +40,35 @@ ALGORITHMS: list[dict[str, Any]] = [
     {"name": "diloco", "period": 2, "compression": "minmax8"},
     {"name": "local", "period": 2, "compression": "levels2", "fragments": 2},
 ]
+ON_ISLANDS: list[dict[str, Any]] = [
+    {"name": "local", "period": 2, "compression": "none"},
+    {"name": "leader", "period": 2, "local_period": 2, "compression": "minmax8"},
+    {"name": "diloco", "period": 2, "compression": "minmax8", "fragments": 1},
+]
 
 
-def plan() -> str:
+def plan(algorithms: list[dict[str, Any]], workers: int) -> str:
     """Return a plan in which the algorithms follow one another."""
-    lines = []
-    for table in ALGORITHMS:
-        iterations = ROUNDS * WORKERS * algorithm_of(table, "the test").schedule().period
+    lines, total = [], 0
+    for table in algorithms:
+        iterations = ROUNDS * workers * algorithm_of(table, "the test").schedule().period
         lines += ["[[phase]]", *(f"{name} = {json.dumps(value)}" for name, value in table.items())]
         lines += [f"iterations = {iterations}"]
+        total += iterations
     lines.pop()  # the last phase has no iterations of its own
-    return "\n".join([f"iterations = {total_iterations()}", *lines])
+    return "\n".join([f"iterations = {total}", *lines])
 
 
-def total_iterations() -> int:
-    periods = [algorithm_of(table, "the test").schedule().period for table in ALGORITHMS]
-    return ROUNDS * WORKERS * sum(periods)
+def check(folder: Path, algorithms: list[dict[str, Any]], workers: int, rows: int) -> None:
+    """Compare what was sent in each phase with the formula."""
+    members = [sent_by_phase(folder / f"sent{rank}") for rank in range(workers)]
+    assert [settings.name for settings, _ in members[0]] == [table["name"] for table in algorithms]
+    for phases in zip(*members, strict=True):
+        algorithm = phases[0][0]
+        iterations = (ROUNDS - 1) * algorithm.schedule().period
+        formula = workers * iterations * algorithm.sent_nbytes(1001 * rows, workers)
+        ratio = sum(nbytes for _, nbytes in phases) / formula
+        assert 1.0 < ratio < 1.1, f"{algorithm}: {ratio:.3f} of the formula's bytes"
 
 
 def sent_by_phase(path: Path) -> list[tuple[AlgorithmSettings, int]]:
@@ -67,17 +81,30 @@ def sent_by_phase(path: Path) -> list[tuple[AlgorithmSettings, int]]:
 @pytest.mark.slow
 def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> None:
     """With the headers of every packet, and all that the servers say, which is more the longer it takes."""
-    (tmp_path / "plan.toml").write_text(plan())
-    command = ("--", sys.executable, str(SCRIPTS / "sent_bytes.py"), str(tmp_path))
+    (tmp_path / "plan.toml").write_text(plan(ALGORITHMS, WORKERS))
+    command = ("--", sys.executable, str(SCRIPTS / "sent_bytes.py"), str(tmp_path), str(ROWS))
     with Testbed(WORKERS, rate_mbit=4000) as testbed:
         settings = {"NUM_GROUPS": str(WORKERS), "NUM_WORKERS": "1", "PLAN": str(tmp_path / "plan.toml")}
         settings["PYTHONPATH"] = os.pathsep.join([LIGHT["PYTHONPATH"], str(ROOT)])  # it counts as benchmarks do
         finish([start(host, tmp_path, *command, **settings) for host in testbed.hosts])
-    members = [sent_by_phase(tmp_path / f"sent{rank}") for rank in range(WORKERS)]
-    assert [settings.name for settings, _ in members[0]] == [table["name"] for table in ALGORITHMS]
-    for phases in zip(*members, strict=True):
-        algorithm = phases[0][0]
-        iterations = (ROUNDS - 1) * algorithm.schedule().period
-        formula = WORKERS * iterations * algorithm.sent_nbytes(NUMEL, WORKERS)
-        ratio = sum(nbytes for _, nbytes in phases) / formula
-        assert 1.0 < ratio < 1.1, f"{algorithm}: {ratio:.3f} of the formula's bytes"
+    check(tmp_path, ALGORITHMS, WORKERS, ROWS)
+
+
+@pytest.mark.slow
+def test_islands_send_each_part_of_the_model_once_over_their_link(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(plan(ON_ISLANDS, 2))
+    launch = (
+        f"-m lsgd.client launch --nodes 2 --workers 1 --processes-per-worker 2 --device cpu --plan {tmp_path}/plan.toml"
+    )
+    script = [sys.executable, "-P", *launch.split(), "--address", "10.77.0.1"]
+    command = ["--", sys.executable, str(SCRIPTS / "sent_bytes.py"), str(tmp_path), str(ROWS_ON_ISLANDS)]
+    with Testbed(2, rate_mbit=100) as testbed:
+        places = [["--node", str(host.index), "--run-dir", str(tmp_path / host.name)] for host in testbed.hosts]
+        pairs = zip(testbed.hosts, places, strict=True)
+        finish(
+            [start(host, tmp_path, script=[*script, *place, *command], PYTHONPATH=str(ROOT)) for host, place in pairs]
+        )
+    check(tmp_path, ON_ISLANDS, 2, ROWS_ON_ISLANDS)
+    for rank in (0, 1):
+        one, other = (int((tmp_path / f"own{rank}.{process}").read_text()) for process in (0, 1))
+        assert one == pytest.approx(other, rel=0.02)

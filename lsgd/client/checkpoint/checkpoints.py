@@ -11,22 +11,27 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree
 
 from lsgd.algorithms import Algorithm
 from lsgd.client.checkpoint.file import DamagedError, Packed, pack, read, sweep, write
 from lsgd.client.checkpoint.finite import FiniteCheck, in_words
+from lsgd.client.checkpoint.reshard import Resharding, layout_of
 from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, island_sizes, process_name, runs
 from lsgd.client.control.island import Island
 from lsgd.client.loader import ShardLoader
 from lsgd.errors import ConfigError, NonFiniteError
+from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
 from lsgd.settings import AlgorithmSettings
 from lsgd.shards import load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
+
+WHOLE = "whole_model"
+"""In a file's metadata, the digest of the model however it is sharded."""
 
 
 class Stateful(Protocol):
@@ -53,7 +58,7 @@ class Checkpoints:
     """The checkpoints of one worker, each in a file of its own (client/checkpoint/run_folder.py says where).
 
     Args:
-        model: its parameters and buffers are saved, frozen and non-persistent ones too.
+        flat: the model's parameters; they and its buffers are saved, frozen and non-persistent ones too.
         optimizers: theirs is the state of the optimization.
         extra: what else to save, by name.
         folder: where checkpoints are written; None: nowhere.
@@ -71,7 +76,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        model: nn.Module,
+        flat: FlatParameters,
         optimizers: Sequence[torch.optim.Optimizer],
         extra: Mapping[str, Stateful],
         folder: Path | None,
@@ -87,8 +92,8 @@ class Checkpoints:
         self.algorithm: tuple[AlgorithmSettings, dict[str, Any]] | None = None
         self.restarted = False
         self.folder = folder
-        self.finite = FiniteCheck(model, island)
-        self._model = model
+        self.finite = FiniteCheck(flat.model, island)
+        self._flat, self._model = flat, flat.model
         self._optimizers = optimizers
         self._extra = extra
         self._resume = resume
@@ -112,35 +117,30 @@ class Checkpoints:
             digest: of its model.
             summary: of its model, for people.
 
-        In an island all processes take over the same one, of which all files are whole.
+        In an island all processes take over the same one, of which all files are whole. If there it was of another
+        number of processes, its parts are cut anew.
 
         Raises:
             ConfigError: every one is damaged (of a worker that was restarted, that is no error: the run goes on, and
                 has the model), or one is of another model or version, or does not fit.
         """
         island, folder = self._island, self._resume
-        name = process_name(worker, island.rank, island.size)
-        self._about = {"worker": name, "model": digest, "model_summary": summary}
+        name, whole = process_name(worker, island.rank, island.size), describe(self._model, whole=True)[0]
+        self._about = {"worker": name, "model": digest, "model_summary": summary, WHOLE: whole}
         if folder is None:
             return Origin()
-        found = island.share("looks for checkpoints", lambda: self._origins(folder, name))
-        sizes = island_sizes(folder, worker)
-        if sizes and not found:
-            raise ConfigError(
-                f"the checkpoints of {worker} in {folder} are of {' or '.join(map(str, sorted(sizes)))} processes, and "
-                f"here it has {island.size}; go on with as many (lsgd launch --processes-per-worker), or begin a new "
-                f"run from the model that was saved"
-            )
-        for origin in found:
-            path = checkpoint_path(folder, origin.run, origin.iterations, name)
-            damage: DamagedError | None = None
+        found = island.share("looks for checkpoints", lambda: _found(folder, worker, island.size))
+        for origin, size in found:
+            names = [name] if size == island.size else [process_name(worker, rank, size) for rank in range(size)]
+            paths = [checkpoint_path(folder, origin.run, origin.iterations, each) for each in names]
+            path, damage = paths[0], None
             try:
-                state = read(path, digest, summary)
+                state = read(path, digest, summary) if size == island.size else self._resharded(paths)
             except DamagedError as error:
                 damage = error
             if not island.agree(damage is None):
                 damage = damage or DamagedError(f"the checkpoint {path} has no whole one beside it of another process")
-                if origin is found[-1] and not self.restarted:
+                if origin is found[-1][0] and not self.restarted:
                     raise damage
                 logger.warning("%s; the one before it is taken, if there is one", damage)
                 continue
@@ -157,8 +157,12 @@ class Checkpoints:
         )
         return Origin()
 
-    def _origins(self, folder: Path, worker: str) -> list[Origin]:
-        return [Origin(count, run) for run in runs(folder) for count in reversed(counts(folder, run, worker))]
+    def _resharded(self, paths: list[Path]) -> dict[str, Any]:
+        """Return this process's state from the files of a worker of another number of processes."""
+        resharding = Resharding(self._flat, self._optimizers)
+        for path in paths:  # one after the other, since each is as large as what a process has
+            resharding.add(read(path, self._about[WHOLE], self._about["model_summary"], WHOLE), path)
+        return resharding.state
 
     def _restore(self, state: dict[str, Any], path: Path) -> None:
         if len(state["optimizers"]) != len(self._optimizers):
@@ -205,7 +209,7 @@ class Checkpoints:
 
     def last(self) -> Path | None:
         """Return the worker's last checkpoint in its folder; None: there is none."""
-        if self.folder is None or not (found := self._origins(self.folder, self._about["worker"])):
+        if self.folder is None or not (found := _origins(self.folder, self._about["worker"])):
             return None
         return checkpoint_path(self.folder, found[0].run, found[0].iterations, self._about["worker"])
 
@@ -242,6 +246,7 @@ class Checkpoints:
             "losses": list(losses),
             "iterations": self.iterations + done,
             "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
+            "layout": layout_of(self._flat),
         }
         try:
             return Snapshot(count, pack(state))
@@ -284,6 +289,18 @@ class Checkpoints:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, local(parameter)) for name, parameter in self._model.named_parameters())
         yield from self._model.named_buffers()
+
+
+def _origins(folder: Path, process: str) -> list[Origin]:
+    return [Origin(count, run) for run in runs(folder) for count in reversed(counts(folder, run, process))]
+
+
+def _found(folder: Path, worker: str, size: int) -> list[tuple[Origin, int]]:
+    """Return a worker's checkpoints, each with its number of processes; those of ``size`` first where both are."""
+    sizes = island_sizes(folder, worker)
+    every = [(origin, s) for s in sizes for origin in _origins(folder, process_name(worker, 0, s))]
+    order = {run: place for place, run in enumerate(runs(folder))}
+    return sorted(every, key=lambda each: (order[each[0].run], -each[0].iterations, each[1] != size))
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, kind: str, saved: dict[str, Any], path: Path) -> None:

@@ -105,13 +105,14 @@ def sweep(folder: Path, worker: str) -> None:
             path.unlink()
 
 
-def read(path: Path, model: str, model_summary: str) -> Any:
+def read(path: Path, model: str, model_summary: str, key: str = "model") -> Any:
     """Return the state in a file.
 
     Args:
         path: of the file.
         model: digest of the model that it is for.
         model_summary: the same for people.
+        key: of the digest in the metadata.
 
     Raises:
         DamagedError: it is cut short, has changed since it was written, or is no checkpoint.
@@ -131,7 +132,12 @@ def read(path: Path, model: str, model_summary: str) -> Any:
         )
     if not whole:
         raise DamagedError(f"the checkpoint {path} cannot be read: it has changed since it was written")
-    if about["model"] != model:
+    if key not in about:
+        raise ConfigError(
+            f"the checkpoint {path} is of an earlier lsgd, and only for a worker of as many processes as before: go "
+            f"on with as many (lsgd launch --processes-per-worker), or begin a new run from the model that was saved"
+        )
+    if about[key] != model:
         raise ConfigError(
             f"the checkpoint {path} is of another model: {about['model_summary']}, and this is "
             f"{model_summary}; build the model that it was written from, or begin a new run"

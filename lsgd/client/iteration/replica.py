@@ -98,7 +98,7 @@ class Replica:
         self.algorithm.settings, self._text = settings, text
         resumed, self._resumed = self._resumed, None
         if resumed is not None and same_form(resumed[0], settings):
-            self.algorithm.load_state_dict(resumed[1])
+            self.algorithm.load_state_dict(self.algorithm.state_dict() | resumed[1])  # which may lack some
         return anew
 
     def drop_gradients(self) -> None:

@@ -7,6 +7,7 @@ and at the end a line with the bytes that it sent and those of its parts. The he
 import argparse
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -30,6 +32,8 @@ parser.add_argument("--dim", type=int, default=0, help="that the first layer is 
 parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
 parser.add_argument("--do", default="", choices=("", "kill", "freeze", "nan", "cut", "raise", "pause"))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
+parser.add_argument("--compile", action="store_true", help="and checkpoint activations")
+parser.add_argument("--adamw", default="", choices=("", "foreach", "fused"), help="its implementation")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
 parser.add_argument("--accumulate", type=int, default=1, help="batches in each step")
 parser.add_argument("--leave-at", type=int, default=-1, help="leave after so many iterations")
@@ -43,6 +47,11 @@ torch.manual_seed(0)
 # Seven rows over two processes are uneven shards, and a bias of one element is whole on the first.
 model = nn.Sequential(nn.Linear(8, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 8), nn.Linear(8, 1))
 model[3].weight.requires_grad_(False)
+model.insert(4, nn.Linear(8, 8)).insert(5, nn.Linear(8, 8))
+model[5].weight = model[4].weight
+if options.compile:
+    for layer in (0, 3, 4):
+        model[layer] = checkpoint_wrapper(model[layer])
 if not options.plain:
     mesh = init_device_mesh("cpu", (processes,))
     place = torch.distributed.tensor.Shard(options.dim)
@@ -51,10 +60,14 @@ if not options.plain:
     fully_shard(model[1], mesh=mesh)  # batch norm is computed in float32
     fully_shard(model[3], mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+if options.compile:  # inductor takes a minute for its C++
+    model.compile(backend="aot_eager")
 if options.copied:
     shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
-inputs = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
+optimizer = torch.optim.AdamW(
+    [p for p in model.parameters() if p.requires_grad], lr=0.02, **({options.adamw: True} if options.adamw else {})
+)
+inputs = torch.randn(513, 8, generator=torch.Generator().manual_seed(1))  # the last one would be a batch of its own
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
@@ -101,6 +114,7 @@ with Worker.join(model, optimizer) as worker:
         drawn = torch.Generator().manual_seed(int(worker.name[-1]))
         loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, generator=drawn)  # type: ignore[assignment]
     losses: list[float] = []
+    norms: list[float] = []
     committed = 0
     struck = options.do and worker.name == options.who and process == processes - 1
     with open(f"{path}.{process}.rounds", "a") as rounds:
@@ -116,8 +130,9 @@ with Worker.join(model, optimizer) as worker:
                 losses.append(loss.item())
                 if len(losses) % options.accumulate:
                     continue
-                if not options.alike:  # the norm of shards is summed in another order
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                # The norm of shards is summed in another order, so that only "no limit" leaves the same bits.
+                norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if options.alike else 1.0)
+                norms.append(float(norm.full_tensor() if shards.is_sharded(norm) else norm))
                 optimizer.step()
                 optimizer.zero_grad()
                 time.sleep(options.rest if worker.world_size == 1 else 0.0)
@@ -130,6 +145,9 @@ with Worker.join(model, optimizer) as worker:
                     worker.leave()
         flat = sum(buffer.nbytes for buffer in worker._replica.flat.buffers)
         print("sent", worker.timings.sent_nbytes, flat, file=rounds)
+    if worker.rank == 0:
+        saved = worker.save(worker.run_dir / "model", file_nbytes=200)
+        assert len(saved) > 4  # on all processes
     state = worker.state_dict()
     leader = worker.leader_state_dict()
     assert leader is not None
@@ -141,6 +159,7 @@ with Worker.join(model, optimizer) as worker:
             "shapes": {name: list(state[name].shape) for name in names},
             "leader": hashlib.sha256(b"".join(leader[name].numpy().tobytes() for name in names)).hexdigest(),
             "losses": losses,
+            "norms": norms,
             "distance": worker.consensus_distance,
             "iterations": worker.iterations,
             "world_size": worker.world_size,

@@ -1,9 +1,11 @@
-"""A model of two million parameters, and the bytes that have left this machine's ``eth0`` after each step.
+"""A model of 1001 parameters a row, and the bytes that have left this machine's ``eth0`` after each step.
 
-Writes a line for each step to ``sent<rank>`` in the folder given: the algorithm and its settings, and the bytes.
+Writes a line for each step to ``sent<rank>`` in a folder: the algorithm and its settings, and the bytes. In an
+island the head does, and each process writes the bytes that it has sent itself to ``own<rank>.<process>``.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -30,7 +32,13 @@ def sent_nbytes() -> int:
     return sent_with_headers_nbytes()
 
 
-model = torch.nn.Linear(1000, 2000)
+folder, rows = Path(sys.argv[1]), int(sys.argv[2])
+model = torch.nn.Linear(1000, rows)
+if "LSGD_ISLAND" in os.environ:
+    from torch.distributed.fsdp import fully_shard  # it takes a second
+
+    torch.distributed.init_process_group("gloo")
+    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 data = torch.utils.data.TensorDataset(torch.randn(60, 1000))
 lines = []
@@ -45,4 +53,8 @@ with Worker.join(model, optimizer) as worker:
             optimizer.step()
             worker.report(loss)
             lines.append(json.dumps([table_of(worker.algorithm), sent_nbytes()]))
-Path(sys.argv[1], f"sent{worker.rank}").write_text("\n".join(lines))
+    if "LSGD_ISLAND" in os.environ:
+        own = folder / f"own{worker.rank}.{torch.distributed.get_rank()}"
+        own.write_text(str(worker.timings.sent_nbytes))
+if worker.is_head:
+    (folder / f"sent{worker.rank}").write_text("\n".join(lines))

@@ -1,0 +1,133 @@
+"""The whole model as safetensors files, with the names and the index that Hugging Face's libraries look for."""
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lsgd.client.control.island import Island
+from lsgd.errors import ConfigError, LsgdError
+from lsgd.shards import state_of, whole
+
+logger = logging.getLogger("lsgd")
+
+FILE_NBYTES = 5_000_000_000
+"""How long a file becomes at most, in bytes, unless one tensor is longer."""
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SEVERAL = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
+
+COMPILED = "_orig_mod."
+"""What ``torch.compile(model)`` puts before the names of the model's tensors."""
+
+
+def save_model(model: nn.Module, folder: Path, file_nbytes: int, island: Island) -> list[Path]:
+    """Write a model to a folder, in the place of the one that is there.
+
+    All processes of an island call this together. The head writes, and has the tensors of one file at a time in its
+    host memory.
+
+    Args:
+        model: its parameters and persistent buffers are written, tied ones once, under the first of their names.
+        folder: made if need be.
+        file_nbytes: longest file, without its header; a tensor that is longer gets a file of its own.
+        island: the processes that share the model.
+
+    Returns:
+        The files: ``model.safetensors``, or several and then their index.
+
+    Raises:
+        ConfigError: ``file_nbytes`` is less than 1.
+        LsgdError: the files cannot be written.
+    """
+    if file_nbytes < 1:
+        raise ConfigError(f"file_nbytes = {file_nbytes}: no file of a model is so short; give 1 or more")
+    state = state_of(model)
+    first = {id(x): name for name, x in reversed(state.items())}
+    tensors = {name.replace(COMPILED, ""): x for name, x in state.items() if first[id(x)] == name}
+    sizes = {name: x.numel() * x.element_size() for name, x in tensors.items()}
+    files = _divided(sizes, file_nbytes)
+    writer = _Writer(folder)
+    for file, held in files.items():
+        copies = whole({name: tensors[name] for name in held}, here=island.is_head)
+        if island.is_head:
+            writer.write(file, copies)
+    weight_map = {name: file for file, held in files.items() for name in held}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+    return island.share("saves the model", lambda: writer.finish(index))
+
+
+def _divided(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]:
+    """Return which tensors each file has, in their order."""
+    files: list[list[str]] = [[]]
+    room = file_nbytes
+    for name, nbytes in sizes.items():
+        if nbytes > room and files[-1]:
+            files.append([])
+            room = file_nbytes
+        files[-1].append(name)
+        room -= nbytes
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
+
+
+class _Writer:
+    """Writes files beside those of the model in a folder, and puts them in their place when all are there.
+
+    Args:
+        folder: of the model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._unfinished: Path | None = None
+        self._files: list[Path] = []
+        self._failure: Exception | None = None
+
+    def write(self, file: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a file, unless an earlier one has failed: the other processes' calls go on, and so does this one's."""
+        if self._failure is not None:
+            return
+        try:
+            if self._unfinished is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._unfinished = Path(tempfile.mkdtemp(".tmp", "model-", self._folder))
+            self._files.append(self._unfinished / file)
+            save_file({name: x.contiguous() for name, x in tensors.items()}, self._files[-1], {"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            self._failure = error
+
+    def finish(self, index: Mapping[str, object]) -> list[Path]:
+        """Put the files in their place, and the index at last; return them.
+
+        Raises:
+            LsgdError: a file could not be written, and what was there before stays, or could not be put there.
+        """
+        try:
+            if self._failure is not None:
+                raise self._failure
+            for earlier in (self._folder / INDEX, *self._folder.glob(SEVERAL)):
+                earlier.unlink(missing_ok=True)
+            written = [path.replace(self._folder / path.name) for path in self._files]
+            if len(written) > 1:
+                (self._folder / SINGLE).unlink(missing_ok=True)
+                written.append(self._folder / INDEX)
+                written[-1].write_text(json.dumps(index, indent=2) + "\n")
+        except (OSError, SafetensorError) as error:
+            raise LsgdError(
+                f"the model cannot be written to {self._folder}: {error}; free space there or let this user write "
+                f"there, or save it in another folder"
+            ) from None
+        finally:
+            if self._unfinished is not None:
+                shutil.rmtree(self._unfinished, ignore_errors=True)
+        logger.info("the model is written to %s: %s", self._folder, ", ".join(path.name for path in written))
+        return written

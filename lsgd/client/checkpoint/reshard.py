@@ -1,0 +1,126 @@
+"""The checkpoint of a worker for another number of processes: the parts of each parameter are cut anew."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from lsgd.errors import ConfigError
+from lsgd.flat import FlatParameters
+from lsgd.shards import begins, local
+
+logger = logging.getLogger("lsgd")
+
+
+def layout_of(flat: FlatParameters) -> dict[str, Any]:
+    """Return what a checkpoint says of its flat buffers: their lengths, and where each parameter is."""
+    slots = [[s.name, s.buffer, s.offset, list(local(s.parameter).stride())] for s in flat.slots]
+    return {"lengths": [x.numel() for x in flat.buffers], "slots": slots}
+
+
+class Resharding:
+    """Makes the state of one process of those of all processes that have written a checkpoint, one after another.
+
+    What belongs to parameters is cut anew: they themselves, what an optimizer keeps in their shape, and flat buffers of
+    the algorithm. The rest is that of the first process. Random numbers begin anew, and so do the parts of the
+    algorithm's state that have another form, such as what rounding has lost.
+
+    Args:
+        flat: the parameters of the process that goes on.
+        optimizers: of the process.
+
+    Attributes:
+        state: what a checkpoint of this process has, when all parts are added.
+    """
+
+    def __init__(self, flat: FlatParameters, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.state: dict[str, Any] = {}
+        self._flat = flat
+        self._parameters = dict(flat.model.named_parameters())
+        named = {id(parameter): name for name, parameter in self._parameters.items()}
+        stepped = [enumerate(p for g in o.param_groups for p in g["params"]) for o in optimizers]
+        self._stepped = [{place: named[id(p)] for place, p in each if id(p) in named} for each in stepped]
+        self._starts = {name: [0] * parameter.dim() for name, parameter in self._parameters.items()}
+
+    def add(self, part: dict[str, Any], path: Path) -> None:
+        """Take over from the state of the next process, in the order of their ranks.
+
+        Raises:
+            ConfigError: an optimizer keeps something that is neither a number nor of its parameter's shape.
+        """
+        if not self.state:
+            self._begin(part, path)
+        shapes = {name: part["model"][name].shape for name in self._parameters}
+        for name in self._parameters:
+            self._cut(name, part["model"][name], self.state["model"][name])
+        for names, saved, state in zip(self._stepped, part["optimizers"], self.state["optimizers"], strict=False):
+            for place in names.keys() & saved["state"].keys():
+                name, own = names[place], state["state"].setdefault(place, {})
+                self._add_values(name, saved["state"][place], own, shapes[name], path)
+        views = {key: self._views(buffers) for key, buffers in self.state["algorithm"]["state"].items()}
+        for name, buffer, offset, strides in part["layout"]["slots"]:
+            for key, targets in views.items():
+                source = part["algorithm"]["state"][key][buffer]
+                self._cut(name, source.as_strided(shapes[name], strides, offset), targets[name])
+        for name, parameter in self._parameters.items():
+            for dim, (length, whole) in enumerate(zip(shapes[name], parameter.shape, strict=True)):
+                self._starts[name][dim] += length if length != whole else 0
+
+    def _begin(self, part: dict[str, Any], path: Path) -> None:
+        """Begin with what is the first process's, and room for the rest."""
+        flat: dict[str, list[Tensor]] = {}
+        for key, value in part["algorithm"]["state"].items():
+            if isinstance(value, list) and [_length(x) for x in value] == part["layout"]["lengths"]:
+                pairs = zip(self._flat.buffers, value, strict=True)
+                flat[key] = [torch.zeros(x.numel(), dtype=saved.dtype) for x, saved in pairs]
+            elif any(isinstance(x, Tensor) for x in _pytree.tree_leaves(value)):
+                logger.info("%s is of another number of processes: the algorithm's %r begins anew", path, key)
+        room = {name: torch.zeros(local(p).shape, dtype=p.dtype) for name, p in self._parameters.items()}
+        self.state = {
+            **part,
+            "model": part["model"] | room,
+            "optimizers": [saved | {"state": {}} for saved in part["optimizers"]],
+            "algorithm": part["algorithm"] | {"state": flat},
+            "loaders": [position | {"place": []} for position in part["loaders"]],  # nobody's: the data is dealt anew
+            "random": {},
+        }
+
+    def _add_values(
+        self, name: str, saved: dict[str, Any], values: dict[str, Any], shape: torch.Size, path: Path
+    ) -> None:
+        """Take over what an optimizer keeps of one parameter, whose part has this shape."""
+        for key, value in saved.items():
+            if not isinstance(value, Tensor) or not value.dim():
+                values.setdefault(key, value)
+            elif value.shape == shape:
+                self._cut(name, value, values.setdefault(key, value.new_zeros(local(self._parameters[name]).shape)))
+            else:
+                raise ConfigError(
+                    f"the checkpoint {path} cannot be divided among another number of processes: an optimizer keeps "
+                    f"{key!r} of {name} in another shape than the parameter's; go on with as many processes as before "
+                    f"(lsgd launch --processes-per-worker)"
+                )
+
+    def _views(self, buffers: list[Tensor]) -> dict[str, Tensor]:
+        """Return the parameters' places in flat buffers."""
+        return dict(zip((slot.name for slot in self._flat.slots), self._flat.views(buffers), strict=True))
+
+    def _cut(self, name: str, source: Tensor, target: Tensor) -> None:
+        """Copy what the next process's part of a parameter and this one's have in common."""
+        into, out = [], []
+        places = zip(begins(self._parameters[name]), target.shape, self._starts[name], source.shape, strict=True)
+        for start, length, source_start, source_length in places:
+            low, high = max(start, source_start), min(start + length, source_start + source_length)
+            if high <= low:
+                return
+            into.append(slice(low - start, high - start))
+            out.append(slice(low - source_start, high - source_start))
+        target[tuple(into)] = source[tuple(out)]
+
+
+def _length(value: Any) -> int:
+    return value.numel() if isinstance(value, Tensor) else -1
