@@ -30,6 +30,7 @@ class LowPrecisionDecentralizedSettings(AlgorithmSettings):
 
     name: ClassVar[str] = "low_precision_decentralized"
     summary: ClassVar[str] = "DCD-PSGD, neighbors send model changes in 8 bits (arXiv 1803.06443)"
+    islands: ClassVar[bool] = True
 
     topology: str = setting("ring", "the graph of neighbors", choices=tuple(_GRAPHS))
     hierarchical: bool = hierarchical()
@@ -122,15 +123,20 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         current = [total[:-1] for total in self._sums]
         if not self._average(parameters, group, order):
             copy_all(current, self.model)
+        if self._neighbors:
+            self._exchange(current, group, order)
+        group.agree()
         if not self._neighbors:
             copy_all(self.model, current)
         else:
-            self._exchange(current, group, order)
+            self._apply(self._sent, self.model)
+            for j, copy in self.copies.items():
+                self._apply(self._received[j], copy)
         copy_all(parameters, self.model)
 
     def _average(self, parameters: Flat, group: Group, order: Round) -> bool:
         """Write the node's mean model (or this worker's) to the scratch sums; False if none is finite."""
-        contribute(parameters, self._sums, order.id)
+        contribute(parameters, self._sums, group, order.id)
         if not self.settings.hierarchical:
             return divide(self._sums, 1)
         for total in self._sums:
@@ -138,7 +144,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         return divide(self._sums, group.node.size)
 
     def _exchange(self, current: Flat, group: Group, order: Round) -> None:
-        """Exchange the changes; once all have arrived, apply them to the model and the copies."""
+        """Exchange the changes."""
         units = group.across if self.settings.hierarchical else group
         if units is not None:
             for index, now in enumerate(current):
@@ -153,9 +159,6 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         if self.settings.hierarchical:
             for payload in self._sent:
                 group.node.broadcast(payload, 0)
-        self._apply(self._sent, self.model)
-        for j, copy in self.copies.items():
-            self._apply(self._received[j], copy)
 
     def _change(self, index: int, now: Tensor) -> Tensor:
         """Return z for one flat tensor, in float32."""

@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from .running import SCRIPTS, Cluster, ForkServer, Process
@@ -64,10 +66,16 @@ def lines(folder: Path, worker: int, process: int) -> list[list[str]]:
 
 
 def whole_rounds(folder: Path, worker: int) -> dict[int, tuple[str, ...]]:
-    """Return the digests of a worker's parts after each round; all of its processes have committed the same rounds."""
+    """Return the digests of a worker's parts after each round.
+
+    All of its processes have committed the same rounds, and changed their parts in the same ones.
+    """
     parts = [{int(line[0]): line[1] for line in lines(folder, worker, p) if line[0] != "sent"} for p in (0, 1)]
     assert list(parts[0]) == list(parts[1])
-    return {number: (digest, parts[1][number]) for number, digest in parts[0].items()}
+    digests = {number: (digest, parts[1][number]) for number, digest in parts[0].items()}
+    for before, after in pairwise(digests.values()):
+        assert (before[0] == after[0]) is (before[1] == after[1])
+    return digests
 
 
 def equal_after_each_round(folder: Path) -> int:
@@ -106,14 +114,18 @@ def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        ("local", "--compression", "none"),
-        ("leader", "--local-period", "1", "--election", "loss"),
-        ("diloco", "--fragments", "1"),
+        ("local", "--compression", "none", "--period", "1"),
+        ("leader", "--local-period", "1", "--election", "loss", "--period", "1"),
+        ("diloco", "--period", "1"),
+        ("diloco", "--period", "4", "--delay", "2", "--lookahead", "0"),
+        ("leader", "--local-period", "4", "--period", "4", "--delay", "1", "--lookahead", "0"),
+        ("allreduce",),
+        ("decentralized",),
     ],
-    ids=lambda plan: plan[0],
+    ids=lambda plan: "-".join(word.strip("-") for word in plan),
 )
 def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, plan) -> None:
-    plan = ("--algorithm", *plan, "--period", "1", "--iterations", "40")  # so each makes one iteration a round
+    plan = ("--algorithm", *plan, "--iterations", "40")  # each makes one iteration a round
     islands.begin(*plan)
     sharded = islands.train("--alike")
     (tmp_path / "whole").mkdir()
@@ -125,6 +137,43 @@ def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_pat
         whole_run.close()
     for one, other in zip(sharded, whole, strict=True):
         assert {**one, "distance": pytest.approx(one["distance"], rel=1e-5)} == other
+
+
+@pytest.mark.parametrize(
+    ("plan", "units"),
+    [
+        (("allreduce",), 0),
+        (("bytegrad", "--hierarchical", "false", "--error-feedback", "false"), 1),
+        (("qsgd", "--error-feedback", "false"), 2),
+    ],
+    ids=["allreduce", "bytegrad", "qsgd"],
+)
+def test_gradients_become_their_mean_within_what_the_codec_rounds(islands, plan, units) -> None:
+    islands.begin("--algorithm", *plan, "--iterations", "40")
+    one, other = islands.train("--gradients")
+    assert one["state"] == other["state"] and sum(one["losses"][-5:]) < sum(one["losses"][:5])
+    assert equal_after_each_round(islands.folder) > 10
+    for process in (0, 1):
+        first, second = (torch.load(islands.folder / f"node0-worker{w}.{process}.gradients") for w in (0, 1))
+        for (own, mean), (others, same) in zip(first, second, strict=True):
+            own, others, mean, same = (torch.cat([x.view(-1) for x in part]) for part in (own, others, mean, same))
+            assert torch.equal(mean, same) and not torch.equal(own, others)
+            both = torch.stack([own, others, torch.zeros_like(own)])  # the padding of a block is zero
+            unit = (both.amax() - both.amin()) / 255
+            assert (mean - (own / 2 + others / 2)).abs().amax() <= units * 1.01 * unit
+
+
+def test_a_gradient_that_is_none_in_one_shard_skips_the_step_of_all(islands) -> None:
+    islands.begin(
+        "--algorithm", "bytegrad", "--hierarchical", "false", "--error-feedback", "true", "--iterations", "40"
+    )
+    one, other = islands.train("--do", "spoil", "--at", "15")
+    assert one["state"] == other["state"] and one["iterations"] == other["iterations"] == 20
+    assert equal_after_each_round(islands.folder) > 10
+    unchanged = [before == after for before, after in pairwise(whole_rounds(islands.folder, 0).values())]
+    assert unchanged.count(True) == 1
+    for process in islands.processes[-4:]:
+        assert process.output.count("a member's gradient is not finite; all skip this step") == 1
 
 
 @pytest.mark.parametrize("algorithm", ["local", "leader"])
@@ -181,14 +230,11 @@ def test_an_island_goes_on_from_its_checkpoints_with_as_many_processes(islands, 
         assert sum(new["losses"][:5]) < sum(old["losses"][:5]) / 2
 
 
-def test_what_an_island_cannot_do_is_refused_in_words(islands) -> None:
-    islands.begin("--algorithm", "bytegrad", workers=1)
+def test_processes_that_share_no_model_are_told_so(islands) -> None:
+    islands.begin("--algorithm", "local", workers=1)
     (plain,) = islands.island(0, "--plain", size=1, LSGD_ISLAND="2")
     assert plain.wait() == 1
     assert "its model is not sharded over them: call fully_shard(model)" in plain.output
-    for process in islands.island(0):
-        assert process.wait() == 1
-        assert "its model is sharded over 2 processes, and the algorithm bytegrad needs whole models" in process.output
 
 
 def test_processes_that_make_different_calls_are_told_so(islands) -> None:

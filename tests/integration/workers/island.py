@@ -2,6 +2,8 @@
 
 Each process appends a line for each committed round to ``<name>.<rank>.rounds``: its number, and a digest of its parts;
 and at the end a line with the bytes that it sent and those of its parts. The head writes the rest to ``<name>.json``.
+With ``--gradients`` each process writes, for each step, its gradients before and after the exchange to
+``<name>.<rank>.gradients``.
 """
 
 import argparse
@@ -28,8 +30,11 @@ parser.add_argument("--plain", action="store_true", help="do not shard the model
 parser.add_argument("--alike", action="store_true", help="all processes of a worker draw the same batches")
 parser.add_argument("--dim", type=int, default=0, help="that the first layer is sharded in")
 parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
-parser.add_argument("--do", default="", choices=("", "kill", "freeze", "nan", "cut", "raise", "pause"))
+parser.add_argument("--do", default="", choices=("", "kill", "freeze", "nan", "spoil", "cut", "raise", "pause"))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
+parser.add_argument("--votes", type=int, default=2, help="in which it takes part before it is killed in a round")
+parser.add_argument("--common", action="store_true", help="the digests are of what all workers share")
+parser.add_argument("--gradients", action="store_true", help="keep the gradients of all steps")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
 parser.add_argument("--accumulate", type=int, default=1, help="batches in each step")
 parser.add_argument("--leave-at", type=int, default=-1, help="leave after so many iterations")
@@ -53,9 +58,23 @@ if not options.plain:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 if options.copied:
     shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+trained = [p for p in model.parameters() if p.requires_grad]
+optimizer = torch.optim.AdamW(trained, lr=0.02)
 inputs = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+own: dict[torch.Tensor, torch.Tensor] = {}  # gradients of this pass, before they are exchanged
+spoil = False
+for parameter in trained:
+
+    def note(parameter: nn.Parameter) -> None:
+        """Note a gradient, or spoil it."""
+        assert parameter.grad is not None
+        gradient = shards.local(parameter.grad)
+        if spoil:
+            gradient.view(-1)[:1] = float("nan")
+        own[parameter] = gradient.clone()
+
+    parameter.register_post_accumulate_grad_hook(note)  # before the worker's own
 
 
 def do(worker: Worker) -> None:
@@ -64,15 +83,16 @@ def do(worker: Worker) -> None:
         if os.path.exists(options.once):
             return
         open(options.once, "w").close()
+    global spoil
     print(f"{worker.name} process {process}: {options.do}", flush=True)
     group = worker._steps.rounds.entrance._group
     match options.do:
         case "kill":
             assert group is not None
-            votes = iter((True, True))
+            votes = iter([True] * options.votes)
 
             def vote(ok: bool) -> bool:
-                """In the next round vote twice, and die when the exchange is done and the last vote is due."""
+                """In the next round vote so often, and die when the exchange is done and the last vote is due."""
                 if not next(votes, False):
                     os.kill(os.getpid(), signal.SIGKILL)
                 return worker._membership.island.agree(ok)
@@ -80,6 +100,8 @@ def do(worker: Worker) -> None:
             group.votes = vote
         case "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "spoil":
+            spoil = True
         case "raise":
             raise RuntimeError("as asked for")
         case "cut":
@@ -101,6 +123,7 @@ with Worker.join(model, optimizer) as worker:
         drawn = torch.Generator().manual_seed(int(worker.name[-1]))
         loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, generator=drawn)  # type: ignore[assignment]
     losses: list[float] = []
+    gradients: list[list[list[torch.Tensor]]] = []
     committed = 0
     struck = options.do and worker.name == options.who and process == processes - 1
     with open(f"{path}.{process}.rounds", "a") as rounds:
@@ -108,10 +131,14 @@ with Worker.join(model, optimizer) as worker:
             for x, y in worker.batches(loader):
                 if worker._steps.tally.committed > committed:
                     committed = worker._steps.tally.committed
-                    held = b"".join(shards.local(p).detach().numpy().tobytes() for p in model.parameters())
+                    parts = worker._replica.algorithm.shared_state() if options.common else model.parameters()
+                    held = b"".join(shards.local(p).detach().numpy().tobytes() for p in parts)
                     print(committed, hashlib.sha256(held).hexdigest()[:16], file=rounds, flush=True)
                 loss = nn.functional.mse_loss(model(x).float(), y)
                 loss.backward()
+                spoil = False
+                if options.gradients:
+                    gradients.append([[own[p] for p in trained], [shards.local(p.grad).clone() for p in trained]])
                 worker.report(loss)
                 losses.append(loss.item())
                 if len(losses) % options.accumulate:
@@ -124,11 +151,14 @@ with Worker.join(model, optimizer) as worker:
                 if struck and worker.iterations == options.at:
                     do(worker)
                 if worker.iterations == 5:
-                    with nullcontext() if options.alike else worker.pause(), torch.no_grad():
+                    together = options.alike or worker._replica.lockstep  # others would go on without who pauses
+                    with nullcontext() if together else worker.pause(), torch.no_grad():
                         model(x)  # leaves the root gathered
                 if worker.iterations == options.leave_at:
                     worker.leave()
         flat = sum(buffer.nbytes for buffer in worker._replica.flat.buffers)
+        if options.gradients:
+            torch.save(gradients, f"{path}.{process}.gradients")
         print("sent", worker.timings.sent_nbytes, flat, file=rounds)
     state = worker.state_dict()
     leader = worker.leader_state_dict()
