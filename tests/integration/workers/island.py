@@ -30,9 +30,8 @@ parser.add_argument("--plain", action="store_true", help="do not shard the model
 parser.add_argument("--alike", action="store_true", help="all processes of a worker draw the same batches")
 parser.add_argument("--dim", type=int, default=0, help="that the first layer is sharded in")
 parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
-parser.add_argument("--do", default="", choices=("", "kill", "freeze", "nan", "spoil", "cut", "raise", "pause"))
+parser.add_argument("--do", default="", choices=("", "kill", "die", "freeze", "nan", "spoil", "cut", "raise", "pause"))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
-parser.add_argument("--votes", type=int, default=2, help="in which it takes part before it is killed in a round")
 parser.add_argument("--common", action="store_true", help="the digests are of what all workers share")
 parser.add_argument("--gradients", action="store_true", help="keep the gradients of all steps")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
@@ -89,15 +88,21 @@ def do(worker: Worker) -> None:
     match options.do:
         case "kill":
             assert group is not None
-            votes = iter([True] * options.votes)
+            votes = iter((True, True))
 
             def vote(ok: bool) -> bool:
-                """In the next round vote so often, and die when the exchange is done and the last vote is due."""
+                """In the next round vote twice, and die when the exchange is done and the last vote is due."""
                 if not next(votes, False):
                     os.kill(os.getpid(), signal.SIGKILL)
                 return worker._membership.island.agree(ok)
 
             group.votes = vote
+        case "die":  # before it sends any of its gradients
+
+            def die(*arguments: object) -> None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            worker._replica.algorithm.exchange_bucket = die  # type: ignore[attr-defined]
         case "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "spoil":
