@@ -140,13 +140,15 @@ with Worker.join(model, optimizer) as worker:
                     held = b"".join(shards.local(p).detach().numpy().tobytes() for p in parts)
                     print(committed, hashlib.sha256(held).hexdigest()[:16], file=rounds, flush=True)
                 loss = nn.functional.mse_loss(model(x).float(), y)
-                loss.backward()
+                last = (len(losses) + 1) % options.accumulate == 0
+                with nullcontext() if last else worker.no_sync():
+                    loss.backward()
                 spoil = False
-                if options.gradients:
+                if options.gradients and last:
                     gradients.append([[own[p] for p in trained], [shards.local(p.grad).clone() for p in trained]])
                 worker.report(loss)
                 losses.append(loss.item())
-                if len(losses) % options.accumulate:
+                if not last:
                     continue
                 if not options.alike:  # the norm of shards is summed in another order
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
