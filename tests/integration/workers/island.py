@@ -32,13 +32,13 @@ parser.add_argument("--dim", type=int, default=0, help="that the first layer is 
 parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
 parser.add_argument("--do", default="", choices=("", "kill", "die", "freeze", "nan", "spoil", "cut", "raise", "pause"))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
-parser.add_argument("--common", action="store_true", help="the digests are of what all workers share")
-parser.add_argument("--gradients", action="store_true", help="keep the gradients of all steps")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
 parser.add_argument("--accumulate", type=int, default=1, help="batches in each step")
 parser.add_argument("--leave-at", type=int, default=-1, help="leave after so many iterations")
 parser.add_argument("--rest", type=float, default=0.0, help="seconds to sleep in each turn while it is alone")
 parser.add_argument("--once", default="", help="file that says that it has been done")
+parser.add_argument("--common", action="store_true", help="the digests are of what all workers share")
+parser.add_argument("--gradients", action="store_true", help="keep the gradients of all steps")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -57,11 +57,13 @@ if not options.plain:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 if options.copied:
     shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
-trained = [p for p in model.parameters() if p.requires_grad]
-optimizer = torch.optim.AdamW(trained, lr=0.02)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
 inputs = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+trained = [p for p in model.parameters() if p.requires_grad]
 own: dict[torch.Tensor, torch.Tensor] = {}  # gradients of this pass, before they are exchanged
+steps: list[list[list[torch.Tensor]]] = []  # of all steps: these, and what the exchange has made of them
 spoil = False
 for parameter in trained:
 
@@ -128,7 +130,6 @@ with Worker.join(model, optimizer) as worker:
         drawn = torch.Generator().manual_seed(int(worker.name[-1]))
         loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, generator=drawn)  # type: ignore[assignment]
     losses: list[float] = []
-    gradients: list[list[list[torch.Tensor]]] = []
     committed = 0
     struck = options.do and worker.name == options.who and process == processes - 1
     with open(f"{path}.{process}.rounds", "a") as rounds:
@@ -145,10 +146,10 @@ with Worker.join(model, optimizer) as worker:
                     loss.backward()
                 spoil = False
                 if options.gradients and last:
-                    gradients.append([[own[p] for p in trained], [shards.local(p.grad).clone() for p in trained]])
+                    steps.append([[own[p] for p in trained], [shards.local(p.grad).clone() for p in trained]])
                 worker.report(loss)
                 losses.append(loss.item())
-                if not last:
+                if len(losses) % options.accumulate:
                     continue
                 if not options.alike:  # the norm of shards is summed in another order
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -165,7 +166,7 @@ with Worker.join(model, optimizer) as worker:
                     worker.leave()
         flat = sum(buffer.nbytes for buffer in worker._replica.flat.buffers)
         if options.gradients:
-            torch.save(gradients, f"{path}.{process}.gradients")
+            torch.save(steps, f"{path}.{process}.gradients")
         print("sent", worker.timings.sent_nbytes, flat, file=rounds)
     state = worker.state_dict()
     leader = worker.leader_state_dict()
