@@ -123,15 +123,11 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         current = [total[:-1] for total in self._sums]
         if not self._average(parameters, group, order):
             copy_all(current, self.model)
-        if self._neighbors:
-            self._exchange(current, group, order)
-        group.agree()
         if not self._neighbors:
+            group.agree()
             copy_all(self.model, current)
         else:
-            self._apply(self._sent, self.model)
-            for j, copy in self.copies.items():
-                self._apply(self._received[j], copy)
+            self._exchange(current, group, order)
         copy_all(parameters, self.model)
 
     def _average(self, parameters: Flat, group: Group, order: Round) -> bool:
@@ -144,7 +140,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         return divide(self._sums, group.node.size)
 
     def _exchange(self, current: Flat, group: Group, order: Round) -> None:
-        """Exchange the changes."""
+        """Exchange the changes; once all have arrived, apply them to the model and the copies."""
         units = group.across if self.settings.hierarchical else group
         if units is not None:
             for index, now in enumerate(current):
@@ -159,6 +155,10 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         if self.settings.hierarchical:
             for payload in self._sent:
                 group.node.broadcast(payload, 0)
+        group.agree()
+        self._apply(self._sent, self.model)
+        for j, copy in self.copies.items():
+            self._apply(self._received[j], copy)
 
     def _change(self, index: int, now: Tensor) -> Tensor:
         """Return z for one flat tensor, in float32."""
