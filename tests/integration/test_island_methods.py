@@ -116,6 +116,16 @@ def test_a_model_that_is_not_finite_in_one_shard_is_left_out_of_gossip(islands) 
     assert "this worker's model is not finite" in islands.processes[-2].output  # the head's, whose own shard is finite
 
 
+def test_gossip_that_is_cut_in_one_shard_changes_none(islands) -> None:
+    plan = ("decentralized", "--hierarchical", "false", "--interval", "4", "--buffers", "keep")
+    islands.begin("--algorithm", *plan, "--iterations", "80")
+    one, other = islands.train("--do", "cut", "--at", "15")
+    assert one["state"] == other["state"]
+    for head in (islands.processes[-4], islands.processes[-2]):
+        failed = "the model is as before: it failed in another process of this worker: exchange with node0/worker"
+        assert head.output.count(failed) == 1
+
+
 def test_a_delayed_fragment_is_taken_over_by_all_processes_or_none(islands) -> None:
     plan = (
         "sparse",
@@ -162,3 +172,11 @@ def test_an_island_goes_on_alone_while_its_servers_are_silent(islands) -> None:
     for process in (head, other):
         process.succeeds()
     assert whole_rounds(islands.folder, 0)
+
+
+def test_a_process_that_fails_waits_for_no_vote(islands) -> None:
+    """A model is due after the step in which it fails, and the head is in a collective of FSDP's."""
+    islands.begin("--algorithm", "local", "--period", "4", "--delay", "2", "--iterations", "40", workers=1)
+    head, failed = islands.island(0, "--alike", "--do", "raise", "--at", "5", "--who", "node0/worker0")
+    assert failed.wait() == 1 and "RuntimeError: as asked for" in failed.output
+    assert head.wait() != 0
