@@ -84,7 +84,7 @@ def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_pat
 def test_gradients_become_their_mean_within_what_the_codec_rounds(islands, plan, how, units) -> None:
     islands.begin("--algorithm", *plan, "--iterations", "40")
     one, other = islands.train("--gradients", *how)
-    assert one["state"] == other["state"] and sum(one["losses"][-5:]) < sum(one["losses"][:5])
+    assert one["state"] == other["state"] and sum(one["losses"][-10:]) < sum(one["losses"][:10])
     assert equal_after_each_round(islands.folder) > 10
     for process in (0, 1):
         first, second = (torch.load(islands.folder / f"node0-worker{w}.{process}.gradients") for w in (0, 1))
@@ -112,7 +112,7 @@ def test_a_gradient_that_is_none_in_one_shard_skips_the_step_of_all(islands) -> 
 def test_a_model_that_is_not_finite_in_one_shard_is_left_out_of_gossip(islands) -> None:
     islands.begin("--algorithm", "low_precision_decentralized", "--interval", "4", "--iterations", "80")
     one, other = islands.train("--do", "nan", "--at", "15")
-    assert one["state"] == other["state"] and one["losses"][-1] < one["losses"][0]
+    assert one["state"] == other["state"] and sum(one["losses"][-10:]) < sum(one["losses"][:10])
     assert "this worker's model is not finite" in islands.processes[-2].output  # the head's, whose own shard is finite
 
 
@@ -127,22 +127,10 @@ def test_gossip_that_is_cut_in_one_shard_changes_none(islands) -> None:
 
 
 def test_a_delayed_fragment_is_taken_over_by_all_processes_or_none(islands) -> None:
-    plan = (
-        "sparse",
-        "--hierarchical",
-        "false",
-        "--period",
-        "8",
-        "--fragments",
-        "2",
-        "--delay",
-        "2",
-        "--buffers",
-        "keep",
-    )
+    plan = "sparse --hierarchical false --period 8 --fragments 2 --delay 2 --buffers keep".split()
     islands.begin("--algorithm", *plan, "--iterations", "120")
     one, other = islands.train("--common", "--do", "cut", "--at", "15")
-    assert one["state"] == other["state"] and sum(one["losses"][-10:]) < sum(one["losses"][:10]) / 2
+    assert one["state"] == other["state"] and sum(one["losses"][-10:]) < sum(one["losses"][:10])
     assert equal_after_each_round(islands.folder) > 10
     assert "failed in another process of this worker" in islands.processes[-2].output
 
