@@ -72,6 +72,10 @@ class AlgorithmSettings:
     elects: ClassVar[bool] = False
     """Whether a worker that is elected gives others its model."""
 
+    islands: ClassVar[bool] = False
+    """Whether workers with sharded models can use it: it asks the group whether all processes of a worker agree
+    (:meth:`lsgd.collectives.group.Group.agree`) where it judges numbers, and before it changes anything."""
+
     def schedule(self) -> Schedule:
         """Return when the algorithm needs rounds."""
         raise NotImplementedError
@@ -101,14 +105,6 @@ class AlgorithmSettings:
             workers: number of workers.
         """
         raise NotImplementedError
-
-    def obstacle_to_islands(self) -> str:
-        """Return in words why workers with sharded models cannot use these settings; an empty text: they can.
-
-        They can if the algorithm asks the group whether its island agrees (:meth:`lsgd.collectives.group.Group.agree`)
-        where it judges numbers and before it commits.
-        """
-        return f"the algorithm {self.name} needs whole models; choose local, diloco, sparse, leader or elastic"
 
     def create(self, parameters: "Flat", run: str = "") -> "Algorithm":
         """Return the algorithm with these settings, in its initial state; only workers call it, not servers.

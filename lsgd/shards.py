@@ -176,21 +176,27 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     """Have an optimizer take over a state of local parts: those of sharded parameters become sharded again."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = {
-        place: {name: _like(value, parameters[place]) for name, value in values.items()}
+        place: {name: _like_state(value, parameters[place]) for name, value in values.items()}
         for place, values in state["state"].items()
         if place < len(parameters)
     }
     optimizer.load_state_dict({**state, "state": {**state["state"], **saved}})
 
 
-def _like(value: Any, parameter: Tensor) -> Any:
-    if not isinstance(value, Tensor) or not is_sharded(parameter) or not value.dim():
+def _like_state(value: Any, parameter: Tensor) -> Any:
+    """Return what an optimizer keeps of a parameter, sharded as that is where it has its shape."""
+    if not isinstance(value, Tensor) or not value.dim() or value.shape != local(parameter).shape:
         return value
-    if value.shape != local(parameter).shape:
-        return value
+    return sharded_like(parameter, value.to(parameter.device)) if is_sharded(parameter) else value
+
+
+def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """Return a tensor sharded as a parameter is, whose part here is ``part``; that itself if it is not sharded."""
+    if not is_sharded(parameter):
+        return part
     sharded: Any = parameter
-    return _loaded("torch.distributed.tensor", "DTensor").from_local(
-        value.to(sharded.device),
+    return _loaded("torch.distributed.tensor", "DTensor").from_local(  # type: ignore[no-any-return]
+        part,
         sharded.device_mesh,
         sharded.placements,
         run_check=False,

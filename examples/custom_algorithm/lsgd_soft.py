@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Algorithm, Flat, all_finite
+from lsgd.algorithms.base import Algorithm, Flat
 from lsgd.lazy import no_grad
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, Schedule, setting
@@ -23,6 +23,7 @@ class SoftSettings(AlgorithmSettings):
 
     name: ClassVar[str] = "soft"
     summary: ClassVar[str] = "soft averaging, models move toward their mean every period"
+    islands: ClassVar[bool] = True
 
     period: int = setting(16, "iterations of a worker, on average, between exchanges", low=1, high=1 << 30)
     softness: float = setting(0.5, "how far a model stays from the mean; 0: all take the mean", low=0, high=1)
@@ -58,10 +59,11 @@ class Soft(Algorithm):
         """Average the models; change them when all means have arrived."""
         if order is None:
             return
-        contribute(parameters, self._sums, order.id)
+        finite = contribute(parameters, self._sums, group, order.id)
         for total in self._sums:
             group.all_reduce(total).wait()
+        group.agree()  # has it failed in another process of a worker with a sharded model?
         if divide(self._sums, group.size):
-            softness = self.settings.softness if all_finite(parameters) else 0.0
+            softness = self.settings.softness if finite else 0.0
             for x, mean in zip(parameters, self._sums, strict=True):
                 x.copy_(mean[:-1]) if softness == 0 else x.lerp_(mean[:-1], 1.0 - softness)

@@ -129,11 +129,6 @@ def delay(what: str) -> Any:
     return setting(0, f"{what} this many iterations after its round, to hide the transfer", low=0, fixed=True)
 
 
-def obstacle_in_delay(delay: int) -> str:
-    """Return why islands cannot use a delay: each process would take the result over at a step of its own."""
-    return f"delay = {delay} is not supported there; set delay to 0" if delay else ""
-
-
 def rounding(default: str) -> Any:
     """Declare how a codec rounds."""
     return setting(

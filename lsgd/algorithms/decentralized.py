@@ -34,6 +34,7 @@ class DecentralizedSettings(AlgorithmSettings):
 
     name: ClassVar[str] = "decentralized"
     summary: ClassVar[str] = "decentralized SGD, models averaged with one peer (arXiv 1705.09056)"
+    islands: ClassVar[bool] = True
 
     peers: str = setting(
         "exponential",
@@ -85,6 +86,7 @@ class DecentralizedSGD(Algorithm):
         self._sums: list[Tensor] = []
         self._received: list[Tensor] = []
         self._changed = False
+        self._group: Group | None = None
 
     @property
     def exchanging(self) -> bool:
@@ -93,14 +95,22 @@ class DecentralizedSGD(Algorithm):
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Forget a pending exchange of the last generation."""
-        self._background = Background()
+        self._background, self._group = Background(), group
         self._sums = empty_sums(parameters)
         self._received = empties(self._sums)
 
+    @no_grad
     def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
         """Begin the exchange."""
-        if order is not None and parameters:
-            self._background.start(lambda: self._exchange(parameters, group, order), parameters[0].device)
+        if order is None or not parameters:
+            return
+        contribute(parameters, self._sums, group, order.id)
+
+        def exchange() -> None:
+            models = self._add_up(group, order)
+            self._changed = models > 1 and divide(self._sums, models)
+
+        self._background.start(exchange, parameters[0].device)
 
     @no_grad
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
@@ -113,14 +123,11 @@ class DecentralizedSGD(Algorithm):
         if not self._background.busy:
             return
         self._background.finish()
+        assert self._group is not None
+        self._group.agree()
         if self._changed:
             for x, mean in zip(parameters, self._sums, strict=True):
                 x.copy_(mean[:-1])
-
-    def _exchange(self, parameters: Flat, group: Group, order: Round) -> None:
-        contribute(parameters, self._sums, order.id)
-        models = self._add_up(group, order)
-        self._changed = models > 1 and divide(self._sums, models)
 
     def _add_up(self, group: Group, order: Round) -> int:
         """Replace the sums by those over all models to average; return their number."""

@@ -26,6 +26,7 @@ class ElasticSettings(Periodic):
 
     name: ClassVar[str] = "elastic"
     summary: ClassVar[str] = "elastic averaging SGD (arXiv 1412.6651)"
+    islands: ClassVar[bool] = True
 
     strength: float = setting(
         0.43,
@@ -37,10 +38,6 @@ class ElasticSettings(Periodic):
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """The model twice, except the worker's own share."""
         return 2 * (workers - 1) / workers * 4 * numel / self.schedule().period
-
-    def obstacle_to_islands(self) -> str:
-        """Return an empty text: there is none."""
-        return ""
 
     def create(self, parameters: Flat, run: str = "") -> ElasticSGD:
         """Return the algorithm."""

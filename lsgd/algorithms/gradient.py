@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from lsgd.algorithms.base import Algorithm, Flat
+from lsgd.algorithms.base import Algorithm, Flat, all_finite
 from lsgd.collectives.pipeline import Pipeline
 from lsgd.lazy import no_grad, torch
 from lsgd.protocol.messages import Round
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class GradientSettings(AlgorithmSettings):
     """Base of the methods that exchange every gradient."""
+
+    islands: ClassVar[bool] = True
 
     bucket_mib: float = setting(
         5.0,
@@ -84,7 +86,7 @@ class GradientAlgorithm(Algorithm):
         for index, bucket in enumerate(buckets):
             self.exchange_bucket(bucket, index, group, order)
         self.complete()
-        self.finish(buckets)
+        self.finish(buckets, group)
 
     @no_grad
     def exchange_bucket(self, gradient: Tensor, index: int, group: Group, order: Round) -> None:
@@ -108,10 +110,19 @@ class GradientAlgorithm(Algorithm):
         self._under_way.complete()
 
     @no_grad
-    def finish(self, buckets: Flat) -> None:
-        """Replace the gradients of all buckets, which were exchanged, by the results."""
+    def finish(self, buckets: Flat, group: Group) -> bool:
+        """Replace the gradients of all buckets, which were exchanged, by the results.
+
+        Returns:
+            Whether these are finite; equal on all members, and in all processes of a member.
+
+        Raises:
+            ExchangeError: the exchange has failed in another process of this member; the gradients are unchanged.
+        """
+        finite = group.agree(all_finite([self._results[index] for index in range(len(buckets))]))
         for index, gradient in enumerate(buckets):
             gradient.copy_(self._results[index])
+        return finite
 
     def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
         """Write to ``result`` what replaces ``gradient``, with the same bits on all members.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all, empties
-from lsgd.algorithms.common import Periodic, block, codec, delay, obstacle_in_delay, period
+from lsgd.algorithms.common import Periodic, block, codec, delay, period
 from lsgd.codecs import codec_of
 from lsgd.collectives.background import Background
 from lsgd.collectives.topology import node_index, node_ranks
@@ -33,6 +33,7 @@ class LeaderSettings(Periodic):
     name: ClassVar[str] = "leader"
     summary: ClassVar[str] = "Leader SGD (arXiv 1905.10395)"
     elects: ClassVar[bool] = True
+    islands: ClassVar[bool] = True
 
     period: int = period("global rounds")
     local_period: int = setting(16, "the same for rounds inside a node; divides period", low=1, high=1 << 30)
@@ -84,10 +85,6 @@ class LeaderSettings(Periodic):
         """One worker sends its model to all others, directly or relayed."""
         codec = codec_of(self.compression, self.block)
         return (workers - 1) / workers * numel * codec.element_nbytes / self.schedule().period
-
-    def obstacle_to_islands(self) -> str:
-        """Return what is said of ``delay``."""
-        return obstacle_in_delay(self.delay)
 
     def create(self, parameters: Flat, run: str = "") -> LeaderSGD:
         """Return the algorithm."""
@@ -184,7 +181,10 @@ class LeaderSGD(Algorithm):
         if self._local is not None:
             _pull(parameters, self.local_leader, settings.proximal_local / settings.local_period)
         self._steps_left -= 1
-        if self._steps_left == 0 and self._background.busy and self._background.succeeded():
+        if self._steps_left or not self._background.busy:
+            return
+        assert self._group is not None
+        if self._group.agree(self._background.succeeded()):
             self.settle(parameters)
 
     @no_grad

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, copy_all
-from lsgd.algorithms.common import Periodic, block, codec, delay, fragments, hierarchical, obstacle_in_delay, period
+from lsgd.algorithms.common import Periodic, block, codec, delay, fragments, hierarchical, period
 from lsgd.codecs import Codec, codec_of
 from lsgd.collectives.background import Background
 from lsgd.collectives.compressed_mean import CompressedMean, sent_nbytes
@@ -35,6 +35,7 @@ class LocalSettings(Periodic):
 
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "local SGD, models averaged every period (arXiv 1805.09767)"
+    islands: ClassVar[bool] = True
 
     period: int = period(default=0)
     outer_lr: float = setting(1.0, "learning rate of the outer step; 1 without momentum: the mean", low=0)
@@ -99,10 +100,6 @@ class LocalSettings(Periodic):
         if codec.lossless:
             return 2 * (workers - 1) / workers * numel * codec.element_nbytes / period
         return sent_nbytes(codec, numel, workers) / period
-
-    def obstacle_to_islands(self) -> str:
-        """Return what is said of ``delay``."""
-        return obstacle_in_delay(self.delay)
 
     def create(self, parameters: Flat, run: str = "") -> LocalSGD:
         """Return the algorithm."""
@@ -248,7 +245,10 @@ class LocalSGD(Algorithm):
     def after_step(self, parameters: Flat) -> None:
         """Take the outer step of a round ``delay`` steps ago."""
         self._steps_left -= 1
-        if self._steps_left == 0 and self._background.busy and self._background.succeeded():
+        if self._steps_left or not self._background.busy:
+            return
+        assert self._group is not None
+        if self._group.agree(self._background.succeeded()):
             self.settle(parameters)
 
     @no_grad

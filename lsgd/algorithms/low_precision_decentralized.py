@@ -30,6 +30,7 @@ class LowPrecisionDecentralizedSettings(AlgorithmSettings):
 
     name: ClassVar[str] = "low_precision_decentralized"
     summary: ClassVar[str] = "DCD-PSGD, neighbors send model changes in 8 bits (arXiv 1803.06443)"
+    islands: ClassVar[bool] = True
 
     topology: str = setting("ring", "the graph of neighbors", choices=tuple(_GRAPHS))
     hierarchical: bool = hierarchical()
@@ -123,6 +124,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         if not self._average(parameters, group, order):
             copy_all(current, self.model)
         if not self._neighbors:
+            group.agree()
             copy_all(self.model, current)
         else:
             self._exchange(current, group, order)
@@ -130,7 +132,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
 
     def _average(self, parameters: Flat, group: Group, order: Round) -> bool:
         """Write the node's mean model (or this worker's) to the scratch sums; False if none is finite."""
-        contribute(parameters, self._sums, order.id)
+        contribute(parameters, self._sums, group, order.id)
         if not self.settings.hierarchical:
             return divide(self._sums, 1)
         for total in self._sums:
@@ -153,6 +155,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         if self.settings.hierarchical:
             for payload in self._sent:
                 group.node.broadcast(payload, 0)
+        group.agree()
         self._apply(self._sent, self.model)
         for j, copy in self.copies.items():
             self._apply(self._received[j], copy)

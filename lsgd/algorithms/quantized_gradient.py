@@ -12,7 +12,6 @@ from lsgd.algorithms.gradient import GradientAlgorithm, GradientSettings
 from lsgd.codecs import Codec
 from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.two_round import QuantizedAllReduce
-from lsgd.lazy import torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import setting
 
@@ -59,7 +58,6 @@ class QuantizedGradient(GradientAlgorithm):
         self._run = run
         self._members: tuple[str, ...] = ()
         self._feedback: dict[int, ErrorFeedback] = {}
-        self._flags: list[Tensor] = []
         self._all_reduce: QuantizedAllReduce | None = None
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
@@ -67,7 +65,7 @@ class QuantizedGradient(GradientAlgorithm):
         super().reset(parameters, group, order)
         for feedback in self._feedback.values():
             feedback.begin_generation(same_members=order.generation.members == self._members)
-        self._members, self._flags = order.generation.members, []
+        self._members = order.generation.members
         taking_part = self.quantizing_group(group)
         settings = self.settings
         self._all_reduce = None
@@ -91,17 +89,14 @@ class QuantizedGradient(GradientAlgorithm):
             feedback = self._feedback.get(index)
             if feedback is None or feedback.residual.shape != x.shape:
                 feedback = self._feedback[index] = ErrorFeedback(x.numel(), x.device)
-        flags = yield from self._all_reduce.stages(x, result, (self._run, order.id, index), feedback)
-        self._flags.append(flags)
+        yield from self._all_reduce.stages(x, result, (self._run, order.id, index), feedback)
 
-    def finish(self, buckets: Flat) -> None:
+    def finish(self, buckets: Flat, group: Group) -> bool:
         """Replace the gradients by the results, and the residuals by the new ones if all are finite."""
-        super().finish(buckets)
-        if self._feedback and self._flags:
-            nonfinite = torch.stack(self._flags).any()
-            for feedback in self._feedback.values():
-                feedback.commit(unless=nonfinite)
-        self._flags = []
+        finite = super().finish(buckets, group)
+        for feedback in self._feedback.values() if finite else ():
+            feedback.commit()
+        return finite
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals by bucket, and the members that they belong to."""

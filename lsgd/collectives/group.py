@@ -83,7 +83,8 @@ class Group:
         """Return whether ``ok`` holds in all processes of this member.
 
         Algorithms call it where they judge numbers, of which a process may have only a part, and after the last
-        verb of an exchange, before they change anything: all processes commit it, or none.
+        verb of an exchange, before they change anything: all processes commit it, or none. They call it in the thread
+        that calls their hooks, because all processes of a member have to vote in the same order.
 
         Raises:
             ExchangeError: the exchange has failed in another process.

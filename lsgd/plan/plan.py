@@ -72,6 +72,11 @@ class Plan:
         """Number of batches over which the reported loss is averaged."""
         return self.run.loss_window or self.algorithm.schedule().local_period
 
+    def obstacle_to_islands(self) -> str:
+        """Return in words why workers with sharded models cannot take part; an empty text: they can."""
+        names = [phase.algorithm.name for phase in self.phases if not phase.algorithm.islands]
+        return f"the algorithm {names[0]} is not made for that; choose another one, such as local" if names else ""
+
     def to_json(self) -> str:
         """Return the plan as JSON text, for :meth:`from_json`, with the packages that it needs besides lsgd."""
         packages = self.packages()

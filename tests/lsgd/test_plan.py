@@ -193,6 +193,16 @@ def test_nobody_goes_on_alone_where_every_iteration_is_a_round(tmp_path: Path, t
     assert read(path, {}, {"offline_iterations": 0}).plan.run.offline_iterations == 0
 
 
+def test_only_algorithms_that_say_so_are_for_sharded_models() -> None:
+    class Other(LocalSettings):
+        name: ClassVar[str] = "other"
+        islands: ClassVar[bool] = False
+
+    own = tuple(Phase(settings(), 1) for settings in ALGORITHMS.values())
+    assert not Plan(phases=own).obstacle_to_islands()
+    assert "the algorithm other is not made for that" in Plan(phases=(*own, Phase(Other()))).obstacle_to_islands()
+
+
 @pytest.mark.parametrize(
     ("period", "local_period"), [("8", 8), ("20", 10), ("48", 16), ("17", 17), ("1", 1), ("64", 16)]
 )

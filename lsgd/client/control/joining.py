@@ -270,9 +270,8 @@ def _welcome(channel: Channel, join: Join, timeout_s: float, island: Island) -> 
     welcome = _be_welcomed(channel, join, timeout_s)
     try:
         plan = Plan.from_json(welcome.plan)
-        for phase in plan.phases if island.size > 1 else ():
-            if obstacle := phase.algorithm.obstacle_to_islands():
-                raise ConfigError(f"its model is sharded over {island.size} processes, and {obstacle}")
+        if island.size > 1 and (obstacle := plan.obstacle_to_islands()):
+            raise ConfigError(f"its model is sharded over {island.size} processes, and {obstacle}")
     except ConfigError as error:
         leave = Leave(join.worker, join.incarnation, 0, True, str(error))
         with contextlib.suppress(ExchangeError, JoinError, ServerLostError):

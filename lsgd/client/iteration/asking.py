@@ -124,12 +124,16 @@ class Asking:
 
     def remind(self) -> float:
         """Send the unanswered request again without waiting; return for how many seconds the servers were silent."""
-        self._channel.send(self._make_request(self._grants.seq, self._standing.loss()))
+        loss = self._mean_loss()
+        return self._island.share("goes on alone", lambda: self._remind(loss))
+
+    def _remind(self, loss: float | None) -> float:
+        self._channel.send(self._make_request(self._grants.seq, loss))
         return self._channel.silent_s()
 
     def given_up(self) -> bool:
         """Whether no answer will come any more."""
-        return self._channel.given_up()
+        return self._island.share("goes on alone", self._channel.given_up)
 
     def pause(self) -> None:
         """Give back all that is granted, and say that others need not wait until the next request."""

@@ -6,12 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lsgd.algorithms.base import all_finite
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.iteration.round import ActiveRound, State
 from lsgd.collectives.background import Background
 from lsgd.errors import DetachedError, LsgdError
 from lsgd.flat import FlatParameters, Slot
+from lsgd.shards import local, sharded_like
 
 
 class GradientExchange:
@@ -33,7 +33,8 @@ class GradientExchange:
         self._complete = complete
         self._slots = flat.slots
         self._gradients = [torch.zeros_like(x) for x in flat.buffers]
-        self._views = flat.views(self._gradients)
+        views = flat.views(self._gradients)
+        self._views = [sharded_like(slot.parameter, view) for slot, view in zip(flat.slots, views, strict=True)]
         self._padding = [_padding(flat, index) for index in range(len(flat.buffers))]
         self._buckets = algorithm.buckets(self._gradients)
         self._in_buckets = [self._overlap(slot) for slot in flat.slots]
@@ -72,8 +73,8 @@ class GradientExchange:
         self._finish(active)
 
     def _finish(self, active: ActiveRound) -> None:
-        self._algorithm.finish(self._buckets)
-        active.finite = all_finite(self._gradients)  # all members have the same bits, and find the same
+        assert active.group is not None
+        active.finite = self._algorithm.finish(self._buckets, active.group)
         # In 8 bits, padding gets what its block decodes to: NaN if one number is NaN, which would stay for ever.
         for gradient, padding in zip(self._gradients, self._padding, strict=True):
             gradient.index_fill_(0, padding, 0.0)
@@ -107,8 +108,8 @@ class GradientExchange:
 
     def _settle(self, index: int, parameter: nn.Parameter, name: str) -> None:
         """Move a parameter's gradient to its window."""
-        gradient, view = parameter.grad, self._views[index]
-        assert gradient is not None
+        assert parameter.grad is not None
+        gradient, view = local(parameter.grad), local(self._views[index])
         if gradient.layout != torch.strided:
             raise DetachedError(
                 f"the gradient of {name} is sparse; {type(self._algorithm).__name__} exchanges dense ones "
@@ -116,7 +117,7 @@ class GradientExchange:
             )
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
-            parameter.grad = view
+            parameter.grad = self._views[index]
 
     def _begin(self, active: ActiveRound) -> None:
         if active.state is not State.WAITING:
@@ -161,7 +162,7 @@ class GradientExchange:
         """Have the gradient of every parameter in its window, zero where there is none."""
         for index, slot in enumerate(self._slots):
             if slot.parameter.grad is None:
-                self._views[index].zero_()
+                local(self._views[index]).zero_()
                 slot.parameter.grad = self._views[index]
             else:
                 self._settle(index, slot.parameter, slot.name)

@@ -175,8 +175,7 @@ class Rounds:
                 else:
                     active.to(State.WAITING)
             except ExchangeError as error:
-                self.drop(str(error), error.broken if isinstance(error, BrokenLinksError) else ())
-                self._island.fail(error)
+                self._drop_all(error)
                 raise
 
     def _check_losses(self) -> None:
@@ -216,13 +215,18 @@ class Rounds:
         assert active.group is not None
         parameters, order = self._replica.flat.buffers, active.order
         try:
-            with self._tally.spending("exchange"):
+            with self._tally.spending("exchange"), self._replica.flat.current():
                 self._replica.algorithm.after_backward(parameters, (), active.group, order)
         except ExchangeError as error:
             logger.warning("round %d failed, the model is as before: %s", order.id, error)
-            self.drop(str(error))
+            self._drop_all(error)
         else:
             self._commit()
+
+    def _drop_all(self, error: ExchangeError) -> None:
+        """Give up the round in progress, which has failed, in all processes of the island."""
+        self.drop(str(error), error.broken if isinstance(error, BrokenLinksError) else ())
+        self._island.fail(error)
 
     def drop(self, reason: str, broken: tuple[int, ...] = ()) -> None:
         """Give up the round in progress, its group with it: the servers order another.
@@ -263,7 +267,7 @@ class Rounds:
             except ExchangeError as error:
                 failed = self.active.order.id
                 logger.warning("round %d failed: %s; its gradients will be exchanged again", failed, error)
-                self.drop(str(error))
+                self._drop_all(error)
                 with self.saving():
                     if not self.follow(redo=True):
                         self._replica.drop_gradients()

@@ -60,6 +60,7 @@ class Steps:
         self._granted = False  # an iteration may be made that has not been made yet
         self._begun = False
         self._stepped = False
+        self._followed = True  # the algorithm has done what follows the last iteration
         self.useful = False
         self._idle = 0  # steps in a row that were not
         self._warned = False
@@ -101,6 +102,7 @@ class Steps:
     def pause(self) -> None:
         """Give an unused iteration back, and let rounds go on without this worker until it asks again."""
         self._count()
+        self._follow()
         if self.rounds.pending:
             self.rounds.drop("paused in the middle of an iteration")
         if not self.asking.stopped:
@@ -113,6 +115,7 @@ class Steps:
         if not self.asking.stopped:
             self._replica.check()
             self.close_step()
+            self._follow()
             if self.rounds.pending and self.rounds.gradients is None:
                 self.rounds.before_step()  # models are exchanged without a backward pass, too
             elif self.rounds.pending:
@@ -135,12 +138,25 @@ class Steps:
         if self._stepped and self._granted:
             self._granted = False
             self.tally.done += 1
-            with self.tally.spending("exchange"), self._replica.flat.current():
-                self._replica.algorithm.after_step(self._replica.flat.buffers)
+            self._followed = False
+            if self._whole:
+                self._follow()
         elif self.rounds.gradients is not None and not self.rounds.pending:
             # A step was skipped whose gradients were exchanged: the next one needs a round.
             self._granted = False
         self._stepped = False
+
+    def _follow(self) -> None:
+        """Have the algorithm do what follows an iteration.
+
+        The processes of an island may decide there together. So theirs waits for the next call that all of them make: a
+        script that fails in one of them ends its step too, and the others may never come.
+        """
+        if self._followed:
+            return
+        self._followed = True
+        with self.tally.spending("exchange"), self._replica.flat.current():
+            self._replica.algorithm.after_step(self._replica.flat.buffers)
 
     def _check_optimizers(self) -> None:
         """Warn, and later fail, if steps are made without the optimizers that were joined."""
@@ -162,6 +178,7 @@ class Steps:
 
     def _has_next(self) -> bool:
         """Have an iteration in hand, with its round carried out; return False if the run has ended."""
+        self._follow()
         if not self._granted and not self.asking.stopped:
             self._replica.check()
             with self.rounds.saving():
@@ -193,7 +210,7 @@ class Steps:
 
     def _may_go_on_alone(self) -> bool:
         may = self._alone < self._replica.run.offline_iterations and self.tally.committed > 0
-        return may and self._whole and not self._replica.lockstep and not self.asking.given_up()
+        return may and not self._replica.lockstep and not self.asking.given_up()
 
     # -- the optimizers' hooks ---------------------------------------------------------------------------------
 

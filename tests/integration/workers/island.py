@@ -2,6 +2,8 @@
 
 Each process appends a line for each committed round to ``<name>.<rank>.rounds``: its number, and a digest of its parts;
 and at the end a line with the bytes that it sent and those of its parts. The head writes the rest to ``<name>.json``.
+With ``--gradients`` each process writes, for each step, its gradients before and after the exchange to
+``<name>.<rank>.gradients``.
 """
 
 import argparse
@@ -30,7 +32,7 @@ parser.add_argument("--plain", action="store_true", help="do not shard the model
 parser.add_argument("--alike", action="store_true", help="all processes of a worker draw the same batches")
 parser.add_argument("--dim", type=int, default=0, help="that the first layer is sharded in")
 parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
-parser.add_argument("--do", default="", choices=("", "kill", "freeze", "nan", "cut", "raise", "pause"))
+parser.add_argument("--do", default="", choices=("", "kill", "die", "freeze", "nan", "spoil", "cut", "raise", "pause"))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
 parser.add_argument("--compile", action="store_true", help="and checkpoint activations")
 parser.add_argument("--adamw", default="", choices=("", "foreach", "fused"), help="its implementation")
@@ -39,6 +41,8 @@ parser.add_argument("--accumulate", type=int, default=1, help="batches in each s
 parser.add_argument("--leave-at", type=int, default=-1, help="leave after so many iterations")
 parser.add_argument("--rest", type=float, default=0.0, help="seconds to sleep in each turn while it is alone")
 parser.add_argument("--once", default="", help="file that says that it has been done")
+parser.add_argument("--common", action="store_true", help="the digests are of what all workers share")
+parser.add_argument("--gradients", action="store_true", help="keep the gradients of all steps")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -70,6 +74,22 @@ optimizer = torch.optim.AdamW(
 inputs = torch.randn(513, 8, generator=torch.Generator().manual_seed(1))  # the last one would be a batch of its own
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
+trained = [p for p in model.parameters() if p.requires_grad]
+own: dict[torch.Tensor, torch.Tensor] = {}  # gradients of this pass, before they are exchanged
+steps: list[list[list[torch.Tensor]]] = []  # of all steps: these, and what the exchange has made of them
+spoil = False
+for parameter in trained:
+
+    def note(parameter: nn.Parameter) -> None:
+        """Note a gradient, or spoil it."""
+        assert parameter.grad is not None
+        gradient = shards.local(parameter.grad)
+        if spoil:
+            gradient.view(-1)[:1] = float("nan")
+        own[parameter] = gradient.clone()
+
+    parameter.register_post_accumulate_grad_hook(note)  # before the worker's own
+
 
 def do(worker: Worker) -> None:
     """Do to this process what was asked for."""
@@ -77,6 +97,7 @@ def do(worker: Worker) -> None:
         if os.path.exists(options.once):
             return
         open(options.once, "w").close()
+    global spoil
     print(f"{worker.name} process {process}: {options.do}", flush=True)
     group = worker._steps.rounds.entrance._group
     match options.do:
@@ -91,8 +112,16 @@ def do(worker: Worker) -> None:
                 return worker._membership.island.agree(ok)
 
             group.votes = vote
+        case "die":  # before it sends any of its gradients
+
+            def die(*arguments: object) -> None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            worker._replica.algorithm.exchange_bucket = die  # type: ignore[attr-defined]
         case "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "spoil":
+            spoil = True
         case "raise":
             raise RuntimeError("as asked for")
         case "cut":
@@ -122,10 +151,16 @@ with Worker.join(model, optimizer) as worker:
             for x, y in worker.batches(loader):
                 if worker._steps.tally.committed > committed:
                     committed = worker._steps.tally.committed
-                    held = b"".join(shards.local(p).detach().numpy().tobytes() for p in model.parameters())
+                    parts = worker._replica.algorithm.shared_state() if options.common else model.parameters()
+                    held = b"".join(shards.local(p).detach().numpy().tobytes() for p in parts)
                     print(committed, hashlib.sha256(held).hexdigest()[:16], file=rounds, flush=True)
                 loss = nn.functional.mse_loss(model(x).float(), y)
-                loss.backward()
+                last = (len(losses) + 1) % options.accumulate == 0
+                with nullcontext() if last else worker.no_sync():
+                    loss.backward()
+                spoil = False
+                if options.gradients and last:
+                    steps.append([[own[p] for p in trained], [shards.local(p.grad).clone() for p in trained]])
                 worker.report(loss)
                 losses.append(loss.item())
                 if len(losses) % options.accumulate:
@@ -139,11 +174,14 @@ with Worker.join(model, optimizer) as worker:
                 if struck and worker.iterations == options.at:
                     do(worker)
                 if worker.iterations == 5:
-                    with nullcontext() if options.alike else worker.pause(), torch.no_grad():
+                    together = options.alike or worker._replica.lockstep  # others would go on without who pauses
+                    with nullcontext() if together else worker.pause(), torch.no_grad():
                         model(x)  # leaves the root gathered
                 if worker.iterations == options.leave_at:
                     worker.leave()
         flat = sum(buffer.nbytes for buffer in worker._replica.flat.buffers)
+        if options.gradients:
+            torch.save(steps, f"{path}.{process}.gradients")
         print("sent", worker.timings.sent_nbytes, flat, file=rounds)
     if worker.rank == 0:
         saved = worker.save(worker.run_dir / "model", file_nbytes=200)
