@@ -45,34 +45,36 @@ class FlatParameters:
 
     Args:
         model: its parameters are moved. The Parameter objects stay the same, and so do optimizers and hooks.
+        offload: leave the parameters where they are, and have the buffers in host memory, pinned for a GPU. So has
+            whatever is made like them.
 
     Raises:
         ConfigError: the model has no trainable parameter, or one that cannot be moved. Then nothing is changed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, offload: bool = False) -> None:
         self._model = model
         self._reshard = Reshard(model)
-        self._reshard()
+        named, kept = trainable(model)
         self._note_links()
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise ConfigError("the model has no parameter with requires_grad: there is nothing to train")
-        for name, parameter in named:
-            _check(name, parameter)
-        kept = shards(model)
-        self._copied: list[tuple[nn.Parameter, Tensor]] = []  # shards that are no windows, and their places
+        self._offload = offload
+        if offload:
+            kept = {}
+        self._copied: list[tuple[nn.Parameter, Tensor]] = []  # those that are no windows, and their places
         self.frozen = [p for p in model.parameters() if not p.requires_grad]
-        kinds = list(dict.fromkeys((p.dtype, p.device) for _, p in named))
+        homes = [torch.device("cpu") if offload else p.device for _, p in named]
+        kinds = list(dict.fromkeys((p.dtype, home) for (_, p), home in zip(named, homes, strict=True)))
         sizes = [0] * len(kinds)
         places = []
-        for _, parameter in named:
-            buffer = kinds.index((parameter.dtype, parameter.device))
+        for (_, parameter), home in zip(named, homes, strict=True):
+            buffer = kinds.index((parameter.dtype, home))
             places.append((buffer, sizes[buffer]))
             room = kept[id(parameter)].room if id(parameter) in kept else local(parameter).numel()
             sizes[buffer] += _padded(room, parameter.element_size())
+        pinned = offload and any(p.is_cuda for _, p in named)
         self.buffers = [
-            torch.zeros(size, dtype=dtype, device=device) for size, (dtype, device) in zip(sizes, kinds, strict=True)
+            torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
+            for size, (dtype, device) in zip(sizes, kinds, strict=True)
         ]
         self.slots = [
             self._move(name, parameter, buffer, offset, kept.get(id(parameter)))
@@ -83,9 +85,9 @@ class FlatParameters:
         if kept is not None:
             view = kept.move(self.buffers[buffer][offset : offset + kept.room])
             return Slot(name, parameter, buffer, offset, view.data_ptr())
-        view = _view(self.buffers[buffer], offset, local(parameter).data)
-        view.copy_(local(parameter))
-        if layout(parameter):
+        view = _view(self.buffers[buffer], offset, local(parameter).data, apart=not self._offload)
+        view.copy_(local(parameter).data)
+        if self._offload or layout(parameter):
             self._copied.append((parameter, view))
             return Slot(name, parameter, buffer, offset, local(parameter).data_ptr())
         parameter.data = view
@@ -97,13 +99,17 @@ class FlatParameters:
         self._reshard()
         self._copy(into_buffers=True)
         yield
-        self._copy(into_buffers=False)
+        self.write_back()
 
     @torch.no_grad()
     def _copy(self, *, into_buffers: bool) -> None:
         for parameter, view in self._copied:
             target, source = (view, local(parameter)) if into_buffers else (local(parameter), view)
             target.copy_(source)
+
+    def write_back(self) -> None:
+        """Have the parameters the values of the buffers, into which they were copied before."""
+        self._copy(into_buffers=False)
 
     def check(self) -> None:
         """Check that the model still has the joined parameters, in their buffers, and trains no other.
@@ -145,6 +151,21 @@ class FlatParameters:
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return views of other buffers of the same layout, shaped like the parameters, in the order of ``slots``."""
         return [_view(buffers[s.buffer], s.offset, local(s.parameter).data) for s in self.slots]
+
+
+def trainable(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], dict[int, Shard]]:
+    """Return a model's trainable parameters by name, and what FSDP2 keeps of its shards.
+
+    Raises:
+        ConfigError: there is none, or one that cannot be exchanged.
+    """
+    Reshard(model)()
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise ConfigError("the model has no parameter with requires_grad: there is nothing to train")
+    for name, parameter in named:
+        _check(name, parameter)
+    return named, shards(model)
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
@@ -194,8 +215,10 @@ def _padded(numel: int, element_size: int) -> int:
     return -(-numel // unit) * unit
 
 
-def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Return a slice of ``buffer`` as a tensor with the shape and strides of ``like`` and a storage of its own."""
-    flat = from_dlpack(buffer[offset : offset + like.numel()])
+def _view(buffer: Tensor, offset: int, like: Tensor, *, apart: bool = True) -> Tensor:
+    """Return a slice of ``buffer`` with the shape and strides of ``like`` and, if ``apart``, a storage of its own."""
+    flat = buffer[offset : offset + like.numel()]
+    if apart:
+        flat = from_dlpack(flat)
     dense = torch.empty_like(like, device="meta")  # has like's strides if it is dense, else contiguous ones
     return flat.as_strided(like.shape, dense.stride())

@@ -33,7 +33,7 @@ from lsgd.errors import (
     NonFiniteError,
     ServerLostError,
 )
-from lsgd.flat import FlatParameters
+from lsgd.flat import FlatParameters, trainable
 from lsgd.protocol.messages import Data, Leave, Left, Status, StatusQuery
 from lsgd.settings import AlgorithmSettings
 from lsgd.shards import full_state_dict
@@ -132,14 +132,16 @@ class Worker:
     ) -> Self:
         optimizers = torch_optimizers(model, optimizer)
         identity = island.share("joins", identify)
-        flat = FlatParameters(model)
+        trainable(model)  # refused before it joins
         if checkpoint_dir is None and identity.run_dir is not None:
             checkpoint_dir = identity.run_dir / CHECKPOINTS
         checkpoints = Checkpoints(model, optimizers, extra, checkpoint_dir, identity.resume, island)
         checkpoints.restarted = identity.restarted
         membership = join_run(model, identity, timeout_s, checkpoints.load, island)
         checkpoints.start(membership.welcome.run)
+        flat = FlatParameters(model, offload=membership.plan.run.offload)
         replica = Replica(membership, flat, model, optimizers, checkpoints.finite, checkpoints.algorithm)
+        checkpoints.algorithm = None  # which is the replica's now
         return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
 
     # -- what a training loop uses -----------------------------------------------------------------------------

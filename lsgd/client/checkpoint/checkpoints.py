@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from lsgd.algorithms import Algorithm
 from lsgd.client.checkpoint.file import DamagedError, Packed, pack, read, sweep, write
@@ -176,9 +175,8 @@ class Checkpoints:
                 thing.load_state_dict(state["extra"][name])
             else:
                 logger.warning("the checkpoint %s has no extra %r: it stays as it is", path, name)
-        device = next(self._model.parameters()).device
-        algorithm = _pytree.tree_map_only(Tensor, lambda x: x.to(device), state["algorithm"]["state"])
-        self.algorithm = algorithm_of(state["algorithm"]["settings"], f"the checkpoint {path}"), algorithm
+        algorithm = state["algorithm"]
+        self.algorithm = algorithm_of(algorithm["settings"], f"the checkpoint {path}"), algorithm["state"]
         self.iterations, self.losses = state["iterations"], state["losses"]
         self._random, self._positions = state["random"], state["loaders"]
 

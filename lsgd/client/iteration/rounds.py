@@ -218,6 +218,7 @@ class Rounds:
         try:
             with self._tally.spending("exchange"):
                 self._replica.algorithm.after_backward(parameters, (), active.group, order)
+                self._replica.flat.write_back()
         except ExchangeError as error:
             logger.warning("round %d failed, the model is as before: %s", order.id, error)
             self.drop(str(error))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -135,8 +136,9 @@ class Steps:
         if self._stepped and self._granted:
             self._granted = False
             self.tally.done += 1
-            with self.tally.spending("exchange"), self._replica.flat.current():
-                self._replica.algorithm.after_step(self._replica.flat.buffers)
+            flat, algorithm = self._replica.flat, self._replica.algorithm
+            with self.tally.spending("exchange"), flat.current() if algorithm.acts_after_step else nullcontext():
+                algorithm.after_step(flat.buffers)
         elif self.rounds.gradients is not None and not self.rounds.pending:
             # A step was skipped whose gradients were exchanged: the next one needs a round.
             self._granted = False
