@@ -108,7 +108,7 @@ def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
     [
         ("local", "--compression", "none"),
         ("leader", "--local-period", "1", "--election", "loss"),
-        ("diloco", "--fragments", "1"),
+        ("diloco", "--fragments", "1", "--offload", "true"),
     ],
     ids=lambda plan: plan[0],
 )

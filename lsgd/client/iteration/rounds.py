@@ -249,6 +249,7 @@ class Rounds:
             self._count = order.count
         if order.checkpoint:
             self._checkpoints.save(self.active.snapshot)
+            self.active.snapshot = None  # a copy of the model and of all states
         traffic = self._tally.traffic
         passed = self._island.gather("commits a round", (traffic.sent_nbytes, traffic.received_nbytes))
         self._tally.passed = sent_nbytes, _ = tuple(map(sum, zip(*passed, strict=True)))
