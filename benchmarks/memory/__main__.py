@@ -15,15 +15,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.memory import worker
-from benchmarks.memory.measure import WORKERS, measure, table_rows
+from benchmarks.memory.measure import WORKERS, measure, memory_table
 from benchmarks.report.about import about, argument_parser, heading, write_json
-from benchmarks.report.tables import table
 from benchmarks.testbed.launch import await_all, free_port, launch_command, start
 from lsgd.plan.plan import Plan
 
 NUMEL, QUICK_NUMEL = 50_000_000, 8_000_000
 DEADLINE_S = 1800.0
-COLUMNS = ("", "kept", "peak", "with `offload`: on the GPU", "kept in the CPU's memory", "peak there")
 
 
 def train(plan: Plan, numel: int, notes: Path) -> None:
@@ -51,12 +49,12 @@ def main() -> int:
     print(heading(machine) + "\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="lsgd-benchmark-") as name:
         without, offloaded = (measure(numel, train, Path(name), offload=offload) for offload in (False, True))
-    print(table(COLUMNS, table_rows(without, offloaded)))
     rows = [
         {"case": case, "offload": offload, "kept": one.kept, "peak": one.peak}
         for offload, measured in ((False, without), (True, offloaded))
         for case, one in measured.items()
     ]
+    print(memory_table(rows))
     write_json(options.json, machine, rows, parameters=numel, workers=WORKERS)
     return 0
 

@@ -7,11 +7,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.tables import table
 from lsgd.plan.plan import Phase, Plan, algorithm_of
 from lsgd.plan.run import RunSettings
 from lsgd.settings import AlgorithmSettings
 
 WORKERS = 2
+COLUMNS = ("", "kept", "peak", "with `offload`: on the GPU", "kept in the CPU's memory", "peak there")
 ITERATIONS = 6
 """Of a worker with each algorithm."""
 
@@ -90,8 +92,8 @@ def read(file: Path, cases: Mapping[str, AlgorithmSettings]) -> dict[str, tuple[
     for rank in range(WORKERS):
         lines = [json.loads(line) for line in file.with_suffix(f".{rank}").read_text().splitlines()]
         phases: Sequence[tuple[Any, list[Any]]] = [(t, list(each)) for t, each in groupby(lines, lambda line: line[0])]
-        for (name, settings), (table, each) in zip(cases.items(), phases, strict=True):
-            assert algorithm_of(table, "a note").name == settings.name
+        for (name, settings), (noted, each) in zip(cases.items(), phases, strict=True):
+            assert algorithm_of(noted, "a note").name == settings.name
             kept = min(now for _, now, _ in each[1:])
             peak = max(peak for _, _, peak in each[1:])
             before = found.get(name, (kept, peak))
@@ -99,11 +101,13 @@ def read(file: Path, cases: Mapping[str, AlgorithmSettings]) -> dict[str, tuple[
     return found
 
 
-def table_rows(without: Mapping[str, Memory], offloaded: Mapping[str, Memory]) -> list[list[str]]:
-    """Return the rows of the table in docs/algorithms.md."""
+def memory_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of results, each with its ``case``, ``offload``, and what was ``kept`` and the ``peak``."""
+    offloaded = {row["case"]: row for row in results if row["offload"]}
     rows = []
-    for name, one in without.items():
-        other = offloaded.get(name)
-        cells = ["0", f"{other.kept:.1f}", f"{other.peak:.1f}"] if other else ["refused", "", ""]
-        rows.append([name, f"{one.kept:.1f}", f"{one.peak:.1f}", *cells])
-    return rows
+    for row in results:
+        if not row["offload"]:
+            other = offloaded.get(row["case"])
+            cells = ["0", f"{other['kept']:.1f}", f"{other['peak']:.1f}"] if other else ["refused", "", ""]
+            rows.append([row["case"], f"{row['kept']:.1f}", f"{row['peak']:.1f}", *cells])
+    return table(COLUMNS, rows)
