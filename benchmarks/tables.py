@@ -5,7 +5,8 @@ A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, w
 - ``network LINK NODES``: step times at one place (benchmarks/network),
 - ``fastest baselines``: Leader SGD in 8 bits beside the fastest baseline of each place,
 - ``convergence TASK``: steps to a target (benchmarks/convergence),
-- ``endtoend``, ``endtoend-text``: seconds to a target (benchmarks/endtoend).
+- ``endtoend``, ``endtoend-text``: seconds to a target (benchmarks/endtoend),
+- ``memory``: bytes per parameter (benchmarks/memory).
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 from benchmarks.convergence.tables import task_table
 from benchmarks.endtoend.tables import table_of
+from benchmarks.memory.measure import memory_table
 from benchmarks.network.tables import fastest_baselines, place_table
 from benchmarks.report.about import argument_parser
 
@@ -43,6 +45,8 @@ def _table(what: str, page: Path) -> str:
             found = task_table(_results("convergence"), task)
         case [("endtoend" | "endtoend-text") as benchmark]:
             found = table_of(_results(benchmark))
+        case ["memory"]:
+            found = memory_table(_results("memory"))
         case _:
             raise ValueError(f"{page}: no table is called {what!r}; see python -m benchmarks.tables --help")
     if found.count("\n") < 2:

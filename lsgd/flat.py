@@ -20,6 +20,51 @@ ALIGNMENT_NBYTES = 64
 """Every parameter begins at a multiple of this in its buffer: a cache line, and the widest vector of a CPU."""
 
 
+class Layout:
+    """Where the trainable parameters of a model are in flat buffers, one for each dtype and device.
+
+    Args:
+        model: it stays as it is. Tied parameters occur once. Of a sharded one, the buffers have this process's shards.
+
+    Attributes:
+        named: the parameters with their names.
+        kinds: dtype of each buffer, and device of its parameters.
+        lengths: of each buffer, in elements.
+        places: of each parameter: the index of its buffer, and its first element there.
+
+    Raises:
+        ConfigError: the model has no trainable parameter, or one that cannot be exchanged.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        Reshard(model)()
+        self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not self.named:
+            raise ConfigError("the model has no parameter with requires_grad: there is nothing to train")
+        for name, parameter in self.named:
+            _check(name, parameter)
+        self.kept = shards(model)
+        self.kinds = list(dict.fromkeys((p.dtype, p.device) for _, p in self.named))
+        self.lengths = [0] * len(self.kinds)
+        self.places: list[tuple[int, int]] = []
+        for _, parameter in self.named:
+            buffer = self.kinds.index((parameter.dtype, parameter.device))
+            self.places.append((buffer, self.lengths[buffer]))
+            kept = self.kept.get(id(parameter))
+            room = local(parameter).numel() if kept is None else kept.room
+            self.lengths[buffer] += _padded(room, parameter.element_size())
+
+    @property
+    def strides(self) -> list[tuple[int, ...]]:
+        """Those of each parameter's view."""
+        return [_dense_stride(local(p).data) for _, p in self.named]
+
+    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of such buffers, shaped like the parameters, in their order."""
+        pairs = zip(self.named, self.places, strict=True)
+        return [_view(buffers[buffer], offset, local(p).data) for (_, p), (buffer, offset) in pairs]
+
+
 @dataclass(frozen=True)
 class Slot:
     """Where a parameter is: ``numel`` elements from ``offset`` on, in the flat buffer with the index ``buffer``."""
@@ -39,53 +84,44 @@ class Slot:
 class FlatParameters:
     """The trainable parameters of a model, moved into flat buffers.
 
-    Frozen parameters (``requires_grad`` false) never change and stay where they are. Tied parameters occur once. The
-    padding between parameters starts as zero, and is not part of the model. Of a sharded model the buffers have this
-    process's shards.
+    Frozen parameters (``requires_grad`` false) never change and stay where they are. The padding between parameters
+    starts as zero, and is not part of the model.
 
     Args:
         model: its parameters are moved. The Parameter objects stay the same, and so do optimizers and hooks.
+        offload: leave the parameters where they are, and have the buffers in host memory, pinned for a GPU. So has
+            whatever is made like them.
 
     Raises:
-        ConfigError: the model has no trainable parameter, or one that cannot be moved. Then nothing is changed.
+        ConfigError: as of :class:`Layout`. Then nothing is changed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, offload: bool = False) -> None:
         self.model = model
         self._reshard = Reshard(model)
-        self._reshard()
+        self._layout = placed = Layout(model)
         self._note_links()
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise ConfigError("the model has no parameter with requires_grad: there is nothing to train")
-        for name, parameter in named:
-            _check(name, parameter)
-        kept = shards(model)
-        self._copied: list[tuple[nn.Parameter, Tensor]] = []  # shards that are no windows, and their places
+        self._offload = offload
+        self._copied: list[tuple[nn.Parameter, Tensor]] = []  # those that are no windows, and their places
         self.frozen = [p for p in model.parameters() if not p.requires_grad]
-        kinds = list(dict.fromkeys((p.dtype, p.device) for _, p in named))
-        sizes = [0] * len(kinds)
-        places = []
-        for _, parameter in named:
-            buffer = kinds.index((parameter.dtype, parameter.device))
-            places.append((buffer, sizes[buffer]))
-            room = kept[id(parameter)].room if id(parameter) in kept else local(parameter).numel()
-            sizes[buffer] += _padded(room, parameter.element_size())
         self.buffers = [
-            torch.zeros(size, dtype=dtype, device=device) for size, (dtype, device) in zip(sizes, kinds, strict=True)
+            torch.zeros(
+                n, dtype=dtype, device="cpu" if offload else device, pin_memory=offload and device.type == "cuda"
+            )
+            for n, (dtype, device) in zip(placed.lengths, placed.kinds, strict=True)
         ]
         self.slots = [
-            self._move(name, parameter, buffer, offset, kept.get(id(parameter)))
-            for (name, parameter), (buffer, offset) in zip(named, places, strict=True)
+            self._move(name, parameter, buffer, offset, placed.kept.get(id(parameter)))
+            for (name, parameter), (buffer, offset) in zip(placed.named, placed.places, strict=True)
         ]
 
     def _move(self, name: str, parameter: nn.Parameter, buffer: int, offset: int, kept: Shard | None) -> Slot:
-        if kept is not None:
+        if kept is not None and not self._offload:
             view = kept.move(self.buffers[buffer][offset : offset + kept.room])
             return Slot(name, parameter, buffer, offset, view.data_ptr())
-        view = _view(self.buffers[buffer], offset, local(parameter).data)
-        view.copy_(local(parameter))
-        if layout(parameter):
+        view = _view(self.buffers[buffer], offset, local(parameter).data, apart=not self._offload)
+        view.copy_(local(parameter).data)
+        if self._offload or layout(parameter):
             self._copied.append((parameter, view))
             return Slot(name, parameter, buffer, offset, local(parameter).data_ptr())
         parameter.data = view
@@ -97,13 +133,17 @@ class FlatParameters:
         self._reshard()
         self._copy(into_buffers=True)
         yield
-        self._copy(into_buffers=False)
+        self.write_back()
 
     @torch.no_grad()
     def _copy(self, *, into_buffers: bool) -> None:
         for parameter, view in self._copied:
             target, source = (view, local(parameter)) if into_buffers else (local(parameter), view)
             target.copy_(source)
+
+    def write_back(self) -> None:
+        """Have the parameters the values of the buffers, into which they were copied before."""
+        self._copy(into_buffers=False)
 
     def check(self) -> None:
         """Check that the model still has the joined parameters, in their buffers, and trains no other.
@@ -144,7 +184,7 @@ class FlatParameters:
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return views of other buffers of the same layout, shaped like the parameters, in the order of ``slots``."""
-        return [_view(buffers[s.buffer], s.offset, local(s.parameter).data) for s in self.slots]
+        return self._layout.views(buffers)
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
@@ -199,8 +239,14 @@ def _padded(numel: int, element_size: int) -> int:
     return -(-numel // unit) * unit
 
 
-def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Return a slice of ``buffer`` as a tensor with the shape and strides of ``like`` and a storage of its own."""
-    flat = from_dlpack(buffer[offset : offset + like.numel()])
-    dense = torch.empty_like(like, device="meta")  # has like's strides if it is dense, else contiguous ones
-    return flat.as_strided(like.shape, dense.stride())
+def _view(buffer: Tensor, offset: int, like: Tensor, *, apart: bool = True) -> Tensor:
+    """Return a slice of ``buffer`` with the shape and strides of ``like`` and, if ``apart``, a storage of its own."""
+    flat = buffer[offset : offset + like.numel()]
+    if apart:
+        flat = from_dlpack(flat)
+    return flat.as_strided(like.shape, _dense_stride(like))
+
+
+def _dense_stride(like: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor if it is dense, else contiguous ones."""
+    return torch.empty_like(like, device="meta").stride()

@@ -106,6 +106,10 @@ class AlgorithmSettings:
         """
         raise NotImplementedError
 
+    def obstacle_to_offload(self) -> str:
+        """Return in words why what these settings exchange cannot be in host memory; an empty text: it can."""
+        return ""
+
     def create(self, parameters: "Flat", run: str = "") -> "Algorithm":
         """Return the algorithm with these settings, in its initial state; only workers call it, not servers.
 

@@ -49,6 +49,11 @@ class Algorithm:
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
         """Exchange gradients, or write exchanged models back; called between backward pass and optimizer."""
 
+    @property
+    def acts_after_step(self) -> bool:
+        """Whether the next :meth:`after_step` reads or changes the parameters; else they may be those of before."""
+        return type(self).after_step is not Algorithm.after_step
+
     def after_step(self, parameters: Flat) -> None:
         """Called after every step of the optimizer."""
 

@@ -97,7 +97,7 @@ class DecentralizedSGD(Algorithm):
         """Forget a pending exchange of the last generation."""
         self._background, self._group = Background(), group
         self._sums = empty_sums(parameters)
-        self._received = empties(self._sums)
+        self._received = empties(self._sums) if self.settings.peers in ONE_PEER else []
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:

@@ -56,11 +56,6 @@ class ElasticSGD(Algorithm):
     def __init__(self, settings: ElasticSettings, parameters: Flat) -> None:
         self.settings = settings
         self.master = clones(parameters)
-        self._scratch: list[Tensor] = []
-
-    def reset(self, parameters: Flat, group: Group, order: Round) -> None:
-        """Make new scratch tensors."""
-        self._scratch = empties(self.master)
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
@@ -70,11 +65,12 @@ class ElasticSGD(Algorithm):
         finite = group.agree(all_finite(parameters))
         if not finite:
             log.warning("round %d: this worker's model is not finite; it takes the master's", order.id)
-        for x, m, mean in zip(parameters, self.master, self._scratch, strict=True):
+        means = empties(self.master)
+        for x, m, mean in zip(parameters, self.master, means, strict=True):
             mean.copy_(x if finite else m).div_(group.size)
             group.all_reduce(mean).wait()
         group.agree()
-        for x, m, mean in zip(parameters, self.master, self._scratch, strict=True):
+        for x, m, mean in zip(parameters, self.master, means, strict=True):
             if finite:
                 x.lerp_(m, self.settings.strength / group.size)
             else:

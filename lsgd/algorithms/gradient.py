@@ -36,6 +36,10 @@ class GradientSettings(AlgorithmSettings):
         """Every iteration is a round."""
         return Schedule(1, 1, lockstep=True, identical=True)
 
+    def obstacle_to_offload(self) -> str:
+        """Return that gradients are exchanged where they are."""
+        return f"{self.name} exchanges gradients, which stay on the GPU; choose a method that exchanges models"
+
 
 def buckets(gradients: Flat, nbytes: int) -> Iterator[Tensor]:
     """Yield slices of the flat gradients of at most ``nbytes`` bytes, from the last to the first.

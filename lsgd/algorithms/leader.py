@@ -159,8 +159,7 @@ class LeaderSGD(Algorithm):
         if order.scope == "global":
             transfers.append((self._global, group, order.leader))
         for copy, members, source in transfers:
-            if members.rank == source:
-                copy.prepare(parameters, members)
+            copy.prepare(parameters if members.rank == source else None, members)
 
         def transfer() -> None:
             for copy, members, source in transfers:
@@ -172,6 +171,13 @@ class LeaderSGD(Algorithm):
         else:
             transfer()
             self._land(parameters)
+
+    @property
+    def acts_after_step(self) -> bool:
+        """Whether there are proximal terms, or a leader's model may be taken over."""
+        settings = self.settings
+        proximal = settings.proximal_global or (settings.proximal_local and self._local is not None)
+        return bool(proximal) or (self._steps_left == 1 and self._background.busy)
 
     @no_grad
     def after_step(self, parameters: Flat) -> None:
@@ -228,28 +234,31 @@ class LeaderSGD(Algorithm):
 
 
 class _LeaderCopy:
-    """A leader's model, as held by all that are pulled toward it, and the model that is arriving to replace it."""
+    """A leader's model, as held by all that are pulled toward it, and in a round the one that comes in its place."""
 
     def __init__(self, model: list[Tensor], settings: LeaderSettings) -> None:
         self.model = model
-        self._arriving = empties(model)
+        self._arriving: list[Tensor] = []
         self._codec = codec_of(settings.compression, settings.block)
         self._payloads: list[Tensor] = []
-        if not self._codec.lossless:
-            self._payloads = [self._codec.empty(z.numel(), z.device) for z in model]
 
-    def prepare(self, parameters: Flat, group: Group) -> None:
-        """Copy or encode what the leader sends; afterwards its model may change."""
-        if not self._payloads or group.size == 1:
-            copy_all(self._arriving, parameters)
+    def prepare(self, parameters: Flat | None, group: Group) -> None:
+        """Make room for what comes; the leader, which has ``parameters``, copies or encodes them, and may go on."""
+        self._arriving, self._payloads = empties(self.model), []
+        if not self._codec.lossless and group.size > 1:
+            self._payloads = [self._codec.empty(z.numel(), z.device) for z in self.model]
+        if parameters is None:
             return
-        for x, z, payload in zip(parameters, self.model, self._payloads, strict=True):
-            change = x.to(torch.promote_types(x.dtype, torch.float32)) - z
+        if not self._payloads:
+            copy_all(self._arriving, parameters)
+        for x, z, room, payload in zip(parameters, self.model, self._arriving, self._payloads, strict=False):
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            change = torch.sub(wide, z, out=room if room.dtype == wide.dtype else None)
             self._codec.encode(change.to(torch.float32), payload)
 
     def transfer(self, group: Group, source: int) -> None:
         """Broadcast what the member ``source`` has prepared."""
-        if not self._payloads or group.size == 1:
+        if not self._payloads:
             for arriving in self._arriving:
                 group.broadcast(arriving, source)
             return
@@ -263,15 +272,18 @@ class _LeaderCopy:
         return all_finite(self._arriving)
 
     def land(self, whose: str, whole: bool) -> bool:
-        """Replace the model by the one that arrived, if that is finite."""
+        """Replace the model by the one that arrived, if that is finite, and free the room that it took."""
+        arrived, self._arriving, self._payloads = self._arriving, [], []
         if not whole:
             log.warning("%s has a model that is not finite; nobody takes it over, and the previous one stays", whose)
             return False
-        self.model, self._arriving = self._arriving, self.model
+        self.model = arrived
         return True
 
 
 def _pull(parameters: Flat, leader: Flat, strength: float) -> None:
     """``x ← x + strength (leader - x)``."""
+    if not strength:
+        return
     for x, z in zip(parameters, leader, strict=True):
         x.lerp_(z, strength)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lsgd.algorithms.base import Algorithm, Flat, all_finite, copy_all
+from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all
 from lsgd.algorithms.common import Periodic, block, codec, delay, fragments, hierarchical, period
 from lsgd.codecs import Codec, codec_of
 from lsgd.collectives.background import Background
@@ -45,7 +45,6 @@ class LocalSettings(Periodic):
     error_decay: float = setting(
         1.0, "factor of what rounding has lost when the next exchange adds it; 0: no error feedback", low=0, high=1
     )
-    offload: bool = setting(False, "keep what rounding has lost in the CPU's memory, not on the GPU", fixed=True)
     hierarchical: bool = hierarchical()
     fragments: int = fragments()
     delay: int = delay("take over the outer step's model")
@@ -156,7 +155,8 @@ class LocalSGD(Algorithm):
 
     With c the common model of the last round and d the mean over workers of ``x - c`` (algorithm 1 of DiLoCo, with
     the opposite sign), a round sets ``v ← momentum v + d``, ``c ← c + lr (d + momentum v)`` and ``x ← c``: Nesterov's
-    step as in torch.optim.SGD. With ``outer_lr = 1`` and no momentum, c is the mean of the models.
+    step as in torch.optim.SGD. With ``outer_lr = 1`` and no momentum, c is the mean of the models. Without momentum
+    there is no v; it begins at 0.
 
     c and v are float32 (float64 for float64 parameters) and equal on all members. d is sent in the model's dtype, or
     in the codec of ``compression`` with error feedback: a worker sends ``Q(x - c + decay e)``, and e becomes what Q
@@ -174,16 +174,13 @@ class LocalSGD(Algorithm):
         self.settings = settings
         self._run = run
         self.common = [x.detach().to(_wide(x), copy=True) for x in parameters]
-        self.velocity = [torch.zeros_like(c) for c in self.common]
+        self._velocity: list[Tensor] = []
         self._codec = settings.make_codec()
         self._fragments = _places(parameters, settings.fragments, self._codec.unit)
         self._feedback: list[list[ErrorFeedback]] = []
         if not self._codec.lossless:
             self._feedback = [
-                [
-                    ErrorFeedback(place.stop - place.start, x.device, offload=settings.offload)
-                    for x, place in zip(parameters, places, strict=True)
-                ]
+                [ErrorFeedback(place.stop - place.start, x.device) for x, place in zip(parameters, places, strict=True)]
                 for places in self._fragments
             ]
         self._changes: list[Tensor] = []
@@ -194,13 +191,19 @@ class LocalSGD(Algorithm):
         self._order: Round | None = None
         self._steps_left = 0
 
+    @property
+    def velocity(self) -> list[Tensor]:
+        """The outer step's velocity, like the common model; empty without momentum."""
+        if not self.settings.outer_momentum:
+            self._velocity = []
+        elif not self._velocity:
+            self._velocity = [torch.zeros_like(c) for c in self.common]
+        return self._velocity
+
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
-        """Make new scratch tensors; forget what was under way, and the residuals of results if members have changed."""
-        self._background = Background()
-        if self._codec.lossless:
-            self._changes = [torch.empty_like(x) for x in parameters]
-        else:
-            self._changes = [torch.empty_like(x, dtype=torch.float32) for x in parameters]
+        """Forget what was under way, and the residuals of results if members have changed."""
+        self._background, self._changes = Background(), []
+        if not self._codec.lossless:
             hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
             self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
         self._group, members = group, order.generation.members
@@ -218,11 +221,13 @@ class LocalSGD(Algorithm):
         if not finite:
             log.warning("round %d: this worker's model is not finite; it takes the common one", order.id)
         fragment = order.exchanges % len(self._fragments)
-        for x, c, change in self._parts(fragment, parameters, self.common, self._changes):
-            torch.sub(x, c, out=change) if finite else change.zero_()
+        changes = self._changes = []
+        for x, c in self._parts(fragment, parameters, self.common):
+            change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
+            changes.append(torch.sub(x, c, out=change) if finite else change.zero_())
 
         def transfer() -> None:
-            for index, (change,) in enumerate(self._parts(fragment, self._changes)):
+            for index, change in enumerate(changes):
                 self._average(change, fragment, index, group, order)
 
         self._order, self._steps_left = order, self.settings.delay
@@ -240,6 +245,11 @@ class LocalSGD(Algorithm):
         else:
             seed = (self._run, order.id, index)
             self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
+
+    @property
+    def acts_after_step(self) -> bool:
+        """Whether the next step is the one after which a round's result may be taken over."""
+        return self._steps_left == 1 and self._background.busy
 
     @no_grad
     def after_step(self, parameters: Flat) -> None:
@@ -262,22 +272,26 @@ class LocalSGD(Algorithm):
     def _land(self, parameters: Flat, order: Round) -> None:
         """Take the outer step of a round whose mean has arrived, and take over the common model."""
         settings, fragment = self.settings, order.exchanges % len(self._fragments)
-        parts = list(self._parts(fragment, parameters, self.common, self.velocity, self._changes))
+        parts, changes = list(self._parts(fragment, parameters, self.common)), self._changes
+        self._changes = []
         assert self._group is not None
         finite = self._group.agree(all_finite(parameters))
-        if self._group.agree(all_finite([change for *_, change in parts])):
+        if self._group.agree(all_finite(changes)):
             for feedback in self._feedback[fragment] if self._feedback else ():
                 feedback.commit()
             lr, momentum = settings.outer_lr, settings.outer_momentum
-            for _, c, v, change in parts:
+            for (_, c), change in zip(parts, changes, strict=True):
+                c.add_(change, alpha=lr)
+            velocity = self._parts(fragment, self.velocity) if momentum else ()
+            for (v,), (_, c), change in zip(velocity, parts, changes, strict=False):
                 v.mul_(momentum).add_(change)
-                c.add_(change, alpha=lr).add_(v, alpha=lr * momentum)
+                c.add_(v, alpha=lr * momentum)
         else:  # so it is on all members
             log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
         if not finite:
             copy_all(parameters, self.common)
             return
-        for x, c, _, _ in parts:
+        for x, c in parts:
             if settings.delay:
                 x.lerp_(c.to(x.dtype), 1 - settings.keep)
             else:
@@ -289,7 +303,7 @@ class LocalSGD(Algorithm):
             yield tuple(x[place] for x in tensors)
 
     def shared_state(self) -> list[Tensor]:
-        """Return the common model and the outer step's velocity."""
+        """Return the common model and the outer step's velocity, if it has momentum."""
         return [*self.common, *self.velocity]
 
     def state_dict(self) -> dict[str, Any]:
@@ -301,7 +315,7 @@ class LocalSGD(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         copy_all(self.common, state["common"])
-        copy_all(self.velocity, state["velocity"])
+        self._velocity = clones(state["velocity"])
         for fragment, saved in zip(self._feedback, state["feedback"], strict=True):
             for feedback, each in zip(fragment, saved, strict=True):
                 feedback.load_state_dict(each)

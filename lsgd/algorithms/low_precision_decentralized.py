@@ -87,9 +87,6 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self._unit = 0
         self._neighbors: tuple[int, ...] = ()
         self._weights = [1.0]
-        self._sums: list[Tensor] = []
-        self._sent: list[Tensor] = []
-        self._received: dict[int, list[Tensor]] = {}
 
     @no_grad
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
@@ -99,13 +96,11 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         graph = _GRAPHS[self.settings.topology](len(sizes))
         self._unit = node_index(group.rank, sizes)
         self._neighbors, self._weights = graph[self._unit], mixing_matrix(graph, sizes)[self._unit]
-        self._sums = empty_sums(parameters)
         self._codec = self.settings.make_codec()
-        self._sent = [self._codec.empty(x.numel(), x.device) for x in parameters]
 
         model = clones(parameters)
-        if self._average(parameters, group, order):
-            copy_all(model, [total[:-1] for total in self._sums])
+        if (mean := self._mean(parameters, group, order)) is not None:
+            copy_all(model, mean)
         units = group.across if hierarchical else group
         copies: dict[int, list[Tensor]] = {}
         if units is not None:
@@ -113,16 +108,13 @@ class LowPrecisionDecentralizedSGD(Algorithm):
             for index, x in enumerate(model):
                 units.exchange(dict.fromkeys(copies, x), {j: copy[index] for j, copy in copies.items()})
         self.model, self.copies = model, copies
-        self._received = {j: empties(self._sent) for j in copies}
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
         """Mix the models, exchange the changes, and apply them."""
         if order is None:
             return
-        current = [total[:-1] for total in self._sums]
-        if not self._average(parameters, group, order):
-            copy_all(current, self.model)
+        current = self._mean(parameters, group, order) or clones(self.model)
         if not self._neighbors:
             group.agree()
             copy_all(self.model, current)
@@ -130,35 +122,37 @@ class LowPrecisionDecentralizedSGD(Algorithm):
             self._exchange(current, group, order)
         copy_all(parameters, self.model)
 
-    def _average(self, parameters: Flat, group: Group, order: Round) -> bool:
-        """Write the node's mean model (or this worker's) to the scratch sums; False if none is finite."""
-        contribute(parameters, self._sums, group, order.id)
-        if not self.settings.hierarchical:
-            return divide(self._sums, 1)
-        for total in self._sums:
-            group.node.all_reduce(total).wait()
-        return divide(self._sums, group.node.size)
+    def _mean(self, parameters: Flat, group: Group, order: Round) -> list[Tensor] | None:
+        """Return the node's mean model (or this worker's); None if none is finite."""
+        sums, models = empty_sums(parameters), 1
+        contribute(parameters, sums, group, order.id)
+        if self.settings.hierarchical:
+            models = group.node.size
+            for total in sums:
+                group.node.all_reduce(total).wait()
+        return [total[:-1] for total in sums] if divide(sums, models) else None
 
     def _exchange(self, current: Flat, group: Group, order: Round) -> None:
         """Exchange the changes; once all have arrived, apply them to the model and the copies."""
         units = group.across if self.settings.hierarchical else group
+        sent = [self._codec.empty(x.numel(), x.device) for x in current]
+        received = {j: empties(sent) for j in self.copies}
         if units is not None:
             for index, now in enumerate(current):
                 z = self._change(index, now)
                 seed = None
                 if self.settings.rounding == "stochastic":
                     seed = seed_of(self._run, order.id, self._unit, index)
-                payload = self._sent[index]
-                self._codec.encode(z, payload, seed)
-                received = {j: payloads[index] for j, payloads in self._received.items()}
-                units.exchange(dict.fromkeys(received, payload), received)
+                self._codec.encode(z, sent[index], seed)
+                arriving = {j: payloads[index] for j, payloads in received.items()}
+                units.exchange(dict.fromkeys(arriving, sent[index]), arriving)
         if self.settings.hierarchical:
-            for payload in self._sent:
+            for payload in sent:
                 group.node.broadcast(payload, 0)
         group.agree()
-        self._apply(self._sent, self.model)
+        self._apply(sent, self.model)
         for j, copy in self.copies.items():
-            self._apply(self._received[j], copy)
+            self._apply(received[j], copy)
 
     def _change(self, index: int, now: Tensor) -> Tensor:
         """Return z for one flat tensor, in float32."""

@@ -133,14 +133,15 @@ class Worker:
     ) -> Self:
         optimizers = torch_optimizers(model, optimizer)
         identity = island.share("joins", identify)
-        flat = FlatParameters(model)
         if checkpoint_dir is None and identity.run_dir is not None:
             checkpoint_dir = identity.run_dir / CHECKPOINTS
-        checkpoints = Checkpoints(flat, optimizers, extra, checkpoint_dir, identity.resume, island)
+        checkpoints = Checkpoints(model, optimizers, extra, checkpoint_dir, identity.resume, island)
         checkpoints.restarted = identity.restarted
         membership = join_run(model, identity, timeout_s, checkpoints.load, island)
         checkpoints.start(membership.welcome.run)
+        flat = FlatParameters(model, offload=membership.plan.run.offload)
         replica = Replica(membership, flat, model, optimizers, checkpoints.finite, checkpoints.algorithm)
+        checkpoints.algorithm = None  # which is the replica's now
         return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
 
     # -- what a training loop uses -----------------------------------------------------------------------------

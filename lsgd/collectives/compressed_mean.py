@@ -48,9 +48,6 @@ class CompressedMean:
         self._number = len(group.node_sizes) if hierarchical else group.size
         self._codec = codec
         self._contributors = contributors
-        self._all_reduce: QuantizedAllReduce | None = None
-        if self._units is not None and not gathers(codec, self._number):
-            self._all_reduce = QuantizedAllReduce(self._units, codec, contributors=contributors)
 
     def __call__(self, x: Tensor, seed: tuple[object, ...], feedback: ErrorFeedback, decay: float) -> None:
         """Replace ``x`` by the mean.
@@ -68,10 +65,11 @@ class CompressedMean:
             x.mul_(self._number / self._group.size)
             self._node.all_reduce(x).wait()
         if self._number > 1:
-            if self._all_reduce is not None:
-                self._all_reduce(x, x, seed, feedback, decay)
-            elif self._units is not None:
+            if self._units is not None and gathers(self._codec, self._number):
                 self._gather(x, self._units, feedback, decay)
+            elif self._units is not None:  # made anew, so that no payload stays in memory
+                all_reduce = QuantizedAllReduce(self._units, self._codec, contributors=self._contributors)
+                all_reduce(x, x, seed, feedback, decay)
             if self._node is not None:
                 self._node.broadcast(x, 0)
 

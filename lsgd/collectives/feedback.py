@@ -19,17 +19,14 @@ class ErrorFeedback:
     Args:
         numel: elements of the tensor.
         device: of the tensor.
-        offload: keep ``residual`` in the CPU's memory, pinned for a GPU, and nothing on the device between exchanges.
 
     Attributes:
         residual: what this member's own contributions have lost so far, float32, like the tensor.
         results: the same of the results that this member has rounded for all, by where in the tensor each begins.
     """
 
-    def __init__(self, numel: int, device: torch.device, *, offload: bool = False) -> None:
-        self._offload = offload
-        pinned = offload and device.type == "cuda"
-        self.residual = torch.zeros(numel, device="cpu" if offload else device, pin_memory=pinned)
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.residual = torch.zeros(numel, device=device)
         self.results: dict[int, Tensor] = {}
         self._next_residual: Tensor | None = None
         self._next_results: dict[int, Tensor] = {}
@@ -37,8 +34,8 @@ class ErrorFeedback:
     def added_to(self, x: Tensor, decay: float = 1.0) -> Tensor:
         """Return ``x + decay residual``, float32, from which the exchange subtracts what it sends."""
         if self._next_residual is None:
-            self._next_residual = torch.empty_like(self.residual, device=x.device)
-        return torch.add(x, self.residual.to(x.device), alpha=decay, out=self._next_residual)
+            self._next_residual = torch.empty_like(self.residual)
+        return torch.add(x, self.residual, alpha=decay, out=self._next_residual)
 
     def added_to_result(self, result: Tensor, start: int) -> Tensor:
         """Add to a result what the last one that began at ``start`` has lost; return ``result``, kept as above."""
@@ -56,15 +53,10 @@ class ErrorFeedback:
         if self._next_residual is None:
             return
         if unless is None:
-            if self._offload:
-                self.residual.copy_(self._next_residual)
-                self._next_residual = None
-            else:
-                self.residual, self._next_residual = self._next_residual, self.residual
+            self.residual, self._next_residual = self._next_residual, None
             self.results = self._next_results
         else:
-            before = self.residual.to(self._next_residual.device)
-            self.residual.copy_(torch.where(unless, before, self._next_residual))
+            self.residual.copy_(torch.where(unless, self.residual, self._next_residual))
             for start, new in self._next_results.items():
                 self.results[start] = torch.where(unless, self.results.get(start, torch.zeros_like(new)), new)
         self._next_results = {}

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -202,6 +203,7 @@ class SimulatedWorker:
         run: from which the seeds of stochastic rounding and of elections are made.
         probe: returns the loss on a batch that all workers have in common, for elections by it.
         speed: over the mean speed of all workers; times a period, it is a whole number of steps.
+        flat: of the model, if ``parameters`` are its buffers.
 
     Raises:
         ConfigError: the election needs a probe, or the speed does not fit the periods.
@@ -220,10 +222,12 @@ class SimulatedWorker:
         run: str = "",
         probe: Callable[[], float] | None = None,
         speed: float = 1.0,
+        flat: FlatParameters | None = None,
     ) -> None:
         if settings.time_share:
             raise ConfigError("simulated workers have no network whose time could be measured: set a period")
         self.group = group
+        self._flat = flat
         self.parameters = parameters
         self.gradients = gradients
         self.optimizer = optimizer
@@ -254,17 +258,19 @@ class SimulatedWorker:
         run: str = "",
         probe: Callable[[], Tensor | float] | None = None,
         speed: float = 1.0,
+        offload: bool = False,
     ) -> Self:
         """Return a worker that trains ``model``, whose parameters and gradients move into flat tensors.
 
-        The probe is called without gradients, and with the model in evaluation mode.
+        The probe is called without gradients, and with the model in evaluation mode. With ``offload``, the algorithm
+        works on a copy of the parameters, as with the setting of that name.
         """
-        flat = FlatParameters(model)
+        flat = FlatParameters(model, offload=offload)
         gradients = [torch.zeros_like(x) for x in flat.buffers]
         for slot, view in zip(flat.slots, flat.views(gradients), strict=True):
             slot.parameter.grad = view
         evaluate = partial(probe_loss, model, probe) if probe else None
-        options: dict[str, Any] = {"steps": steps, "run": run, "probe": evaluate, "speed": speed}
+        options: dict[str, Any] = {"steps": steps, "run": run, "probe": evaluate, "speed": speed, "flat": flat}
         return cls(group, settings, flat.buffers, gradients, optimizer, buffers=floating_buffers(model), **options)
 
     def step(self, compute_loss: Callable[[], Tensor]) -> float:
@@ -277,7 +283,8 @@ class SimulatedWorker:
         if since % self._local_period == 0 or since % self._period == 0:
             order = self._elect("global" if since % self._period == 0 else "local")
             if self.steps:
-                self.algorithm.settle(self.parameters)
+                with self._current():
+                    self.algorithm.settle(self.parameters)
             if order.scope == "global":
                 self._begin_stretch()
             if self.steps == 0:
@@ -300,23 +307,32 @@ class SimulatedWorker:
 
     def begin(self, order: Round) -> None:
         """Begin a generation: take over the state that all share from the source, and reset the algorithm."""
-        for tensor in self.algorithm.shared_state():
-            self.group.broadcast(tensor, order.source)
-        self.algorithm.reset(self.parameters, self.group, order)
+        with self._current():
+            for tensor in self.algorithm.shared_state():
+                self.group.broadcast(tensor, order.source)
+            self.algorithm.reset(self.parameters, self.group, order)
 
     def iterate(self, order: Round | None, compute_loss: Callable[[], Tensor]) -> float:
         """Make one step with this round, or with none, and return its loss."""
-        self.algorithm.before_forward(self.parameters, self.group, order)
+        with self._current():
+            self.algorithm.before_forward(self.parameters, self.group, order)
         for gradient in self.gradients:
             gradient.zero_()
         loss = compute_loss()
         loss.backward()  # type: ignore[no-untyped-call]
         self.algorithm.after_backward(self.parameters, self.gradients, self.group, order)
+        if self._flat is not None:
+            self._flat.write_back()
         self.optimizer.step()
-        self.algorithm.after_step(self.parameters)
+        with self._current() if self.algorithm.acts_after_step else nullcontext():
+            self.algorithm.after_step(self.parameters)
         self._losses.append(float(loss.detach()))
         self.steps += 1
         return self._losses[-1]
+
+    def _current(self) -> AbstractContextManager[None]:
+        """Have the parameters and the model the same values, inside and after it."""
+        return nullcontext() if self._flat is None else self._flat.current()
 
     def mean_loss(self) -> float:
         """Return the mean loss of the last ``local_period`` steps; infinity if there is no finite one."""

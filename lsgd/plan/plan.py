@@ -55,12 +55,29 @@ class Plan:
     phases: tuple[Phase, ...] = (Phase(),)
 
     def __post_init__(self) -> None:
+        if self.run.offload:
+            self._check_offload()
         names = [p.algorithm.name for p in self.phases if p.algorithm.schedule().lockstep]
         if self.run.offline_iterations and names:
             raise ConfigError(
                 f"offline_iterations = {self.run.offline_iterations}, but every iteration of {names[0]} is a "
                 f"round of all workers, so no worker can make one on its own; set offline_iterations to 0"
             )
+
+    def _check_offload(self) -> None:
+        if self.run.transport == "nccl":
+            raise ConfigError(
+                "offload = true, but transport = 'nccl' carries nothing from the CPU's memory; set transport to auto "
+                "or tcp"
+            )
+        for phase in self.phases:
+            if obstacle := phase.algorithm.obstacle_to_offload():
+                raise ConfigError(f"offload = true, but {obstacle}")
+
+    @property
+    def transport(self) -> str:
+        """The setting ``transport``; what is offloaded travels over TCP where that is ``auto``."""
+        return "tcp" if self.run.offload and self.run.transport == "auto" else self.run.transport
 
     @property
     def algorithm(self) -> AlgorithmSettings:

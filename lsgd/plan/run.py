@@ -23,6 +23,10 @@ class RunSettings:
         "what carries tensors; auto: nccl where each worker has a GPU of its own, and tcp elsewhere",
         choices=("auto", "tcp", "gloo", "nccl"),
     )
+    offload: bool = setting(
+        False,
+        "exchange models from the CPU's memory, and keep there all that an algorithm keeps: none of it is on the GPU",
+    )
     buffers: str = setting(
         "average",
         "what a global round does with floating-point buffers (batch-norm statistics)",

@@ -334,7 +334,7 @@ class Coordinator:
             if old.heard_at > old.challenger[1]:
                 return Why.NAME_TAKEN(worker=join.worker, heard_s=state.now - old.heard_at)
         others = [m.join for m in state.roster.members.values() if m is not old]
-        return objection(join, others, state.plan.run.transport)
+        return objection(join, others, state.plan.transport)
 
     def _admit(self, join: Join) -> None:
         state, member = self.state, Member(join, self.state.now)

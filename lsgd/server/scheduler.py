@@ -190,7 +190,7 @@ class Scheduler:
             takers = f"; taking over their model: {others}" if others else ""
             holders = named(m for m in members if m.synced)
             state.note(Why.RESUMED(count=state.ledger.count, holders=holders, takers=takers))
-        transport = transport_of(state.plan.run.transport, [m.join for m in members])
+        transport = transport_of(state.plan.transport, [m.join for m in members])
         generation = roster.begin_generation(members, transport, state.ways.missed({m.join.node for m in members}))
         if before is not None and not any(m.synced for m in members):
             state.note(Why.NO_HOLDER())

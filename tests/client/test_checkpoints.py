@@ -186,7 +186,7 @@ def test_a_digest_covers_every_dtype_and_shape() -> None:
 def started(
     model: nn.Module, folder: Path, *optimizers: torch.optim.Optimizer, run: str = RUN, **extra: nn.Module
 ) -> Checkpoints:
-    checkpoints = Checkpoints(FlatParameters(model), optimizers, extra, folder, None, Island())
+    checkpoints = Checkpoints(model, optimizers, extra, folder, None, Island())
     checkpoints.load(WORKER, *describe(model))
     checkpoints.start(run)
     return checkpoints
@@ -201,7 +201,7 @@ def saved(folder: Path, model: nn.Module, *, run: str = RUN, count: int = 5, **e
 
 
 def resumed(folder: Path, model: nn.Module, *optimizers: torch.optim.Optimizer, **extra: nn.Module) -> Origin:
-    return Checkpoints(FlatParameters(model), optimizers, extra, None, folder, Island()).load(WORKER, *describe(model))
+    return Checkpoints(model, optimizers, extra, None, folder, Island()).load(WORKER, *describe(model))
 
 
 def test_the_last_whole_file_is_taken_and_none_but_damaged_ones_are_an_error(tmp_path: Path, caplog) -> None:
@@ -216,7 +216,7 @@ def test_the_last_whole_file_is_taken_and_none_but_damaged_ones_are_an_error(tmp
     checkpoint_path(tmp_path, RUN, 5, WORKER).write_bytes(b"")
     with pytest.raises(DamagedError, match=f"{checkpoint_path(tmp_path, RUN, 5, WORKER)} cannot be read"):
         resumed(tmp_path, other)
-    again = Checkpoints(FlatParameters(other), [], {}, None, tmp_path, Island())
+    again = Checkpoints(other, [], {}, None, tmp_path, Island())
     again.restarted = True  # the run goes on, and has the model
     assert again.load(WORKER, *describe(other)) == (0, "")
     assert resumed(tmp_path / "elsewhere", other) == (0, "")
@@ -265,7 +265,7 @@ def test_a_worker_knows_its_last_checkpoint(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     path = saved(tmp_path, model, run="a")
     assert started(model, tmp_path, run="b").last() == path
-    nowhere = Checkpoints(FlatParameters(model), [], {}, None, None, Island())
+    nowhere = Checkpoints(model, [], {}, None, None, Island())
     nowhere.load(WORKER, *describe(model))
     nowhere.start("a")
     assert nowhere.last() is None
@@ -323,7 +323,7 @@ def test_other_optimizers_and_extras_are_named(tmp_path: Path, caplog) -> None:
     assert torch.equal(ema.weight, model.weight)
     assert "has no extra 'other'" in caplog.text
     with pytest.raises(ConfigError, match=r"extra\['x'\] is a int, without state_dict"):
-        Checkpoints(FlatParameters(model), [], {"x": 1}, None, None, Island())  # type: ignore[dict-item]
+        Checkpoints(model, [], {"x": 1}, None, None, Island())  # type: ignore[dict-item]
 
 
 def test_another_optimizer_of_the_same_name_is_refused_in_words(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_a_loader_goes_on_where_it_was_if_the_shards_are_the_same(tmp_path: Path
     third = before.sampler.shard()[8:12].tolist()
 
     def after(length: int, place: tuple[int, int]) -> ShardLoader:
-        again = Checkpoints(FlatParameters(model), [], {}, None, tmp_path, Island())
+        again = Checkpoints(model, [], {}, None, tmp_path, Island())
         again.load(WORKER, *describe(model))
         loader = again.attend(loader_of(length, place))
         assert again.attend(loader_of(40, (1, 2))).state_dict()["epoch"] == 0  # one more than there was
@@ -387,9 +387,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     saved(tmp_path, model)
     expected = draw()
-    again = Checkpoints(
-        FlatParameters(model), [torch.optim.SGD(model.parameters(), lr=0.1)], {}, None, tmp_path, Island()
-    )
+    again = Checkpoints(model, [torch.optim.SGD(model.parameters(), lr=0.1)], {}, None, tmp_path, Island())
     again.load(WORKER, *describe(model))
     draw()
     again.restore_random()

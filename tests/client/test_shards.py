@@ -84,6 +84,18 @@ def test_shards_are_windows_onto_the_flat_buffer(mesh) -> None:
         flat.check()
 
 
+def test_offloaded_shards_stay_where_they_are(mesh) -> None:
+    model = sharded(mesh)
+    addresses = [local(p).data_ptr() for p in model.parameters()]
+    flat = FlatParameters(model, offload=True)
+    assert model(torch.ones(4, 3)).any()
+    with flat.current():
+        flat.buffers[0].zero_()
+    assert not model(torch.ones(4, 3)).any()
+    flat.check()
+    assert [local(p).data_ptr() for p in model.parameters()] == addresses
+
+
 def test_states_are_whole_again(mesh) -> None:
     model, plain = sharded(mesh), made()
     for name, value in full_state_dict(model).items():

@@ -142,12 +142,14 @@ fragments = 1
 
 
 @pytest.mark.parametrize(
-    "how", [(), ("--compile", "--adamw", "foreach"), ("--adamw", "fused")], ids=["eager", "compiled", "fused"]
+    ("how", "offload"),
+    [((), ()), (("--compile", "--adamw", "foreach"), ("--offload", "true")), (("--adamw", "fused"), ())],
+    ids=["eager", "compiled", "fused"],
 )
-def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, how) -> None:
+def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, how, offload) -> None:
     (tmp_path / "plan.toml").write_text(PHASES)
     plan = ("--plan", str(tmp_path / "plan.toml"))
-    islands.begin(*plan)
+    islands.begin(*plan, *offload)
     sharded = islands.train("--alike", *how)
     (tmp_path / "whole").mkdir()
     whole_run = Islands(tmp_path / "whole")

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from lsgd.algorithms.local import LocalSettings, SparseSettings
-from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.simulation import simulate
 from lsgd.errors import ConfigError, ExchangeError
 
@@ -244,39 +243,6 @@ def test_a_mean_that_is_not_finite_changes_no_common_model(caplog):
 
     assert simulate([1] * 3, member) == [(True, True)] * 3
     assert caplog.text.count("the mean change is not finite") == 3
-
-
-def test_residuals_in_the_memory_of_the_cpu_change_nothing_else():
-    """And between two exchanges, nothing of their size is left on the device."""
-
-    def trained(offload):
-        settings = LocalSettings(period=2, compression="levels2:scale_block=8", offload=offload)
-
-        def member(group):
-            worker = TorchWorker(settings, group, Problem(3))
-            worker.begin(make_round([1] * 3))
-            for id in range(1, 9):
-                worker.iterate(make_round([1] * 3, id=id))
-            feedback = worker.algorithm._feedback[0]
-            scratch = [each._next_residual is not None for each in feedback]
-            return worker.model, whole_residuals(worker.algorithm, own=True), scratch
-
-        return simulate([1] * 3, member)
-
-    for kept, moved in zip(trained(False), trained(True), strict=True):
-        assert np.array_equal(kept[0], moved[0]) and torch.equal(kept[1], moved[1]) and moved[1].any()
-        assert all(kept[2]) and not any(moved[2])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_residuals_of_a_gpu_are_pinned():
-    feedback = ErrorFeedback(8, torch.device("cuda"), offload=True)
-    assert feedback.residual.is_pinned()
-    lost = feedback.added_to(torch.ones(8, device="cuda"))
-    assert lost.is_cuda
-    feedback.commit()
-    assert feedback.residual.is_pinned() and (feedback.residual == 1).all()
 
 
 def test_a_failed_exchange_keeps_the_residuals():

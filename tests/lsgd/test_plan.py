@@ -182,6 +182,22 @@ def test_wrong_flags() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('transport = "nccl"', "'nccl' carries nothing from the CPU's memory; set transport to auto or tcp"),
+        ('[algorithm]\nname = "qsgd"', "qsgd exchanges gradients, which stay on the GPU"),
+        ('[[phase]]\niterations = 9\n[[phase]]\nname = "allreduce"', "allreduce exchanges gradients"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(f"offload = true\n{text}")
+    with pytest.raises(ConfigError, match=f"offload = true, but .*{words}"):
+        read(path, {}, {})
+    assert read(path, {}, {"offload": "false"}).plan.transport in ("nccl", "auto")
+
+
+@pytest.mark.parametrize(
     "text",
     ['[algorithm]\nname = "allreduce"', '[[phase]]\nname = "decentralized"\niterations = 9\n[[phase]]\n'],
 )
@@ -351,6 +367,8 @@ def plans(draw: st.DrawFn) -> Plan:
     run = drawn(draw, RunSettings)
     if any(phase.algorithm.schedule().lockstep for phase in phases):
         run = replace(run, offline_iterations=0)
+    if run.transport == "nccl" or any(phase.algorithm.obstacle_to_offload() for phase in phases):
+        run = replace(run, offload=False)
     return Plan(run, tuple(phases))
 
 

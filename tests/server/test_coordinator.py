@@ -246,11 +246,19 @@ def test_first_round_starts_all_from_the_model_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "transport"),
-    [(("a", "b"), "nccl"), (("a", "a"), "tcp"), (("a", ""), "tcp"), (("", ""), "tcp")],
+    ("gpus", "offload", "transport"),
+    [
+        (("a", "b"), False, "nccl"),
+        (("a", "b"), True, "tcp"),
+        (("a", "a"), False, "tcp"),
+        (("a", ""), False, "tcp"),
+        (("", ""), False, "tcp"),
+    ],
 )
-def test_nccl_carries_the_tensors_where_each_worker_has_a_gpu(gpus: tuple[str, str], transport: str) -> None:
-    bench = Bench(workers=2)
+def test_nccl_carries_the_tensors_where_each_worker_has_a_gpu_and_sends_from_it(
+    gpus: tuple[str, str], offload: bool, transport: str
+) -> None:
+    bench = Bench(workers=2, offload=offload)
     for place, gpu in zip(("00", "01"), gpus, strict=True):
         bench.join(place, gpu=gpu)
     bench.ask_all("00", "01")

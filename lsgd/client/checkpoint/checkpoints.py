@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
-from torch.utils import _pytree
+from torch import Tensor, nn
 
 from lsgd.algorithms import Algorithm
 from lsgd.client.checkpoint.file import DamagedError, Packed, pack, read, sweep, write
@@ -22,7 +21,7 @@ from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, island_si
 from lsgd.client.control.island import Island
 from lsgd.client.loader import ShardLoader
 from lsgd.errors import ConfigError, NonFiniteError
-from lsgd.flat import FlatParameters, describe
+from lsgd.flat import Layout, describe
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
 from lsgd.settings import AlgorithmSettings
@@ -58,7 +57,7 @@ class Checkpoints:
     """The checkpoints of one worker, each in a file of its own (client/checkpoint/run_folder.py says where).
 
     Args:
-        flat: the model's parameters; they and its buffers are saved, frozen and non-persistent ones too.
+        model: its parameters and buffers are saved, frozen and non-persistent ones too.
         optimizers: theirs is the state of the optimization.
         extra: what else to save, by name.
         folder: where checkpoints are written; None: nowhere.
@@ -76,7 +75,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        flat: FlatParameters,
+        model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         extra: Mapping[str, Stateful],
         folder: Path | None,
@@ -92,8 +91,8 @@ class Checkpoints:
         self.algorithm: tuple[AlgorithmSettings, dict[str, Any]] | None = None
         self.restarted = False
         self.folder = folder
-        self.finite = FiniteCheck(flat.model, island)
-        self._flat, self._model = flat, flat.model
+        self.finite = FiniteCheck(model, island)
+        self._model, self._layout = model, Layout(model)
         self._optimizers = optimizers
         self._extra = extra
         self._resume = resume
@@ -159,7 +158,7 @@ class Checkpoints:
 
     def _resharded(self, paths: list[Path]) -> dict[str, Any]:
         """Return this process's state from the files of a worker of another number of processes."""
-        resharding = Resharding(self._flat, self._optimizers)
+        resharding = Resharding(self._model, self._layout, self._optimizers)
         for path in paths:  # one after the other, since each is as large as what a process has
             resharding.add(read(path, self._about[WHOLE], self._about["model_summary"], WHOLE), path)
         return resharding.state
@@ -180,9 +179,8 @@ class Checkpoints:
                 thing.load_state_dict(state["extra"][name])
             else:
                 logger.warning("the checkpoint %s has no extra %r: it stays as it is", path, name)
-        device = next(self._model.parameters()).device
-        algorithm = _pytree.tree_map_only(Tensor, lambda x: x.to(device), state["algorithm"]["state"])
-        self.algorithm = algorithm_of(state["algorithm"]["settings"], f"the checkpoint {path}"), algorithm
+        algorithm = state["algorithm"]
+        self.algorithm = algorithm_of(algorithm["settings"], f"the checkpoint {path}"), algorithm["state"]
         self.iterations, self.losses = state["iterations"], state["losses"]
         self._random, self._positions = state["random"], state["loaders"]
 
@@ -246,7 +244,7 @@ class Checkpoints:
             "losses": list(losses),
             "iterations": self.iterations + done,
             "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
-            "layout": layout_of(self._flat),
+            "layout": layout_of(self._layout),
         }
         try:
             return Snapshot(count, pack(state))

@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from lsgd.errors import ConfigError
-from lsgd.flat import FlatParameters
+from lsgd.flat import Layout
 from lsgd.shards import begins, local
 
 logger = logging.getLogger("lsgd")
 
 
-def layout_of(flat: FlatParameters) -> dict[str, Any]:
+def layout_of(layout: Layout) -> dict[str, Any]:
     """Return what a checkpoint says of its flat buffers: their lengths, and where each parameter is."""
-    slots = [[s.name, s.buffer, s.offset, list(local(s.parameter).stride())] for s in flat.slots]
-    return {"lengths": [x.numel() for x in flat.buffers], "slots": slots}
+    pairs = zip(layout.named, layout.places, layout.strides, strict=True)
+    slots = [[name, buffer, offset, list(strides)] for (name, _), (buffer, offset), strides in pairs]
+    return {"lengths": layout.lengths, "slots": slots}
 
 
 class Resharding:
@@ -30,17 +31,18 @@ class Resharding:
     algorithm's state that have another form, such as what rounding has lost.
 
     Args:
-        flat: the parameters of the process that goes on.
+        model: of the process that goes on.
+        layout: of its flat buffers.
         optimizers: of the process.
 
     Attributes:
         state: what a checkpoint of this process has, when all parts are added.
     """
 
-    def __init__(self, flat: FlatParameters, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.state: dict[str, Any] = {}
-        self._flat = flat
-        self._parameters = dict(flat.model.named_parameters())
+        self._layout = layout
+        self._parameters = dict(model.named_parameters())
         named = {id(parameter): name for name, parameter in self._parameters.items()}
         stepped = [enumerate(p for g in o.param_groups for p in g["params"]) for o in optimizers]
         self._stepped = [{place: named[id(p)] for place, p in each if id(p) in named} for each in stepped]
@@ -75,8 +77,8 @@ class Resharding:
         flat: dict[str, list[Tensor]] = {}
         for key, value in part["algorithm"]["state"].items():
             if isinstance(value, list) and [_length(x) for x in value] == part["layout"]["lengths"]:
-                pairs = zip(self._flat.buffers, value, strict=True)
-                flat[key] = [torch.zeros(x.numel(), dtype=saved.dtype) for x, saved in pairs]
+                pairs = zip(self._layout.lengths, value, strict=True)
+                flat[key] = [torch.zeros(length, dtype=saved.dtype) for length, saved in pairs]
             elif any(isinstance(x, Tensor) for x in _pytree.tree_leaves(value)):
                 logger.info("%s is of another number of processes: the algorithm's %r begins anew", path, key)
         room = {name: torch.zeros(local(p).shape, dtype=p.dtype) for name, p in self._parameters.items()}
@@ -107,7 +109,7 @@ class Resharding:
 
     def _views(self, buffers: list[Tensor]) -> dict[str, Tensor]:
         """Return the parameters' places in flat buffers."""
-        return dict(zip((slot.name for slot in self._flat.slots), self._flat.views(buffers), strict=True))
+        return dict(zip((name for name, _ in self._layout.named), self._layout.views(buffers), strict=True))
 
     def _cut(self, name: str, source: Tensor, target: Tensor) -> None:
         """Copy what the next process's part of a parameter and this one's have in common."""

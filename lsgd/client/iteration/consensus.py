@@ -61,7 +61,7 @@ def wide(x: Tensor) -> Tensor:
 def _distance(own: Sequence[Tensor], means: Sequence[Tensor], group: WorkerGroup, island: Island) -> float:
     """Return the mean over members of |x - mean| / |mean|; of those whose model is finite."""
     group.agree()  # what follows is no vote, and needs all processes of the island
-    apart = sum(float((x - mean).square().sum()) for x, mean in zip(own, means, strict=True))
+    apart = sum(float((x - mean).square_().sum()) for x, mean in zip(own, means, strict=True))
     length = sum(float(mean.square().sum()) for mean in means)
     apart, length = (sum(parts) ** 0.5 for parts in zip(*island.gather("measures", (apart, length)), strict=True))
     distance = apart / length if length else 0.0

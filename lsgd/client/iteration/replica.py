@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from lsgd.algorithms.base import clones
 from lsgd.client.checkpoint.finite import FiniteCheck
@@ -98,7 +99,9 @@ class Replica:
         self.algorithm.settings, self._text = settings, text
         resumed, self._resumed = self._resumed, None
         if resumed is not None and same_form(resumed[0], settings):
-            self.algorithm.load_state_dict(self.algorithm.state_dict() | resumed[1])  # which may lack some
+            device = self.flat.buffers[0].device
+            moved = _pytree.tree_map_only(Tensor, lambda x: x.to(device), resumed[1])
+            self.algorithm.load_state_dict(self.algorithm.state_dict() | moved)  # which may lack some
         return anew
 
     def drop_gradients(self) -> None:

@@ -215,8 +215,9 @@ class Rounds:
         assert active.group is not None
         parameters, order = self._replica.flat.buffers, active.order
         try:
-            with self._tally.spending("exchange"), self._replica.flat.current():
+            with self._tally.spending("exchange"):
                 self._replica.algorithm.after_backward(parameters, (), active.group, order)
+                self._replica.flat.write_back()
         except ExchangeError as error:
             logger.warning("round %d failed, the model is as before: %s", order.id, error)
             self._drop_all(error)
@@ -252,6 +253,7 @@ class Rounds:
             self._count = order.count
         if order.checkpoint:
             self._checkpoints.save(self.active.snapshot)
+            self.active.snapshot = None  # a copy of the model and of all states
         traffic = self._tally.traffic
         passed = self._island.gather("commits a round", (traffic.sent_nbytes, traffic.received_nbytes))
         self._tally.passed = sent_nbytes, _ = tuple(map(sum, zip(*passed, strict=True)))

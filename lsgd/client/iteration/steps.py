@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -155,8 +156,9 @@ class Steps:
         if self._followed:
             return
         self._followed = True
-        with self.tally.spending("exchange"), self._replica.flat.current():
-            self._replica.algorithm.after_step(self._replica.flat.buffers)
+        flat, algorithm = self._replica.flat, self._replica.algorithm
+        with self.tally.spending("exchange"), flat.current() if algorithm.acts_after_step else nullcontext():
+            algorithm.after_step(flat.buffers)
 
     def _check_optimizers(self) -> None:
         """Warn, and later fail, if steps are made without the optimizers that were joined."""

@@ -165,6 +165,8 @@ class Line:
         parcel = self._parcels.popleft()
         if self._parcels:
             self._begin(self._parcels[0])
+        else:
+            self._rest = memoryview(b"")  # an empty part of the message would keep its memory
         if not parcel.done:
             parcel.done = True
             parcel.work.one_done()

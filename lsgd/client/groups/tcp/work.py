@@ -89,6 +89,7 @@ class Work:
             raise self._error
         for line, parcel in self._puts:
             line.release(parcel)
+        self._puts = []  # which have this work: the tensors would stay until a collection of garbage
 
     def one_done(self) -> None:
         """Note that a message is through."""

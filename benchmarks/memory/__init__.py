@@ -1,0 +1,1 @@
+"""What a worker's memory holds beside the model."""
