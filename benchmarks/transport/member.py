@@ -24,7 +24,23 @@ from lsgd.protocol.certificates import run_certificate
 
 TIMEOUT_S = 120.0
 IN_SEQUENCE = 10
-"""Messages of four bytes that one call exchanges, each after the one before it."""
+"""Calls of what takes little more than latency, timed together: members leave a barrier at different times."""
+
+FEW = 4096
+"""Numbers of a message whose time is latency rather than bytes."""
+
+TINY_IN_SEQUENCE = f"exchange, 4 bytes, {IN_SEQUENCE} in sequence"
+TINY_ALL_REDUCE = f"all-reduce, 4 bytes, {IN_SEQUENCE} in sequence"
+EXCHANGE = "exchange"
+BROADCAST = "broadcast"
+ALL_REDUCE = "all-reduce"
+IN_TWO_ROUNDS = "all-reduce, 8 bits"
+FEW_IN_TWO_ROUNDS = f"all-reduce, 8 bits, {FEW} numbers, {IN_SEQUENCE} in sequence"
+FEW_TO_NEIGHBORS = f"to neighbors, 8 bits, {FEW} numbers, {IN_SEQUENCE} in sequence"
+VERBS = (
+    *(TINY_IN_SEQUENCE, TINY_ALL_REDUCE, EXCHANGE, BROADCAST, ALL_REDUCE),
+    *(IN_TWO_ROUNDS, FEW_IN_TWO_ROUNDS, FEW_TO_NEIGHBORS),
+)
 
 
 def transports(rank: int, size: int, address: str, store: TCPStore) -> Mapping[str, WorkerGroup]:
@@ -47,24 +63,38 @@ def transports(rank: int, size: int, address: str, store: TCPStore) -> Mapping[s
 def verbs(group: WorkerGroup) -> Mapping[str, Callable[[Tensor], object]]:
     """Return what is timed, by name, each in place on a float32 tensor."""
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    in_8_bits = QuantizedAllReduce(group, MinMax8())
+    codec = MinMax8()
+    in_8_bits = QuantizedAllReduce(group, codec)
 
     def exchange(x: Tensor) -> None:
         received = torch.empty_like(x)
         group.exchange({after: x}, {before: received})
         x.copy_(received)
 
-    def in_sequence(x: Tensor) -> None:
-        for _ in range(IN_SEQUENCE):
-            exchange(x[:1])
+    def to_neighbors(x: Tensor) -> None:
+        payload = codec.empty(FEW, x.device)
+        codec.encode(x[:FEW], payload)
+        received = {rank: torch.empty_like(payload) for rank in (before, after)}
+        group.exchange(dict.fromkeys(received, payload), received)
+        for other in received.values():
+            codec.decode_add(other, x[:FEW])
+
+    def in_sequence(verb: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
+        def call(x: Tensor) -> None:
+            for _ in range(IN_SEQUENCE):
+                verb(x)
+
+        return call
 
     return {
-        f"exchange, 4 bytes, {IN_SEQUENCE} in sequence": in_sequence,
-        "all-reduce, 4 bytes": lambda x: group.all_reduce(x[:1]).wait(),
-        "exchange": exchange,
-        "broadcast": lambda x: group.broadcast(x, 0),
-        "all-reduce": lambda x: group.all_reduce(x).wait(),
-        "all-reduce, 8 bits": lambda x: in_8_bits(x, x, ("benchmark",)),
+        TINY_IN_SEQUENCE: in_sequence(lambda x: exchange(x[:1])),
+        TINY_ALL_REDUCE: in_sequence(lambda x: group.all_reduce(x[:1]).wait()),
+        EXCHANGE: exchange,
+        BROADCAST: lambda x: group.broadcast(x, 0),
+        ALL_REDUCE: lambda x: group.all_reduce(x).wait(),
+        IN_TWO_ROUNDS: lambda x: in_8_bits(x, x, ("benchmark",)),
+        FEW_IN_TWO_ROUNDS: in_sequence(lambda x: in_8_bits(x[:FEW], x[:FEW], ("benchmark",))),
+        FEW_TO_NEIGHBORS: in_sequence(to_neighbors),
     }
 
 
@@ -84,6 +114,7 @@ def main() -> None:
     parser.add_argument("address", help="of this host")
     parser.add_argument("numel", type=int)
     parser.add_argument("repeats", type=int)
+    parser.add_argument("verbs", nargs="+", choices=VERBS)
     given = parser.parse_args()
     store = TCPStore(
         given.store,
@@ -99,8 +130,9 @@ def main() -> None:
     for turn in range(given.repeats + 1):  # the first one makes the connections
         results: dict[str, Tensor] = {}
         for transport, group in groups.items():
-            for name, verb in verbs(group).items():
-                result = x.clone()
+            of_group = verbs(group)
+            for name in given.verbs:
+                verb, result = of_group[name], x.clone()
                 barrier.all_reduce(torch.zeros(1)).wait()
                 used_s, started_at = processor_s(), time.perf_counter()
                 verb(result)
