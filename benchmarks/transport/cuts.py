@@ -1,8 +1,8 @@
-"""What a link costs that is cut now and then: ``python -m benchmarks.transport.cuts [--cut-s 2] [--json FILE]``.
+"""What a link that is cut now and then costs: ``python -m benchmarks.transport.cuts [--cut-s 2] [--json FILE]``.
 
-Linux, root. Two hosts exchange in TLS, one message of :data:`MESSAGE_NBYTES` each way after the other. On their link
-every packet is lost for a while, again and again. Beside them, at the same time, another two hosts do the same
-on a link that is never cut: the speed is their time over that of the first ones.
+Linux, root. Two hosts exchange in TLS, message after message. On their link every packet is lost for a while, again
+and again. Beside them, at the same time, another two hosts do the same on a link that is never cut: the speed is their
+time over that of the first ones.
 """
 
 import argparse
@@ -75,7 +75,6 @@ class Cutter:
     """
 
     def __init__(self, testbeds: Sequence[tuple[Testbed, float]], every_s: float) -> None:
-        self.cuts = [0 for _ in testbeds]
         self._testbeds = testbeds
         self._every_s = every_s
         self._cut = [False for _ in testbeds]
@@ -89,7 +88,6 @@ class Cutter:
             if cut != self._cut[index]:
                 (testbed.cut if cut else testbed.mend)(testbed.hosts[1])
                 self._cut[index] = cut
-                self.cuts[index] += cut
 
 
 def measure(
@@ -116,7 +114,8 @@ def measure(
         cutter = Cutter(list(zip(testbeds, all_cuts_s, strict=True)), every_s)
         said = [float(text.splitlines()[-1]) for text in await_all(members, "the members", DEADLINE_S, cutter)]
     seconds = [max(pair) for pair in zip(said[::2], said[1::2], strict=True)]
-    for cut_s, cuts, each_s in zip(all_cuts_s, cutter.cuts, seconds, strict=True):
+    for cut_s, each_s in zip(all_cuts_s, seconds, strict=True):
+        cuts = int(each_s // every_s) if cut_s else 0
         yield Result(cut_s, cuts, each_s, messages * MESSAGE_NBYTES * 8 / 1e6 / each_s, seconds[0] / each_s)
 
 
