@@ -139,8 +139,9 @@ def main() -> None:
                 seconds = time.perf_counter() - started_at
                 if turn:
                     timed.setdefault(name, {}).setdefault(transport, []).append((seconds, processor_s() - used_s))
-                same = torch.allclose if name.startswith("all-reduce") else torch.equal
-                assert same(results.setdefault(name, result), result), f"{name}: over {transport} another result"
+                expected = results.setdefault(name, result)  # Gloo adds up in another order
+                same = name.startswith("all-reduce") and torch.allclose(result, expected, rtol=1e-5, atol=1e-5)
+                assert same or result.equal(expected), f"{name}: over {transport} another result"
     barrier.all_reduce(torch.zeros(1)).wait()
     print(json.dumps(timed), flush=True)
     store.set(f"done{given.rank}", "")

@@ -1,5 +1,6 @@
 """Groups over TCP connections of their own, plain and in TLS: every verb, strangers, and what a missing member does."""
 
+import gc
 import json
 import os
 import socket
@@ -358,6 +359,22 @@ def test_a_member_with_another_certificate_is_told_at_once() -> None:
     errors = all_at_once(groups, lambda group: group.all_reduce(torch.ones(1)).wait())
     assert all(isinstance(error, ExchangeError) and "no connection with node" in str(error) for error in errors)
     assert any("certificate" in str(error) for error in errors)
+
+
+def test_what_is_done_leaves_no_memory_to_the_garbage_collector() -> None:
+    groups, _ = members(2, [CERTIFICATE] * 2)
+
+    def work(group: TcpGroup) -> None:
+        for _ in range(30):
+            group.all_reduce(torch.ones(40_000)).wait()
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert all_at_once(groups, work) == [None] * 2
+        assert sum(type(thing) is Work for thing in gc.get_objects()) < 10
+    finally:
+        gc.enable()
 
 
 def test_forty_generations_leave_no_thread_and_no_descriptor(run) -> None:

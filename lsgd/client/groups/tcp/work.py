@@ -89,6 +89,7 @@ class Work:
             raise self._error
         for line, parcel in self._puts:
             line.release(parcel)
+        self._puts = []  # a parcel has its work: the memory would wait for the garbage collector
 
     def one_done(self) -> None:
         """Note that a message is through."""
