@@ -6,7 +6,6 @@ time over that of the first ones.
 """
 
 import argparse
-import datetime
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,22 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
 from benchmarks.testbed import Testbed, TestbedError
 from benchmarks.testbed.launch import await_all, start
-from lsgd.client.groups.base import Members
-from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.mesh import Mesh
-from lsgd.client.groups.tcp.tls import contexts
-from lsgd.protocol.certificates import run_certificate
+from benchmarks.transport.member import open_store, tcp_group
 
 PORT = 29650
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 MESSAGE_NBYTES = 1_250_000
-TIMEOUT_S, DEADLINE_S = 120.0, 1800.0
+DEADLINE_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -46,13 +40,8 @@ class Result:
 
 def member(rank: int, store_address: str, address: str, messages: int) -> None:
     """Exchange, and print how long that took in seconds."""
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    store = TCPStore(store_address, PORT, is_master=rank == 0, wait_for_workers=False, timeout=timeout)
-    names = ["node0", "node1"]
-    tls = contexts(run_certificate(b"s" * 32, "cuts"))
-    group = TcpGroup(
-        Mesh("cuts", 1, rank, names, address, store, tls, TIMEOUT_S), Members.apart(names, rank), TIMEOUT_S
-    )
+    store = open_store(store_address, PORT, here=rank == 0)
+    group = tcp_group(1, rank, 2, address, store)
     sent, received = torch.full((MESSAGE_NBYTES // 4,), float(rank)), torch.empty(MESSAGE_NBYTES // 4)
     group.all_reduce(torch.zeros(1)).wait()  # makes the connections
     print("begins", flush=True)

@@ -43,21 +43,34 @@ VERBS = (
 )
 
 
+def open_store(address: str, port: int, *, here: bool) -> TCPStore:
+    """Return the store where the members meet; one of them has it."""
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    return TCPStore(address, port, is_master=here, wait_for_workers=False, timeout=timeout)
+
+
+def names_of(size: int) -> list[str]:
+    """Return the names of so many members."""
+    return [f"node{index}" for index in range(size)]
+
+
+def tcp_group(number: int, rank: int, size: int, address: str, store: TCPStore, *, tls: bool = True) -> TcpGroup:
+    """Return the group of the generation of this number over connections of its own."""
+    certificate = contexts(run_certificate(b"s" * 32, "benchmark")) if tls else None
+    own, names = PrefixStore(str(number), store), names_of(size)
+    mesh = Mesh("benchmark", number, rank, names, address, own, certificate, TIMEOUT_S)
+    return TcpGroup(mesh, Members.apart(names, rank), TIMEOUT_S)
+
+
 def transports(rank: int, size: int, address: str, store: TCPStore) -> Mapping[str, WorkerGroup]:
     """Return the groups to compare, by name."""
-    names = [f"node{index}" for index in range(size)]
-
-    def over_tcp(number: int, certificate: bytes) -> TcpGroup:
-        tls = contexts(certificate) if certificate else None
-        own = PrefixStore(str(number), store)
-        mesh = Mesh("benchmark", number, rank, names, address, own, tls, TIMEOUT_S)
-        return TcpGroup(mesh, Members.apart(names, rank), TIMEOUT_S)
-
+    names = names_of(size)
     gloo = TorchGroup(
         lambda name, _: gloo_group(store, name, rank, names, address, TIMEOUT_S, Connections()),
         *(Members.apart(names, rank), TIMEOUT_S, "gloo", torch.device("cpu")),
     )
-    return {"gloo": gloo, "tcp": over_tcp(1, b""), "tcp, TLS": over_tcp(2, run_certificate(b"s" * 32, "benchmark"))}
+    own = (rank, size, address, store)
+    return {"gloo": gloo, "tcp": tcp_group(1, *own, tls=False), "tcp, TLS": tcp_group(2, *own)}
 
 
 def verbs(group: WorkerGroup) -> Mapping[str, Callable[[Tensor], object]]:
@@ -116,13 +129,7 @@ def main() -> None:
     parser.add_argument("repeats", type=int)
     parser.add_argument("verbs", nargs="+", choices=VERBS)
     given = parser.parse_args()
-    store = TCPStore(
-        given.store,
-        given.port,
-        is_master=given.rank == 0,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
-    )
+    store = open_store(given.store, given.port, here=given.rank == 0)
     groups = transports(given.rank, given.size, given.address, store)
     barrier = groups["gloo"]
     x = torch.randn(given.numel, generator=torch.Generator().manual_seed(given.rank))
