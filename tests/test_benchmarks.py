@@ -88,6 +88,9 @@ def test_transport_measures_every_verb_and_a_link_that_is_cut(tmp_path: Path) ->
     assert (whole["cuts"], whole["speed"]) == (0, 1.0)
     assert cut["cuts"] >= 1 and cut["speed"] < 0.9
     assert whole["goodput_mbit"] < 10
+    beside = quick("transport.requests", tmp_path, "--idle-s", "1", size="--nbytes=250000")["results"]
+    assert [r["beside"] for r in beside] == ["nothing", "gloo", "tcp", "tcp, TLS"]
+    assert all(r["median_s"] >= 0.05 for r in beside)  # there and back
 
 
 @pytest.mark.parametrize("peers", ["exponential", "shift_one"])
