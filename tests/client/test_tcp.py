@@ -335,6 +335,7 @@ def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again() -> None:
     sent = bytes(data)
     work.start([(line, memoryview(data))], "exchange")
     work.wait(HOUR_S * 1e6)  # all of it is the system's
+    work.release()
     data[:] = bytes(len(data))
     got = first.read(5000)
     first.receiver.setblocking(False)

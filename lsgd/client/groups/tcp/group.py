@@ -20,7 +20,16 @@ from lsgd.errors import ExchangeError
 WHOLE_NBYTES = 64 << 10
 """An all-reduce sends each member's whole tensor to all others, if that is no more: one latency instead of two."""
 
-_NOTHING = Transfer(lambda: None)
+
+class _Started(Transfer):
+    """Messages under way. Their memory is free after ``release``: until then they can be sent again from it."""
+
+    def __init__(self, wait: Callable[[], None] = lambda: None, release: Callable[[], None] = lambda: None) -> None:
+        super().__init__(wait)
+        self.release = release
+
+
+_NOTHING = _Started()
 
 
 class TcpGroup(WorkerGroup):
@@ -92,6 +101,8 @@ class TcpGroup(WorkerGroup):
             for index, transfer in enumerate(ended):
                 transfer.wait()
                 staged.drain(index)
+            for transfer in ended:
+                transfer.release()
             staged.finish()
 
         return Transfer(wait)
@@ -105,6 +116,7 @@ class TcpGroup(WorkerGroup):
 
         def wait() -> None:
             first.wait()
+            first.release()
             total = parts[0]
             for part in parts[1:]:
                 total += part
@@ -145,6 +157,8 @@ class TcpGroup(WorkerGroup):
                 staged.drain(index)
         for one in sent:
             one.wait()
+        for one in [*received, *sent]:
+            one.release()
         staged.finish()
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
@@ -166,6 +180,8 @@ class TcpGroup(WorkerGroup):
                 transfer.wait()
                 for one in arriving.values():
                     one.drain(index)
+            for transfer in under_way:
+                transfer.release()
             for one in arriving.values():
                 one.finish()
 
@@ -174,7 +190,7 @@ class TcpGroup(WorkerGroup):
     def _staged(self, tensor: Tensor, count: int | None = None) -> Staged:
         return Staged(tensor, self._copiers(tensor.device), count)
 
-    def _start(self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
+    def _start(self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Started:
         """Begin to send and receive tensors in host memory; empty ones do not travel."""
         if self.size == 1:
             return _NOTHING
@@ -188,7 +204,7 @@ class TcpGroup(WorkerGroup):
             with self._failing(what, started_at):
                 work.wait(started_at + self._timeout_s)
 
-        return Transfer(wait)
+        return _Started(wait, work.release)
 
     def _puts(self, line: Callable[[int], Line], tensors: Mapping[int, Tensor]) -> list[tuple[Line, memoryview]]:
         return [(line(self._ranks[rank]), _bytes_of(tensor)) for rank, tensor in tensors.items() if tensor.numel()]

@@ -76,7 +76,7 @@ class Work:
             line.put(parcel)
 
     def wait(self, deadline: float) -> None:
-        """Wait until all messages are sent and received; their memory is free then.
+        """Wait until all messages are sent and received; their memory is free after :meth:`release`.
 
         Raises:
             OSError: it failed, or ``deadline`` (of ``time.monotonic``) has passed.
@@ -87,6 +87,9 @@ class Work:
             raise TimeoutError("; ".join(words))
         if self._error is not None:
             raise self._error
+
+    def release(self) -> None:
+        """Use the messages' memory no more; once all are through."""
         for line, parcel in self._puts:
             line.release(parcel)
         self._puts = []  # a parcel has its work: the memory would wait for the garbage collector
