@@ -14,6 +14,7 @@ from benchmarks import tables
 from benchmarks.endtoend.tables import table_of
 from benchmarks.mixing import measure, mixing
 from benchmarks.network import tables as network_tables
+from benchmarks.transport.member import VERBS
 
 from .integration.running import LIGHT
 
@@ -72,6 +73,24 @@ def test_overlap_is_within_what_is_possible(tmp_path: Path) -> None:
         assert result["step_s"] > result["load"] * result["link_by_arithmetic_s"]
         assert result["link_s"] > 0.8 * result["link_by_arithmetic_s"]
         assert result["ceiling"] <= 1.0
+
+
+@root
+@alone
+@needs_root
+@slow
+def test_transport_measures_every_verb_and_a_link_that_is_cut(tmp_path: Path) -> None:
+    results = quick("transport", tmp_path)["results"]
+    assert [(r["verb"], r["transport"]) for r in results] == [
+        (verb, transport) for verb in VERBS for transport in ("gloo", "tcp", "tcp, TLS")
+    ]
+    whole, cut = quick("transport.cuts", tmp_path, "--every-s", "3", "--cut-s", "1", size="--messages=4")["results"]
+    assert (whole["cuts"], whole["speed"]) == (0, 1.0)
+    assert cut["cuts"] >= 1 and cut["speed"] < 0.9
+    assert whole["goodput_mbit"] < 10
+    beside = quick("transport.requests", tmp_path, "--idle-s", "1", size="--nbytes=250000")["results"]
+    assert [r["beside"] for r in beside] == ["nothing", "gloo", "tcp", "tcp, TLS"]
+    assert all(r["median_s"] >= 0.05 for r in beside)  # there and back
 
 
 @pytest.mark.parametrize("peers", ["exponential", "shift_one"])

@@ -49,6 +49,18 @@ while data := connection.recv(64):
     connection.sendall(data)
 """
 
+ASK = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 5000), timeout=30)
+for line in sys.stdin:
+    connection.sendall(b"x")
+    connection.settimeout(float(line))
+    try:
+        print("answer" if connection.recv(1) else "end", flush=True)
+    except TimeoutError:
+        print("silence", flush=True)
+"""
+
 ROUND_TRIPS = """
 import socket, sys, time
 connection = socket.create_connection((sys.argv[1], 5000), timeout=30)
@@ -133,6 +145,28 @@ def test_a_round_trip_takes_twice_the_delay() -> None:
         lines = testbed.hosts[0].run([sys.executable, "-c", ROUND_TRIPS, testbed.hosts[1].address])
     round_trips_s = [float(line) for line in lines.split()]
     assert 0.040 <= min(round_trips_s) < 2 * 0.040  # a busy machine makes some slower, but not all
+
+
+@root
+@needs_root
+@pytest.mark.parametrize("delay_ms", [0.0, 1.0])
+def test_a_host_that_is_cut_hears_nothing_until_it_is_mended(delay_ms: float) -> None:
+    with Testbed(2, delay_ms=delay_ms) as testbed, listen(testbed.hosts[1], ECHO):
+        asks = [sys.executable, "-c", ASK, testbed.hosts[1].address]
+        with testbed.hosts[0].popen(asks, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+            def answer(within_s: float) -> str:
+                assert process.stdin and process.stdout
+                process.stdin.write(f"{within_s}\n")
+                process.stdin.flush()
+                return process.stdout.readline()
+
+            assert answer(10) == "answer\n"
+            testbed.cut(testbed.hosts[1])
+            assert answer(0.3) == "silence\n"
+            testbed.mend(testbed.hosts[1])
+            assert answer(10) == "answer\n"
+            process.kill()
 
 
 @root

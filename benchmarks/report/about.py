@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import date
@@ -23,7 +24,7 @@ def about(module: str) -> dict[str, str]:
         "load": f"{os.getloadavg()[0]:.1f} processes in the last minute",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
     }
 
 

@@ -191,6 +191,7 @@ class Testbed:
         self._delay_ms = delay_ms
         self._limited = False
         self._switch: Host | None = None
+        self._relay: subprocess.Popen[str] | None = None
         self._closing = contextlib.ExitStack()
         self.hosts: list[Host] = []
         with contextlib.ExitStack() as undo:
@@ -227,14 +228,22 @@ class Testbed:
         self._limited = rate_mbit is not None
 
     def cut(self, host: Host) -> None:
-        """Lose every packet to and from a host, silently, until :meth:`mend`; not in a testbed with latency."""
-        assert self._switch is not None
-        self._switch.run(["ip", "link", "set", f"port{host.index}", "nomaster"])
+        """Lose every packet to and from a host, silently, until :meth:`mend`."""
+        self._tell(host, "cut", "nomaster")
 
     def mend(self, host: Host) -> None:
         """Connect a host again."""
-        assert self._switch is not None
-        self._switch.run(["ip", "link", "set", f"port{host.index}", "master", "bridge"])
+        self._tell(host, "mend", "master", "bridge")
+
+    def _tell(self, host: Host, order: str, *link: str) -> None:
+        """Give an order to the relay, or the bridge's end of a host's link these settings."""
+        if self._relay is not None:
+            assert self._relay.stdin
+            self._relay.stdin.write(f"{order} {host.index}\n")
+            self._relay.stdin.flush()
+        else:
+            assert self._switch is not None
+            self._switch.run(["ip", "link", "set", f"port{host.index}", *link])
 
     def _add_host(self, index: int, count: int, loopback_names: bool) -> None:
         names = {f"node{i}": f"{NETWORK}.{i + 1}" for i in range(count)}
@@ -275,9 +284,9 @@ class Testbed:
 
     def _connect_by_relay(self) -> None:
         pids = [str(host.pid) for host in self.hosts]
-        process = subprocess.Popen(
+        self._relay = process = subprocess.Popen(
             [sys.executable, relay.__file__, str(self._delay_ms), *pids],
-            stdin=subprocess.PIPE,  # the relay ends when it closes
+            stdin=subprocess.PIPE,  # the relay ends when it closes, and takes orders
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -2,7 +2,8 @@
 
 Started by :mod:`benchmarks.testbed` as ``python relay.py DELAY_MS PID...`` with the process ids of the hosts in the
 order of their addresses; makes the device ``eth0`` in each and runs until its standard input closes. A packet goes to
-the host whose number is the last part of its IPv4 destination, less one.
+the host whose number is the last part of its IPv4 destination, less one. A line ``cut 1`` on standard input loses every
+packet to and from host 1 from then on, and ``mend 1`` ends that.
 """
 
 import ctypes
@@ -37,20 +38,25 @@ def open_tun(pid: int) -> int:
     return tun
 
 
-def pass_packets(tuns: Sequence[int], delay_s: float, until_closed: int) -> None:
-    """Pass packets between ``tuns`` after ``delay_s`` seconds, until the file ``until_closed`` has nothing more."""
+def pass_packets(tuns: Sequence[int], delay_s: float, orders: int) -> None:
+    """Pass packets between ``tuns`` after ``delay_s`` seconds, but for hosts that are cut, until ``orders`` closes."""
     under_way: deque[tuple[float, int, bytes]] = deque()  # (when it arrives, where, the packet), in this order
+    cut: set[int] = set()
     while True:
         timeout_s = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
-        ready, _, _ = select.select([*tuns, until_closed], [], [], timeout_s)
-        if until_closed in ready:
-            return
-        for tun in ready:
-            _read(tun, delay_s, under_way)
+        ready, _, _ = select.select([orders, *tuns], [], [], timeout_s)
+        if orders in ready:
+            if not (lines := os.read(orders, 4096)):
+                return
+            for order, number in map(bytes.split, lines.splitlines()):
+                (cut.add if order == b"cut" else cut.discard)(int(number))
+        for index, tun in enumerate(tuns):
+            if tun in ready:
+                _read(tun, delay_s, deque() if index in cut else under_way)
         now = time.monotonic()
         while under_way and under_way[0][0] <= now:
             _, host, packet = under_way.popleft()
-            if host < len(tuns):
+            if host < len(tuns) and host not in cut:
                 _write(tuns[host], packet)
 
 

@@ -1,9 +1,12 @@
 """Groups over TCP beside those over Gloo: ``python -m benchmarks.transport [--quick] [--json FILE]``. Linux, root.
 
-Every member is a process on a host of its own (benchmarks/testbed), all on this machine. In turns they call the same
+Every host (benchmarks/testbed) has a process, all on this machine. In turns they call the same
 verbs of :class:`lsgd.collectives.group.Group` with the same float32 tensor over Gloo, over connections of their own,
-and over those in TLS; the results are compared. The time of a call is that of the slowest member; a
+and over those in TLS; the results are compared. The time of a call is that of the slowest host; a
 speed is the median over the turns of Gloo's time over this one's.
+
+A second table has the time of the two-round all-reduce of few numbers in 8 bits over that of sending them to the
+neighbors in a ring, which is what low-precision decentralized SGD does (docs/algorithms.md).
 """
 
 import json
@@ -17,9 +20,10 @@ from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
 from benchmarks.testbed import LINKS, Testbed, TestbedError
 from benchmarks.testbed.launch import await_all, start
+from benchmarks.transport.member import FEW_IN_TWO_ROUNDS, FEW_TO_NEIGHBORS, VERBS
 
 PORT = 29600
-MEMBERS = (2,)
+HOSTS = (2,)
 NETWORKS = ("unlimited", "1gbit", "100mbit", "100mbit-25ms")
 MESSAGE_NBYTES, QUICK_MESSAGE_NBYTES = 25_000_000, 2_500_000
 REPEATS, QUICK_REPEATS = 5, 2
@@ -28,19 +32,21 @@ DEADLINE_S = 600.0
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table: ``speed`` is Gloo's time over this one, ``processor_s`` that of all members in a call."""
+    """One line of the table: ``speed`` is Gloo's time over this one, ``processor_s`` that of all hosts in a call."""
 
-    members: int
+    hosts: int
     network: str
     verb: str
     transport: str
-    seconds: float
+    turns_s: Sequence[float]
     speed: float
     processor_s: float
 
 
-def measure(testbed: Testbed, network: str, nbytes: int, repeats: int) -> Iterator[Result]:
-    """Yield the results of each verb and transport.
+def measure(
+    testbed: Testbed, network: str, nbytes: int, repeats: int, wanted: Sequence[str] = VERBS
+) -> Iterator[Result]:
+    """Yield the results of each verb that is wanted, and each transport.
 
     Raises:
         RunFailedError: a member failed; the message has what it said.
@@ -48,10 +54,10 @@ def measure(testbed: Testbed, network: str, nbytes: int, repeats: int) -> Iterat
     size, store = len(testbed.hosts), testbed.hosts[0].address
     command = [sys.executable, "-m", "benchmarks.transport.member"]
     members = [
-        start([*command, *map(str, (host.index, size, store, PORT, host.address, nbytes // 4, repeats))], host)
+        start([*command, *map(str, (host.index, size, store, PORT, host.address, nbytes // 4, repeats, *wanted))], host)
         for host in testbed.hosts
     ]
-    said = [json.loads(text.splitlines()[-1]) for text in await_all(members, f"{size} members", DEADLINE_S)]
+    said = [json.loads(text.splitlines()[-1]) for text in await_all(members, f"{size} hosts", DEADLINE_S)]
     for verb in said[0]:
         slowest = {
             transport: [max(member[verb][transport][turn][0] for member in said) for turn in range(repeats)]
@@ -65,7 +71,7 @@ def measure(testbed: Testbed, network: str, nbytes: int, repeats: int) -> Iterat
                 network,
                 verb,
                 transport,
-                statistics.median(seconds),
+                seconds,
                 statistics.median(speeds),
                 statistics.median(used),
             )
@@ -75,13 +81,25 @@ def row(result: Result) -> Sequence[str]:
     """Return a result as a line of the table."""
     return (
         result.network,
-        str(result.members),
+        str(result.hosts),
         result.verb,
         result.transport,
-        f"{result.seconds * 1e3:.1f}",
+        f"{statistics.median(result.turns_s) * 1e3:.1f}",
         f"{result.speed:.2f}",
         f"{result.processor_s * 1e3:.0f}",
     )
+
+
+def ratio_rows(results: Sequence[Result]) -> list[Sequence[str]]:
+    """Return the lines of the second table: the median over the turns of one time over the other."""
+    turns = {(r.network, r.hosts, r.transport, r.verb): r.turns_s for r in results}
+    rows: list[Sequence[str]] = []
+    for (network, hosts, transport, verb), two_rounds in turns.items():
+        neighbors = turns.get((network, hosts, transport, FEW_TO_NEIGHBORS))
+        if verb == FEW_IN_TWO_ROUNDS and neighbors is not None:
+            ratio = statistics.median(one / other for one, other in zip(two_rounds, neighbors, strict=True))
+            rows.append((network, str(hosts), transport, f"{ratio:.2f}"))
+    return rows
 
 
 def main() -> int:
@@ -90,33 +108,38 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"{QUICK_MESSAGE_NBYTES / 1e6:g} MB, {QUICK_REPEATS} turns, the first of MEMBERS and NETWORKS only",
+        help=f"{QUICK_MESSAGE_NBYTES / 1e6:g} MB, {QUICK_REPEATS} turns, the first of HOSTS and NETWORKS only",
     )
-    parser.add_argument("--members", type=int, nargs="+", default=MEMBERS, help="how many, one run each")
+    parser.add_argument("--hosts", type=int, nargs="+", default=HOSTS, help="how many, one run each")
+    parser.add_argument(
+        "--verbs", nargs="+", choices=VERBS, default=VERBS, metavar="VERB", help=", ".join(map(repr, VERBS))
+    )
     parser.add_argument("--networks", nargs="+", choices=LINKS, default=NETWORKS, help="one run each")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="turns in a run, besides the first")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
     options = parser.parse_args()
     nbytes, repeats = MESSAGE_NBYTES, options.repeats
-    all_members, networks = options.members, options.networks
+    all_hosts, networks = options.hosts, options.networks
     if options.quick:
         nbytes, repeats = QUICK_MESSAGE_NBYTES, QUICK_REPEATS
-        all_members, networks = all_members[:1], networks[:1]
+        all_hosts, networks = all_hosts[:1], networks[:1]
 
     machine = about("benchmarks.transport")
     print(heading(machine) + "\n", flush=True)
     results: list[Result] = []
     try:
-        for members in all_members:
+        for hosts in all_hosts:
             for network in networks:
                 rate_mbit, delay_ms = LINKS[network]
-                with Testbed(members, rate_mbit=rate_mbit, delay_ms=delay_ms) as testbed:
-                    results += measure(testbed, network, nbytes, repeats)
+                with Testbed(hosts, rate_mbit=rate_mbit, delay_ms=delay_ms) as testbed:
+                    results += measure(testbed, network, nbytes, repeats, options.verbs)
     except TestbedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    columns = ["network", "members", "verb", "over", "ms", "speed", "processor ms"]
+    columns = ["network", "hosts", "verb", "over", "ms", "speed", "processor ms"]
     print(table(columns, [row(result) for result in results]))
+    if ratios := ratio_rows(results):
+        print("\n" + table(["network", "hosts", "over", "two rounds / to neighbors"], ratios))
     write_json(options.json, machine, results, nbytes=nbytes)
     return 0
 

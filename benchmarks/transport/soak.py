@@ -7,7 +7,6 @@ rounds and at the end.
 
 import argparse
 import ctypes
-import datetime
 import json
 import subprocess
 import sys
@@ -16,27 +15,13 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
-from lsgd.client.groups.base import Members
-from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.mesh import Mesh
-from lsgd.client.groups.tcp.tls import contexts
-from lsgd.protocol.certificates import run_certificate
+from benchmarks.transport.member import open_store, tcp_group
 
 ROUNDS, GENERATION_ROUNDS, NUMEL = 20_000, 250, 1 << 16
-TIMEOUT_S, DEADLINE_S = 60.0, 3600.0
-
-
-def group_of(rank: int, size: int, number: int, store: TCPStore) -> TcpGroup:
-    """Return the group of a generation."""
-    names = [f"node{index}" for index in range(size)]
-    tls = contexts(run_certificate(b"s" * 32, "soak"))
-    own = PrefixStore(str(number), store)
-    mesh = Mesh("soak", number, rank, names, "127.0.0.1", own, tls, TIMEOUT_S)
-    return TcpGroup(mesh, Members.apart(names, rank), TIMEOUT_S)
+DEADLINE_S = 3600.0
 
 
 def state() -> dict[str, float]:
@@ -53,15 +38,14 @@ def state() -> dict[str, float]:
 def member(rank: int, size: int, port: int, rounds: int) -> None:
     """Exchange, and print what this process held after a tenth of the rounds and at the end, as JSON."""
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)
+    store = open_store("127.0.0.1", port, here=rank == 0)
     small, large, held = torch.zeros(1), torch.zeros(NUMEL), []
     group = None
     for done in range(rounds):
         if done % GENERATION_ROUNDS == 0:
             if group is not None:
                 group.close()
-            group = group_of(rank, size, done // GENERATION_ROUNDS + 1, store)
+            group = tcp_group(done // GENERATION_ROUNDS + 1, rank, size, "127.0.0.1", store)
         assert group is not None
         for tensor in (small.fill_(rank + 1), large.fill_(rank + 1)):
             group.all_reduce(tensor).wait()

@@ -10,9 +10,11 @@ from typing import Any
 
 from lsgd.client.groups.base import Members
 from lsgd.client.groups.reach import Door
+from lsgd.client.groups.tcp import staging
 from lsgd.client.groups.tcp.group import TcpGroup
 from lsgd.client.groups.tcp.mesh import Mesh
 from lsgd.client.groups.tcp.routes import Dial, Routes
+from lsgd.client.groups.tcp.staging import Copier
 from lsgd.client.groups.tcp.tls import contexts
 
 from .bench import together
@@ -33,15 +35,20 @@ class SharedStore(dict[str, bytes]):
 
 
 def members(
-    size: int, certificates: Sequence[bytes], timeout_s: float = 20.0, routes: Callable[..., Routes] = Routes
+    size: int,
+    certificates: Sequence[bytes],
+    timeout_s: float = 20.0,
+    routes: Callable[..., Routes] = Routes,
+    copiers: Sequence[Copier | None] = (),
 ) -> tuple[list[TcpGroup], SharedStore]:
-    """Return a group for each member, and the store; each has one of the certificates."""
+    """Return a group for each member, and the store; each has one of the certificates, and of the copiers if any."""
     store, names = SharedStore(), [f"node{rank}/worker0" for rank in range(size)]
     groups = []
     for rank, certificate in zip(range(size), certificates, strict=True):
         tls = contexts(certificate) if certificate else None
         mesh = Mesh("run", 1, rank, names, "127.0.0.1", store, tls, timeout_s, routes)  # type: ignore[arg-type]
-        groups.append(TcpGroup(mesh, Members.apart(names, rank), timeout_s))
+        copier_of = (lambda device, rank=rank: copiers[rank]) if copiers else staging.copier_of
+        groups.append(TcpGroup(mesh, Members.apart(names, rank), timeout_s, copiers=copier_of))
     return groups, store
 
 

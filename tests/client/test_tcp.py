@@ -1,27 +1,22 @@
 """Groups over TCP connections of their own, plain and in TLS: every verb, strangers, and what a missing member does."""
 
+import gc
 import json
-import logging
 import os
 import socket
-import ssl
 import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.testbed import Testbed
-from lsgd.client.groups.reach import Door
-from lsgd.client.groups.tcp import service
 from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.hello import HELLO_NBYTES, Hello
 from lsgd.client.groups.tcp.loop import Loop
 from lsgd.client.groups.tcp.outgoing import Outgoing
 from lsgd.client.groups.tcp.tls import contexts
@@ -340,6 +335,7 @@ def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again() -> None:
     sent = bytes(data)
     work.start([(line, memoryview(data))], "exchange")
     work.wait(HOUR_S * 1e6)  # all of it is the system's
+    work.release()
     data[:] = bytes(len(data))
     got = first.read(5000)
     first.receiver.setblocking(False)
@@ -359,45 +355,27 @@ def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again() -> None:
     second.receiver.close()
 
 
-# -- strangers --------------------------------------------------------------------------------------------------
-
-
-def test_strangers_are_refused_and_the_members_go_on(caplog) -> None:
-    (first, second), store = members(2, [CERTIFICATE] * 2)
-    first._mesh.from_(1)  # it listens
-    door = Door.of(store.get("tcp/0"))
-    other = contexts(run_certificate(b"x" * 32, "run"))
-    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
-    idle = [socket.create_connection((door.address, door.port)) for _ in range(2 * service.MAX_GREETING)]
-    with caplog.at_level(logging.WARNING, logger="lsgd"):
-        for context in (nobody, other.client):
-            with socket.create_connection((door.address, door.port)) as raw, pytest.raises(ssl.SSLError):
-                with context.wrap_socket(raw) as stranger:
-                    stranger.sendall(b"x" * HELLO_NBYTES)
-                    stranger.recv(1)
-        with socket.create_connection((door.address, door.port), 20) as plain:
-            plain.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 200)
-            with suppress(ConnectionResetError):
-                assert b"HTTP" not in plain.recv(1000)
-        member = contexts(CERTIFICATE).client  # that does not know the nonce
-        with member.wrap_socket(socket.create_connection((door.address, door.port), 20)) as knows:
-            knows.sendall(Hello("run", 1, 1, 0).packed(b"x" * 16, 0))
-            assert knows.recv(1) == b""
-        work = lambda g: g.all_reduce(torch.ones(1)).wait() or True  # noqa: E731
-        assert all_at_once([first, second], work) == [True, True]
-    said = [record.getMessage() for record in caplog.records]
-    assert all("refused a connection from 127.0.0.1 to the port for tensors: " in line for line in said)
-    assert any("CERTIFICATE" in line for line in said) and any("says no hello" in line for line in said)
-    for connection in idle:
-        connection.close()
-
-
 def test_a_member_with_another_certificate_is_told_at_once() -> None:
     groups, _ = members(2, [CERTIFICATE, run_certificate(b"x" * 32, "run")], timeout_s=HOUR_S)
     errors = all_at_once(groups, lambda group: group.all_reduce(torch.ones(1)).wait())
     assert all(isinstance(error, ExchangeError) and "no connection with node" in str(error) for error in errors)
     assert any("certificate" in str(error) for error in errors)
+
+
+def test_what_is_done_leaves_no_memory_to_the_garbage_collector() -> None:
+    groups, _ = members(2, [CERTIFICATE] * 2)
+
+    def work(group: TcpGroup) -> None:
+        for _ in range(30):
+            group.all_reduce(torch.ones(40_000)).wait()
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert all_at_once(groups, work) == [None] * 2
+        assert sum(type(thing) is Work for thing in gc.get_objects()) < 10
+    finally:
+        gc.enable()
 
 
 def test_forty_generations_leave_no_thread_and_no_descriptor(run) -> None:

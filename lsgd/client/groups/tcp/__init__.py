@@ -1,6 +1,7 @@
 """Groups over TCP connections of their own: one for each pair of members and direction, in TLS where keys are needed.
 
 - :mod:`~lsgd.client.groups.tcp.group` has the verbs.
+- :mod:`~lsgd.client.groups.tcp.staging` takes tensors of a GPU through host memory, piece by piece.
 - :mod:`~lsgd.client.groups.tcp.line` moves bytes one way, :mod:`~lsgd.client.groups.tcp.outgoing` and
   :mod:`~lsgd.client.groups.tcp.incoming` are its ends.
 - :mod:`~lsgd.client.groups.tcp.loop` is the thread that serves the lines of one direction.

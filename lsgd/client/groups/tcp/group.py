@@ -1,17 +1,17 @@
 """A Group over the connections of a mesh."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lsgd.client.groups.base import Members, Traffic, WorkerGroup, from_host, to_host
+from lsgd.client.groups.base import Members, Traffic, WorkerGroup
 from lsgd.client.groups.tcp.line import Line
 from lsgd.client.groups.tcp.mesh import Mesh
+from lsgd.client.groups.tcp.staging import Copier, Staged, copier_of
 from lsgd.client.groups.tcp.work import Work
 from lsgd.collectives.group import Transfer
 from lsgd.collectives.point_to_point import PIECE_NBYTES, RELAYED_PIECES
@@ -20,31 +20,50 @@ from lsgd.errors import ExchangeError
 WHOLE_NBYTES = 64 << 10
 """An all-reduce sends each member's whole tensor to all others, if that is no more: one latency instead of two."""
 
-_NOTHING = Transfer(lambda: None)
+
+class _Started(Transfer):
+    """Messages under way. Their memory is free after ``release``: until then they can be sent again from it."""
+
+    def __init__(self, wait: Callable[[], None] = lambda: None, release: Callable[[], None] = lambda: None) -> None:
+        super().__init__(wait)
+        self.release = release
+
+
+_NOTHING = _Started()
 
 
 class TcpGroup(WorkerGroup):
     """A Group (:class:`lsgd.collectives.group.Group`) on a :class:`~lsgd.client.groups.tcp.mesh.Mesh`.
 
-    Subgroups use the same connections. Tensors on a GPU go by way of pinned host memory.
+    Subgroups use the same connections. Tensors on a GPU go by way of pinned host memory
+    (:mod:`lsgd.client.groups.tcp.staging`).
 
     Args:
         mesh: the lines between the members of the generation.
         members: its members.
         timeout_s: deadline of each verb.
         traffic: counts what this member sends and receives.
+        copiers: returns what copies between a device and host memory; None: it is the same.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, mesh: Mesh, members: Members, timeout_s: float, traffic: Traffic | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        members: Members,
+        timeout_s: float,
+        traffic: Traffic | None = None,
+        copiers: Callable[[torch.device], Copier | None] = copier_of,
+    ) -> None:
         super().__init__(members, timeout_s, traffic)
         self.transport = mesh.transport
         self._mesh = mesh
+        self._copiers = copiers
         self._others = [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _group_of(self, members: Members) -> "TcpGroup":
-        return TcpGroup(self._mesh, members, self._timeout_s, self._traffic)
+        return TcpGroup(self._mesh, members, self._timeout_s, self._traffic, self._copiers)
 
     def cut(self) -> None:
         """Make whatever waits in this group or its subgroups fail at once; may be called by another thread."""
@@ -59,32 +78,50 @@ class TcpGroup(WorkerGroup):
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """Begin to replace ``tensor`` by the sum over all members, which is made in the order of their ranks.
 
-        A small one goes to all members whole. Of a larger one each member sums up its own chunk; the transfer's wait
-        sends that to the others.
+        A small one goes to all members whole. Of each piece of a larger one every member sums up its own chunk; the
+        transfer's wait sends that to the others.
         """
         if self.size == 1:
             return _NOTHING
-        host = to_host(tensor)
-        flat = host.view(-1)
-        whole = host.nbytes * (self.size - 1) <= WHOLE_NBYTES
-        bounds = [flat.numel() * rank // self.size for rank in range(self.size + 1)]
-        chunks = [flat if whole else flat[start:end] for start, end in pairwise(bounds)]
+        whole = tensor.nbytes * (self.size - 1) <= WHOLE_NBYTES
+        staged = self._staged(tensor)
+        staged.fill()
+        begun = []
+        for index in range(len(staged.pieces)):
+            piece = staged.piece(index)
+            chunks = [piece] * self.size if whole else piece.tensor_split(self.size)
+            begun.append((chunks, self._begin_sum(chunks)))
+
+        def wait() -> None:
+            ended = []
+            for chunks, summed in begun:
+                summed.wait()
+                sends = {} if whole else dict.fromkeys(self._others, chunks[self.rank])
+                ended.append(self._start("all_reduce", sends, {rank: chunks[rank] for rank in sends}))
+            for index, transfer in enumerate(ended):
+                transfer.wait()
+                staged.drain(index)
+            for transfer in ended:
+                transfer.release()
+            staged.finish()
+
+        return Transfer(wait)
+
+    def _begin_sum(self, chunks: Sequence[Tensor]) -> Transfer:
+        """Begin to send each other member its chunk, and to replace this member's by the sum of all members' ones."""
         own = chunks[self.rank]
         parts = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
-        first = self._start(
-            "all_reduce", {rank: chunks[rank] for rank in self._others}, {rank: parts[rank] for rank in self._others}
-        )
+        sends, receives = ({rank: some[rank] for rank in self._others} for some in (chunks, parts))
+        first = self._start("all_reduce", sends, receives)
 
         def wait() -> None:
             first.wait()
-            total = parts[0].clone()
+            first.release()
+            total = parts[0]
             for part in parts[1:]:
                 total += part
-            own.copy_(total)
-            if not whole:
-                sends, receives = dict.fromkeys(self._others, own), {rank: chunks[rank] for rank in self._others}
-                self._start("all_reduce", sends, receives).wait()
-            from_host(host, tensor)
+            if total is not own:
+                own.copy_(total)
 
         return Transfer(wait)
 
@@ -96,42 +133,64 @@ class TcpGroup(WorkerGroup):
         if self.size == 1:
             return
         what, taking = f"broadcast from {self._names[source]}", self.rank != source
-        host = to_host(tensor, copy=not taking)
-        if self.size == 2 or host.nbytes < self.size * PIECE_NBYTES:
-            sends = {} if taking else dict.fromkeys(self._others, host)
-            self._start(what, sends, {source: host} if taking else {}).wait()
+        if self.size == 2 or tensor.nbytes < self.size * PIECE_NBYTES:
+            sends = {} if taking else dict.fromkeys(self._others, tensor)
+            self._begin(what, sends, {source: tensor} if taking else {}).wait()
         else:
-            self._pass_on(what, host, source)
-        if taking:
-            from_host(host, tensor)
+            count = min(RELAYED_PIECES * self.size, tensor.nbytes // PIECE_NBYTES)
+            self._pass_on(what, self._staged(tensor, count), source)
 
-    def _pass_on(self, what: str, tensor: Tensor, source: int) -> None:
+    def _pass_on(self, what: str, staged: Staged, source: int) -> None:
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        pieces = tensor.view(-1).chunk(min(RELAYED_PIECES * self.size, tensor.nbytes // PIECE_NBYTES))
-        received = [self._start(what, {}, {before: piece}) for piece in pieces if self.rank != source]
+        received = []
+        if self.rank == source:
+            staged.fill()
+        else:
+            received = [self._start(what, {}, {before: piece}) for piece in staged.pieces]
         sent = []
-        for number, piece in enumerate(pieces):
+        for index in range(len(staged.pieces)):
             if received:
-                received[number].wait()
+                received[index].wait()
             if after != source:
-                sent.append(self._start(what, {after: piece}, {}))
+                sent.append(self._start(what, {after: staged.piece(index)}, {}))
+            if received:
+                staged.drain(index)
         for one in sent:
             one.wait()
+        for one in [*received, *sent]:
+            one.release()
+        staged.finish()
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
-        outgoing = {rank: to_host(tensor) for rank, tensor in sends.items()}
-        incoming = {rank: to_host(tensor, copy=False) for rank, tensor in receives.items()}
-        under_way = self._start(f"exchange with {peers}", outgoing, incoming)
+        return self._begin(f"exchange with {peers}", sends, receives)
+
+    def _begin(self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
+        """Begin to send and receive tensors, piece by piece."""
+        staged = {id(tensor): self._staged(tensor) for tensor in [*sends.values(), *receives.values()]}
+        leaving = {rank: staged[id(tensor)] for rank, tensor in sends.items()}
+        arriving = {rank: staged[id(tensor)] for rank, tensor in receives.items()}
+        for one in {*leaving.values()}:
+            one.fill()
+        count = max((len(one.pieces) for one in staged.values()), default=0)
+        under_way = [self._start(what, _pieces(leaving, index), _pieces(arriving, index)) for index in range(count)]
 
         def wait() -> None:
-            under_way.wait()
-            for rank, tensor in receives.items():
-                from_host(incoming[rank], tensor)
+            for index, transfer in enumerate(under_way):
+                transfer.wait()
+                for one in arriving.values():
+                    one.drain(index)
+            for transfer in under_way:
+                transfer.release()
+            for one in arriving.values():
+                one.finish()
 
         return Transfer(wait)
 
-    def _start(self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
+    def _staged(self, tensor: Tensor, count: int | None = None) -> Staged:
+        return Staged(tensor, self._copiers(tensor.device), count)
+
+    def _start(self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Started:
         """Begin to send and receive tensors in host memory; empty ones do not travel."""
         if self.size == 1:
             return _NOTHING
@@ -145,7 +204,7 @@ class TcpGroup(WorkerGroup):
             with self._failing(what, started_at):
                 work.wait(started_at + self._timeout_s)
 
-        return Transfer(wait)
+        return _Started(wait, work.release)
 
     def _puts(self, line: Callable[[int], Line], tensors: Mapping[int, Tensor]) -> list[tuple[Line, memoryview]]:
         return [(line(self._ranks[rank]), _bytes_of(tensor)) for rank, tensor in tensors.items() if tensor.numel()]
@@ -159,6 +218,11 @@ class TcpGroup(WorkerGroup):
             self._mesh.cut()
             waited_s = time.monotonic() - started_at
             raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {error}") from error
+
+
+def _pieces(tensors: Mapping[int, Staged], index: int) -> Mapping[int, Tensor]:
+    """Return the pieces of this number, of those tensors that have so many."""
+    return {rank: staged.piece(index) for rank, staged in tensors.items() if index < len(staged.pieces)}
 
 
 def _nbytes(tensors: Mapping[int, Tensor]) -> int:

@@ -12,7 +12,7 @@ from lsgd.client.groups.tcp.work import GOODBYE, HEADER, Parcel
 
 AT_ONCE_NBYTES = 16 << 10
 """Of a larger message so many bytes have to be there before they are read: fewer reads. More would close the window.
-TLS reads its records as they come."""
+TLS may hold the first part of a record, which is at most as long; as much is still to come then."""
 
 
 class Incoming(Line):
@@ -76,7 +76,7 @@ class Incoming(Line):
         if not self._parcels:
             return
         large = len(self._rest) > 2 * AT_ONCE_NBYTES and not self._in_header
-        waits_for = AT_ONCE_NBYTES if large and not isinstance(connection, ssl.SSLSocket) else 1
+        waits_for = AT_ONCE_NBYTES if large else 1
         if waits_for != self._waits_for:
             self._waits_for = waits_for
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)

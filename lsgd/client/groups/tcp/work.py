@@ -76,7 +76,7 @@ class Work:
             line.put(parcel)
 
     def wait(self, deadline: float) -> None:
-        """Wait until all messages are sent and received; their memory is free then.
+        """Wait until all messages are sent and received; their memory is free after :meth:`release`.
 
         Raises:
             OSError: it failed, or ``deadline`` (of ``time.monotonic``) has passed.
@@ -87,9 +87,12 @@ class Work:
             raise TimeoutError("; ".join(words))
         if self._error is not None:
             raise self._error
+
+    def release(self) -> None:
+        """Use the messages' memory no more; once all are through."""
         for line, parcel in self._puts:
             line.release(parcel)
-        self._puts = []  # which have this work: the tensors would stay until a collection of garbage
+        self._puts = []  # a parcel has its work: the memory would wait for the garbage collector
 
     def one_done(self) -> None:
         """Note that a message is through."""

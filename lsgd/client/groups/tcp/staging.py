@@ -1,0 +1,108 @@
+"""Tensors in pieces, which go by way of host memory if they are on a GPU: one piece is copied while another travels.
+
+The pieces of a tensor depend on its size only, so a member with a GPU and one without can exchange.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+PIECE_NBYTES = 4 << 20
+"""A message travels in pieces of about so many bytes."""
+
+
+class Copier(Protocol):
+    """Copies between a device and host memory."""
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        """Return a new tensor in host memory."""
+        ...
+
+    def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """Begin a copy, after those before it; return what waits for its end."""
+        ...
+
+
+class CudaCopier:
+    """Copies in a stream of its own, after what the caller's stream has to do, to and from pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        """Return pinned memory, which torch keeps for the next time."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """Begin a copy; after a failure its end need not be waited for."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            ended: Callable[[], None] = self._stream.record_event().synchronize
+        on_device = target if target.is_cuda else source
+        on_device.record_stream(self._stream)  # so that its memory is not used again before the copy's end
+        return ended
+
+
+@functools.lru_cache
+def copier_of(device: torch.device) -> Copier | None:
+    """Return what copies between a device and host memory; None for host memory itself."""
+    return None if device.type == "cpu" else CudaCopier(device)
+
+
+class Staged:
+    """A contiguous tensor in pieces, each with its place in host memory.
+
+    Args:
+        tensor: that is sent or received.
+        copier: None: it is in host memory itself.
+        count: of pieces; None: as many as its size asks for.
+
+    Attributes:
+        pieces: in host memory.
+    """
+
+    def __init__(self, tensor: Tensor, copier: Copier | None, count: int | None = None) -> None:
+        self._parts = tensor.view(-1).tensor_split(pieces_of(tensor.nbytes) if count is None else count)
+        self._copier = copier
+        self._copies: dict[int, Callable[[], None]] = {}
+        self.pieces = (
+            self._parts if copier is None else copier.host_like(tensor.view(-1)).tensor_split(len(self._parts))
+        )
+
+    def fill(self) -> None:
+        """Begin to copy the tensor to host memory."""
+        for index, (piece, part) in enumerate(zip(self.pieces, self._parts, strict=True)):
+            self._begin(index, piece, part)
+
+    def piece(self, index: int) -> Tensor:
+        """Return a piece in host memory, once it is there if it was to be filled."""
+        self._wait(index)
+        return self.pieces[index]
+
+    def drain(self, index: int) -> None:
+        """Begin to copy a piece, which has arrived in host memory, to the tensor, if that has so many."""
+        if index < len(self.pieces):
+            self._begin(index, self._parts[index], self.pieces[index])
+
+    def finish(self) -> None:
+        """Wait for the end of all copies."""
+        for index in tuple(self._copies):
+            self._wait(index)
+
+    def _begin(self, index: int, target: Tensor, source: Tensor) -> None:
+        if self._copier is not None:
+            self._copies[index] = self._copier.begin(target, source)
+
+    def _wait(self, index: int) -> None:
+        if (ended := self._copies.pop(index, None)) is not None:
+            ended()
+
+
+def pieces_of(nbytes: int) -> int:
+    """Return in how many pieces a message of this size travels."""
+    return max(1, nbytes // PIECE_NBYTES)

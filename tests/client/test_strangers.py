@@ -1,0 +1,144 @@
+"""Strangers at the port for tensors: they are refused, the log says so, and the members go on."""
+
+import logging
+import socket
+import ssl
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from lsgd.client.groups.reach import Door
+from lsgd.client.groups.tcp import mesh
+from lsgd.client.groups.tcp.group import TcpGroup
+from lsgd.client.groups.tcp.hello import HELLO_NBYTES, Hello
+from lsgd.client.groups.tcp.tls import contexts
+from lsgd.protocol.certificates import run_certificate
+
+from .bench import CERTIFICATE
+from .meshes import Network, all_at_once, members
+
+REFUSED = "refused a connection from 127.0.0.1 to the port for tensors: "
+
+
+def ones(group: TcpGroup) -> float:
+    x = torch.ones(1)
+    group.all_reduce(x).wait()
+    return x.item()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Read whatever comes; whether the other end has closed the connection by then."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_strangers_are_refused_and_the_members_go_on(caplog) -> None:
+    (first, second), store = members(2, [CERTIFICATE] * 2)
+    first._mesh.from_(1)  # it listens
+    door = Door.of(store.get("tcp/0"))
+    other = contexts(run_certificate(b"x" * 32, "run"))
+    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
+    idle = [socket.create_connection((door.address, door.port)) for _ in range(1000)]
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        for context in (nobody, other.client):
+            with socket.create_connection((door.address, door.port)) as raw, pytest.raises(ssl.SSLError):
+                with context.wrap_socket(raw) as stranger:
+                    stranger.sendall(b"x" * HELLO_NBYTES)
+                    stranger.recv(1)
+        with socket.create_connection((door.address, door.port), 20) as plain:
+            plain.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 200)
+            with suppress(ConnectionResetError):
+                assert b"HTTP" not in plain.recv(1000)
+        member = contexts(CERTIFICATE).client  # that does not know the nonce
+        with member.wrap_socket(socket.create_connection((door.address, door.port), 20)) as knows:
+            knows.sendall(Hello("run", 1, 1, 0).packed(b"x" * 16, 0))
+            assert knows.recv(1) == b""
+        work = lambda g: g.all_reduce(torch.ones(1)).wait() or True  # noqa: E731
+        assert all_at_once([first, second], work) == [True, True]
+    said = [record.getMessage() for record in caplog.records]
+    assert all("refused a connection from 127.0.0.1 to the port for tensors: " in line for line in said)
+    assert any("CERTIFICATE" in line for line in said) and any("says no hello" in line for line in said)
+    for connection in idle:
+        connection.close()
+
+
+@pytest.mark.parametrize("certificate", [b"", CERTIFICATE], ids=["plain", "tls"])
+def test_one_that_speaks_slowly_has_no_more_time_than_others(certificate, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(mesh, "HELLO_WITHIN_S", 0.3)
+    groups, store = members(2, [certificate] * 2)
+    groups[0]._mesh.from_(1)
+    door = Door.of(store.get("tcp/0"))
+    outgoing = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        contexts(CERTIFICATE).client.wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
+    said = outgoing.read() if certificate else Hello("run", 1, 1, 0).packed(door.nonce, 0)
+    with (
+        caplog.at_level(logging.WARNING, logger="lsgd"),
+        socket.create_connection((door.address, door.port)) as slow,
+    ):
+        slow.settimeout(1.5 * mesh.HELLO_WITHIN_S / len(said))  # at the end of its words it is too late
+        for byte in said:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                slow.send(bytes([byte]))
+            if is_closed(slow):
+                break
+        slow.settimeout(20)
+        assert is_closed(slow)
+        assert all_at_once(groups, ones) == [2.0, 2.0]
+    assert [record.getMessage() for record in caplog.records] == [REFUSED + "it did not say who it is within 0.3 s"]
+
+
+class Recorder(Network):
+    """A network that keeps what went to each end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[tuple[str, int], bytearray]] = []
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        heard = bytearray()
+        self.heard.append((target.getpeername(), heard))
+
+        class Tapped:
+            def recv(self, nbytes: int) -> bytes:
+                data = source.recv(nbytes)
+                heard.extend(data)
+                return data
+
+            def shutdown(self, how: int) -> None:
+                source.shutdown(how)
+
+        tapped: Any = Tapped()
+        super()._carry(tapped, target)
+
+
+def test_what_somebody_has_recorded_is_of_no_use_to_him(caplog) -> None:
+    network = Recorder()
+    groups, _ = members(2, [CERTIFICATE] * 2, routes=network.routes)
+
+    def work(group: TcpGroup) -> float:
+        ones(group)
+        if group.rank == 0:
+            recorded = [(door, bytes(data)) for door, data in network.heard if data[5:6] == b"\x01"]  # a client's hello
+            assert len(recorded) == 2
+            for door, data in recorded:
+                with socket.create_connection(door, 20) as again:
+                    with suppress(ConnectionResetError, BrokenPipeError):
+                        again.sendall(data)
+                    assert is_closed(again)
+        return ones(group)
+
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        assert all_at_once(groups, work) == [2.0, 2.0]
+    network.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert said and all(line.startswith(REFUSED + "[SSL") for line in said), said
