@@ -38,6 +38,7 @@ OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     ),
     "local-8bit": lambda period: LocalSettings(period=period, compression="minmax8"),
     "local-2bit": lambda period: LocalSettings(period=period, compression="levels2"),
+    "local-2bit-rescaled": lambda period: LocalSettings(period=period, compression="levels2", rescale=True),
     "local-1bit": lambda period: LocalSettings(period=period, compression="levels1"),
     "local-2bit-fragments": lambda period: LocalSettings(
         period=period, compression="levels2", fragments=4, delay=period // 8

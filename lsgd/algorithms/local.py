@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,6 +41,7 @@ class LocalSettings(Periodic):
     period: int = period(default=0)
     outer_lr: float = setting(1.0, "learning rate of the outer step; 1 without momentum: the mean", low=0)
     outer_momentum: float = setting(0.0, "Nesterov momentum of the outer step", low=0, high=1)
+    rescale: bool = setting(False, "make the mean change as long as the workers' own are; for AdamW and its like")
     compression: str = codec("levels2", "the models' changes")
     block: int = block()
     error_decay: float = setting(
@@ -158,6 +160,11 @@ class LocalSGD(Algorithm):
     step as in torch.optim.SGD. With ``outer_lr = 1`` and no momentum, c is the mean of the models. Without momentum
     there is no v; it begins at 0.
 
+    With ``rescale``, d is multiplied by ``sqrt(mean |x - c|² / |d|²)``, which is between 1 and the root of the number
+    of workers. Changes that have little in common shorten each other in the mean. An optimizer that divides by the
+    gradients' own size takes longer steps where gradients are averaged, as in synchronous SGD. So this gives back what
+    averaging after its division has taken. The final consensus is the plain mean.
+
     c and v are float32 (float64 for float64 parameters) and equal on all members. d is sent in the model's dtype, or
     in the codec of ``compression`` with error feedback: a worker sends ``Q(x - c + decay e)``, and e becomes what Q
     lost. A member keeps e when others come and go.
@@ -190,6 +197,7 @@ class LocalSGD(Algorithm):
         self._group: Group | None = None
         self._order: Round | None = None
         self._steps_left = 0
+        self._factor = 1.0  # of the mean change that has arrived
 
     @property
     def velocity(self) -> list[Tensor]:
@@ -227,8 +235,10 @@ class LocalSGD(Algorithm):
             changes.append(torch.sub(x, c, out=change) if finite else change.zero_())
 
         def transfer() -> None:
+            own = _squared(changes) if self.settings.rescale else None
             for index, change in enumerate(changes):
                 self._average(change, fragment, index, group, order)
+            self._factor = 1.0 if own is None else _factor(own, _squared(changes), group)
 
         self._order, self._steps_left = order, self.settings.delay
         if self._steps_left and parameters:
@@ -281,6 +291,8 @@ class LocalSGD(Algorithm):
                 feedback.commit()
             lr, momentum = settings.outer_lr, settings.outer_momentum
             for (_, c), change in zip(parts, changes, strict=True):
+                if settings.rescale:
+                    change.mul_(self._factor)
                 c.add_(change, alpha=lr)
             velocity = self._parts(fragment, self.velocity) if momentum else ()
             for (v,), (_, c), change in zip(velocity, parts, changes, strict=False):
@@ -320,6 +332,21 @@ class LocalSGD(Algorithm):
             for feedback, each in zip(fragment, saved, strict=True):
                 feedback.load_state_dict(each)
         self._members = tuple(state["members"])
+
+
+def _squared(changes: Flat) -> Tensor:
+    """Return the squared length of a change."""
+    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in changes]).square().sum()
+
+
+def _factor(own: Tensor, mean: Tensor, group: Group) -> float:
+    """Return by what a mean change is shorter than the members' own, the same on all: 1 to the root of their number."""
+    squares = torch.stack([own, mean])
+    group.all_reduce(squares).wait()  # the mean's, too: members may have summed it in another order
+    own_squares, mean_squares = squares.tolist()
+    if not 0 < mean_squares <= own_squares < math.inf:
+        return 1.0
+    return min(math.sqrt(own_squares / mean_squares), math.sqrt(group.size))
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -28,9 +28,10 @@ def fragments_of(numel, count):
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("keep", [0.0, 0.5])
-def test_fragments_and_delay(fragments, delay, keep):
+@pytest.mark.parametrize("rescale", [False, True])
+def test_fragments_and_delay(fragments, delay, keep, rescale):
     """Streaming DiLoCo in float64: snapshot at a round, outer step ``delay`` steps later, models mixed."""
-    outer = {"outer_lr": 0.7, "outer_momentum": 0.5, "compression": "none"}
+    outer = {"outer_lr": 0.7, "outer_momentum": 0.5, "compression": "none", "rescale": rescale}
     settings = LocalSettings(period=PERIOD, **outer, fragments=fragments, delay=delay, keep=keep)
     interval = settings.schedule().period
     assert interval == PERIOD // fragments
@@ -65,7 +66,11 @@ def test_fragments_and_delay(fragments, delay, keep):
             if under_way:
                 land()
             part = parts[step // interval % fragments]
-            under_way = part, np.mean([r.x[part] - common[part] for r in reference], axis=0)
+            changes = [r.x[part] - common[part] for r in reference]
+            mean = np.mean(changes, axis=0)
+            if rescale and mean.any():  # as long as the changes are, unless they are opposed
+                mean *= min(np.sqrt(np.mean(np.square(changes).sum(1)) / np.square(mean).sum()), np.sqrt(3))
+            under_way = part, mean
             if not delay:
                 land()
         for r in reference:
