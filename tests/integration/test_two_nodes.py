@@ -159,7 +159,7 @@ def test_while_one_node_is_in_a_local_round_the_other_keeps_training(tmp_path: P
     pauses = [(a, b) for times in times_s[:2] for a, b in pairwise(times) if b - a > 0.2]
     went_on = [any(a < t < b for t in times_s[2]) and any(a < t < b for t in times_s[3]) for a, b in pauses]
     assert len(pauses) >= 8
-    assert sum(went_on) >= len(pauses) - 2  # those of the two global rounds
+    assert sum(went_on) >= len(pauses) - 4  # in the two global rounds both workers may pause
 
 
 @pytest.mark.slow
