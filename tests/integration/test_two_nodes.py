@@ -142,7 +142,7 @@ def test_node_1_may_start_first_and_waits_for_its_token_in_a_folder_that_both_se
 def test_while_one_node_is_in_a_local_round_the_other_keeps_training(tmp_path: Path) -> None:
     script = tmp_path / "times.py"
     script.write_text(ITERATION_TIMES)
-    plan = {"LSGD_ALGORITHM": "leader", "LSGD_ITERATIONS": "800", "LSGD_PERIOD": "400", "LSGD_LOCAL_PERIOD": "10"}
+    plan = {"LSGD_ALGORITHM": "leader", "LSGD_ITERATIONS": "1600", "LSGD_PERIOD": "800", "LSGD_LOCAL_PERIOD": "10"}
     with Testbed(2) as testbed:
         # A model of 1 MB takes more than 0.3 s from one worker of node 0 to the other.
         testbed.hosts[0].run(
@@ -155,11 +155,17 @@ def test_while_one_node_is_in_a_local_round_the_other_keeps_training(tmp_path: P
         [float(line) for line in (tmp_path / f"node{rank // 2}" / f"times{rank}").read_text().split()]
         for rank in range(4)
     ]
-    # The leader goes on when its model is in the socket; the other waits for it. Which one leads changes.
-    pauses = [(a, b) for times in times_s[:2] for a, b in pairwise(times) if b - a > 0.2]
+    # The leader may go on when its model is in the socket; the other waits for it. Which one leads changes.
+    all_train = max(times[0] for times in times_s)
+    long = ((a, b) for times in times_s[:2] for a, b in pairwise(times) if b - a > 0.2)
+    pauses: list[tuple[float, float]] = []
+    for a, b in sorted((a, b) for a, b in long if a > all_train):
+        if pauses and a < pauses[-1][1]:  # both workers', in one round
+            a, b = pauses[-1][0], max(pauses.pop()[1], b)
+        pauses.append((a, b))
     went_on = [any(a < t < b for t in times_s[2]) and any(a < t < b for t in times_s[3]) for a, b in pauses]
     assert len(pauses) >= 8
-    assert sum(went_on) >= len(pauses) - 4  # in the two global rounds both workers may pause
+    assert sum(went_on) >= len(pauses) - 2  # those of the two global rounds
 
 
 @pytest.mark.slow
