@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
-from benchmarks.testbed import Testbed, TestbedError
+from benchmarks.testbed import Testbed, told
 from benchmarks.testbed.launch import await_all, start
 from lsgd.codecs.minmax8 import MinMax8
 
@@ -155,14 +155,10 @@ def main() -> int:
     machine = about("benchmarks.collectives")
     print(heading(machine) + "\n", flush=True)
     results: list[Result] = []
-    try:
-        for members in all_members:
-            with Testbed(members) as testbed:
-                for rate_mbit in rates_mbit:
-                    results += measure(testbed, rate_mbit, nbytes, repeats)
-    except TestbedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for members in all_members:
+        with Testbed(members) as testbed:
+            for rate_mbit in rates_mbit:
+                results += measure(testbed, rate_mbit, nbytes, repeats)
     columns = ["method", "members", "Mbit/s", "ms", "over Gloo's", "over float16"]
     columns += ["bytes / needed", "time / link"]
     print(table(columns, [row(result) for result in results]))
@@ -171,4 +167,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
-from benchmarks.testbed import Testbed, TestbedError
+from benchmarks.testbed import Testbed, told
 from benchmarks.testbed.launch import await_all, launch_all
 from benchmarks.workloads import BACKWARD_SHARE, LAYERS
 from lsgd.algorithms import ALGORITHMS
@@ -153,13 +153,9 @@ def main() -> int:
     machine = about("benchmarks.overlap")
     print(heading(machine) + "\n", flush=True)
     results: list[Result] = []
-    try:
-        with tempfile.TemporaryDirectory(prefix="lsgd-benchmark-") as folder:
-            for method in methods:
-                results += measure(method, size, Path(folder) / method)
-    except TestbedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory(prefix="lsgd-benchmark-") as folder:
+        for method in methods:
+            results += measure(method, size, Path(folder) / method)
     columns = ("method", "compute s", "link s", "by arithmetic", "step s", "hidden", "ceiling")
     print(table(columns, [row(result) for result in results]))
     settings = {"parameters": size.width**2 * LAYERS, "workers": WORKERS, "rate_mbit": RATE_MBIT}
@@ -168,4 +164,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

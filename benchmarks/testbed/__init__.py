@@ -17,6 +17,6 @@ up: the first process of each host waits on a pipe from the testbed and ends whe
 killed; with it the kernel ends every process of the host and then frees the namespaces, the links and the mounts.
 """
 
-from benchmarks.testbed.hosts import LINKS, Host, Testbed, TestbedError, no_nat
+from benchmarks.testbed.hosts import LINKS, Host, Testbed, TestbedError, no_nat, told
 
-__all__ = ["LINKS", "Host", "Testbed", "TestbedError", "no_nat"]
+__all__ = ["LINKS", "Host", "Testbed", "TestbedError", "no_nat", "told"]

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -69,6 +69,15 @@ class TestbedError(RuntimeError):
     """The testbed cannot be made here; the message says what is missing."""
 
     __test__: ClassVar[bool] = False  # pytest: a name with Test, and no test
+
+
+def told(main: Callable[[], int]) -> int:
+    """Return the exit code of a program; if its testbed fails, print why."""
+    try:
+        return main()
+    except TestbedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 class Host:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
-from benchmarks.testbed import LINKS, Testbed, TestbedError
+from benchmarks.testbed import LINKS, Testbed, told
 from benchmarks.testbed.launch import await_all, start
 from benchmarks.transport.member import FEW_IN_TWO_ROUNDS, FEW_TO_NEIGHBORS, VERBS
 
@@ -127,15 +127,11 @@ def main() -> int:
     machine = about("benchmarks.transport")
     print(heading(machine) + "\n", flush=True)
     results: list[Result] = []
-    try:
-        for hosts in all_hosts:
-            for network in networks:
-                rate_mbit, delay_ms = LINKS[network]
-                with Testbed(hosts, rate_mbit=rate_mbit, delay_ms=delay_ms) as testbed:
-                    results += measure(testbed, network, nbytes, repeats, options.verbs)
-    except TestbedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for hosts in all_hosts:
+        for network in networks:
+            rate_mbit, delay_ms = LINKS[network]
+            with Testbed(hosts, rate_mbit=rate_mbit, delay_ms=delay_ms) as testbed:
+                results += measure(testbed, network, nbytes, repeats, options.verbs)
     columns = ["network", "hosts", "verb", "over", "ms", "speed", "processor ms"]
     print(table(columns, [row(result) for result in results]))
     if ratios := ratio_rows(results):
@@ -145,4 +141,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
-from benchmarks.testbed import Testbed, TestbedError
+from benchmarks.testbed import Testbed, told
 from benchmarks.testbed.launch import await_all, start
-from benchmarks.transport.member import open_store, tcp_group
+from benchmarks.transport.member import open_store, part, tcp_group
 
 PORT = 29650
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
@@ -50,9 +50,7 @@ def member(rank: int, store_address: str, address: str, messages: int) -> None:
         group.exchange({1 - rank: sent.add_(1)}, {1 - rank: received})
         assert received[-1].item() == 2 - rank + number
     print(time.monotonic() - started_at, flush=True)
-    store.set(f"done{rank}", "")
-    store.wait(["done0", "done1"])
-    group.close()
+    part(store, rank, 2, [group])
 
 
 class Cutter:
@@ -126,12 +124,8 @@ def main() -> int:
         return 0
     machine = {**about("benchmarks.transport.cuts"), "congestion control": options.congestion}
     print(heading(machine) + "\n", flush=True)
-    try:
-        link = (options.rate_mbit, options.delay_ms, options.congestion)
-        results = list(measure(options.cut_s, options.every_s, options.messages, *link))
-    except TestbedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    link = (options.rate_mbit, options.delay_ms, options.congestion)
+    results = list(measure(options.cut_s, options.every_s, options.messages, *link))
     rows = [
         [f"{r.cut_s:g}", str(r.cuts), f"{r.seconds:.1f}", f"{r.goodput_mbit:.2f}", f"{r.speed:.2f}"] for r in results
     ]
@@ -141,4 +135,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

@@ -5,7 +5,7 @@ import datetime
 import json
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -47,6 +47,14 @@ def open_store(address: str, port: int, *, here: bool) -> TCPStore:
     """Return the store where the members meet; one of them has it."""
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     return TCPStore(address, port, is_master=here, wait_for_workers=False, timeout=timeout)
+
+
+def part(store: TCPStore, rank: int, size: int, groups: Iterable[WorkerGroup]) -> None:
+    """Wait until all members have come here, and close the groups."""
+    store.set(f"done{rank}", "")
+    store.wait([f"done{index}" for index in range(size)])
+    for group in groups:
+        group.close()
 
 
 def names_of(size: int) -> list[str]:
@@ -151,10 +159,7 @@ def main() -> None:
                 assert same or result.equal(expected), f"{name}: over {transport} another result"
     barrier.all_reduce(torch.zeros(1)).wait()
     print(json.dumps(timed), flush=True)
-    store.set(f"done{given.rank}", "")
-    store.wait([f"done{rank}" for rank in range(given.size)])
-    for group in groups.values():
-        group.close()
+    part(store, given.rank, given.size, groups.values())
 
 
 if __name__ == "__main__":

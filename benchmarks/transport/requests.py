@@ -20,9 +20,9 @@ import torch
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
-from benchmarks.testbed import Testbed, TestbedError
+from benchmarks.testbed import Testbed, told
 from benchmarks.testbed.launch import await_all, start
-from benchmarks.transport.member import open_store, transports
+from benchmarks.transport.member import open_store, part, transports
 
 STORE_PORT, REQUEST_PORT = 29660, 29661
 REQUEST_NBYTES = 200
@@ -96,10 +96,7 @@ def member(rank: int, sender: str, address: str, nbytes: int, idle_s: float) -> 
         requests.over = True
         requests.join()
         print(json.dumps(requests.seconds), flush=True)
-    store.set(f"done{rank}", "")
-    store.wait(["done0", "done1"])
-    for group in groups.values():
-        group.close()
+    part(store, rank, 2, groups.values())
 
 
 def measure(nbytes: int, idle_s: float, rate_mbit: float, delay_ms: float) -> list[Result]:
@@ -148,15 +145,11 @@ def main() -> int:
         return 0
     machine = about("benchmarks.transport.requests")
     print(heading(machine) + "\n", flush=True)
-    try:
-        results = measure(options.nbytes, options.idle_s, options.rate_mbit, options.delay_ms)
-    except TestbedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    results = measure(options.nbytes, options.idle_s, options.rate_mbit, options.delay_ms)
     print(table(["beside", "requests", "median, ms", "95 % within, ms", "over idle"], [row(r) for r in results]))
     write_json(options.json, machine, results, nbytes=options.nbytes)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

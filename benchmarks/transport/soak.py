@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
-from benchmarks.transport.member import open_store, tcp_group
+from benchmarks.transport.member import open_store, part, tcp_group
 
 ROUNDS, GENERATION_ROUNDS, NUMEL = 20_000, 250, 1 << 16
 DEADLINE_S = 3600.0
@@ -53,8 +53,8 @@ def member(rank: int, size: int, port: int, rounds: int) -> None:
         if done + 1 in (rounds // 10, rounds):
             held.append(state())
     print(json.dumps(held), flush=True)
-    store.set(f"done{rank}", "")
-    store.wait([f"done{index}" for index in range(size)])
+    assert group is not None
+    part(store, rank, size, [group])
 
 
 def soak(size: int, port: int, rounds: int) -> list[list[dict[str, float]]]:
