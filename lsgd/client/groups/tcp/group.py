@@ -1,7 +1,7 @@
 """A Group over the connections of a mesh."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,12 +98,7 @@ class TcpGroup(WorkerGroup):
                 summed.wait()
                 sends = {} if whole else dict.fromkeys(self._others, chunks[self.rank])
                 ended.append(self._start("all_reduce", sends, {rank: chunks[rank] for rank in sends}))
-            for index, transfer in enumerate(ended):
-                transfer.wait()
-                staged.drain(index)
-            for transfer in ended:
-                transfer.release()
-            staged.finish()
+            _land(ended, [staged])
 
         return Transfer(wait)
 
@@ -175,17 +170,7 @@ class TcpGroup(WorkerGroup):
         count = max((len(one.pieces) for one in staged.values()), default=0)
         under_way = [self._start(what, _pieces(leaving, index), _pieces(arriving, index)) for index in range(count)]
 
-        def wait() -> None:
-            for index, transfer in enumerate(under_way):
-                transfer.wait()
-                for one in arriving.values():
-                    one.drain(index)
-            for transfer in under_way:
-                transfer.release()
-            for one in arriving.values():
-                one.finish()
-
-        return Transfer(wait)
+        return Transfer(lambda: _land(under_way, arriving.values()))
 
     def _staged(self, tensor: Tensor, count: int | None = None) -> Staged:
         return Staged(tensor, self._copiers(tensor.device), count)
@@ -218,6 +203,18 @@ class TcpGroup(WorkerGroup):
             self._mesh.cut()
             waited_s = time.monotonic() - started_at
             raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {error}") from error
+
+
+def _land(under_way: Sequence[_Started], arriving: Collection[Staged]) -> None:
+    """Wait for transfers, each of one piece, and have what arrives in its place."""
+    for index, transfer in enumerate(under_way):
+        transfer.wait()
+        for one in arriving:
+            one.drain(index)
+    for transfer in under_way:
+        transfer.release()
+    for one in arriving:
+        one.finish()
 
 
 def _pieces(tensors: Mapping[int, Staged], index: int) -> Mapping[int, Tensor]:
