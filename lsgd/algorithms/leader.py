@@ -7,10 +7,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all, empties
+from lsgd.algorithms.base import Flat, all_finite, clones, copy_all, empties
 from lsgd.algorithms.common import Periodic, block, codec, delay, period
+from lsgd.algorithms.delayed import Delayed
 from lsgd.codecs import codec_of
-from lsgd.collectives.background import Background
 from lsgd.collectives.topology import node_index, node_ranks
 from lsgd.election import RULES
 from lsgd.errors import ConfigError
@@ -91,7 +91,7 @@ class LeaderSettings(Periodic):
         return LeaderSGD(self, parameters)
 
 
-class LeaderSGD(Algorithm):
+class LeaderSGD(Delayed):
     """Workers are pulled toward an elected one (the paper's equation 3 and algorithm 1).
 
     Every local step ends with ``x ← x + p2/period (z_g - x)``, then ``x ← x + p1/local_period (z_l - x)``. A local
@@ -107,14 +107,12 @@ class LeaderSGD(Algorithm):
     settings: LeaderSettings
 
     def __init__(self, settings: LeaderSettings, parameters: Flat) -> None:
+        super().__init__()
         self.settings = settings
         self._global = _LeaderCopy(clones(parameters), settings)
         self._local: _LeaderCopy | None = None
-        self._background = Background()
-        self._group: Group | None = None
         self._scope = ""
         self._round_id = 0
-        self._steps_left = 0
 
     @property
     def global_leader(self) -> list[Tensor]:
@@ -128,9 +126,8 @@ class LeaderSGD(Algorithm):
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """The node's leader starts as the global leader; the first round of a generation is global."""
-        self._global = _LeaderCopy(self._global.model, self.settings)
-        self._local, self._group = None, group
-        self._background = Background()
+        super().reset(parameters, group, order)
+        self._global, self._local = _LeaderCopy(self._global.model, self.settings), None
         self._set_levels(group)
 
     def _set_levels(self, group: Group) -> None:
@@ -165,19 +162,15 @@ class LeaderSGD(Algorithm):
             for copy, members, source in transfers:
                 copy.transfer(members, source)
 
-        self._scope, self._round_id, self._steps_left = order.scope, order.id, self.settings.delay
-        if self._steps_left and parameters:
-            self._background.start(transfer, parameters[0].device)
-        else:
-            transfer()
-            self._land(parameters)
+        self._scope, self._round_id = order.scope, order.id
+        self._begin(transfer, parameters, self.settings.delay)
 
     @property
     def acts_after_step(self) -> bool:
         """Whether there are proximal terms, or a leader's model may be taken over."""
         settings = self.settings
         proximal = settings.proximal_global or (settings.proximal_local and self._local is not None)
-        return bool(proximal) or (self._steps_left == 1 and self._background.busy)
+        return bool(proximal) or super().acts_after_step
 
     @no_grad
     def after_step(self, parameters: Flat) -> None:
@@ -186,19 +179,7 @@ class LeaderSGD(Algorithm):
         _pull(parameters, self.global_leader, settings.proximal_global / settings.period)
         if self._local is not None:
             _pull(parameters, self.local_leader, settings.proximal_local / settings.local_period)
-        self._steps_left -= 1
-        if self._steps_left or not self._background.busy:
-            return
-        assert self._group is not None
-        if self._group.agree(self._background.succeeded()):
-            self.settle(parameters)
-
-    @no_grad
-    def settle(self, parameters: Flat) -> None:
-        """Take over models that are still in transit."""
-        if self._background.busy:
-            self._background.finish()
-            self._land(parameters)
+        super().after_step(parameters)
 
     def _land(self, parameters: Flat) -> None:
         """Replace the copies by the models that arrived, and pull."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all
+from lsgd.algorithms.base import Flat, all_finite, clones, copy_all
 from lsgd.algorithms.common import Periodic, block, codec, delay, fragments, hierarchical, period
+from lsgd.algorithms.delayed import Delayed
 from lsgd.codecs import Codec, codec_of
-from lsgd.collectives.background import Background
 from lsgd.collectives.compressed_mean import CompressedMean, sent_nbytes
 from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.two_round import chunk_bounds
@@ -152,7 +152,7 @@ class SparseSettings(LocalSettings):
         return self.divisor == "contributors"
 
 
-class LocalSGD(Algorithm):
+class LocalSGD(Delayed):
     """Workers train alone; a round uses the mean change of their models as pseudo-gradient of an outer step.
 
     With c the common model of the last round and d the mean over workers of ``x - c`` (algorithm 1 of DiLoCo, with
@@ -178,6 +178,7 @@ class LocalSGD(Algorithm):
     settings: LocalSettings
 
     def __init__(self, settings: LocalSettings, parameters: Flat, run: str) -> None:
+        super().__init__()
         self.settings = settings
         self._run = run
         self.common = [x.detach().to(_wide(x), copy=True) for x in parameters]
@@ -193,11 +194,7 @@ class LocalSGD(Algorithm):
         self._changes: list[Tensor] = []
         self._mean: CompressedMean | None = None
         self._members: tuple[str, ...] = ()
-        self._background = Background()
-        self._group: Group | None = None
         self._order: Round | None = None
-        self._steps_left = 0
-        self._factor = 1.0  # of the mean change that has arrived
 
     @property
     def velocity(self) -> list[Tensor]:
@@ -210,11 +207,12 @@ class LocalSGD(Algorithm):
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Forget what was under way, and the residuals of results if members have changed."""
-        self._background, self._changes = Background(), []
+        super().reset(parameters, group, order)
+        self._changes = []
         if not self._codec.lossless:
             hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
             self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
-        self._group, members = group, order.generation.members
+        members = order.generation.members
         for feedback in (each for fragment in self._feedback for each in fragment):
             feedback.begin_generation(same_members=members == self._members)
         self._members = members
@@ -238,14 +236,13 @@ class LocalSGD(Algorithm):
             own = _squared(changes) if self.settings.rescale else None
             for index, change in enumerate(changes):
                 self._average(change, fragment, index, group, order)
-            self._factor = 1.0 if own is None else _factor(own, _squared(changes), group)
+            if own is not None:
+                factor = _factor(own, _squared(changes), group)
+                for change in changes:
+                    change.mul_(factor)
 
-        self._order, self._steps_left = order, self.settings.delay
-        if self._steps_left and parameters:
-            self._background.start(transfer, parameters[0].device)
-        else:
-            transfer()
-            self._land(parameters, order)
+        self._order = order
+        self._begin(transfer, parameters, self.settings.delay)
 
     def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> None:
         """Replace ``change`` by its mean over all members, with the same bits on all."""
@@ -256,43 +253,19 @@ class LocalSGD(Algorithm):
             seed = (self._run, order.id, index)
             self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
 
-    @property
-    def acts_after_step(self) -> bool:
-        """Whether the next step is the one after which a round's result may be taken over."""
-        return self._steps_left == 1 and self._background.busy
-
-    @no_grad
-    def after_step(self, parameters: Flat) -> None:
-        """Take the outer step of a round ``delay`` steps ago."""
-        self._steps_left -= 1
-        if self._steps_left or not self._background.busy:
-            return
-        assert self._group is not None
-        if self._group.agree(self._background.succeeded()):
-            self.settle(parameters)
-
-    @no_grad
-    def settle(self, parameters: Flat) -> None:
-        """Take the outer step that is still under way."""
-        if self._background.busy:
-            self._background.finish()
-            assert self._order is not None
-            self._land(parameters, self._order)
-
-    def _land(self, parameters: Flat, order: Round) -> None:
+    def _land(self, parameters: Flat) -> None:
         """Take the outer step of a round whose mean has arrived, and take over the common model."""
-        settings, fragment = self.settings, order.exchanges % len(self._fragments)
+        assert self._group is not None and self._order is not None
+        settings, order = self.settings, self._order
+        fragment = order.exchanges % len(self._fragments)
         parts, changes = list(self._parts(fragment, parameters, self.common)), self._changes
         self._changes = []
-        assert self._group is not None
         finite = self._group.agree(all_finite(parameters))
         if self._group.agree(all_finite(changes)):
             for feedback in self._feedback[fragment] if self._feedback else ():
                 feedback.commit()
             lr, momentum = settings.outer_lr, settings.outer_momentum
             for (_, c), change in zip(parts, changes, strict=True):
-                if settings.rescale:
-                    change.mul_(self._factor)
                 c.add_(change, alpha=lr)
             velocity = self._parts(fragment, self.velocity) if momentum else ()
             for (v,), (_, c), change in zip(velocity, parts, changes, strict=False):
