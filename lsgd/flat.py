@@ -14,55 +14,11 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from lsgd.errors import ConfigError, DetachedError
-from lsgd.shards import Reshard, Shard, layout, local, shards
+from lsgd.shards import Reshard, Shard, local, shards
+from lsgd.shards import layout as in_words
 
 ALIGNMENT_NBYTES = 64
 """Every parameter begins at a multiple of this in its buffer: a cache line, and the widest vector of a CPU."""
-
-
-class Layout:
-    """Where the trainable parameters of a model are in flat buffers, one for each dtype and device.
-
-    Args:
-        model: it stays as it is. Tied parameters occur once. Of a sharded one, the buffers have this process's shards.
-
-    Attributes:
-        named: the parameters with their names.
-        kinds: dtype of each buffer, and device of its parameters.
-        lengths: of each buffer, in elements.
-        places: of each parameter: the index of its buffer, and its first element there.
-
-    Raises:
-        ConfigError: the model has no trainable parameter, or one that cannot be exchanged.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        Reshard(model)()
-        self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not self.named:
-            raise ConfigError("the model has no parameter with requires_grad: there is nothing to train")
-        for name, parameter in self.named:
-            _check(name, parameter)
-        self.kept = shards(model)
-        self.kinds = list(dict.fromkeys((p.dtype, p.device) for _, p in self.named))
-        self.lengths = [0] * len(self.kinds)
-        self.places: list[tuple[int, int]] = []
-        for _, parameter in self.named:
-            buffer = self.kinds.index((parameter.dtype, parameter.device))
-            self.places.append((buffer, self.lengths[buffer]))
-            kept = self.kept.get(id(parameter))
-            room = local(parameter).numel() if kept is None else kept.room
-            self.lengths[buffer] += _padded(room, parameter.element_size())
-
-    @property
-    def strides(self) -> list[tuple[int, ...]]:
-        """Those of each parameter's view."""
-        return [_dense_stride(local(p).data) for _, p in self.named]
-
-    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Return views of such buffers, shaped like the parameters, in their order."""
-        pairs = zip(self.named, self.places, strict=True)
-        return [_view(buffers[buffer], offset, local(p).data) for (_, p), (buffer, offset) in pairs]
 
 
 @dataclass(frozen=True)
@@ -73,12 +29,55 @@ class Slot:
     parameter: nn.Parameter
     buffer: int
     offset: int
-    address: int
 
     @property
     def numel(self) -> int:
         """Elements of the parameter, or of this process's shard of it."""
         return local(self.parameter).numel()
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Strides of the parameter's view."""
+        return _dense_stride(local(self.parameter).data)
+
+
+class Layout:
+    """Where the trainable parameters of a model are in flat buffers, one for each dtype and device.
+
+    Args:
+        model: it stays as it is. Tied parameters occur once. Of a sharded one, the buffers have this process's shards.
+
+    Attributes:
+        slots: of the parameters.
+        kinds: dtype of each buffer, and device of its parameters.
+        lengths: of each buffer, in elements.
+        kept: what FSDP2 keeps of sharded parameters, by their identities.
+
+    Raises:
+        ConfigError: the model has no trainable parameter, or one that cannot be exchanged.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        Reshard(model)()
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ConfigError("the model has no parameter with requires_grad: there is nothing to train")
+        for name, parameter in named:
+            _check(name, parameter)
+        self.kept = shards(model)
+        self.kinds = list(dict.fromkeys((p.dtype, p.device) for _, p in named))
+        self.lengths = [0] * len(self.kinds)
+        self.slots: list[Slot] = []
+        for name, parameter in named:
+            buffer = self.kinds.index((parameter.dtype, parameter.device))
+            self.slots.append(Slot(name, parameter, buffer, self.lengths[buffer]))
+            kept = self.kept.get(id(parameter))
+            room = local(parameter).numel() if kept is None else kept.room
+            self.lengths[buffer] += _padded(room, parameter.element_size())
+
+    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of such buffers, shaped like the parameters, in the order of ``slots``."""
+        return [_view(buffers[s.buffer], s.offset, local(s.parameter).data) for s in self.slots]
 
 
 class FlatParameters:
@@ -91,15 +90,18 @@ class FlatParameters:
         model: its parameters are moved. The Parameter objects stay the same, and so do optimizers and hooks.
         offload: leave the parameters where they are, and have the buffers in host memory, pinned for a GPU. So has
             whatever is made like them.
+        layout: of the model; None: it is not known yet.
 
     Raises:
         ConfigError: as of :class:`Layout`. Then nothing is changed.
     """
 
-    def __init__(self, model: nn.Module, *, offload: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, offload: bool = False, layout: Layout | None = None) -> None:
         self.model = model
         self._reshard = Reshard(model)
-        self._layout = placed = Layout(model)
+        self._reshard()
+        self._layout = placed = layout or Layout(model)
+        self.slots = placed.slots
         self._note_links()
         self._offload = offload
         self._copied: list[tuple[nn.Parameter, Tensor]] = []  # those that are no windows, and their places
@@ -110,22 +112,20 @@ class FlatParameters:
             )
             for n, (dtype, device) in zip(placed.lengths, placed.kinds, strict=True)
         ]
-        self.slots = [
-            self._move(name, parameter, buffer, offset, placed.kept.get(id(parameter)))
-            for (name, parameter), (buffer, offset) in zip(placed.named, placed.places, strict=True)
-        ]
+        self._addresses = [self._move(slot, placed.kept.get(id(slot.parameter))) for slot in self.slots]
 
-    def _move(self, name: str, parameter: nn.Parameter, buffer: int, offset: int, kept: Shard | None) -> Slot:
+    def _move(self, slot: Slot, kept: Shard | None) -> int:
+        """Have a parameter in its buffer, or a copy of it; return the address at which it is from now on."""
+        parameter, buffer = slot.parameter, self.buffers[slot.buffer]
         if kept is not None and not self._offload:
-            view = kept.move(self.buffers[buffer][offset : offset + kept.room])
-            return Slot(name, parameter, buffer, offset, view.data_ptr())
-        view = _view(self.buffers[buffer], offset, local(parameter).data, apart=not self._offload)
+            return kept.move(buffer[slot.offset : slot.offset + kept.room]).data_ptr()
+        view = _view(buffer, slot.offset, local(parameter).data, apart=not self._offload)
         view.copy_(local(parameter).data)
-        if self._offload or layout(parameter):
+        if self._offload or in_words(parameter):
             self._copied.append((parameter, view))
-            return Slot(name, parameter, buffer, offset, local(parameter).data_ptr())
-        parameter.data = view
-        return Slot(name, parameter, buffer, offset, view.data_ptr())
+        else:
+            parameter.data = view
+        return local(parameter).data_ptr()
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -152,8 +152,8 @@ class FlatParameters:
             DetachedError: not so; the training of one would not be exchanged.
         """
         self._reshard()
-        for slot in self.slots:
-            if local(slot.parameter).data_ptr() != slot.address:
+        for slot, address in zip(self.slots, self._addresses, strict=True):
+            if local(slot.parameter).data_ptr() != address:
                 raise _detached(slot.name, "replaced")
         if self._links() != self._noted_links:
             self._check_objects()
@@ -205,11 +205,11 @@ def describe(model: nn.Module, *, whole: bool = False) -> tuple[str, str]:
         whole: whether the digest is the same however the model is sharded.
     """
     named = list(model.named_parameters())
-    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}{'' if whole else layout(t)}" for n, t in named]
+    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}{'' if whole else in_words(t)}" for n, t in named]
     lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.named_buffers()]
     count = sum(p.numel() for _, p in named)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for _, p in named})
-    sharded = next((f", sharded as {words}" for _, p in named if (words := layout(p))), "")
+    sharded = next((f", sharded as {words}" for _, p in named if (words := in_words(p))), "")
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
     return (
         digest,

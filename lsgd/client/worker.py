@@ -139,7 +139,7 @@ class Worker:
         checkpoints.restarted = identity.restarted
         membership = join_run(model, identity, timeout_s, checkpoints.load, island)
         checkpoints.start(membership.welcome.run)
-        flat = FlatParameters(model, offload=membership.plan.run.offload)
+        flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
         replica = Replica(membership, flat, model, optimizers, checkpoints.finite, checkpoints.algorithm)
         checkpoints.algorithm = None  # which is the replica's now
         return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)

@@ -65,6 +65,7 @@ class Checkpoints:
         island: the processes that share the model; each writes a file with its part.
 
     Attributes:
+        layout: of the model's flat buffers.
         run: identity of the run, written into the files.
         iterations: that this worker had made at the checkpoint it goes on from.
         losses: of its last batches then.
@@ -92,7 +93,7 @@ class Checkpoints:
         self.restarted = False
         self.folder = folder
         self.finite = FiniteCheck(model, island)
-        self._model, self._layout = model, Layout(model)
+        self._model, self.layout = model, Layout(model)
         self._optimizers = optimizers
         self._extra = extra
         self._resume = resume
@@ -158,7 +159,7 @@ class Checkpoints:
 
     def _resharded(self, paths: list[Path]) -> dict[str, Any]:
         """Return this process's state from the files of a worker of another number of processes."""
-        resharding = Resharding(self._model, self._layout, self._optimizers)
+        resharding = Resharding(self._model, self.layout, self._optimizers)
         for path in paths:  # one after the other, since each is as large as what a process has
             resharding.add(read(path, self._about[WHOLE], self._about["model_summary"], WHOLE), path)
         return resharding.state
@@ -244,7 +245,7 @@ class Checkpoints:
             "losses": list(losses),
             "iterations": self.iterations + done,
             "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
-            "layout": layout_of(self._layout),
+            "layout": layout_of(self.layout),
         }
         try:
             return Snapshot(count, pack(state))

@@ -18,8 +18,7 @@ logger = logging.getLogger("lsgd")
 
 def layout_of(layout: Layout) -> dict[str, Any]:
     """Return what a checkpoint says of its flat buffers: their lengths, and where each parameter is."""
-    pairs = zip(layout.named, layout.places, layout.strides, strict=True)
-    slots = [[name, buffer, offset, list(strides)] for (name, _), (buffer, offset), strides in pairs]
+    slots = [[s.name, s.buffer, s.offset, list(s.stride)] for s in layout.slots]
     return {"lengths": layout.lengths, "slots": slots}
 
 
@@ -109,7 +108,7 @@ class Resharding:
 
     def _views(self, buffers: list[Tensor]) -> dict[str, Tensor]:
         """Return the parameters' places in flat buffers."""
-        return dict(zip((name for name, _ in self._layout.named), self._layout.views(buffers), strict=True))
+        return dict(zip((slot.name for slot in self._layout.slots), self._layout.views(buffers), strict=True))
 
     def _cut(self, name: str, source: Tensor, target: Tensor) -> None:
         """Copy what the next process's part of a parameter and this one's have in common."""
