@@ -70,6 +70,7 @@ def _line(found: Mapping[Any, Any]) -> Sequence[str]:
 
 COMPLEXITY: Mapping[str, tuple[str, str]] = {
     "ring all-reduce": ("2(n - 1)", "4(n - 1)/n P"),
+    "all-reduce, each to each": ("1", "2(n - 1) P"),
     "two-round all-reduce": ("2", "4(n - 1)/n P"),
     "parameter server": ("2", "2n P"),
     "decentralized": ("1", "2P, with one peer; 4P in a ring"),
@@ -79,7 +80,7 @@ COMPLEXITY: Mapping[str, tuple[str, str]] = {
 
 PATTERN: Mapping[str, str] = {
     "ddp": "ring all-reduce",
-    "allreduce": "ring all-reduce",
+    "allreduce": "all-reduce, each to each",
     "bytegrad": "two-round all-reduce",
     "decentralized": "decentralized",
     "low_precision_decentralized": "decentralized",
