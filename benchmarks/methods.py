@@ -1,6 +1,7 @@
 """The methods that benchmarks compare, by name: lsgd's algorithms with their settings, and the baselines."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import nn
 
@@ -18,6 +19,9 @@ from lsgd.settings import AlgorithmSettings
 RAMP_SHARE = 0.05
 """Share of the run in which the period grows, or falls, in the methods that have ramps."""
 
+PlainLocal = partial(LocalSettings, rescale=False)
+"""Local SGD as in its paper: models become the mean."""
+
 OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     "leader": lambda period: LeaderSettings(period=period, local_period=period),
     "leader-strong": lambda period: LeaderSettings(period=period, local_period=period, pull_global=0.5),
@@ -30,15 +34,15 @@ OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
         period=period, local_period=period, compression="minmax8", delay=period // 2
     ),
     "elastic": lambda period: ElasticSettings(period=period),
-    "local": lambda period: LocalSettings(period=period, compression="none"),
-    "local-warm": lambda period: LocalSettings(period=period, compression="none", warm_share=RAMP_SHARE),
-    "local-closing": lambda period: LocalSettings(period=period, compression="none", closing_share=RAMP_SHARE),
-    "local-ramps": lambda period: LocalSettings(
+    "local": lambda period: PlainLocal(period=period, compression="none"),
+    "local-warm": lambda period: PlainLocal(period=period, compression="none", warm_share=RAMP_SHARE),
+    "local-closing": lambda period: PlainLocal(period=period, compression="none", closing_share=RAMP_SHARE),
+    "local-ramps": lambda period: PlainLocal(
         period=period, compression="none", warm_share=RAMP_SHARE, closing_share=RAMP_SHARE
     ),
-    "local-8bit": lambda period: LocalSettings(period=period, compression="minmax8"),
+    "local-8bit": lambda period: PlainLocal(period=period, compression="minmax8"),
     "local-2bit": lambda period: LocalSettings(period=period, compression="levels2"),
-    "local-2bit-rescaled": lambda period: LocalSettings(period=period, compression="levels2", rescale=True),
+    "local-2bit-plain": lambda period: PlainLocal(period=period, compression="levels2"),
     "local-1bit": lambda period: LocalSettings(period=period, compression="levels1"),
     "local-2bit-fragments": lambda period: LocalSettings(
         period=period, compression="levels2", fragments=4, delay=period // 8
@@ -68,7 +72,7 @@ ONE_MACHINE_SAMPLES = "one-machine-samples"
 
 SAME_MESSAGES = (
     *("leader-strong", "leader-progress", "leader-probe", "leader-probe-strong", "leader-loss"),
-    *("local-warm", "local-closing", "local-ramps", "sparse-contributors"),
+    *("local-warm", "local-closing", "local-ramps", "local-2bit-plain", "sparse-contributors"),
 )
 """Methods that send what ``leader``, ``local`` or ``sparse`` sends; they differ in what is learned, or how often."""
 

@@ -29,10 +29,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PIECE_NUMEL = 1 << 20
+
+
+def rescale(*, default: bool) -> Any:
+    """Declare whether the mean change is made as long as the workers' own."""
+    return setting(default, "make the mean change as long as the workers' own are; for AdamW above all")
+
 
 @dataclass(frozen=True)
 class LocalSettings(Periodic):
-    """Local SGD (arXiv 1805.09767): models are averaged every period, with an optional outer optimizer."""
+    """Local SGD (arXiv 1805.09767): changes of models are averaged every period, with an optional outer optimizer.
+
+    ``rescale = False`` is the paper's: models become their mean.
+    """
 
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "local SGD, models averaged every period (arXiv 1805.09767)"
@@ -41,7 +51,7 @@ class LocalSettings(Periodic):
     period: int = period(default=0)
     outer_lr: float = setting(1.0, "learning rate of the outer step; 1 without momentum: the mean", low=0)
     outer_momentum: float = setting(0.0, "Nesterov momentum of the outer step", low=0, high=1)
-    rescale: bool = setting(False, "make the mean change as long as the workers' own are; for AdamW and its like")
+    rescale: bool = rescale(default=True)
     compression: str = codec("levels2", "the models' changes")
     block: int = block()
     error_decay: float = setting(
@@ -117,6 +127,7 @@ class DiLoCoSettings(LocalSettings):
     period: int = period()
     outer_lr: float = setting(0.7, "learning rate of the outer step", low=0)
     outer_momentum: float = setting(0.9, "Nesterov momentum of the outer step", low=0, high=1)
+    rescale: bool = rescale(default=False)
     compression: str = codec("none", "the models' changes")
 
 
@@ -128,6 +139,7 @@ class SparseSettings(LocalSettings):
     summary: ClassVar[str] = "SparseLoCo, the largest changes of the models (arXiv 2508.15706)"
 
     period: int = period()
+    rescale: bool = rescale(default=False)
     compression: str = codec("topk", "the models' changes")
     error_decay: float = setting(
         0.95, "factor of what was not sent when the next exchange adds it; 0: it is dropped", low=0, high=1
@@ -157,13 +169,14 @@ class LocalSGD(Delayed):
 
     With c the common model of the last round and d the mean over workers of ``x - c`` (algorithm 1 of DiLoCo, with
     the opposite sign), a round sets ``v ← momentum v + d``, ``c ← c + lr (d + momentum v)`` and ``x ← c``: Nesterov's
-    step as in torch.optim.SGD. With ``outer_lr = 1`` and no momentum, c is the mean of the models. Without momentum
-    there is no v; it begins at 0.
+    step as in torch.optim.SGD. With ``outer_lr = 1`` and neither momentum nor ``rescale``, c is the mean of the models.
+    Without momentum there is no v; it begins at 0.
 
-    With ``rescale``, d is multiplied by ``sqrt(mean |x - c|² / |d|²)``, which is between 1 and the root of the number
-    of workers. Changes that have little in common shorten each other in the mean. An optimizer that divides by the
-    gradients' own size takes longer steps where gradients are averaged, as in synchronous SGD. So this gives back what
-    averaging after its division has taken. The final consensus is the plain mean.
+    With ``rescale``, the default of ``local``, d is multiplied by ``sqrt(mean |x - c|² / |d|²)``, which is between 1
+    and the root of the number of workers. Changes that have little in common shorten each other in the mean. An
+    optimizer that divides by the gradients' own size takes longer steps where gradients are averaged, as in
+    synchronous SGD. So this gives back what averaging after its division has taken. The final consensus is the plain
+    mean.
 
     c and v are float32 (float64 for float64 parameters) and equal on all members. d is sent in the model's dtype, or
     in the codec of ``compression`` with error feedback: a worker sends ``Q(x - c + decay e)``, and e becomes what Q
@@ -195,6 +208,7 @@ class LocalSGD(Delayed):
         self._mean: CompressedMean | None = None
         self._members: tuple[str, ...] = ()
         self._order: Round | None = None
+        self._squares: tuple[float, ...] = ()  # lengths of the members' changes and of their mean
 
     @property
     def velocity(self) -> list[Tensor]:
@@ -237,9 +251,9 @@ class LocalSGD(Delayed):
             for index, change in enumerate(changes):
                 self._average(change, fragment, index, group, order)
             if own is not None:
-                factor = _factor(own, _squared(changes), group)
-                for change in changes:
-                    change.mul_(factor)
+                squares = torch.stack([own, _squared(changes)])
+                group.all_reduce(squares).wait()  # the mean's, too: members may have summed it in another order
+                self._squares = tuple(squares.tolist())
 
         self._order = order
         self._begin(transfer, parameters, self.settings.delay)
@@ -265,6 +279,11 @@ class LocalSGD(Delayed):
             for feedback in self._feedback[fragment] if self._feedback else ():
                 feedback.commit()
             lr, momentum = settings.outer_lr, settings.outer_momentum
+            if settings.rescale:
+                own, mean = map(self._group.total, self._squares)
+                factor = _factor(own, mean, self._group.size)
+                for change in changes:
+                    change.mul_(factor)
             for (_, c), change in zip(parts, changes, strict=True):
                 c.add_(change, alpha=lr)
             velocity = self._parts(fragment, self.velocity) if momentum else ()
@@ -308,18 +327,19 @@ class LocalSGD(Delayed):
 
 
 def _squared(changes: Flat) -> Tensor:
-    """Return the squared length of a change."""
-    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in changes]).square().sum()
+    """Return the squared length of a change, a piece at a time: each is copied to float64."""
+    pieces = (piece for x in changes for piece in x.split(PIECE_NUMEL))
+    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in pieces]).square().sum()
 
 
-def _factor(own: Tensor, mean: Tensor, group: Group) -> float:
-    """Return by what a mean change is shorter than the members' own, the same on all: 1 to the root of their number."""
-    squares = torch.stack([own, mean])
-    group.all_reduce(squares).wait()  # the mean's, too: members may have summed it in another order
-    own_squares, mean_squares = squares.tolist()
-    if not 0 < mean_squares <= own_squares < math.inf:
+def _factor(own: float, mean: float, members: int) -> float:
+    """Return by what a mean change is shorter than the members' own, from their squares: 1 to the root of ``members``.
+
+    The last bits of the squares depend on how the model is sharded; those of a float32 factor, all but never.
+    """
+    if not 0 < mean <= own < math.inf:
         return 1.0
-    return min(math.sqrt(own_squares / mean_squares), math.sqrt(group.size))
+    return torch.tensor(min(math.sqrt(own / mean), math.sqrt(members)), dtype=torch.float32).item()
 
 
 def _wide(x: Tensor) -> torch.dtype:

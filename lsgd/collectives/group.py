@@ -7,7 +7,7 @@ on torch.distributed; :mod:`lsgd.collectives.simulation` has one of threads in a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lsgd.collectives.topology import first_ranks, node_ranks
 
@@ -50,11 +50,11 @@ class Group:
         rank: of this member in the group, 0 to ``size - 1``.
         size: number of members.
         node_sizes: members of each node, in rank order; ranks of a node are consecutive.
-        votes: for a member of several processes, each with a part of its model and a group of its own: whether
-            something holds in all of them; None for one process.
+        poll: for a member of several processes, each with a part of its model and a group of its own: returns what
+            each of them gives it; None for one process.
     """
 
-    votes: Callable[[bool], bool] | None = None
+    poll: Callable[[Any], list[Any]] | None = None
     rank: int
     size: int
     node_sizes: tuple[int, ...]
@@ -89,7 +89,11 @@ class Group:
         Raises:
             ExchangeError: the exchange has failed in another process.
         """
-        return ok if self.votes is None else self.votes(ok)
+        return ok if self.poll is None else all(self.poll(ok))
+
+    def total(self, number: float) -> float:
+        """Return the sum over all processes of this member, to be called where :meth:`agree` may be; raise as that."""
+        return number if self.poll is None else sum(self.poll(number))
 
     @property
     def node(self) -> Group:

@@ -125,6 +125,7 @@ PHASES = """
 iterations = 48
 [[phase]]
 name = "local"
+rescale = true
 compression = "none"
 period = 1  # so each makes one iteration a round
 iterations = 16
@@ -147,7 +148,8 @@ fragments = 1
     ids=["eager", "compiled", "fused"],
 )
 def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, how, offload) -> None:
-    (tmp_path / "plan.toml").write_text(PHASES)
+    # Fused AdamW rounds an element by its place in the tensor. Rescaled steps are longer, and magnify that.
+    (tmp_path / "plan.toml").write_text(PHASES.replace("rescale = true", f"rescale = {'fused' not in how}".lower()))
     plan = ("--plan", str(tmp_path / "plan.toml"))
     islands.begin(*plan, *offload)
     sharded = islands.train("--alike", *how)
@@ -159,7 +161,7 @@ def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_pat
     finally:
         whole_run.close()
     for one, other in zip(sharded, whole, strict=True):
-        if "fused" in how:  # it rounds an element by its place in the tensor
+        if "fused" in how:
             assert one["losses"] == pytest.approx(other["losses"], rel=1e-5)
             assert one["state"] == sharded[0]["state"]
         else:

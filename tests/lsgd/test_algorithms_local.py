@@ -82,10 +82,11 @@ def test_fragments_and_delay(fragments, delay, keep, rescale):
     assert relative_error(torch.cat(workers[0].algorithm.common).numpy(), common) < 1e-5
 
 
+PLAIN = {"period": PERIOD, "rescale": False}
 CODECS = {
-    "two rounds of 2 bits": LocalSettings(period=PERIOD, compression="levels2:scale_block=8"),
-    "of 1 bit, all workers": LocalSettings(period=PERIOD, compression="levels1:scale_block=8", hierarchical=False),
-    "fragments": LocalSettings(period=PERIOD, compression="levels2:scale_block=8", fragments=2),
+    "two rounds of 2 bits": LocalSettings(**PLAIN, compression="levels2:scale_block=8"),
+    "of 1 bit, all workers": LocalSettings(**PLAIN, compression="levels1:scale_block=8", hierarchical=False),
+    "fragments": LocalSettings(**PLAIN, compression="levels2:scale_block=8", fragments=2),
     "sparse": SparseSettings(period=PERIOD, compression="topk:k=8", error_decay=1.0),
 }
 

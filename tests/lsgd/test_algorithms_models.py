@@ -50,8 +50,9 @@ def test_elastic(node_sizes):
 
 
 OUTER = {
-    "mean": LocalSettings(6, compression="none"),
-    "mean of changes times 0.5": LocalSettings(6, outer_lr=0.5, compression="none"),
+    "mean": LocalSettings(6, compression="none", rescale=False),
+    "mean of changes times 0.5": LocalSettings(6, outer_lr=0.5, compression="none", rescale=False),
+    "as long as the changes": LocalSettings(6, compression="none"),
     "diloco": DiLoCoSettings(period=6),
 }
 
@@ -62,12 +63,15 @@ def test_local(node_sizes, name):
     settings = OUTER[name]
     workers = train(settings, node_sizes, STEPS, period=6)
     reference = reference_workers(workers)
-    lr, momentum = {"mean": (1, 0), "mean of changes times 0.5": (0.5, 0), "diloco": (0.7, 0.9)}[name]
+    lr, momentum = {"mean of changes times 0.5": (0.5, 0), "diloco": (0.7, 0.9)}.get(name, (1, 0))
     common = workers[0].problem.start.astype(float)
     velocity = np.zeros_like(common)
     for step in range(STEPS):
         if step % 6 == 0:
             gradient = common - np.mean([r.x for r in reference], axis=0)
+            if settings.rescale and step:
+                own = np.mean([np.square(common - r.x).sum() for r in reference])
+                gradient *= np.sqrt(own / np.square(gradient).sum())
             velocity = momentum * velocity + gradient
             common = common - lr * (gradient + momentum * velocity)
             for r in reference:

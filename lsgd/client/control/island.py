@@ -77,23 +77,27 @@ class Island:
         """Return on all processes the values of all, by rank."""
         return [value]
 
-    def agree(self, ok: bool = True) -> bool:
-        """Return whether ``ok`` holds in all processes.
+    def poll(self, value: T) -> list[T]:
+        """Return on all processes the values of all, by rank, in a round.
 
-        In a round, which all processes commit or none, it is called before each commit.
+        All processes commit a round, or none: it, or :meth:`agree`, is called before each commit.
 
         Raises:
             ElsewhereError: the round has failed in another one.
         """
-        votes = self.gather("votes in a round", (ok, ""))
-        if reason := next((reason for _, reason in votes if reason), ""):
+        said = self.gather("votes in a round", (value, ""))
+        if reason := next((reason for _, reason in said if reason), ""):
             raise ElsewhereError(f"it failed in another process of this worker: {reason}")
-        return all(ok for ok, _ in votes)
+        return [value for value, _ in said]
+
+    def agree(self, ok: bool = True) -> bool:
+        """Return whether ``ok`` holds in all processes; raise as :meth:`poll`."""
+        return all(self.poll(ok))
 
     def fail(self, error: ExchangeError) -> None:
-        """Have the other processes' next :meth:`agree` fail, unless one of them has failed this one's."""
+        """Have the other processes' next :meth:`poll` fail, unless one of them has failed this one's."""
         if not isinstance(error, ElsewhereError):
-            self.gather("votes in a round", (False, str(error)))
+            self.gather("votes in a round", (None, str(error)))
 
     def close(self) -> None:
         """Be of this island no more; the others' ends are no errors from now on."""

@@ -96,7 +96,7 @@ class Entrance:
             self.missed = probe(generation, self._membership)
             known = replace(generation, missed=self.missed)
         group = self._group = form(known, self._membership, self._traffic)
-        group.votes = island.agree if island.size > 1 else None
+        group.poll = island.poll if island.size > 1 else None
         self.generation = generation
         if reason := self._membership.channel.generation_over(generation.number):  # before a cut could find the group
             raise ExchangeError(f"generation {generation.number} is over: {reason}")
