@@ -1,6 +1,6 @@
 """Loss, steps and time to a target: ``python -m benchmarks.convergence [--quick] [--json FILE] [--plots FOLDER]``.
 
-Two to four workers learn a task of benchmarks/workloads.py. By default these are ``text`` (the next byte, by a small
+Two to sixteen workers learn a task of benchmarks/workloads.py. By default these are ``text`` (the next byte, by a small
 transformer; ``text-full`` is its full size: a million parameters, 4,096 steps, hours), ``vit`` (handwritten digits, by
 a vision transformer) and ``skewed`` (digits, of which each worker has some labels only). One worker alone ends far
 behind there. ``digits`` and ``bytes`` are easier, and their learning rate is constant.
@@ -44,7 +44,7 @@ from benchmarks.report.results import Results, add_options
 from benchmarks.workloads import SHARDS, TASKS
 
 DEFAULT_TASKS = ("text", "vit", "skewed")
-WORKERS = (2, 3, 4)
+WORKERS = (2, 3, 4, 8, 16)
 PERIODS, QUICK_PERIODS = (4, 16, 64), (16,)
 SEEDS, QUICK_SEEDS = 3, 1
 METHODS = (ONE_MACHINE, ONE_MACHINE_SAMPLES, ALONE, *(method for method in BASELINES if method != "hivemind"), *OURS)
