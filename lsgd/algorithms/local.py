@@ -247,7 +247,8 @@ class LocalSGD(Delayed):
             changes.append(torch.sub(x, c, out=change) if finite else change.zero_())
 
         def transfer() -> None:
-            own = _squared(changes) if self.settings.rescale else None
+            self._squares = (0.0, 0.0)
+            own = _squared(changes) if self.settings.rescale and changes else None
             for index, change in enumerate(changes):
                 self._average(change, fragment, index, group, order)
             if own is not None:
@@ -328,7 +329,7 @@ class LocalSGD(Delayed):
 
 def _squared(changes: Flat) -> Tensor:
     """Return the squared length of a change, a piece at a time: each is copied to float64."""
-    pieces = (piece for x in changes for piece in x.split(PIECE_NUMEL))
+    pieces = (x[start : start + PIECE_NUMEL] for x in changes for start in range(0, len(x) or 1, PIECE_NUMEL))
     return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in pieces]).square().sum()
 
 
