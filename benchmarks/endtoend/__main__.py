@@ -1,12 +1,13 @@
 """Seconds to an accuracy: ``python -m benchmarks.endtoend [--link 100mbit] [--json FILE] [--plot FILE]``. Linux, root.
 
-Two hosts of the testbed (benchmarks/testbed), one worker each, train an MLP of 5 million parameters (W4) on
-scikit-learn's digits, or another task (``--task``); lsgd's methods with the real servers, ``lsgd launch`` and Worker.
+Two hosts of the testbed (benchmarks/testbed) or more (``--nodes``), one worker each, train an MLP of 5 million
+parameters (W4) on scikit-learn's digits, or another task (``--task``); lsgd's methods with the real servers,
+``lsgd launch`` and Worker.
 Compute and bytes are real, and all processes share this machine's cores, so that what a method computes for its
 exchange costs it time too. First model, batches, optimizer and learning rate are the same for all; a seed chooses model
 and batches, and tables have medians over the seeds. ``--period`` is that of all methods that are given one. ``default``
 is a plan that says nothing: the servers choose its period. ``one-machine`` is one worker with all data, which makes
-the steps of one; ``one-machine-samples`` those of both.
+the steps of one; ``one-machine-samples`` those of all.
 
 The clock starts with the first step, when processes have met and have the same model. Every eight steps each worker
 copies its model, while its clock stands; the average of the workers' models is tested after the run. That average
@@ -28,7 +29,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.baselines.environments import interpreters_of
-from benchmarks.endtoend.runs import DEFAULT, NODES, Result, Settings, run
+from benchmarks.endtoend.runs import DEFAULT, Result, Settings, run
 from benchmarks.endtoend.tables import table_of
 from benchmarks.methods import ALONE, BASELINES, ONE_MACHINE, ONE_MACHINE_SAMPLES
 from benchmarks.report.about import about, argument_parser, heading
@@ -45,6 +46,7 @@ METHODS = (
 )
 QUICK_METHODS = ("ddp", "ddp-powersgd1", "post-local-sgd", "leader-8bit", "local-8bit", "bytegrad")
 
+NODES = (2, 3, 4)
 WIDTH, PERIOD, WIRE_S = 2200, 64, 120.0
 QUICK = Settings(task=WideDigits.name, width=512, period=16, steps=72, wire_s=4.0)
 
@@ -54,7 +56,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     if options.quick:
         return QUICK
     steps = options.steps or (WideDigits.steps if options.task == WideDigits.name else TASKS[options.task].steps)
-    return Settings(options.task, WIDTH, options.period, steps, options.wire_s)
+    return Settings(options.task, WIDTH, options.period, steps, options.wire_s, options.nodes)
 
 
 def run_all(options: argparse.Namespace, settings: Settings, pythons: Mapping[str, str], results: Results) -> None:
@@ -67,7 +69,7 @@ def run_all(options: argparse.Namespace, settings: Settings, pythons: Mapping[st
 def run_once(method: str, link: str, seed: int, settings: Settings, python: str) -> Result:
     """Train with a method on a new testbed."""
     rate_mbit, delay_ms = LINKS[link]
-    with Testbed(NODES, rate_mbit=rate_mbit, delay_ms=delay_ms) as testbed:
+    with Testbed(settings.nodes, rate_mbit=rate_mbit, delay_ms=delay_ms) as testbed:
         return run(testbed, method, link, seed, settings, python)
 
 
@@ -80,6 +82,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of a worker, instead of the task's")
     parser.add_argument("--wire-s", type=float, default=WIRE_S, help="longest time of all steps' bytes, by arithmetic")
     parser.add_argument("--link", choices=LINKS, default="100mbit", help="the network between the hosts")
+    parser.add_argument("--nodes", type=int, choices=NODES, default=2, help="how many hosts")
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 0")
     add_options(parser, METHODS)
     parser.add_argument("--plot", type=Path, help="draw the loss, or W4's accuracy, over seconds to this PNG file")
@@ -108,7 +111,7 @@ def main() -> int:
         from benchmarks.endtoend.plot import draw
 
         losses = settings.task != WideDigits.name
-        title = f"{settings.task}, {NODES} hosts, {options.link}, period {settings.period} where it is given"
+        title = f"{settings.task}, {settings.nodes} hosts, {options.link}, period {settings.period} where it is given"
         target = TASKS[settings.task].target_loss if losses else WideDigits.target_accuracy
         draw([r for r in rows if r["seed"] < options.seeds], title, target, options.plot, losses=losses)
     return results.end(options.methods, pythons)

@@ -1,4 +1,4 @@
-"""One training of benchmarks/endtoend: a method on two hosts of a testbed."""
+"""One training of benchmarks/endtoend: a method on the hosts of a testbed."""
 
 import json
 import sys
@@ -21,7 +21,6 @@ from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.settings import AlgorithmSettings
 
-NODES = 2
 MORE_STEPS = 8  # of methods with a period, so that the slower worker too sees the end of those that count
 DEADLINE_S = 900.0
 
@@ -39,6 +38,7 @@ class Settings:
         period: steps between exchanges, for the methods that are given one.
         steps: of a worker.
         wire_s: longest that the bytes of all steps may take, by arithmetic; else there are fewer steps.
+        nodes: hosts, each with one worker.
     """
 
     task: str
@@ -46,6 +46,7 @@ class Settings:
     period: int
     steps: int
     wire_s: float
+    nodes: int = 2
 
     def make_task(self) -> Task:
         """Return the task."""
@@ -54,9 +55,9 @@ class Settings:
     def steps_of(self, method: str, link: str, numel: int, every: int) -> int:
         """Return how many steps of a worker are recorded, a multiple of those between two tests."""
         rate_mbit = LINKS[link][0]
-        most = self.steps * (NODES if method == ONE_MACHINE_SAMPLES else 1)
+        most = self.steps * (self.nodes if method == ONE_MACHINE_SAMPLES else 1)
         if rate_mbit is not None and method not in (*PERIODIC, DEFAULT):
-            step_s = nbytes_of(method, numel) * 8 / (rate_mbit * 1e6)
+            step_s = nbytes_of(method, numel, self.nodes) * 8 / (rate_mbit * 1e6)
             most = min(most, int(self.wire_s / step_s)) if step_s else most
         return max(2 * every, most // every * every)
 
@@ -94,12 +95,12 @@ def algorithm_of(method: str, period: int) -> AlgorithmSettings:
     return DEFAULT_SETTINGS() if method == DEFAULT else OURS[method](period)
 
 
-def nbytes_of(method: str, numel: int) -> float:
+def nbytes_of(method: str, numel: int, nodes: int) -> float:
     """Return what a host must send in a step of a method without a period; 0 where it is next to nothing."""
     if method in OURS:
-        return OURS[method](1).sent_nbytes(numel, NODES)
+        return OURS[method](1).sent_nbytes(numel, nodes)
     share = {"ddp": 1.0, "ddp-float16": 0.5}.get(method, 0.0)
-    return share * AllReduceSettings().sent_nbytes(numel, NODES)
+    return share * AllReduceSettings().sent_nbytes(numel, nodes)
 
 
 def run(testbed: Testbed, method: str, link: str, seed: int, settings: Settings, python: str) -> Result:
@@ -129,7 +130,7 @@ def start_ours(
 ) -> list[Process]:
     """Start the launchers of one of lsgd's methods, whose plan differs from the defaults in the period only."""
     more = MORE_STEPS if method in (*PERIODIC, DEFAULT) else 1
-    limits = RunSettings(workers=NODES, iterations=NODES * (steps + more))
+    limits = RunSettings(workers=settings.nodes, iterations=settings.nodes * (steps + more))
     command = [sys.executable, "-m", "benchmarks.endtoend.worker", *arguments]
     plan = Plan(limits, (Phase(algorithm_of(method, settings.period)),))
     return launch_all(testbed.hosts, plan, folder, lambda host: command)
