@@ -6,13 +6,19 @@ import time
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.testbed.interface import counters
 from benchmarks.workloads import TASKS, Task, WideDigits
+from lsgd.flat import floating_buffers
 
 SNAPSHOTS, MARKS = "snapshots.float32", "marks.json"
-"""Names of the files that a worker leaves: models, float32 of shape (marks, parameters), and the times of these."""
+"""Names of the files that a worker leaves: models, float32 of shape (marks, elements), and the times of these."""
+
+
+def tested(model: nn.Module) -> list[Tensor]:
+    """Return what a copy has of a model: its parameters, and statistics such as those of batch norm."""
+    return [*model.parameters(), *floating_buffers(model)]
 
 
 class Recorder:
@@ -27,9 +33,9 @@ class Recorder:
 
     def __init__(self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self._task, self._optimizer, self._steps = task, optimizer, steps
-        self._parameters = list(model.parameters())
+        self._tensors = tested(model)
         every = self._every = task.evaluate_every
-        numel = sum(x.numel() for x in self._parameters)
+        numel = sum(x.numel() for x in self._tensors)
         self._copies = torch.ones(steps // every, numel)  # written now, so that copying takes no page faults
         self._marks: list[dict[str, float]] = []
         self._start_s: float | None = None
@@ -48,7 +54,7 @@ class Recorder:
         if position < due or len(self._marks) == len(self._copies):
             return
         sent_nbytes = counters().sent_nbytes
-        torch.cat([x.reshape(-1) for x in self._parameters], out=self._copies[len(self._marks)])
+        torch.cat([x.reshape(-1) for x in self._tensors], out=self._copies[len(self._marks)])
         self._marks.append({"step": due, "at_s": now - self._start_s, "sent_nbytes": sent_nbytes})
         self._start_s += time.perf_counter() - now
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.endtoend.recorder import MARKS, SNAPSHOTS, task_of
+from benchmarks.endtoend.recorder import MARKS, SNAPSHOTS, task_of, tested
 from benchmarks.methods import ALONE, ONE_MACHINE, ONE_MACHINE_SAMPLES, OURS, PERIODIC
 from benchmarks.testbed import LINKS, Host, Testbed
 from benchmarks.testbed.launch import Process, await_all, launch_all, start
@@ -21,7 +21,7 @@ from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.settings import AlgorithmSettings
 
-MORE_STEPS = 8  # of methods with a period, so that the slower worker too sees the end of those that count
+MORE_STEPS = 32  # of methods with a period, so that the slower worker too sees the end of those that count
 DEADLINE_S = 900.0
 
 DEFAULT = "default"
@@ -170,8 +170,11 @@ def result_of(task: Task, folders: Sequence[Path]) -> Result:
     )
 
 
-def score_of(task: Task, parameters: Tensor) -> Score:
-    """Return the score on the test data of the model with these parameters, float32 in one dimension."""
+@torch.no_grad()
+def score_of(task: Task, numbers: Tensor) -> Score:
+    """Return the score on the test data of the model with these tested tensors, float32 in one dimension."""
     model = task.model()
-    torch.nn.utils.vector_to_parameters(parameters, model.parameters())
+    tensors = tested(model)
+    for x, given in zip(tensors, numbers.split([x.numel() for x in tensors]), strict=True):
+        x.copy_(given.view_as(x))
     return task.test(model)
