@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PIECE_NUMEL = 1 << 20
+"""Of a change, so many elements are measured at a time."""
 
 
 def rescale(*, default: bool) -> Any:
@@ -49,7 +50,7 @@ class LocalSettings(Periodic):
     islands: ClassVar[bool] = True
 
     period: int = period(default=0)
-    outer_lr: float = setting(1.0, "learning rate of the outer step; 1 without momentum: the mean", low=0)
+    outer_lr: float = setting(1.0, "learning rate of the outer step; 1 without momentum and rescale: the mean", low=0)
     outer_momentum: float = setting(0.0, "Nesterov momentum of the outer step", low=0, high=1)
     rescale: bool = rescale(default=True)
     compression: str = codec("levels2", "the models' changes")
