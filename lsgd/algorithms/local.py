@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE_NUMEL = 1 << 20
+PIECE_NUMEL = 1 << 17
 """Of a change, so many elements are measured at a time."""
 
 

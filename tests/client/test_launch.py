@@ -256,7 +256,8 @@ class TestNode:
         assert "    trained alone" in output
 
     def test_workers_that_leave_before_the_end_are_said_with_a_code_of_their_own(self, start):
-        script = TRAIN.replace("while not worker.stopped:", "for epoch in range(1):")
+        # Not so few that one leaves before the other has its model: that would be waited for.
+        script = TRAIN.replace("while not worker.stopped:", "for epoch in range(50):")
         status, output = start("--node", "0", script=script, LSGD_ITERATIONS="100000").finish()
         assert status == NOT_TRAINED, output
         for worker in (0, 1):

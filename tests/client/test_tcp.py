@@ -266,6 +266,7 @@ def exchange_while_it_breaks(network: Network, certificate: bytes, at_nbytes: Se
         network.close()
 
 
+@pytest.mark.alone  # on a busy machine one of twenty does not come back within its deadline
 @pytest.mark.parametrize("certificate", [b"", CERTIFICATE], ids=["plain", "tls"])
 def test_a_connection_that_breaks_goes_on_where_it_was(certificate) -> None:
     network = Network()
