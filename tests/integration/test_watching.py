@@ -54,7 +54,8 @@ def watch():
 
 
 def test_a_run_is_seen_with_its_dead_its_frozen_and_a_killed_server(cluster, watch) -> None:
-    run = JournaledRun(cluster, "--workers", "3", "--patience-s", "1", "--lease-s", "60", *EVERY)
+    limits = ("--patience-s", "1", "--lease-s", "60", "--exchange-timeout-s", "3")  # it may freeze in a round
+    run = JournaledRun(cluster, "--workers", "3", *limits, *EVERY)
     watched = watch(cluster.address)
     watched.until(lambda view: view.state == "waiting", "a run that waits")
     local = cluster.start_local()
@@ -71,6 +72,8 @@ def test_a_run_is_seen_with_its_dead_its_frozen_and_a_killed_server(cluster, wat
     assert watched.worker(2).code == "failed" and "process has ended" in watched.worker(2).reason
     assert [(gap.state, gap.end) for gap in watched.worker(2).gaps] == [("left", None)]
 
+    gone = list(watched.view.rounds)[-1].round
+    watched.until(lambda view: list(view.rounds)[-1].round > gone + 2, "rounds of those that are left")
     workers[1].send(signal.SIGSTOP)
     watched.until(lambda _: watched.worker(1).state == "straggler", "a straggler")
     assert watched.worker(1).code == "evicted"
