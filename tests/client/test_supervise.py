@@ -428,9 +428,10 @@ def test_a_log_goes_on_when_there_is_space_again(start, tmp_path):
 def test_a_guard_that_is_killed_is_replaced(start, tmp_path):
     forks = f"{STUBBORN}"
     once = "if [ ! -e $HERE/again ]; then touch $HERE/again; kill -KILL $$; fi; "
-    waits = "until [ -e $HERE/go ]; do sleep 0.05; done; "
+    waits = "touch $HERE/waits; until [ -e $HERE/go ]; do sleep 0.05; done; "
     supervised = start(one=forks, two=waits + once + forks, restarts=1)
-    until(lambda: len(supervised.left()) >= 4 and len(list(tmp_path.glob("*.ready"))) == 1, "they run")
+    # Both scripts have begun, so neither is a fork of the launcher any more that is still to become a shell.
+    until(lambda: (tmp_path / "waits").exists() and len(list(tmp_path.glob("*.ready"))) == 1, "they run")
     launcher = supervised.process.pid
 
     def guards() -> set[int]:
