@@ -4,6 +4,7 @@ Where its reports are not read libzmq waits for room, and serves nobody meanwhil
 the owner of the socket takes them at every turn.
 """
 
+import errno
 import os
 import resource
 import socket
@@ -35,7 +36,8 @@ class Monitor:
         watched: the socket, before it binds or connects.
 
     Attributes:
-        handshake: the event that the last handshake ended with; 0 if there was none.
+        handshake: the event that the last handshake ended with; 0 if there was none, or if the peer said nothing
+            until the handshake's deadline: it may be frozen, and has refused nobody.
         refused: handshakes that failed.
         cut: connections of strangers that were cut because there were too many.
     """
@@ -81,7 +83,9 @@ class Monitor:
             elif kind == _DISCONNECTED:
                 self._strangers.pop(value, None)
             else:
-                self.handshake = kind
+                # libzmq gives what its last read said: there was nothing, or the peer hung up.
+                silent = kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EAGAIN
+                self.handshake = 0 if silent else kind
                 self.refused += bool(kind & _FAILED)
         excess = len(self._strangers) - max_strangers() if self._strangers else 0
         for descriptor in list(islice(self._strangers, max(0, excess))):

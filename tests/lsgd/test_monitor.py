@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.protocol import monitor
+from lsgd.protocol import monitor, sockets
 from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, parse_token
 from lsgd.protocol.messages import Heartbeat, encode
@@ -112,6 +112,22 @@ def test_a_link_that_is_refused_for_ever_takes_its_reports_when_it_receives(list
 
         until(refused, "it tries again and again, and hears of each refusal")
         assert "it has another key than our token says" in link.trouble()
+
+
+@pytest.mark.parametrize("secured", [True, False])
+def test_a_listener_that_says_nothing_has_refused_nobody(secured, ring, monkeypatch) -> None:
+    monkeypatch.setattr(sockets, "_HANDSHAKE_MS", 200)
+    keys = parse_token(ring.token("node1"), "the token") if secured else None
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        address = f"tcp://127.0.0.1:{frozen.getsockname()[1]}"
+        with Connector(address, b"node1#3", keys) as link:
+
+            def given_up() -> bool:
+                list(link.receive())
+                assert link.trouble() == ""
+                return link._monitor is not None and link._monitor.refused >= 2
+
+            until(given_up, "two handshakes are over time")
 
 
 class TestTooManyStrangers:
