@@ -57,14 +57,21 @@ class Course:
             self.next_algorithm = self.phases[self.number].algorithm
         if self.number != before:
             self.pace = Pace()  # another algorithm sends other bytes
-        self._set_period(progress if len(self.phases) == 1 else None, rate)
+        steps = count / members / progress if progress else math.inf
+        self._set_period(steps, progress if len(self.phases) == 1 else None, rate)
         return self.number != before
 
-    def _set_period(self, progress: float | None, rate: float | None) -> None:
-        """Say which settings hold up to the next global round, and why its period does."""
+    def _set_period(self, steps: float, progress: float | None, rate: float | None) -> None:
+        """Say which settings hold up to the next global round, and why its period does.
+
+        Args:
+            steps: of a member in the whole run.
+            progress: share of the run that is made, if the period follows it.
+            rate: of :meth:`take_up`.
+        """
         planned, period, self.why = self.next_algorithm, None, Why.PLANNED()
         if share := planned.time_share:
-            self.why = self.pace.choose(share)
+            self.why = self.pace.choose(share, steps)
             period = self.pace.period
         else:
             self.pace.period = planned.schedule().period

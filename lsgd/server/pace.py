@@ -5,6 +5,7 @@ from collections import deque
 from typing import Any
 
 from lsgd.algorithms.common import least_period
+from lsgd.plan.forecast import FEW_ROUNDS
 from lsgd.server.reasons import Reason, Why
 
 SAMPLES = 3
@@ -61,21 +62,28 @@ class Pace:
         """Leave out the times since the last round: its generation is over."""
         self._since = None
 
-    def choose(self, share: float) -> Reason:
+    def choose(self, share: float, steps: float) -> Reason:
         """Choose the shortest period at which exchanges take at most ``share`` of the time; return why.
 
         It follows slowly, and not at all while the present period is about right.
+
+        Args:
+            share: of the time.
+            steps: of a member in the whole run; infinite if it has no end.
         """
         if not self._rounds_s or not self._steps_s:
             return Why.UNMEASURED()
         round_s = statistics.median(self._rounds_s)
         step_s = max(SHORTEST_STEP_S, statistics.median(self._steps_s))
+        most = max(1, int(min(MOST_PERIOD, steps / FEW_ROUNDS)))
         wanted = least_period(round_s, step_s, share)
+        why = Why.MEASURED if wanted <= most or most == MOST_PERIOD else Why.SHORT_RUN
+        wanted = min(wanted, most)
         if wanted > TOO_SHORT * self.period:
-            self.period = min(wanted, FACTOR * self.period, MOST_PERIOD)
+            self.period = min(wanted, FACTOR * self.period)
         elif wanted < self.period / TOO_LONG:
             self.period = max(wanted, -(-self.period // FACTOR))
-        return Why.MEASURED(round_s=round_s, step_s=step_s)
+        return why(round_s=round_s, step_s=step_s, rounds=FEW_ROUNDS)
 
     def to_json(self) -> dict[str, Any]:
         """Return what another server goes on with."""

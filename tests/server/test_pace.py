@@ -13,6 +13,7 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
 from lsgd.collectives.simulation import SimulatedGroup, SimulatedWorker, simulate
 from lsgd.errors import ConfigError
+from lsgd.plan.forecast import FEW_ROUNDS
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
@@ -238,10 +239,20 @@ def test_auto_is_bounded_and_has_the_ramps_of_the_run() -> None:
     timed.round_s, timed.step_s = 600.0, 0.0
     timed.bench.coordinator.change({"period": "auto"})
     assert timed.stretches(12) == MOST_PERIOD
-    ramped = Timed(LocalSettings(period=0, closing_share=0.5, exchange_share=0.25), iterations=2 * 400)
-    while sum(ramped.periods) < 400:
+    ramped = Timed(LocalSettings(period=0, closing_share=0.5, exchange_share=0.25), iterations=2 * 1600)
+    while sum(ramped.periods) < 1600:
         ramped.stretch()
     assert max(ramped.periods) == 40 and ramped.periods[-1] == 1
+
+
+@pytest.mark.parametrize("length", [{"iterations": 2 * 512}, {"seconds": 512 * 0.01 + 40 * 0.05}])
+def test_a_short_run_has_rounds_that_are_worth_something(length) -> None:
+    timed = Timed(LocalSettings(period=0, exchange_share=0.05), **length)
+    timed.round_s = 0.05  # so 100 steps of 0.01 s would be wanted
+    while sum(timed.periods) < 500:
+        timed.stretch()
+    assert 14 <= max(timed.periods) <= 17 and len(timed.periods) >= FEW_ROUNDS
+    assert "a run has at least 32 rounds" in "".join(timed.said)
 
 
 def test_a_plan_that_changes_to_auto_and_back() -> None:
