@@ -1,8 +1,9 @@
 """Members of a generation as threads of one process: real channels, real Gloo, and the server's own rendezvous."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,6 +30,8 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.sockets import Listener, Poller, Wakeup
 from lsgd.server.rendezvous import Rendezvous
+
+from ..integration.running import until
 
 CERTIFICATE = run_certificate(b"s" * 32, "run")
 
@@ -79,6 +82,19 @@ class Switchboard:
     def end(self, generation: int, reason: str) -> None:
         """Tell all members that a generation is over."""
         self.push(GenerationOver(generation, reason))
+
+    @contextmanager
+    def ending(self, generation: int, reason: str) -> Iterator[None]:
+        """Tell so once a member has said something; nobody else would hear it."""
+
+        def end() -> None:
+            until(lambda: self._peers, "a member says something")
+            self.end(generation, reason)
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        yield
+        thread.join()
 
     def member(self, name: str, plan: Plan | None = None, certificate: bytes = b"") -> Membership:
         """Return the membership of a worker on this machine."""

@@ -54,7 +54,7 @@ class Members:
         self, switchboard: Switchboard, count: int, model: type[Odd] = Odd, folder=None, **run: object
     ) -> None:
         settings = LeaderSettings(period=4, local_period=4, pull_global=0.5, proximal_global=0.0, proximal_local=0.0)
-        plan = Plan(RunSettings(**{"exchange_timeout_s": 2.0, **run}), (Phase(settings),))
+        plan = Plan(RunSettings(**{"exchange_timeout_s": 20.0, **run}), (Phase(settings),))
         self.count = count
         self.models = [model(rank + 1.0) for rank in range(count)]
         self.optimizers = [torch.optim.SGD(m.linear.parameters(), lr=0.1, momentum=0.9) for m in self.models]
@@ -199,7 +199,7 @@ def test_a_newcomer_takes_the_optimizers_state_if_the_plan_says_so(switchboard, 
 
 
 def test_a_failed_round_changes_nothing_and_the_next_generation_goes_on(switchboard) -> None:
-    members = Members(switchboard, 3)
+    members = Members(switchboard, 3, exchange_timeout_s=2.0)
     members.run(members.round())
     before = [{n: x.clone() for n, x in m.state_dict().items()} for m in members.models]
     leaders = [[x.clone() for x in r.algorithm.shared_state()] for r in members.replicas]

@@ -15,17 +15,28 @@ from .test_launch import TRAIN, start, until
 
 __all__ = ["start"]
 
-LOGS = TRAIN.replace(
-    "worker.report(loss)", 'worker.report(loss); worker.log({"score": 1 + worker.rank}); time.sleep(0.01)'
-).replace("import json,", "import time, json,")
+HOLDS = """
+            while len(losses) > 200 and not (here / "go").exists():
+                time.sleep(0.05)
+"""
+LOGS = (
+    TRAIN.replace("import json,", "losses = []; import time, json,")
+    .replace(
+        "worker.report(loss)",
+        'worker.report(loss); worker.log({"score": 1 + worker.rank}); losses.append(loss); time.sleep(0.01)',
+    )
+    .replace("            optimizer.zero_grad()\n", HOLDS + "            optimizer.zero_grad()\n")
+)
+"""Workers that wait after 200 steps until the test lets them go on."""
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return what the table has: by name iterations and values."""
+    """Return what the table has in whole lines: by name iterations and values; nothing if it is not there yet."""
     found: dict[str, list[tuple[int, float]]] = {}
-    with (folder / "curves.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            found.setdefault(row["name"], []).append((int(row["iterations"]), float(row["value"])))
+    path = folder / "curves.csv"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    for row in csv.DictReader(line for line in lines if line.endswith("\n")):
+        found.setdefault(row["name"], []).append((int(row["iterations"]), float(row["value"])))
     return found
 
 
@@ -55,8 +66,9 @@ def pid_of(node, word: bytes) -> int:
 def test_each_round_is_written_once_though_the_server_dies(start):
     variables = {"LSGD_ITERATIONS": "1000", "LSGD_PERIOD": "32", "LSGD_LOCAL_PERIOD": "32"}
     node = start("--log-to", "csv", "--log-to", "tensorboard", "--log-to", "csv", script=LOGS, **variables)
-    until(lambda: (node.run_dir / "curves.csv").exists() and "user/score" in curves(node.run_dir), "it is logged")
+    until(lambda: "user/score" in curves(node.run_dir), "it is logged")
     os.kill(pid_of(node, b"--global"), signal.SIGKILL)
+    (node.run_dir / "go").touch()
     status, output = node.finish()
     assert status == 0 and "global was killed by SIGKILL" in output, output
     assert f"points written to {node.run_dir} (csv, tensorboard)" in output
@@ -78,11 +90,14 @@ def test_each_round_is_written_once_though_the_server_dies(start):
 @pytest.mark.slow
 def test_a_logger_that_joins_late_writes_what_it_finds_and_one_that_fails_ends_nothing(start, tmp_path):
     node = start("--log-to", "csv", script=LOGS, LSGD_ITERATIONS="600", LSGD_PERIOD="16", LSGD_LOCAL_PERIOD="16")
-    until(lambda: (node.run_dir / "curves.csv").exists() and "rounds" in curves(node.run_dir), "rounds")
+    until(lambda: "rounds" in curves(node.run_dir), "rounds")
     os.kill(pid_of(node, b"log"), signal.SIGKILL)
     command = [sys.executable, "-m", "lsgd.client", "log", "--run", str(node.run_dir), "--to", "csv"]
-    late = subprocess.run([*command, "--out", str(tmp_path / "late")], capture_output=True, text=True, timeout=60)
-    assert late.returncode == 0, late.stderr
+    with subprocess.Popen([*command, "--out", str(tmp_path / "late")], stderr=subprocess.PIPE, text=True) as late:
+        until(lambda: "rounds" in curves(tmp_path / "late"), "the late one has joined")
+        (node.run_dir / "go").touch()
+        _, errors = late.communicate(timeout=60)
+    assert late.returncode == 0, errors
     status, output = node.finish()
     assert status == 0 and "logger was killed by SIGKILL" in output and "the run goes on without it" in output
     assert curves(tmp_path / "late")["rounds"] == [(each["count"], each["round"]) for each in node.result["rounds"]]

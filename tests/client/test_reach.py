@@ -180,7 +180,7 @@ def test_all_members_find_the_same_broken_pairs(switchboard) -> None:
 
 
 def test_of_one_that_dies_in_the_probe_nothing_is_said(switchboard) -> None:
-    members = [switchboard.member(name, plan(0.5)) for name in NAMES]
+    members = [switchboard.member(name, plan(2.0)) for name in NAMES]
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     join = members[0].join

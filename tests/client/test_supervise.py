@@ -1,5 +1,6 @@
 """The supervisor with real processes: shells that print, fail, refuse to end, or leave something behind."""
 
+import contextlib
 import json
 import os
 import pty
@@ -54,7 +55,7 @@ SERVER = f"trap 'echo stopped; touch $HERE/over; exit 0' INT TERM; touch $HERE/u
 WORKER = "until [ -e $HERE/over ]; do sleep 0.05; done; echo saved"
 LEAVER = "until [ -e $HERE/sockets/local.given-up ]; do sleep 0.05; done; echo saved; exit 75"
 WAITS_FOR_LOGGER = "until [ -e $HERE/failed ]; do sleep 0.05; done; sleep 0.2"
-STUBBORN = f"trap '' TERM; touch $HERE/$$.ready; {FOREVER}"
+STUBBORN = f"trap '' INT TERM; touch $HERE/$$.ready; {FOREVER}"
 
 
 class Supervised:
@@ -89,7 +90,7 @@ class Supervised:
     def finish(self) -> tuple[int, str, str]:
         """Return exit status, output and errors, when it has ended and left nothing behind."""
         out, err = self.process.communicate(timeout=60)
-        assert self.left() == []
+        until(lambda: not self.left(), "all processes are gone")  # the last ones are killed, and not waited for
         assert not (self.folder / "sockets").exists()
         return self.process.returncode, (out or b"").decode(), err.decode()
 
@@ -176,7 +177,7 @@ def test_killed_process_is_started_again(start, tmp_path):
     once = "if [ ! -e $HERE/{0} ]; then touch $HERE/{0}; echo dies; kill -KILL $$; fi; echo lives; "
     scripts = {
         "server": once.format("server") + SERVER,
-        "worker": once.format("worker") + "until [ -e $HERE/server ]; do sleep 0.05; done",
+        "worker": once.format("worker") + "until [ -e $HERE/up ]; do sleep 0.05; done",
     }
     status, out, _ = start(**scripts, restarts=1, patience={"LINGER_S": 0.2}).finish()
     assert status == 0
@@ -434,11 +435,15 @@ def test_a_guard_that_is_killed_is_replaced(start, tmp_path):
     until(lambda: (tmp_path / "waits").exists() and len(list(tmp_path.glob("*.ready"))) == 1, "they run")
     launcher = supervised.process.pid
 
+    def command_of(pid: int) -> bytes:
+        with contextlib.suppress(OSError):  # it has ended
+            return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b""
+
     def guards() -> set[int]:
         """Return the launcher's forks: they have its command line."""
-        mine = Path(f"/proc/{launcher}/cmdline").read_bytes()
-        same = {pid for pid in supervised.left() if Path(f"/proc/{pid}/cmdline").read_bytes() == mine}
-        return same - {launcher}
+        mine = command_of(launcher)
+        return {pid for pid in supervised.left() if command_of(pid) == mine} - {launcher}
 
     (guard,) = guards()
     os.kill(guard, signal.SIGKILL)
