@@ -51,8 +51,9 @@ class Process:
         """Return the match of ``pattern`` in the output, when it is there."""
 
         def found() -> re.Match[str] | None:
+            ended = self.poll() is not None  # before its output is read, which is whole then
             match = re.search(pattern, self.output, re.MULTILINE)
-            assert match or self.poll() is None, f"{self.name} ended without saying {pattern!r}:\n{self.output}"
+            assert match or not ended, f"{self.name} ended without saying {pattern!r}:\n{self.output}"
             return match
 
         return until(found, f"{self.name} says {pattern!r}:\n{self.output}", deadline_s)

@@ -86,14 +86,16 @@ def test_50_changes_of_membership_leave_nothing_behind(cluster) -> None:
 
 
 def test_a_stop_during_a_round_lets_it_complete(cluster) -> None:
+    go = cluster.folder / "go"
     server, locals_ = cluster.start("--workers", "2", *EVERY)
     workers = [
         cluster.worker("crash", 0, 0, "--sleep", 0.003),
-        cluster.worker("crash", 0, 1, "--sleep", 0.003, "--dwell-in-round", 3, "--dwell", 1.0),
+        cluster.worker("crash", 0, 1, "--sleep", 0.003, "--dwell-in-round", 3, "--until", go),
     ]
     workers[1].says(r"dwells in round \d+")
     cluster.ask(StopRun("enough"))
     assert "goes on with round" not in workers[1].output  # the stop came in the middle
+    go.touch()
     for process in (*workers, *locals_, server):
         process.succeeds()
     count = int(server.says(r"the run is over: enough; (\d+) iterations")[1])

@@ -100,7 +100,7 @@ def test_prometheus_reads_a_run_and_every_query_of_the_dashboard(cluster, metric
     until(lambda: value("min(lsgd_worker_iterations_total)") > 0, "iterations of both workers")
     until(lambda: value("rate(lsgd_iterations_total[10s])") > 0, "a rate")
     assert value('up{job="lsgd"}') == value('lsgd_run_state{state="running"}') == 1
-    assert value('lsgd_workers{state=~"live"}') + value('lsgd_workers{state="held"}') == 2
+    assert value('sum(lsgd_workers{state=~"live|held"})') == 2
     grafana = json.loads((DEPLOYED / "grafana.json").read_text())
     empty = []
     for panel in grafana["panels"]:

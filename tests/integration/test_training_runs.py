@@ -105,7 +105,7 @@ def test_every_kind_of_parameter_and_loop_at_once(cluster) -> None:
 
 def test_a_slow_worker_makes_fewer_iterations_and_nobody_waits_for_it_between_rounds(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", "--iterations", "180", *every(30))
-    end_well(cluster.worker("train", 0, 0, "--sleep", 0.02), cluster.worker("train", 0, 1, "--sleep", 0.1))
+    end_well(cluster.worker("train", 0, 0, "--sleep", 0.02), cluster.worker("train", 0, 1, "--sleep", 0.3))
     end_well(*locals_, server)
     fast, slow = cluster.result(0, 0), cluster.result(0, 1)
     assert fast["iterations"] + slow["iterations"] == 180
@@ -120,7 +120,7 @@ def test_iterations_asked_for_ahead_count_once_and_go_back_to_who_has_time(clust
     flags = ("--lookahead", str(lookahead))
     server, locals_ = cluster.start("--workers", "2", "--iterations", "400", *every(100), *flags)
     fast = cluster.worker("train", 0, 0, "--pause-at", 30)
-    slow = cluster.worker("train", 0, 1, "--sleep", 0.1)
+    slow = cluster.worker("train", 0, 1, "--sleep", 0.3)
     end_well(fast, slow, *locals_, server)
     made = [cluster.result(0, index)["iterations"] for index in (0, 1)]
     assert sum(made) == sum(steps(cluster).values()) == 400
@@ -134,8 +134,14 @@ def test_one_group_trains_on_while_another_waits_for_its_local_round(cluster) ->
     server, locals_ = cluster.start(
         "--workers", "4", "--iterations", "700", "--period", "128", "--local-period", "8", nodes=2
     )
-    sleeper = cluster.worker("train", 0, 1, "--nap-at", 30, "--nap", 2.0)
+    go = cluster.folder / "go"
+    sleeper = cluster.worker("train", 0, 1, "--nap-at", 30, "--until", go)
     others = [cluster.worker("train", *place, "--sleep", 0.01) for place in ((0, 0), (1, 0), (1, 1))]
+    sleeper.says("naps")
+    before = steps(cluster)
+    free = ("node1/worker0", "node1/worker1")
+    until(lambda: all(steps(cluster)[name] > before[name] + 20 for name in free), "the other group trains on")
+    go.touch()
     end_well(sleeper, *others, *locals_, server)
     ((began, ended),) = cluster.result(0, 1)["naps"]
     during = {
@@ -149,8 +155,13 @@ def test_one_group_trains_on_while_another_waits_for_its_local_round(cluster) ->
 
 def test_a_worker_that_pauses_misses_rounds_and_comes_back(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", "--iterations", "400", *every(8))
-    away = cluster.worker("train", 0, 1, "--pause-at", 21, "--nap", 1.0)
+    go = cluster.folder / "go"
+    away = cluster.worker("train", 0, 1, "--pause-at", 21, "--until", go)
     stays = cluster.worker("train", 0, 0, "--sleep", 0.005)
+    away.says("naps")
+    before = steps(cluster)["node0/worker0"]
+    until(lambda: steps(cluster)["node0/worker0"] > before + 3 * 8, "the other one trains on")
+    go.touch()
     end_well(away, stays, *locals_, server)
     one, two = cluster.result(0, 0), cluster.result(0, 1)
     ((began, ended),) = two["naps"]

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +30,10 @@ parser.add_argument("--die-in-round", type=int, default=0, help="kill -9 when th
 parser.add_argument("--lead", action="store_true", help="report a loss that no other worker is below")
 parser.add_argument("--stick-at", type=int, default=0, help="hold the GIL in this iteration")
 parser.add_argument("--stick", type=int, default=0, help="for so many seconds")
-parser.add_argument("--stall-at", type=int, default=0, help="sleep in this iteration, with the GIL free")
-parser.add_argument("--stall", type=float, default=0.0, help="for so many seconds")
+parser.add_argument("--stall-at", type=int, default=0, help="wait in this iteration, with the GIL free")
 parser.add_argument("--poison-at", type=int, default=0, help="make a parameter NaN in this iteration")
-parser.add_argument("--dwell-in-round", type=int, default=0, help="sleep when this or a later one broadcasts")
-parser.add_argument("--dwell", type=float, default=0.0, help="for so many seconds, once")
+parser.add_argument("--dwell-in-round", type=int, default=0, help="wait once, when this or a later one broadcasts")
+parser.add_argument("--until", type=Path, help="stall or dwell until this file is there")
 parser.add_argument("--fail-from", type=int, default=0, help="this round and all later ones fail here")
 options = parser.parse_args()
 
@@ -44,6 +44,12 @@ inputs = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 failed: list[tuple[int, int, bool]] = []
 current = 0
+
+
+def wait() -> None:
+    """Wait until the test has made its file."""
+    while not options.until.exists():
+        time.sleep(0.02)
 
 
 def digest() -> str:
@@ -79,11 +85,11 @@ class MortalGroup(TcpGroup):
         if options.die_in_round and current >= options.die_in_round:
             print(f"dies in round {current}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        if options.dwell and current >= options.dwell_in_round:
+        if options.dwell_in_round and current >= options.dwell_in_round:
             print(f"dwells in round {current}", flush=True)
-            time.sleep(options.dwell)
+            wait()
             print(f"goes on with round {current}", flush=True)
-            options.dwell = 0
+            options.dwell_in_round = 0
         super().broadcast(tensor, source)
 
 
@@ -103,7 +109,7 @@ with Worker.join(model, optimizer) as worker:
                     print("lets the GIL go", flush=True)
                 if worker.iterations + 1 == options.stall_at:
                     print("stalls", flush=True)
-                    time.sleep(options.stall)
+                    wait()
                     print("goes on", flush=True)
                 loss = nn.functional.mse_loss(model(x), y)
                 optimizer.zero_grad()

@@ -6,6 +6,7 @@ Writes a line for each step to ``<name>.steps``, and at the end what it knows to
 import argparse
 import json
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,9 +16,10 @@ from lsgd.client.control import joining
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--sleep", type=float, default=0.0, help="seconds in every turn")
-parser.add_argument("--nap-at", type=int, default=0, help="sleep for --nap seconds in this iteration")
-parser.add_argument("--pause-at", type=int, default=0, help="pause for --nap seconds after this iteration")
-parser.add_argument("--nap", type=float, default=0.0)
+parser.add_argument("--nap-at", type=int, default=0, help="nap in this iteration")
+parser.add_argument("--pause-at", type=int, default=0, help="pause for a nap after this iteration")
+parser.add_argument("--nap", type=float, default=0.0, help="for so many seconds")
+parser.add_argument("--until", type=Path, help="and until this file is there")
 parser.add_argument("--fail-at", type=int, default=0, help="raise in this iteration, after the step")
 parser.add_argument("--break-at", type=int, default=0, help="leave the loop in this iteration, before the step")
 parser.add_argument("--width", type=int, default=16, help="of the model")
@@ -51,6 +53,8 @@ def nap() -> None:
     started_at = time.monotonic()
     print("naps", flush=True)
     time.sleep(options.nap)
+    while options.until and not options.until.exists():
+        time.sleep(0.02)
     naps.append((started_at, time.monotonic()))
 
 
