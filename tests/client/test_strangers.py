@@ -16,6 +16,7 @@ from lsgd.client.groups.tcp.hello import HELLO_NBYTES, Hello
 from lsgd.client.groups.tcp.tls import contexts
 from lsgd.protocol.certificates import run_certificate
 
+from ..integration.running import until
 from .bench import CERTIFICATE
 from .meshes import Network, all_at_once, members
 
@@ -93,6 +94,7 @@ def test_one_that_speaks_slowly_has_no_more_time_than_others(certificate, caplog
                 break
         slow.settimeout(20)
         assert is_closed(slow)
+        until(lambda: caplog.records, "it is said")
         monkeypatch.setattr(mesh, "HELLO_WITHIN_S", 20.0)
         assert all_at_once(groups, ones) == [2.0, 2.0]
     assert [record.getMessage() for record in caplog.records] == [REFUSED + "it did not say who it is within 0.3 s"]

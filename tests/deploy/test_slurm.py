@@ -77,8 +77,12 @@ class Job:
 
 @pytest.mark.timeout(400)
 def test_a_job_that_is_started_again_continues_from_its_checkpoints(slurm: Slurm, tmp_path: Path) -> None:
-    job = Job(slurm, tmp_path, 300)
-    until(lambda: len(list(job.run_dir.glob("checkpoints/*/*/node*"))) >= 2, "both nodes have checkpoints", 150)
+    job = Job(slurm, tmp_path, 1200)
+
+    def saved() -> set[str]:
+        return {path.name[: len("node0")] for path in job.run_dir.glob("checkpoints/*/*/node*")}
+
+    until(lambda: saved() == {"node0", "node1"}, "both nodes have checkpoints", 150)
     slurm.ask("scontrol", "requeue", job.number)  # SIGTERM to all processes, as when the job is preempted
     until(lambda: job.state in ENDS, "the job ends", 200)
     assert job.state == "COMPLETED", job.says
@@ -86,7 +90,7 @@ def test_a_job_that_is_started_again_continues_from_its_checkpoints(slurm: Slurm
     assert "stopped: the global server got SIGINT" in before, job.says  # and no second signal
     assert "LSGD_TOKEN=" not in job.says
     result = json.loads((job.run_dir / "result.json").read_text())
-    assert (result["state"], result["count"]) == ("finished", 300)
+    assert (result["state"], result["count"]) == ("finished", 1200)
     assert (result["nodes"], len(result["members"])) == (2, 2)
     rounds = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert next(one["count"] for one in rounds if one["run"] == result["run"]) > 0, after  # not from the beginning
