@@ -7,7 +7,7 @@ from lsgd.plan.plan import Phase, Plan, variable
 from lsgd.settings import AlgorithmSettings, fields
 
 FEW_ROUNDS = 32
-"""Fewer exchanges of models than that leave workers which have mostly trained alone: ``auto`` has at least as many."""
+"""Fewer exchanges of models than that leave workers which have mostly trained alone."""
 
 _PERIODS = ("period", "interval")
 """What algorithms call the setting of how many iterations lie between two rounds."""
@@ -32,10 +32,9 @@ def forecast(plan: Plan, workers: int) -> list[str]:
     """Return what to tell people at the start: how many global rounds there will be, and whether that is few."""
     run, rounds = plan.run, planned_rounds(plan, workers)
     if shares := [phase.algorithm.time_share for phase in plan.phases if phase.algorithm.time_share]:
-        least = f", but at least {FEW_ROUNDS} rounds" if run.iterations or run.seconds else ""
         return [
             f"how many global rounds this run makes depends on its network: with period = auto the servers choose how "
-            f"often, so that exchanges take {' or '.join(f'{share:.0%}' for share in shares)} of the time{least}"
+            f"often, so that exchanges take {' or '.join(f'{share:.0%}' for share in shares)} of the time"
         ]
     if rounds is None:
         return [f"how many global rounds this run makes depends on its speed: {_often(plan)}"] if run.seconds else []

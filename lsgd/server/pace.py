@@ -20,6 +20,9 @@ TOO_SHORT, TOO_LONG = 1.2, 1.5
 MOST_PERIOD = 512
 """The longest period that is chosen: models part, however slow the link is."""
 
+SHORT_PERIOD = 4
+"""A short run has this one rather than shorter ones, which were no better (docs/performance/convergence.md)."""
+
 SHORTEST_STEP_S = 1e-6
 
 
@@ -75,7 +78,7 @@ class Pace:
             return Why.UNMEASURED()
         round_s = statistics.median(self._rounds_s)
         step_s = max(SHORTEST_STEP_S, statistics.median(self._steps_s))
-        most = max(1, int(min(MOST_PERIOD, steps / FEW_ROUNDS)))
+        most = int(max(SHORT_PERIOD, min(MOST_PERIOD, steps / FEW_ROUNDS)))
         wanted = least_period(round_s, step_s, share)
         why = Why.MEASURED if wanted <= most or most == MOST_PERIOD else Why.SHORT_RUN
         wanted = min(wanted, most)
@@ -83,7 +86,7 @@ class Pace:
             self.period = min(wanted, FACTOR * self.period)
         elif wanted < self.period / TOO_LONG:
             self.period = max(wanted, -(-self.period // FACTOR))
-        return why(round_s=round_s, step_s=step_s, rounds=FEW_ROUNDS)
+        return why(round_s=round_s, step_s=step_s)
 
     def to_json(self) -> dict[str, Any]:
         """Return what another server goes on with."""

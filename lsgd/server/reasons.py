@@ -130,7 +130,7 @@ class Why(enum.Enum):
     RATE = "the learning rate has fallen to {rate:.2g}"
     UNMEASURED = "no round has been timed yet"
     MEASURED = "a round takes {round_s:.2g} s, a step {step_s:.2g} s"
-    SHORT_RUN = "a round takes {round_s:.2g} s, a step {step_s:.2g} s, and a run has at least {rounds} rounds"
+    SHORT_RUN = "a round takes {round_s:.2g} s, a step {step_s:.2g} s, and the run is short"
 
     # Something has happened.
     JOINS = "{worker} joins from {address}; {joined}"

@@ -19,7 +19,7 @@ from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.memento import capture, restore
-from lsgd.server.pace import MOST_PERIOD
+from lsgd.server.pace import MOST_PERIOD, SHORT_PERIOD
 from lsgd.server.report import report
 
 from .helpers import Bench, make_plan, started
@@ -245,6 +245,13 @@ def test_auto_is_bounded_and_has_the_ramps_of_the_run() -> None:
     assert max(ramped.periods) == 40 and ramped.periods[-1] == 1
 
 
+def test_a_very_short_run_has_no_shorter_period_than_others() -> None:
+    timed = Timed(LocalSettings(period=0, exchange_share=0.05), iterations=2 * 40)
+    while sum(timed.periods) < 30:
+        timed.stretch()
+    assert max(timed.periods) == SHORT_PERIOD
+
+
 @pytest.mark.parametrize("length", [{"iterations": 2 * 512}, {"seconds": 512 * 0.01 + 40 * 0.05}])
 def test_a_short_run_has_rounds_that_are_worth_something(length) -> None:
     timed = Timed(LocalSettings(period=0, exchange_share=0.05), **length)
@@ -252,7 +259,7 @@ def test_a_short_run_has_rounds_that_are_worth_something(length) -> None:
     while sum(timed.periods) < 500:
         timed.stretch()
     assert 14 <= max(timed.periods) <= 17 and len(timed.periods) >= FEW_ROUNDS
-    assert "a run has at least 32 rounds" in "".join(timed.said)
+    assert "and the run is short" in "".join(timed.said)
 
 
 def test_a_plan_that_changes_to_auto_and_back() -> None:
