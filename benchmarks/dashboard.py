@@ -185,7 +185,7 @@ def measure(browser: Any, workers: int, seconds: int, failures: int, watched_s: 
     with served(story, source) as dashboard:
         page = browser.new_page(viewport=VIEWPORT)
         page.goto(dashboard.url())
-        page.wait_for_function(f"document.querySelectorAll('#workers tr').length === {workers}")
+        page.wait_for_function(f"() => document.querySelectorAll('#workers tr').length === {workers}")
         page.check("[value=whole]")
         page.wait_for_timeout(min(SETTLED_S, watched_s) * 1000)
         page.evaluate(WATCH)
@@ -193,7 +193,7 @@ def measure(browser: Any, workers: int, seconds: int, failures: int, watched_s: 
         while time.monotonic() < end:
             page.wait_for_timeout(500)
             drawn_ms.append(float(page.evaluate("drawMs")))
-        page.wait_for_function("updates > 0 && frames.length > 10")  # on a busy machine they come later
+        page.wait_for_function("() => updates > 0 && frames.length > 10")  # on a busy machine they come later
         frames, updates = page.evaluate("frames"), page.evaluate("updates")
         zoom_ms = [float(page.evaluate(ZOOM, "+-"[i % 2])) for i in range(ZOOMS)]
         page.close()

@@ -2,11 +2,13 @@
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,23 @@ SCRIPTS = HERE / "workers"
 DEADLINE_S = 60.0
 LIGHT = {"PYTHONPATH": os.pathsep.join([str(HERE / "light"), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
 """Variables of processes that train and compile nothing: they start in half the time (light/sitecustomize.py)."""
+
+
+FIRST_PORT, PORTS = 30_000, 300
+_ports = itertools.cycle(range(PORTS))
+
+
+def free_port() -> int:
+    """Return a port for a process that is still to start: the system gives it to nobody else meanwhile.
+
+    Linux chooses ports from 32768 on by itself, and each of pytest's processes has ports of its own here.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw8").removeprefix("gw"))
+    while True:
+        port = FIRST_PORT + PORTS * (worker % 9) + next(_ports)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from .running import SCRIPTS, Cluster, ForkServer, Process
+from .running import SCRIPTS, Cluster, ForkServer, Process, free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp.py"
 
@@ -40,9 +39,7 @@ class Islands(Cluster):
         self, index: int, *arguments: str, size: int = 2, program: Path = SCRIPTS / "island.py", **variables: str
     ) -> list[Process]:
         """Start the processes of a worker."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(size)}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
         variables = {**place, **variables}
         script = str(program.with_suffix(""))
         return [self.worker(script, 0, index, *arguments, RANK=str(r), **variables) for r in range(size)]
