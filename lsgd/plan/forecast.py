@@ -6,7 +6,7 @@ from lsgd.errors import ConfigError
 from lsgd.plan.plan import Phase, Plan, variable
 from lsgd.settings import AlgorithmSettings, fields
 
-FEW_ROUNDS = 32
+FEW_ROUNDS = 20
 """Fewer exchanges of models than that leave workers which have mostly trained alone."""
 
 _PERIODS = ("period", "interval")

@@ -5,7 +5,6 @@ from collections import deque
 from typing import Any
 
 from lsgd.algorithms.common import least_period
-from lsgd.plan.forecast import FEW_ROUNDS
 from lsgd.server.reasons import Reason, Why
 
 SAMPLES = 3
@@ -19,6 +18,9 @@ TOO_SHORT, TOO_LONG = 1.2, 1.5
 
 MOST_PERIOD = 512
 """The longest period that is chosen: models part, however slow the link is."""
+
+LEAST_ROUNDS = 32
+"""A run has at least so many, whatever they cost: with fewer its workers learn little from each other."""
 
 SHORT_PERIOD = 4
 """A short run has this one rather than shorter ones, which were no better (docs/performance/convergence.md)."""
@@ -78,7 +80,7 @@ class Pace:
             return Why.UNMEASURED()
         round_s = statistics.median(self._rounds_s)
         step_s = max(SHORTEST_STEP_S, statistics.median(self._steps_s))
-        most = int(max(SHORT_PERIOD, min(MOST_PERIOD, steps / FEW_ROUNDS)))
+        most = int(max(SHORT_PERIOD, min(MOST_PERIOD, steps / LEAST_ROUNDS)))
         wanted = least_period(round_s, step_s, share)
         why = Why.MEASURED if wanted <= most or most == MOST_PERIOD else Why.SHORT_RUN
         wanted = min(wanted, most)

@@ -61,7 +61,7 @@ def test_the_words() -> None:
     assert forecast(plan(workers=2, iterations=1000, algorithm={"name": "leader", "period": 64}), 2) == [
         "by its plan this run makes about 9 global rounds: one for every 64 iterations of each worker",
         "that is few: workers that exchange their models so rarely learn little from one another; type "
-        "LSGD_PERIOD=16 before the command to exchange more often, or LSGD_ITERATIONS=4000 to train longer",
+        "LSGD_PERIOD=16 before the command to exchange more often, or LSGD_ITERATIONS=2500 to train longer",
     ]
     (line,) = forecast(plan(workers=2, seconds=60, algorithm={"name": "leader", "period": 64}), 2)
     assert line == (

@@ -13,13 +13,12 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
 from lsgd.collectives.simulation import SimulatedGroup, SimulatedWorker, simulate
 from lsgd.errors import ConfigError
-from lsgd.plan.forecast import FEW_ROUNDS
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.memento import capture, restore
-from lsgd.server.pace import MOST_PERIOD, SHORT_PERIOD
+from lsgd.server.pace import LEAST_ROUNDS, MOST_PERIOD, SHORT_PERIOD
 from lsgd.server.report import report
 
 from .helpers import Bench, make_plan, started
@@ -258,7 +257,7 @@ def test_a_short_run_has_rounds_that_are_worth_something(length) -> None:
     timed.round_s = 0.05  # so 100 steps of 0.01 s would be wanted
     while sum(timed.periods) < 500:
         timed.stretch()
-    assert 14 <= max(timed.periods) <= 17 and len(timed.periods) >= FEW_ROUNDS
+    assert 14 <= max(timed.periods) <= 17 and len(timed.periods) >= LEAST_ROUNDS
     assert "and the run is short" in "".join(timed.said)
 
 
