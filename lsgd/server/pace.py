@@ -82,7 +82,7 @@ class Pace:
         step_s = max(SHORTEST_STEP_S, statistics.median(self._steps_s))
         most = int(max(SHORT_PERIOD, min(MOST_PERIOD, steps / LEAST_ROUNDS)))
         wanted = least_period(round_s, step_s, share)
-        why = Why.MEASURED if wanted <= most or most == MOST_PERIOD else Why.SHORT_RUN
+        why = Why.SHORT_RUN if most < min(wanted, MOST_PERIOD) else Why.MEASURED
         wanted = min(wanted, most)
         if wanted > TOO_SHORT * self.period:
             self.period = min(wanted, FACTOR * self.period)

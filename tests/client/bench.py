@@ -84,17 +84,19 @@ class Switchboard:
         self.push(GenerationOver(generation, reason))
 
     @contextmanager
-    def ending(self, generation: int, reason: str) -> Iterator[None]:
-        """Tell so once a member has said something; nobody else would hear it."""
+    def ending(self, generation: int, reason: str, members: int = 1) -> Iterator[None]:
+        """Tell so once so many members have said something; nobody else would hear it."""
 
         def end() -> None:
-            until(lambda: self._peers, "a member says something")
+            until(lambda: len(self._peers) == members, f"{members} have said something")
             self.end(generation, reason)
 
         thread = threading.Thread(target=end)
         thread.start()
-        yield
-        thread.join()
+        try:
+            yield
+        finally:
+            thread.join()
 
     def member(self, name: str, plan: Plan | None = None, certificate: bytes = b"") -> Membership:
         """Return the membership of a worker on this machine."""

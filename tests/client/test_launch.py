@@ -27,7 +27,7 @@ from lsgd.client.launcher.process import NOT_TRAINED
 from lsgd.errors import ConfigError
 from lsgd.protocol.keys import KeyRing
 
-from ..integration.running import LIGHT
+from ..integration.running import LIGHT, free_port
 
 TRAIN = """
 import json, os, sys, torch
@@ -142,12 +142,6 @@ def until(condition: Callable[[], object], what: str, deadline_s: float = 60.0) 
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def program(folder: Path, name: str, script: str) -> None:

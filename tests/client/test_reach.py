@@ -26,7 +26,6 @@ from lsgd.errors import BrokenLinksError, ExchangeError
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 
-from ..integration.running import until
 from .bench import Switchboard, generation, together
 
 HOUR_S = 3600.0
@@ -200,12 +199,7 @@ def test_the_end_of_the_generation_ends_it(switchboard) -> None:
     members = [switchboard.member(name, plan(60.0)) for name in NAMES]
     channel = members[0].channel
 
-    def attempt(rank: int) -> None:
-        if rank < 2:
-            probe(generation(1, 1, 1), members[rank])
-        until(lambda: len(switchboard._peers) == 2, "the others are there")
-        switchboard.end(1, "node2/worker0 left")
-
-    errors = together(attempt, range(3))
+    with switchboard.ending(1, "node2/worker0 left", members=2):
+        errors = together(lambda rank: probe(generation(1, 1, 1), members[rank]), range(2))
     assert str(errors[0]) == "generation 1 is over: node2/worker0 left" == str(errors[1])
     assert channel.generation_over(1)

@@ -38,7 +38,7 @@ train = partial(train_two, "trainer")
 @pytest.mark.parametrize("algorithm", ["local", "bytegrad"])
 def test_two_trainers_train_one_model(cluster, algorithm) -> None:
     plan = ["--algorithm", algorithm, "--iterations", "60"]
-    plan += ["--period", "8"] if algorithm == "local" else []
+    plan += ["--period", "9"] if algorithm == "local" else []  # all make a step after the round at 54 of 60
     output, workers = train(cluster, plan, "--micro-batches", 2)
     assert "all 60 iterations are made; 60 iterations" in output and "failed" not in output
     assert [w["steps"] for w in workers] == [w["iterations"] for w in workers]
@@ -51,9 +51,7 @@ def test_two_trainers_train_one_model(cluster, algorithm) -> None:
         assert len(w["losses"]) == w["steps"]
         assert abs(w["losses"][0] - math.log(16)) < 0.5 and w["losses"][-1] < 0.5 * w["losses"][0]
         assert w["rates"][0] == 0.02 and w["rates"] == sorted(w["rates"], reverse=True)
-        assert w["rates"][-1] <= 0.02 * (1 - 48 / 60)  # after the last round that all make
-    # The Trainer's schedule ends with the run, long before max_steps.
-    assert min(w["rates"][-1] for w in workers) < 0.003
+        assert w["rates"][-1] < 0.003  # the Trainer's schedule ends with the run, long before max_steps
     leads = next(w for w in workers if w["rank"] == 0)
     assert leads["logs"]["lsgd_progress"] == 1.0 and leads["logs"]["lsgd_round"] > 0
 

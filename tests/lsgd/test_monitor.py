@@ -96,7 +96,8 @@ def test_reports_that_nobody_takes_do_not_block_the_socket(listener, link) -> No
     once = exchange(listener, link)
     until(once, "the peer is in")
     strangers = flood(listener, FLOOD)
-    strangers.join()
+    strangers.join(60)
+    assert not strangers.is_alive()
     until(once, "the peer is served")
 
 

@@ -285,7 +285,7 @@ def test_workers_that_were_refused_or_killed_do_not_keep_it(cluster, above, belo
     below.hears(Refused)
     killed.link.close()
     above.say(RunOver("done"))
-    local.succeeds()
+    local.succeeds(5.0)
     assert "did not leave" not in local.output
 
 
