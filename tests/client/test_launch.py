@@ -156,7 +156,7 @@ class TestNode:
     """Real servers, real workers."""
 
     def test_trains_and_ends(self, start):
-        node = start("--node", "0", "--port", "0", LSGD_ITERATIONS="100", OMP_NUM_THREADS="")
+        node = start("--node", "0", "--port", "0", LSGD_ITERATIONS="100", OMP_NUM_THREADS="", DRAWS="1")
         status, output = node.finish()
         assert status == 0, output
         plan = tomllib.loads((node.run_dir / "plan.toml").read_text())

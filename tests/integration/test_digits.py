@@ -56,7 +56,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, report, tmp_path: Path) -> None:
     plan = tmp_path / "no_exchange.toml"
     plan.write_text(NO_EXCHANGE)
-    output = train(EXAMPLE.with_suffix(".toml"), tmp_path / "exchange", LSGD_ITERATIONS="1500")
+    output = train(EXAMPLE.with_suffix(".toml"), tmp_path / "exchange", LSGD_ITERATIONS="900", DRAWS="1")
     train(plan, tmp_path / "none", workers=3)
 
     result, alone = result_of(tmp_path / "exchange"), result_of(tmp_path / "none")
@@ -65,11 +65,11 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, repor
     assert alone["leader_accuracy"] >= 0.95  # each of them has learned; only their average has not
     assert result["relative_distance_before_last_average"] < alone["relative_distance_before_last_average"]
 
-    for run, iterations, workers in ((result, 1500, 2), (alone, 750, 3)):
+    for run, iterations, workers in ((result, 900, 2), (alone, 750, 3)):
         assert run["count"] == sum(member["done"] for member in run["members"]) == iterations
         assert (len(run["members"]), run["nodes"], run["rounds_local"]) == (workers, 1, 0)
     # One when the generation begins, one for each 64 iterations of a worker, and the last one.
-    assert 1500 // 128 <= result["rounds_global"] <= 1500 // 128 + 3
+    assert 900 // 128 <= result["rounds_global"] <= 900 // 128 + 3
     assert alone["rounds_global"] == 2
     assert sum(member["times_leader"] for member in result["members"]) == result["rounds_global"]
 

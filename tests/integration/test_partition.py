@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Operator:
         return self._forks.start("lsgd.client", command, environ, next(self._outputs)).succeeds()
 
     def status(self) -> dict[str, Any]:
+        time.sleep(0.2)  # each look is a process, and who waits for something looks again and again
         return dict(json.loads(self.lsgd("status", "--json")))
 
     def stop(self) -> None:
@@ -66,7 +68,7 @@ def test_a_node_that_is_cut_off_is_evicted_and_comes_back_when_the_link_does(tmp
             first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live", 60)
             return until(lambda: (s := status())["count"] >= first["count"] + iterations and s, "the run goes on")
 
-        command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.01")
+        command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.03")
         processes = [start(host, tmp_path, *command, **PLAN) for host in testbed.hosts]
         operator.finds_the_server()
         whole = trains([0, 0, 1, 1], 50)

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.testbed import Host, Testbed
 
-from .running import LIGHT
+from .running import LIGHT, SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
 ]
 
+REGRESSION = ("--", sys.executable, str(SCRIPTS / "crash.py"))
 ITERATION_TIMES = """
 import sys, time, torch
 from lsgd.client import Worker
@@ -118,7 +119,7 @@ def shows(process: subprocess.Popen[str], text: str) -> str:
 
 def test_the_line_that_node_0_prints_starts_node_1_with_a_token_of_its_own(tmp_path: Path) -> None:
     with Testbed(2, loopback_names=True) as testbed:
-        first = start(testbed.hosts[0], tmp_path, LSGD_ITERATIONS="200")
+        first = start(testbed.hosts[0], tmp_path, *REGRESSION, LSGD_ITERATIONS="200")
         line = shows(first, "[launch] node 1 joins with: ").partition("joins with: ")[2]
         assert line.startswith("LSGD_TOKEN=lsgd1:node1:")
         shows(first, "worker1")  # it is well under way
@@ -131,9 +132,9 @@ def test_the_line_that_node_0_prints_starts_node_1_with_a_token_of_its_own(tmp_p
 
 def test_node_1_may_start_first_and_waits_for_its_token_in_a_folder_that_both_see(tmp_path: Path) -> None:
     with Testbed(2) as testbed:
-        second = start(testbed.hosts[1], tmp_path, LSGD_ITERATIONS="200")
+        second = start(testbed.hosts[1], tmp_path, *REGRESSION, LSGD_ITERATIONS="200")
         shows(second, "this node needs a token: LSGD_TOKEN, or a folder of keys that it shares with node 0")
-        finish([second, start(testbed.hosts[0], tmp_path, LSGD_ITERATIONS="200")])
+        finish([second, start(testbed.hosts[0], tmp_path, *REGRESSION, LSGD_ITERATIONS="200")])
     result = json.loads((tmp_path / "node0" / "result.json").read_text())
     assert (len(result["members"]), result["nodes"], result["count"]) == (4, 2, 200)
 
