@@ -28,7 +28,7 @@ decides=(tests/server/test_{announced,coordinator,holders,last_rounds,links,look
     tests/lsgd/test_{messages,plan,settings}.py)
 "$python" -m pytest "${decides[@]}" --cov --cov-report=
 wait "$types"
-for module in server/{admission,coordinator,course,grants,history,links,member_states,pace,reasons,roster,rounds,scheduler,state,stream,tokens,ways} protocol/{messages,events,fields} plan/plan election; do
+for module in server/{admission,coordinator,course,grants,links,member_states,pace,reasons,roster,rounds,scheduler,state,stream,tokens,ways} protocol/{messages,events,fields} plan/plan election; do
     "$python" -m coverage report --fail-under=100 --show-missing --include="*/$module.py"
 done
 "$python" -m pytest "${several[@]}" "${decides[@]/#/--ignore=}" -m "not alone" --durations=20
