@@ -107,7 +107,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         closed_at=now if saved["closed"] else math.inf,
     )
     algorithm, following = (algorithm_of(saved[key], "the journal") for key in ("algorithm", "next_algorithm"))
-    pace, why = Pace.of_json(saved["pace"]), Reason(*saved["why"])
+    pace, why = Pace(**saved["pace"]), Reason(*saved["why"])
     state.course.resume(saved["phase"], algorithm, following, pace, why)
     state.links.restore(saved["links"], now)
     for each in opened:

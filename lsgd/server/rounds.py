@@ -1,4 +1,4 @@
-"""The round book: which rounds are open, completed and failed; and who leads one, gives state in it, and takes it."""
+"""The round book: which rounds are open, completed and failed; who leads one, gives state and takes it; its history."""
 
 import math
 from collections import deque
