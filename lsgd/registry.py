@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import logging
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -77,7 +77,10 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         """Return the error message for an unknown name."""
         if isinstance(name, str) and name in self._broken:
             return f"{self._what} {name!r} cannot be loaded from {self._broken[name]}"
-        return f"{self._what} {name!r} is unknown; {listed(str(name), self)}"
+        known = sorted(self)
+        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        question = f"did you mean {close[0]!r}? " if close else ""
+        return f"{self._what} {name!r} is unknown; {question}known: {', '.join(known)}"
 
     def __getitem__(self, name: str) -> type[T]:
         return self.classes[name]
@@ -87,10 +90,3 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
     def __len__(self) -> int:
         return len(self.classes)
-
-
-def listed(name: str, names: Iterable[str]) -> str:
-    """Return a list of ``names``, with ``did you mean ...?`` before it if one of them is similar."""
-    close = difflib.get_close_matches(name, names := sorted(names), n=1, cutoff=0.5)
-    question = f"did you mean {close[0]!r}? " if close else ""
-    return f"{question}known: {', '.join(names)}"

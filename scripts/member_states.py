@@ -4,9 +4,20 @@ import re
 import sys
 from pathlib import Path
 
-from lsgd.server.member_states import table
+from lsgd.server.member_states import TRANSITIONS, MemberState
 
 PAGE = Path(__file__).parents[1] / "docs" / "design.md"
+
+
+def table() -> str:
+    """Return the states as the table in the page."""
+    rows = ["| state | live | means | left by |", "|---|---|---|---|"]
+    for state in MemberState:
+        ways = "; ".join(f"{upon} → {after.name}" for before, after, upon in TRANSITIONS if before is state)
+        rows.append(f"| {state.name} | {'yes' if state.live else 'no'} | {state.value} | {ways} |")
+    rows.append("| (gone) | | left, silent past its lease, name taken over, refused | another process joins |\n")
+    return "\n".join(rows)
+
 
 if __name__ == "__main__":
     page = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE

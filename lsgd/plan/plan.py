@@ -96,9 +96,10 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text, for :meth:`from_json`, with the packages that it needs besides lsgd."""
-        packages = self.packages()
+        tables, packages = self.tables(), self.packages()
+        phases = {"phase": tables} if len(tables) > 1 else {"algorithm": tables[0]}
         needed = {"packages": packages} if packages else {}
-        return json.dumps({**asdict(self.run), **self._sections(), **needed})
+        return json.dumps({**asdict(self.run), **phases, **needed})
 
     def packages(self) -> list[str]:
         """Return what pip installs for algorithms and codecs that are not lsgd's own."""
@@ -110,13 +111,12 @@ class Plan:
                     needed.add(CODECS.requirement(getattr(algorithm, name).partition(":")[0]))
         return sorted(needed - {""})
 
-    def _sections(self) -> dict[str, Any]:
-        """Return the algorithm, or the phases, as the plan file has them."""
-        tables = [_shown_table(phase.algorithm) | {"iterations": phase.iterations} for phase in self.phases]
-        if len(tables) > 1:
-            return {"phase": tables}
-        del tables[0]["iterations"]
-        return {"algorithm": tables[0]}
+    def tables(self) -> list[dict[str, Any]]:
+        """Return the tables of the phases as the plan file has them; just the algorithm's if there is one phase."""
+        tables = [_shown_table(phase.algorithm) for phase in self.phases]
+        if len(tables) == 1:
+            return tables
+        return [table | {"iterations": phase.iterations} for table, phase in zip(tables, self.phases, strict=True)]
 
     @staticmethod
     def from_json(text: str) -> "Plan":
@@ -144,10 +144,9 @@ class Plan:
     def to_toml(self) -> str:
         """Return the plan as a TOML file with every setting."""
         lines = [f"{name} = {json.dumps(value)}" for name, value in asdict(self.run).items()]
-        for key, section in self._sections().items():
-            for table in section if isinstance(section, list) else [section]:
-                lines += ["", f"[[{key}]]" if isinstance(section, list) else f"[{key}]"]
-                lines += [f"{name} = {json.dumps(value)}" for name, value in table.items()]
+        for table in self.tables():
+            lines += ["", "[[phase]]" if len(self.phases) > 1 else "[algorithm]"]
+            lines += [f"{name} = {json.dumps(value)}" for name, value in table.items()]
         return "\n".join(lines) + "\n"
 
 
@@ -160,11 +159,9 @@ class Sourced:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return (setting, value in TOML, origin) for each setting, in the plan's order."""
-        values = asdict(self.plan.run)
-        several = len(self.plan.phases) > 1
-        for number, phase in enumerate(self.plan.phases, start=1):
-            section = f"phase{number}" if several else "algorithm"
-            table = _shown_table(phase.algorithm) | ({"iterations": phase.iterations} if several else {})
+        values, tables = asdict(self.plan.run), self.plan.tables()
+        for number, table in enumerate(tables, start=1):
+            section = f"phase{number}" if len(tables) > 1 else "algorithm"
             values |= {f"{section}.{name}": value for name, value in table.items()}
         return [(name, json.dumps(value), self.origins.get(name, "default")) for name, value in values.items()]
 
@@ -311,10 +308,8 @@ def _hint(cls: Any, name: str) -> str:
 
 def setting_names() -> list[str]:
     """Return every name that a flag or variable can set, ``algorithm`` included."""
-    names = dict.fromkeys(["algorithm", *fields(RunSettings)])
-    for cls in ALGORITHMS.values():
-        names |= dict.fromkeys(fields(cls))
-    return list(names)
+    inside = (name for cls in ALGORITHMS.values() for name in fields(cls))
+    return list(dict.fromkeys(["algorithm", *fields(RunSettings), *inside]))
 
 
 def check_variables(environ: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ for programs (lsgd/server/reasons.py); states of workers and of the run are thos
 """
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
@@ -214,7 +215,7 @@ Happening = (
     | Note
     | Progress
 )
-"""What an event may tell of."""
+"""What an event may tell of; the place of each is its kind on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,20 +233,7 @@ class Event:
     what: Happening
 
 
-_CLASSES: tuple[type, ...] = (
-    WorkerJoined,
-    WorkerChanged,
-    GenerationBegan,
-    RoundOrdered,
-    RoundCompleted,
-    RoundFailed,
-    SettingsChanged,
-    PeriodChosen,
-    PhaseBegan,
-    RunChanged,
-    Note,
-    Progress,
-)
+_CLASSES: tuple[type, ...] = get_args(Happening)
 _KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
 
 

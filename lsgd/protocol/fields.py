@@ -54,21 +54,15 @@ def _refuse_extension(code: int, data: bytes) -> NoReturn:
 @functools.cache
 def values_of(cls: type) -> Callable[[Any], tuple[Any, ...]]:
     """Return a function that returns the values of a message's fields."""
-    names = _names(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
     if len(names) < 2:  # with one name, attrgetter returns no tuple
         return lambda message: tuple(getattr(message, name) for name in names)
     return operator.attrgetter(*names)
 
 
 @functools.cache
-def _names(cls: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls))
-
-
-@functools.cache
-def _checks(cls: type) -> tuple[Callable[[Any], Any], ...]:
-    hints = typing.get_type_hints(cls)
-    return tuple(_check(hints[name]) for name in _names(cls))
+def _checks(cls: type) -> dict[str, Callable[[Any], Any]]:
+    return {name: _check(hint) for name, hint in typing.get_type_hints(cls).items()}
 
 
 def build(cls: type, values: tuple[Any, ...]) -> Any:
@@ -80,23 +74,17 @@ def build(cls: type, values: tuple[Any, ...]) -> Any:
     checks = _checks(cls)
     if len(values) != len(checks):
         raise ProtocolError(f"{cls.__name__} with {len(values)} fields instead of {len(checks)}")
-    try:
-        return cls(*[check(value) for check, value in zip(checks, values, strict=True)])
-    except _WrongTypeError:
-        name, value = next((n, v) for n, c, v in zip(_names(cls), checks, values, strict=True) if not _accepts(c, v))
-        raise ProtocolError(f"{cls.__name__}.{name} cannot be a {type(value).__name__}") from None
+    checked = []
+    for (name, check), value in zip(checks.items(), values, strict=True):
+        try:
+            checked.append(check(value))
+        except _WrongTypeError:
+            raise ProtocolError(f"{cls.__name__}.{name} cannot be a {type(value).__name__}") from None
+    return cls(*checked)
 
 
 class _WrongTypeError(Exception):
     pass
-
-
-def _accepts(check: Callable[[Any], Any], value: Any) -> bool:
-    try:
-        check(value)
-    except _WrongTypeError:
-        return False
-    return True
 
 
 def _check(hint: Any) -> Callable[[Any], Any]:

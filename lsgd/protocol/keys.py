@@ -178,16 +178,16 @@ def listener_keys(address: str, folder: Path | None, *, insecure: bool) -> KeyRi
     Raises:
         ConfigError: others can reach the address and there are no keys; the message has the line to type.
     """
-    if folder is not None:
-        return KeyRing(folder)
-    if is_local(address) or insecure:
-        return None
-    if not (default_folder() / "server.key").exists():
-        raise ConfigError(
-            f"other machines can reach {address}, and without keys any of them can join the run or end it; make keys "
-            f"with `lsgd keygen --nodes N`, or give --insecure if you trust everybody on the network"
-        )
-    return KeyRing(default_folder())
+    if folder is None:
+        if is_local(address) or insecure:
+            return None
+        folder = default_folder()
+        if not (folder / "server.key").exists():
+            raise ConfigError(
+                f"other machines can reach {address}, and without keys any of them can join the run or end it; make "
+                f"keys with `lsgd keygen --nodes N`, or give --insecure if you trust everybody on the network"
+            )
+    return KeyRing(folder)
 
 
 def connector_keys(address: str, path: Path | None, name: str, *, insecure: bool) -> ConnectorKeys | None:
@@ -203,19 +203,18 @@ def connector_keys(address: str, path: Path | None, name: str, *, insecure: bool
     Raises:
         ConfigError: the address is another machine's and there is no token, or the token is another node's.
     """
-    if path is not None:
-        return _of(parse_token(_read_private(path), f"the token {path}"), name)
-    if is_local(address) or insecure:
-        return None
-    if text := os.environ.get(TOKEN_VARIABLE):
-        return _of(parse_token(text, f"the variable {TOKEN_VARIABLE}"), name)
-    path = token_path(name)
-    if not path.exists():
-        raise ConfigError(
-            f"{address} is on the network, so a token is needed; make it on node 0 with `lsgd keygen`, copy the file "
-            f"{name}.token here and give --token FILE, or put its text into {TOKEN_VARIABLE} (or give --insecure, here "
-            f"and to the server)"
-        )
+    if path is None:
+        if is_local(address) or insecure:
+            return None
+        if text := os.environ.get(TOKEN_VARIABLE):
+            return _of(parse_token(text, f"the variable {TOKEN_VARIABLE}"), name)
+        path = token_path(name)
+        if not path.exists():
+            raise ConfigError(
+                f"{address} is on the network, so a token is needed; make it on node 0 with `lsgd keygen`, copy the "
+                f"file {name}.token here and give --token FILE, or put its text into {TOKEN_VARIABLE} (or give "
+                f"--insecure, here and to the server)"
+            )
     return _of(parse_token(_read_private(path), f"the token {path}"), name)
 
 

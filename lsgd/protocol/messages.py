@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, get_args
 
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
@@ -553,43 +553,44 @@ Downward = (
 Operator = StopRun | ChangeSettings | StatusQuery | EventsQuery
 """What an operator sends to the global server."""
 
-Message = Upward | Downward | Where | Here | NodeHello | NodeWelcome | NodeLeave | RunOver | Operator | Events
-
-_CLASSES: tuple[type, ...] = (
-    Refused,  # kind 0 in every version
-    Where,
-    Here,
-    Join,
-    NodeHello,
-    Data,
-    Request,
-    Heartbeat,
-    Done,
-    Pause,
-    Leave,
-    Left,
-    Put,
-    Get,
-    NodeWelcome,
-    NodeLeave,
-    RunOver,
-    StopRun,
-    ChangeSettings,
-    StatusQuery,
-    Welcome,
-    Waiting,
-    Go,
-    Stop,
-    GenerationOver,
-    Value,
-    Status,
-    Paused,
-    Evicted,
-    Recall,
-    Over,
-    EventsQuery,
-    Events,
+Message = (
+    Refused  # kind 0 in every version
+    | Where
+    | Here
+    | Join
+    | NodeHello
+    | Data
+    | Request
+    | Heartbeat
+    | Done
+    | Pause
+    | Leave
+    | Left
+    | Put
+    | Get
+    | NodeWelcome
+    | NodeLeave
+    | RunOver
+    | StopRun
+    | ChangeSettings
+    | StatusQuery
+    | Welcome
+    | Waiting
+    | Go
+    | Stop
+    | GenerationOver
+    | Value
+    | Status
+    | Paused
+    | Evicted
+    | Recall
+    | Over
+    | EventsQuery
+    | Events
 )
+"""All that is sent; the place of each is its kind on the wire."""
+
+_CLASSES: tuple[type, ...] = get_args(Message)
 _KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
 _SHORT_ARRAY = 0x90  # plus its length, up to 15: the first byte of an array in MessagePack
 _WITH_A_ROUND = (Go, Stop)
@@ -604,31 +605,23 @@ def kind_of(frame: bytes) -> type | None:
 def encode(message: Message) -> bytes:
     """Return ``message`` as one MessagePack frame."""
     cls: type = type(message)
+    values = (_KINDS[cls], *values_of(cls)(message))
     if isinstance(message, _WITH_A_ROUND) and message.round is not None:
         # All members get the same round, so it is packed once: it may have thousands of members.
-        values = (_KINDS[cls], *values_of(cls)(message))
         parts = [_packed_round(v) if v is message.round else packed(v) for v in values]
         return bytes([_SHORT_ARRAY + len(parts)]) + b"".join(parts)
-    return packed((_KINDS[cls], *values_of(cls)(message)))
+    return packed(values)
 
 
-class _PackedRound(NamedTuple):
-    round: Round
-    data: bytes
-
-
-_last_round: _PackedRound | None = None
+_last_round: tuple[Round | None, bytes] = (None, b"")
 
 
 def _packed_round(round: Round) -> bytes:
     """Return the part of a frame that holds a round."""
     global _last_round
-    last = _last_round
-    if last is None or last.round is not round:
-        generation = values_of(Generation)(round.generation)
-        fields = [generation if v is round.generation else v for v in values_of(Round)(round)]
-        last = _last_round = _PackedRound(round, packed(fields))
-    return last.data
+    if _last_round[0] is not round:
+        _last_round = (round, packed(round))
+    return _last_round[1]
 
 
 def decode(frame: bytes) -> Message:

@@ -20,12 +20,12 @@ from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
 from lsgd.protocol.tickets import place_of, secret_of_relay, secret_of_run
-from lsgd.server import global_daemon, local_daemon
 from lsgd.server.daemon import Signals, complain, say
+from lsgd.server.global_daemon import GlobalDaemon, begin
 from lsgd.server.journal import Journal
+from lsgd.server.local_daemon import LocalDaemon
 from lsgd.server.reasons import number_of
 from lsgd.server.record import Record
-from lsgd.server.relay import Relay
 from lsgd.settings import checked
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -175,7 +175,7 @@ def _serve_global(
     signals = Signals()
     journal = Journal(journal_path) if journal_path else None
     with Listener(address, keys) as listener:
-        coordinator = global_daemon.begin(plan, journal, continues=continues)
+        coordinator = begin(plan, journal, continues=continues)
         state = coordinator.state
         if keys:
             state.certificate = run_certificate(keys.secret, state.run)
@@ -186,7 +186,7 @@ def _serve_global(
         plan = coordinator.state.plan
         _announce(listener.address, plan, keys.folder if keys else None)
         record = Record(results, coordinator.state.run) if results else None
-        return global_daemon.GlobalDaemon(coordinator, listener, journal, record).run(signals)
+        return GlobalDaemon(coordinator, listener, journal, record).run(signals)
 
 
 def _announce(address: str, plan: Plan, keys: Path | None) -> None:
@@ -237,11 +237,16 @@ def _serve_local(
         Listener(address) as listener,
         Connector(global_address, f"node{node}#{incarnation}".encode(), keys) as link,
     ):
-        local_daemon.announce(node, listener.address, global_address)
-        return local_daemon.LocalDaemon(node, incarnation, listener, link, workers).run(signals)
+        say(
+            f"lsgd {__version__} local server of node{node} on {listener.address}, for the global server at "
+            f"{global_address}; workers find it with: LSGD_LOCAL={listener.address}"
+        )
+        return LocalDaemon(node, incarnation, listener, link, workers).run(signals)
 
 
 def _serve_relay(address: str, keys_path: Path | None, *, insecure: bool) -> int:
+    from lsgd.server.relay import Relay  # asyncio: for relays only
+
     signals = Signals()
     keys = listener_keys(address, keys_path, insecure=insecure)
     host, port = place_of(address)

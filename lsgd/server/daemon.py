@@ -40,22 +40,21 @@ class Memory:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._at_first_nbytes = self._nbytes = 0
-        self.begin_anew()
+        self._nbytes = 0
+        self._at_first_nbytes = self._now_nbytes()
 
     def overgrown(self) -> bool:
         """Whether it has grown by more than :data:`MAX_GROWTH_NBYTES`."""
-        self._look()
-        return self._nbytes - self._at_first_nbytes > MAX_GROWTH_NBYTES
+        return self._now_nbytes() - self._at_first_nbytes > MAX_GROWTH_NBYTES
 
     def begin_anew(self) -> None:
         """Take what it is now as the measure."""
-        self._look()
-        self._at_first_nbytes = self._nbytes
+        self._at_first_nbytes = self._now_nbytes()
 
-    def _look(self) -> None:
+    def _now_nbytes(self) -> int:
         with suppress(OSError):  # no descriptor may be left to look with: then it is what it was
             self._nbytes = self._process.memory_info().rss
+        return self._nbytes
 
 
 class Refusals:

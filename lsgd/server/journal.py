@@ -11,7 +11,7 @@ from typing import Any
 
 from lsgd.errors import ConfigError
 from lsgd.protocol.events import RoundOrdered
-from lsgd.server.history import MAX_ELECTIONS
+from lsgd.server.rounds import MAX_ELECTIONS
 
 LOCK_WAIT_S = 2.0
 """How long a server waits for another one that still has the file, and may be about to end."""

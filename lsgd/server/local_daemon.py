@@ -82,7 +82,7 @@ class LocalDaemon:
         self._refused = ""
         self._refused_at: float | None = None  # since when the global server refuses the keys
         self._ending = ""  # why this server ends; empty while it serves
-        self._ends_at = 0.0
+        self._ends_at = 0.0  # then all have heard so, or have had the time to
         self._leave_said_at = 0.0
         self._leave_heard = False
         self._last_word = False  # the workers are gone: the next leave is the last
@@ -97,7 +97,7 @@ class LocalDaemon:
         started_at = time.monotonic()
         greeted_at = said_at = started_at - 60
         may_end_at = started_at + GATHER_S if signals.first else started_at
-        while not self._ended(time.monotonic()):
+        while not self._ending or time.monotonic() <= self._ends_at:
             now = time.monotonic()
             if now - greeted_at >= HELLO_EVERY_S and not self._over and not self._last_word:
                 self._global.send([encode(self._hello())])
@@ -135,10 +135,6 @@ class LocalDaemon:
     def _hello(self) -> NodeHello:
         host = socket.gethostname()
         return NodeHello(PROTOCOL, self._node, self._incarnation, host, __version__, self._own_workers)
-
-    def _ended(self, now: float) -> bool:
-        """Whether all workers have left, and heard so, and the global server has, or have had the time to."""
-        return bool(self._ending) and now > self._ends_at
 
     def _upward(self, now: float) -> None:
         """Send what the workers say, in one batch."""
@@ -307,11 +303,3 @@ class LocalDaemon:
             f"the global server at {address} has been silent for {now - self._heard_at:.0f} s; start it again there, "
             f"with its --journal: lsgd-server --global --listen {address}"
         )
-
-
-def announce(node: int, address: str, global_address: str) -> None:
-    """Print what the server listens on and how a worker finds it."""
-    say(
-        f"lsgd {__version__} local server of node{node} on {address}, for the global server at {global_address}; "
-        f"workers find it with: LSGD_LOCAL={address}"
-    )

@@ -5,40 +5,32 @@ from typing import Self
 
 
 class MemberState(enum.Enum):
-    """Where a worker stands. Rounds wait for those that are *live*; :attr:`next` can follow."""
+    """Where a worker stands. Rounds wait for those that are *live*; :attr:`next` can follow.
+
+    People see it as :attr:`shown`; who has left the run is ``left``.
+    """
 
     live: bool
+    shown: str
     next: "tuple[MemberState, ...]"
 
-    JOINED = ("welcome, or waiting to be", False)
-    HELD = ("its request has no answer yet", True)
-    BUSY = ("about its round and its iteration", True)
+    JOINED = ("welcome, or waiting to be", False, "away")
+    HELD = ("its request has no answer yet", True, "held")
+    BUSY = ("about its round and its iteration", True, "live")
     STRAGGLER = (
         "evicted from rounds: it kept all others waiting, or was silent and is back; its grant is still out",
         False,
+        "straggler",
     )
-    CUT = ("evicted from rounds: others cannot reach it; its request waits", False)
-    PAUSED = ("stepped aside until its next request", False)
-    ENDED = ("was told to stop, and has only to leave", False)
+    CUT = ("evicted from rounds: others cannot reach it; its request waits", False, "cut")
+    PAUSED = ("stepped aside until its next request", False, "away")
+    ENDED = ("was told to stop, and has only to leave", False, "away")
 
-    def __new__(cls, means: str, live: bool) -> Self:
+    def __new__(cls, means: str, live: bool, shown: str) -> Self:
         """Return the state whose value is what it means."""
         state = object.__new__(cls)
-        state._value_, state.live, state.next = means, live, ()
+        state._value_, state.live, state.shown, state.next = means, live, shown, ()
         return state
-
-
-_SHOWN = {
-    MemberState.HELD: "held",
-    MemberState.BUSY: "live",
-    MemberState.STRAGGLER: "straggler",
-    MemberState.CUT: "cut",
-}
-
-
-def shown(state: MemberState) -> str:
-    """Return the state as people see it; the others are ``away``, and who has left the run is ``left``."""
-    return _SHOWN.get(state, "away")
 
 
 _AT_ONCE = "the same, while others cannot reach it"
@@ -76,13 +68,3 @@ TRANSITIONS = tuple(
 
 for _before, _after, _ in TRANSITIONS:
     _before.next += (_after,)
-
-
-def table() -> str:
-    """Return the states as the table in docs/design.md; ``python scripts/member_states.py`` writes it there."""
-    rows = ["| state | live | means | left by |", "|---|---|---|---|"]
-    for state in MemberState:
-        ways = "; ".join(f"{upon} → {after.name}" for before, after, upon in TRANSITIONS if before is state)
-        rows.append(f"| {state.name} | {'yes' if state.live else 'no'} | {state.value} | {ways} |")
-    rows.append("| (gone) | | left, silent past its lease, name taken over, refused | another process joins |\n")
-    return "\n".join(rows)

@@ -20,6 +20,7 @@ from lsgd.server.roster import Member, OpenRound, Roster, finite
 from lsgd.server.rounds import RoundBook
 from lsgd.server.state import RunState
 from lsgd.server.tokens import Ledger
+from lsgd.server.ways import Ways
 
 VERSION = 8
 """Of the form of the data."""
@@ -100,15 +101,15 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         ledger=Ledger(saved["count"], saved["base"], saved["unheard"]),
         book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened),
         started_at=None if saved["elapsed_s"] is None else now - saved["elapsed_s"],
+        ways=Ways(*saved["ways"]),
         stopping=Reason(*saved["stopping"]),
         failed=Reason(*saved["failed"]),
         closed_at=now if saved["closed"] else math.inf,
     )
     algorithm, following = (algorithm_of(saved[key], "the journal") for key in ("algorithm", "next_algorithm"))
-    pace, why = Pace.of_json(saved["pace"]), Reason(*saved["why"])
+    pace, why = Pace(**saved["pace"]), Reason(*saved["why"])
     state.course.resume(saved["phase"], algorithm, following, pace, why)
     state.links.restore(saved["links"], now)
-    state.ways.restore(saved["ways"])
     for each in opened:
         _answer_again(state, each)
     return state

@@ -2,6 +2,7 @@
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from lsgd.algorithms.common import least_period
@@ -34,14 +35,16 @@ class Pace:
     A round takes from its order until all members have completed it; a step, the time from there until all ask for
     the next global round, for each iteration of a member. So waiting for slower members counts as training.
 
-    Attributes:
+    Args:
         period: of the stretch but for ramps, as it was chosen or planned; 1 before anything is measured.
+        rounds_s: what the last rounds have taken.
+        steps_s: the same of steps.
     """
 
-    def __init__(self) -> None:
-        self.period = 1
-        self._rounds_s: deque[float] = deque(maxlen=SAMPLES)
-        self._steps_s: deque[float] = deque(maxlen=SAMPLES)
+    def __init__(self, period: int = 1, rounds_s: Iterable[float] = (), steps_s: Iterable[float] = ()) -> None:
+        self.period = period
+        self._rounds_s = deque(rounds_s, SAMPLES)
+        self._steps_s = deque(steps_s, SAMPLES)
         self._since: float | None = None  # the order of the round, then its completion; none: not timed
         self._count = self._members = 0  # at the order
         self._compare = False
@@ -91,14 +94,5 @@ class Pace:
         return why(round_s=round_s, step_s=step_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what another server goes on with."""
+        """Return the arguments that another server goes on with; a round that is open is not timed there."""
         return {"period": self.period, "rounds_s": list(self._rounds_s), "steps_s": list(self._steps_s)}
-
-    @classmethod
-    def of_json(cls, saved: dict[str, Any]) -> "Pace":
-        """Return the pace that :meth:`to_json` has returned; a round that was open is not timed."""
-        pace = cls()
-        pace.period = saved["period"]
-        pace._rounds_s.extend(saved["rounds_s"])
-        pace._steps_s.extend(saved["steps_s"])
-        return pace

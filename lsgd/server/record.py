@@ -8,6 +8,7 @@ import math
 import os
 from contextlib import suppress
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,12 @@ class Record:
     def _append(self, state: RunState) -> None:
         if self._round is None:
             self._round = self._mend()
-        new = []
-        for election in reversed(state.book.elections):
-            if election.round <= self._round:
-                break
-            new.append(self._line(election))
+        last = self._round
+        new = list(takewhile(lambda election: election.round > last, reversed(state.book.elections)))
         if new:
             with self._metrics.open("ab", buffering=0) as file:
-                append(file.fileno(), "".join(f"{line}\n" for line in reversed(new)).encode())
-            self._round = state.book.elections[-1].round
+                append(file.fileno(), "".join(f"{self._line(election)}\n" for election in reversed(new)).encode())
+            self._round = new[0].round
 
     def _line(self, election: RoundOrdered) -> str:
         """Return a round without the digits that nobody reads."""

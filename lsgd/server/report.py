@@ -10,7 +10,6 @@ from typing import Any
 
 from lsgd.protocol.events import Progress, RoundOrdered, WorkerProgress
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, Heartbeat
-from lsgd.server.member_states import shown
 from lsgd.server.roster import Member, Roster, by_place, finite
 from lsgd.server.state import RunState
 
@@ -31,12 +30,11 @@ def report(state: RunState, now: float, stream: Mapping[str, Any] | None = None)
     """
     elections = list(state.book.elections)
     step = -(-len(elections) // MAX_LEADERS) or 1
-    document = summary(state, now) | {"leaders": [entry(election) for election in elections[::-step][::-1]]}
-    document["stream"] = dict(stream or {})
+    leaders = [entry(election) for election in elections[::-step][::-1]]
+    document = summary(state, now) | {"leaders": leaders, "stream": dict(stream or {})}
     text = json.dumps(document)
     if len(text) > MAX_NBYTES * 3 // 4:  # a run of thousands: the history's losses go first
-        document["leaders"] = [{**entry(e), "losses": {}} for e in elections[::-step][::-1]]
-        text = json.dumps(document)
+        text = json.dumps(document | {"leaders": [leader | {"losses": {}} for leader in leaders]})
     return text
 
 
@@ -100,7 +98,7 @@ def _progress_of(roster: Roster, member: Member, now: float) -> WorkerProgress:
     return WorkerProgress(
         worker=member.worker,
         rank=member.rank,
-        state=shown(member.state),
+        state=member.state.shown,
         done=roster.made.get(member.worker, 0) + member.done,
         loss=finite(member.loss),
         heard_s=now - member.heard_at,
@@ -123,7 +121,7 @@ def _line(roster: Roster, member: Member, now: float) -> dict[str, Any]:
         "worker": member.worker,
         "node": member.join.node,
         "rank": member.rank if here else -1,
-        "state": shown(member.state) if here else "left",
+        "state": member.state.shown if here else "left",
         "reason": member.left,
         "code": member.left.code,
         "done": roster.made.get(member.worker, 0) + (member.done if here else 0),

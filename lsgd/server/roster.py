@@ -8,7 +8,7 @@ from lsgd.election import standing
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import Happening, WorkerChanged, WorkerJoined
 from lsgd.protocol.messages import Generation, Go, Heartbeat, Join, Round, Stop
-from lsgd.server.member_states import MemberState, shown
+from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import NO_REASON, Reason, Why
 
 MAX_LEFT = 4096
@@ -150,7 +150,7 @@ class Roster:
     """The members of the run and of its current generation, with the counts that every decision needs.
 
     The counts always fit the members; a queue's members have the ranks and the node of the generation; only members
-    of the generation have the run's model, while it lasts (:meth:`check`).
+    of the generation have the run's model, while it lasts.
 
     Args:
         members: all that are in the run.
@@ -246,7 +246,7 @@ class Roster:
             raise RuntimeError(f"{member.worker} is {before.name}, and cannot become {state.name}")
         self._set(member, state)
         if not (state.live and before.live):  # not each iteration
-            self.happened.append(WorkerChanged(member.worker, shown(state), reason.code, str(reason)))
+            self.happened.append(WorkerChanged(member.worker, state.shown, reason.code, str(reason)))
 
     def _set(self, member: Member, state: MemberState) -> None:
         before, member.state = member.state, state
@@ -337,23 +337,6 @@ class Roster:
             return []
         self.broken = reason
         return [m for m in self.members.values() if m.rank >= 0 and m.state is not MemberState.ENDED]
-
-    def check(self) -> None:
-        """Assert that the counts fit the members, and the generation fits its queues."""
-        everybody = list(self.members.values())
-        inside = sorted((m for m in everybody if m.rank >= 0), key=lambda m: m.rank)
-        names = self.generation.members if self.generation else ()
-        assert all(name == m.worker for name, m in self.members.items())
-        assert self.live == len(self.within(MemberState.HELD, MemberState.BUSY))
-        assert self.held == len(self.within(MemberState.HELD))
-        assert self.paused == len(self.within(MemberState.PAUSED))
-        assert self.absent == len(names) - sum(m.live for m in inside)
-        assert [names[m.rank] for m in inside] == [m.worker for m in inside]
-        assert [m.worker for g in self.queues.values() for m in g.members] == list(names)
-        for index, queue in enumerate(self.queues.values()):
-            assert queue.index == index
-            assert queue.held == sum(m.held for m in inside if m.join.node == queue.node)
-        assert self.broken or all(m.rank >= 0 for m in everybody if m.synced)
 
 
 def by_place(member: Member) -> tuple[int, int]:

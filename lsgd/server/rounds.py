@@ -1,4 +1,4 @@
-"""The round book: which rounds are open, completed and failed; and who leads one, gives state in it, and takes it."""
+"""The round book: which rounds are open, completed and failed; who leads one, gives state and takes it; its history."""
 
 import math
 from collections import deque
@@ -10,18 +10,27 @@ from lsgd.election import usual_loss
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Go, Round, Stop
-from lsgd.server.history import MAX_ELECTIONS
+from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, NodeQueue, OpenRound, elect, finite
 
 MAX_FAILED_ROUNDS = 10
 """So many failed rounds without a completed global one between them end the run."""
+
+MAX_ELECTIONS = 4096
+"""How many of the last rounds the history keeps."""
+
+FIRST_LINES, LINES_EVERY_S = 20, 1.0
+"""So many rounds have a line of their own in the log; later ones at most one for each interval."""
+
+MAX_LOSSES = 64
+"""Of how many workers, in rank order, a round of the history keeps the loss; the leader's is always there."""
 
 
 class RoundBook:
     """The rounds of a run.
 
     An open round is waited for by at least one member, and each member that is in a round waits in that one, under
-    the answer that ordered it; beside the one that makes the consensus none is open (:meth:`check`).
+    the answer that ordered it; beside the one that makes the consensus none is open.
 
     Args:
         ordered: how many so far, by scope.
@@ -112,16 +121,6 @@ class RoundBook:
         self.final &= not opened.round.final
         self.failures += counts
 
-    def check(self, members: Iterable[Member]) -> None:
-        """Assert what holds between two messages."""
-        assert {m for opened in self.open.values() for m in opened.waiting} == {m for m in members if m.round}
-        assert not self.final or len(self.open) <= 1
-        for id, opened in self.open.items():
-            assert id == opened.round.id < self.next_id and opened.waiting
-            for member in opened.waiting:
-                assert member.round is opened and member.committed < id and member.rank >= 0
-                assert member.answer is not None and member.answer.round is opened.round
-
 
 def abridged(answer: Go | Stop, member: Member) -> Go | Stop:
     """Return an answer without the members of a generation where its worker knows them."""
@@ -170,3 +169,22 @@ def roles(
         leaders[queue.index] = elect(candidates, rule, lot).rank
     # A newcomer has no model worth following, unless it is the one that all start from.
     return Roles(elect(synced or [source], rule, lot), tuple(leaders), source, tuple(new))
+
+
+def election(order: Round, leader: Member, members: Sequence[Member], seconds: float) -> RoundOrdered:
+    """Return the history's entry for a round that is being ordered."""
+    losses = {m.worker: m.loss for m in members[:MAX_LOSSES]} | {leader.worker: leader.loss}
+    node = leader.join.node if order.scope == "local" else -1
+    return RoundOrdered(order.id, order.scope, node, leader.worker, order.count, seconds, losses)
+
+
+def line(entry: RoundOrdered, *, final: bool, leads: bool) -> Reason:
+    """Return the line that tells people of a round, and of its leader if anybody takes over what one leads with."""
+    where = f" of node{entry.node}" if entry.scope == "local" else " makes the consensus" if final else ""
+    loss = entry.losses[entry.worker]
+    if loss is not None and not math.isfinite(loss):
+        known = "nobody has a finite loss"
+    else:
+        known = "no loss yet" if loss is None else f"loss {loss:.4g}"
+    who = f"leader {entry.worker} ({known})" if leads else f"{known} ({entry.worker})" if loss is not None else known
+    return Why.ROUND(scope=entry.scope, id=entry.round, where=where, who=who, count=entry.count)

@@ -11,12 +11,11 @@ from lsgd.protocol.events import GenerationBegan, PeriodChosen, PhaseBegan, Roun
 from lsgd.protocol.messages import GenerationOver, Round
 from lsgd.server.admission import origin_of, transport_of
 from lsgd.server.grants import Grants
-from lsgd.server.history import FIRST_LINES, LINES_EVERY_S, election, line
 from lsgd.server.links import MAX_NAMED, connected, pairs_of, told, whole_nodes
 from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import CHECK, Reason, Why, number_of
 from lsgd.server.roster import Member, NodeQueue, OpenRound, by_place, named
-from lsgd.server.rounds import roles
+from lsgd.server.rounds import FIRST_LINES, LINES_EVERY_S, election, line, roles
 from lsgd.server.state import RunState
 
 EXCHANGE_STEPS = 10

@@ -11,7 +11,7 @@ from lsgd.server.course import Course
 from lsgd.server.links import Links
 from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
-from lsgd.server.roster import MAX_LEFT, Member, Roster, named
+from lsgd.server.roster import Member, Roster, named
 from lsgd.server.rounds import RoundBook
 from lsgd.server.tokens import Ledger
 from lsgd.server.ways import Ways
@@ -212,17 +212,3 @@ class RunState:
         if count < limit:
             return Why.REST_IS_OUT(count=count, limit=limit, who=named(out))
         return (Why.ALL_MADE if self.roster.generation else Why.ALL_MADE_BEFORE)(limit=limit)
-
-    def check(self) -> None:
-        """Assert the invariants of its parts, and those between them; tests do so after every message."""
-        roster, ledger = self.roster, self.ledger
-        members = list(roster.members.values())
-        roster.check()
-        self.book.check(members)
-        reported = sum(m.done for m in members) + sum(roster.made.values())
-        assert ledger.count == ledger.base + reported or len(roster.left) == MAX_LEFT  # some are forgotten
-        ledger.check(self.plan.run.iterations, members, roster.queues.values())
-        assert not self.stopping or ledger.tokens == 0
-        assert all(m.state in (MemberState.BUSY, MemberState.STRAGGLER) for m in members if m.granted)
-        assert all(m.state is MemberState.BUSY for m in members if m.round)
-        assert all(m.answer is None for m in members if m.state is MemberState.CUT)

@@ -43,13 +43,9 @@ class Stream:
             self._nbytes += len(item) + _ITEM_NBYTES
             self.last += 1
         while len(self._items) > MAX_EVENTS or (self._nbytes > MAX_KEPT_NBYTES and len(self._items) > 1):
-            self._shorten()
-
-    def _shorten(self) -> None:
-        """Forget the oldest eighth at once: to forget one after the other would move all others each time."""
-        gone = -(-len(self._items) // 8)
-        self._nbytes -= sum(map(len, self._items[:gone])) + gone * _ITEM_NBYTES
-        del self._items[:gone]
+            gone = -(-len(self._items) // 8)  # at once: to forget one after the other would move all others each time
+            self._nbytes -= sum(map(len, self._items[:gone])) + gone * _ITEM_NBYTES
+            del self._items[:gone]
 
     def after(self, seq: int) -> Events:
         """Return what comes after the event ``seq``, as much as an answer holds; nothing if that is yet to come."""

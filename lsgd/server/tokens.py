@@ -1,6 +1,5 @@
 """The ledger: which iterations are granted, given back and made."""
 
-import math
 from collections.abc import Iterable
 
 from lsgd.server.roster import Member, NodeQueue
@@ -13,7 +12,7 @@ class Ledger:
     """The exact count, the run's queue of tokens, and through nodes and members theirs.
 
     The count is ``base`` and what all incarnations have reported. No queue is below zero. What is left in the run's
-    queue does not exceed the limit less what is made and granted (:meth:`check`).
+    queue does not exceed the limit less what is made and granted.
 
     Args:
         count: iterations of the run.
@@ -113,10 +112,3 @@ class Ledger:
         """Go on after ``count`` iterations, those of a checkpoint."""
         self.base += count - self.count
         self.count = count
-
-    def check(self, limit: int, members: Iterable[Member], queues: Iterable[NodeQueue]) -> None:
-        """Assert what holds between two messages."""
-        granted = [m.granted for m in members]
-        assert self.tokens >= 0 and all(queue.tokens >= 0 for queue in queues)
-        assert all(iterations >= 0 for iterations in granted)
-        assert self.tokens <= max(0, (limit or math.inf) - self.count - sum(granted))

@@ -12,11 +12,15 @@ class Ways:
 
     Two nodes of which one can dial the other exchange directly, and so in both directions. If neither can, what they
     exchange goes through the relay.
+
+    Args:
+        tried: nodes.
+        missed: pairs of them of which the first cannot dial the second.
     """
 
-    def __init__(self) -> None:
-        self._tried: set[int] = set()
-        self._missed: set[Pair] = set()
+    def __init__(self, tried: Iterable[int] = (), missed: Iterable[Sequence[int]] = ()) -> None:
+        self._tried = set(tried)
+        self._missed: set[Pair] = {(a, b) for a, b in missed}
 
     def found(self, nodes: Collection[int], missed: Sequence[int]) -> list[Pair]:
         """Take in what the members on some nodes have found; return the pairs that are new to the relay.
@@ -51,13 +55,8 @@ class Ways:
         return found
 
     def capture(self) -> list[Any]:
-        """Return the state as JSON can have it."""
+        """Return the arguments that make it anew, as JSON can have them."""
         return [sorted(self._tried), sorted(self._missed)]
-
-    def restore(self, state: Iterable[Any]) -> None:
-        """Take over what :meth:`capture` has returned."""
-        tried, missed = state
-        self._tried, self._missed = set(tried), {(a, b) for a, b in missed}
 
     def _relayed(self) -> list[Pair]:
         return sorted((a, b) for a, b in self._missed if a < b and (b, a) in self._missed)

@@ -26,7 +26,7 @@ from lsgd.protocol.events import (
     WorkerJoined,
     WorkerProgress,
 )
-from lsgd.server.member_states import MemberState, shown
+from lsgd.server.member_states import MemberState
 
 from .test_view import REPORT, WHO, Bench, order
 
@@ -89,7 +89,7 @@ def test_what_happens_is_told_in_base_units() -> None:
 
 
 def test_there_are_no_other_states() -> None:
-    assert {*map(shown, MemberState), "left"} == set(WORKER_STATES)
+    assert {*(state.shown for state in MemberState), "left"} == set(WORKER_STATES)
 
 
 def test_before_the_first_report_there_is_only_that_nobody_answers() -> None:

@@ -33,6 +33,8 @@ from lsgd.server.state import Decision, RunState
 from lsgd.server.tokens import Ledger
 from lsgd.settings import AlgorithmSettings, Schedule
 
+from .invariants import check_state
+
 
 class Lockstep(AlgorithmSettings):
     """An algorithm for which every iteration is a round."""
@@ -253,7 +255,7 @@ def started(*places: str, **settings: object) -> Bench:
 
 def check_invariants(state: RunState) -> None:
     """Check what must hold between two messages, and that whoever can be answered has been."""
-    state.check()
+    check_state(state)
     _check_generation(state)
     _check_nobody_waits_in_vain(state)
     assert state._what_is_waited_for(0.0)

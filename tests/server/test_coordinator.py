@@ -29,11 +29,10 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.server.coordinator import LINGER_S
-from lsgd.server.history import MAX_LOSSES
 from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import NO_REASON
 from lsgd.server.roster import MAX_LEFT, Member, Roster
-from lsgd.server.rounds import MAX_FAILED_ROUNDS, abridged
+from lsgd.server.rounds import MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
 from lsgd.settings import AlgorithmSettings
 
 from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_plan, started

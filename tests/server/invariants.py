@@ -1,0 +1,59 @@
+"""What holds of a run's state between two messages: the invariants of its parts, and those between them."""
+
+import math
+
+from lsgd.server.member_states import MemberState
+from lsgd.server.roster import MAX_LEFT, Roster
+from lsgd.server.state import RunState
+
+
+def check_state(state: RunState) -> None:
+    """Assert the invariants of the parts of a run's state, and those between them."""
+    roster, ledger = state.roster, state.ledger
+    members = list(roster.members.values())
+    check_roster(roster)
+    _check_book(state)
+    _check_ledger(state)
+    reported = sum(m.done for m in members) + sum(roster.made.values())
+    assert ledger.count == ledger.base + reported or len(roster.left) == MAX_LEFT  # some are forgotten
+    assert not state.stopping or ledger.tokens == 0
+    assert all(m.state in (MemberState.BUSY, MemberState.STRAGGLER) for m in members if m.granted)
+    assert all(m.state is MemberState.BUSY for m in members if m.round)
+    assert all(m.answer is None for m in members if m.state is MemberState.CUT)
+
+
+def check_roster(roster: Roster) -> None:
+    """Assert that the counts fit the members, and the generation fits its queues."""
+    everybody = list(roster.members.values())
+    inside = sorted((m for m in everybody if m.rank >= 0), key=lambda m: m.rank)
+    names = roster.generation.members if roster.generation else ()
+    assert all(name == m.worker for name, m in roster.members.items())
+    assert roster.live == len(roster.within(MemberState.HELD, MemberState.BUSY))
+    assert roster.held == len(roster.within(MemberState.HELD))
+    assert roster.paused == len(roster.within(MemberState.PAUSED))
+    assert roster.absent == len(names) - sum(m.live for m in inside)
+    assert [names[m.rank] for m in inside] == [m.worker for m in inside]
+    assert [m.worker for g in roster.queues.values() for m in g.members] == list(names)
+    for index, queue in enumerate(roster.queues.values()):
+        assert queue.index == index
+        assert queue.held == sum(m.held for m in inside if m.join.node == queue.node)
+    assert roster.broken or all(m.rank >= 0 for m in everybody if m.synced)
+
+
+def _check_book(state: RunState) -> None:
+    book, members = state.book, state.roster.members.values()
+    assert {m for opened in book.open.values() for m in opened.waiting} == {m for m in members if m.round}
+    assert not book.final or len(book.open) <= 1
+    for id, opened in book.open.items():
+        assert id == opened.round.id < book.next_id and opened.waiting
+        for member in opened.waiting:
+            assert member.round is opened and member.committed < id and member.rank >= 0
+            assert member.answer is not None and member.answer.round is opened.round
+
+
+def _check_ledger(state: RunState) -> None:
+    ledger, limit = state.ledger, state.plan.run.iterations
+    granted = [m.granted for m in state.roster.members.values()]
+    assert ledger.tokens >= 0 and all(queue.tokens >= 0 for queue in state.roster.queues.values())
+    assert all(iterations >= 0 for iterations in granted)
+    assert ledger.tokens <= max(0, (limit or math.inf) - ledger.count - sum(granted))
