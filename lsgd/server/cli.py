@@ -26,6 +26,7 @@ from lsgd.server.journal import Journal
 from lsgd.server.local_daemon import LocalDaemon
 from lsgd.server.reasons import number_of
 from lsgd.server.record import Record
+from lsgd.server.relay import Relay
 from lsgd.settings import checked
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -245,8 +246,6 @@ def _serve_local(
 
 
 def _serve_relay(address: str, keys_path: Path | None, *, insecure: bool) -> int:
-    from lsgd.server.relay import Relay  # asyncio: for relays only
-
     signals = Signals()
     keys = listener_keys(address, keys_path, insecure=insecure)
     host, port = place_of(address)

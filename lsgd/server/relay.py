@@ -5,13 +5,13 @@ from then on what one sends goes to the other, as it comes: TLS between the memb
 its own with one loop, so that the global server's decisions never wait for bytes.
 """
 
-import asyncio
 import errno
+import selectors
 import socket
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 from lsgd.errors import ConfigError
 from lsgd.protocol.descriptors import raise_descriptor_limit
@@ -39,6 +39,9 @@ READ_NBYTES = 64 << 10
 SPARE_DESCRIPTORS = 64
 """What the process needs beside its connections."""
 
+FULL_S = 0.05
+"""How long a turn lasts at least while the system has no room for a connection."""
+
 MAX_NAMED = 100
 """So many addresses are told apart of those that were refused."""
 
@@ -50,87 +53,33 @@ _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEE
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class End(asyncio.BufferedProtocol):
+class End:
     """One connection: of a stranger, then of a member that waits, then of one that has met the other.
 
     Args:
-        relay: that it belongs to.
+        connection: which it owns.
+        deadline: when it is closed if it does not get further; None: never.
 
     Attributes:
-        transport: its connection.
         came_from: its address, for people.
-        deadline: when it is closed if it does not get further; None: never.
-        greeting: that it was sent.
-        said: what it has answered so far.
         ticket: that it has presented.
         other: the one whose bytes it takes and gives.
+        pending: what it has yet to take.
         ended: whether nothing more comes from it.
     """
 
-    transport: asyncio.Transport
-    came_from: str
+    __slots__ = ("came_from", "connection", "deadline", "ended", "greeting", "other", "pending", "said", "ticket")
 
-    def __init__(self, relay: "Relay") -> None:
-        self._relay = relay
-        self.deadline: float | None = time.monotonic() + GREET_WITHIN_S
+    def __init__(self, connection: socket.socket, came_from: str, deadline: float) -> None:
+        self.connection = connection
+        self.came_from = came_from
+        self.deadline: float | None = deadline
         self.greeting = new_greeting()
         self.said = b""
         self.ticket: Ticket | None = None
         self.other: End | None = None
+        self.pending = memoryview(b"")
         self.ended = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the connection over."""
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.came_from = transport.get_extra_info("peername")[0]
-        transport.set_write_buffer_limits(0)
-        self._relay.greet(self)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where to put what it says."""
-        return self._relay.buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """Pass on what it says; until it has met the other, it says its ticket, and then nothing."""
-        said = bytes(self._relay.buffer[:nbytes])
-        if self.other is None:
-            self._relay.hear(self, said)
-        else:
-            self._relay.passed_nbytes += nbytes
-            self.other.transport.write(said)
-            self._defer()
-
-    def pause_writing(self) -> None:
-        """Read no more of the other until this one has taken what there is."""
-        if self.other is not None:
-            self.other.transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        """Read on."""
-        if self.other is not None:
-            self.other.transport.resume_reading()
-            self._defer()
-
-    def eof_received(self) -> bool:
-        """Tell the other that nothing more comes; return whether the pair stays, for what the other has yet to say."""
-        if self.other is None or self.other.ended:
-            return False
-        self.ended = True
-        with suppress(OSError):
-            self.other.transport.write_eof()
-        self.deadline = time.monotonic() + CLOSE_WITHIN_S
-        return True
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Close the other one of its pair too."""
-        self._relay.close(self)
-
-    def _defer(self) -> None:
-        """Put the end of a pair off that is in use still although one side has ended."""
-        for one in (self, self.other):
-            if one is not None and one.deadline is not None:
-                one.deadline = time.monotonic() + CLOSE_WITHIN_S
 
 
 class Relay:
@@ -140,11 +89,6 @@ class Relay:
         host: to listen on.
         port: the same; 0: any.
         secret: of this relay, that the runs' secrets are made of.
-
-    Attributes:
-        port: that it listens on.
-        buffer: where what comes is put, of whatever connection: it is copied at once.
-        passed_nbytes: how much it has passed on.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -157,62 +101,77 @@ class Relay:
             self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise ConfigError(f"the relay cannot listen on port {port} of {host}: {error.strerror}") from None
+        self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._max_ends = raise_descriptor_limit() - SPARE_DESCRIPTORS
         self._max_strangers = min(MAX_STRANGERS, self._max_ends // 4)
+        self._selector = selectors.DefaultSelector()
         self._strangers: dict[End, None] = {}  # the oldest first, as of the waiting
         self._waiting: dict[End, None] = {}
         self._by_ticket: dict[Ticket, list[End]] = {}
         self._paired: set[End] = set()
-        self.buffer = memoryview(bytearray(READ_NBYTES))
-        self._met = self.passed_nbytes = 0
+        self._closed: set[End] = set()  # in this turn
+        self._buffer = bytearray(READ_NBYTES)
+        self._met = self._passed_nbytes = 0
         self._refused: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by reason: who
-        self._refusals_at = time.monotonic()
+        self._refusals_at = self._now = time.monotonic()
         self._told = (0, 0)
-        self._statistics_at = self._refusals_at + STATISTICS_EVERY_S
+        self._statistics_at = self._now + STATISTICS_EVERY_S
 
     def run(self, signals: Signals) -> int:
         """Pass bytes on until SIGTERM or SIGINT; return the exit code."""
-        asyncio.run(self._serve(signals))
-        return 0
-
-    async def _serve(self, signals: Signals) -> None:
-        loop, signalled = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(signals.wakeup, signalled.set)
-        loop.set_exception_handler(self._on_exception)
-        server = await loop.create_server(lambda: End(self), sock=self._listener, backlog=BACKLOG)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(signals.wakeup, selectors.EVENT_READ)
+        looked_at = self._now
         while not signals.first:
-            self._look()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(signalled.wait(), TURN_S)
+            events = self._selector.select(TURN_S)
+            self._now = time.monotonic()
+            for key, mask in events:
+                if key.data is not None:
+                    self._serve(key.data, mask)
+                elif key.fileobj is self._listener:
+                    self._accept()
+            self._closed.clear()
+            if self._now - looked_at >= TURN_S:
+                looked_at = self._now
+                self._look()
         say(f"{signals.first}: the relay ends; {self._statistics()}")
-        server.close()
         for end in (*self._strangers, *self._waiting, *self._paired):
-            end.transport.abort()
-
-    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Make room where a connection could not be accepted for want of it; it is tried again a second later."""
-        error = context.get("exception")
-        if isinstance(error, OSError) and error.errno in _FULL:
-            self._make_room("this machine has no descriptor left")
-        else:
-            loop.default_exception_handler(context)
+            end.connection.close()
+        self._listener.close()
+        return 0
 
     # -- until two have met ------------------------------------------------------------------------------------
 
-    def greet(self, end: End) -> None:
-        """Take in a new connection, whose ticket is yet to come."""
-        with suppress(OSError):
-            connection = end.transport.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEP_ALIVE.items():
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._strangers[end] = None
-        end.transport.write(end.greeting)
-        if len(self._strangers) > self._max_strangers:
-            self._refuse(next(iter(self._strangers)), "too many others came that showed no ticket")
-        if len(self._strangers) + len(self._waiting) + len(self._paired) > self._max_ends:
-            self._make_room("there are too many connections; raise the limit of open files (ulimit -n)")
+    def _accept(self) -> None:
+        for _ in range(BACKLOG):
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._make_room("this machine has no descriptor left")
+                    time.sleep(FULL_S)
+                return
+            connection.setblocking(False)
+            with suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in _KEEP_ALIVE.items():
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            end = End(connection, address[0], self._now + GREET_WITHIN_S)
+            self._strangers[end] = None
+            self._selector.register(connection, selectors.EVENT_READ, end)
+            try:
+                connection.send(end.greeting)
+            except OSError:
+                self._close(end)
+                continue
+            if len(self._strangers) > self._max_strangers:
+                self._refuse(next(iter(self._strangers)), "too many others came that showed no ticket")
+            if len(self._strangers) + len(self._waiting) + len(self._paired) > self._max_ends:
+                self._make_room("there are too many connections; raise the limit of open files (ulimit -n)")
 
     def _make_room(self, why: str) -> None:
         """Close the oldest of those that have not met."""
@@ -220,14 +179,22 @@ class Relay:
             self._refuse(end, why)
             return
 
-    def hear(self, end: End, said: bytes) -> None:
+    def _hear(self, end: End) -> None:
         """Take what one says that has not met the other: its ticket, and then nothing."""
-        if end.ticket is not None:
-            self._refuse(end, "it spoke before the other side was there")
+        try:
+            said = end.connection.recv(TICKET_NBYTES - len(end.said) or 1)
+        except BlockingIOError:
             return
-        end.said += said
-        if len(end.said) >= TICKET_NBYTES:
-            self._admit(end)
+        except OSError:
+            said = b""
+        if not said:
+            self._close(end)
+        elif end.ticket:
+            self._refuse(end, "it spoke before the other side was there")
+        else:
+            end.said += said
+            if len(end.said) == TICKET_NBYTES:
+                self._admit(end)
 
     def _admit(self, end: End) -> None:
         end.ticket = Ticket.of(end.said, end.greeting, self._secret)
@@ -242,31 +209,101 @@ class Relay:
             return
         self._by_ticket.setdefault(end.ticket, []).append(end)
         self._waiting[end] = None
-        end.deadline = time.monotonic() + MEET_WITHIN_S
+        end.deadline = self._now + MEET_WITHIN_S
         if len(self._waiting) > MAX_WAITING:
             self._refuse(next(iter(self._waiting)), "too many wait for another side that has not come")
 
     def _join(self, one: End, other: End) -> None:
         one.other, other.other = other, one
+        for end in (one, other):
+            end.deadline, end.greeting, end.said = None, b"", b""
+            self._paired.add(end)
         self._met += 1
         for end in (one, other):
-            end.deadline = None
-            self._paired.add(end)
-            end.transport.write(MET)
+            if end.other:  # the first may have failed, and with it the second
+                self._give(end, memoryview(MET))
+
+    # -- from then on ------------------------------------------------------------------------------------------
+
+    def _serve(self, end: End, mask: int) -> None:
+        if end in self._closed:
+            return
+        if end.other is None:
+            self._hear(end)
+            return
+        if mask & selectors.EVENT_WRITE:
+            self._give(end, end.pending)
+        if mask & selectors.EVENT_READ and end.other and not end.other.pending:
+            self._take(end, end.other)
+
+    def _take(self, end: End, other: End) -> None:
+        """Take what comes from one, and give it to the other."""
+        try:
+            count = end.connection.recv_into(self._buffer)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._close(end)
+            return
+        if count:
+            self._passed_nbytes += count
+            self._give(other, memoryview(self._buffer)[:count])
+            return
+        end.ended = True
+        if other.ended:
+            self._close(end)
+            return
+        with suppress(OSError):
+            other.connection.shutdown(socket.SHUT_WR)
+        other.deadline = self._now + CLOSE_WITHIN_S
+        self._want(end)
+
+    def _give(self, end: End, data: memoryview) -> None:
+        """Send one what it takes; keep the rest, and read no more of the other until it has taken that too."""
+        try:
+            sent = end.connection.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._close(end)
+            return
+        end.pending = data[sent:] if data is end.pending else memoryview(bytes(data[sent:]))
+        assert end.other
+        for one in (end, end.other):
+            if one.deadline is not None:  # one side has ended, and the pair is in use still
+                one.deadline = self._now + CLOSE_WITHIN_S
+            self._want(one)
+
+    def _want(self, end: End) -> None:
+        """Wait for what may be done next with one that has met the other."""
+        assert end.other
+        wanted = selectors.EVENT_WRITE if end.pending else 0
+        if not end.ended and not end.other.pending:
+            wanted |= selectors.EVENT_READ
+        known = self._selector.get_map().get(end.connection)
+        if not wanted and known:
+            self._selector.unregister(end.connection)
+        elif wanted and known is None:
+            self._selector.register(end.connection, wanted, end)
+        elif known is not None and known.events != wanted:
+            self._selector.modify(end.connection, wanted, end)
 
     # -- the end of connections --------------------------------------------------------------------------------
 
-    def close(self, end: End) -> None:
+    def _close(self, end: End) -> None:
         """Close a connection, and the other one of its pair."""
         for one in (end, end.other):
             if one is None:
                 continue
-            one.transport.abort()
+            if one.connection in self._selector.get_map():
+                self._selector.unregister(one.connection)
+            one.connection.close()
             self._strangers.pop(one, None)
             self._paired.discard(one)
             if one in self._waiting:
                 self._forget_waiting(one)
-            one.other = None
+            self._closed.add(one)
+            one.other, one.pending = None, memoryview(b"")
 
     def _forget_waiting(self, end: End) -> None:
         assert end.ticket
@@ -279,35 +316,38 @@ class Relay:
     def _refuse(self, end: End, why: str) -> None:
         who = self._refused[why]
         who[end.came_from if end.came_from in who or len(who) < MAX_NAMED else "elsewhere"] += 1
-        self.close(end)
+        self._close(end)
 
     def _look(self) -> None:
         """Once a second: end what is overdue, and say now and then what there was."""
-        now = time.monotonic()
-        for end in [*self._strangers, *self._waiting, *self._paired]:
-            if end.deadline is None or end.deadline > now:
-                continue
+        for end in self._overdue():
             if end.ticket is None:
                 self._refuse(end, f"it showed no ticket within {GREET_WITHIN_S:g} s")
             elif end.other is None:
                 self._refuse(end, f"the other side of its pair did not come within {MEET_WITHIN_S:g} s")
             else:
-                self.close(end)
-        if self._refused and now >= self._refusals_at:
-            self._refusals_at = now + REFUSALS_EVERY_S
+                self._close(end)
+        if self._refused and self._now >= self._refusals_at:
+            self._refusals_at = self._now + REFUSALS_EVERY_S
             for why, who in self._refused.items():
                 (first, _), others = who.most_common(1)[0], len(who) - 1
                 more = f" and {others} more addresses" if others else ""
                 complain(f"refused {who.total()} connections from {first}{more}: {why}")
             self._refused.clear()
-        if now >= self._statistics_at:
-            self._statistics_at = now + STATISTICS_EVERY_S
-            if (self._met, self.passed_nbytes) != self._told:
-                self._told = self._met, self.passed_nbytes
+        if self._now >= self._statistics_at:
+            self._statistics_at = self._now + STATISTICS_EVERY_S
+            if (self._met, self._passed_nbytes) != self._told:
+                self._told = self._met, self._passed_nbytes
                 say(self._statistics())
+
+    def _overdue(self) -> list[End]:
+        def late(ends: Iterator[End]) -> Iterator[End]:
+            return (end for end in ends if end.deadline is not None and end.deadline <= self._now)
+
+        return [*late(iter(self._strangers)), *late(iter(self._waiting)), *late(iter(self._paired))]
 
     def _statistics(self) -> str:
         return (
             f"{len(self._paired) // 2} pairs are connected, {self._met} have been; "
-            f"{self.passed_nbytes / 1e6:.1f} MB passed on; {len(self._waiting)} members wait for another"
+            f"{self._passed_nbytes / 1e6:.1f} MB passed on; {len(self._waiting)} members wait for another"
         )
