@@ -80,11 +80,7 @@ def _divided(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]
 
 
 class _Writer:
-    """Writes files beside those of the model in a folder, and puts them in their place when all are there.
-
-    Args:
-        folder: of the model.
-    """
+    """Writes files beside those of the model in a folder, and puts them in their place when all are there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

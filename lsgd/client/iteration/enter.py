@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lsgd.algorithms.base import copy_all
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Traffic, WorkerGroup
 from lsgd.client.groups.form import form
@@ -39,7 +40,7 @@ class Entrance:
         self._replica = replica
         self._traffic = traffic
         self._group: WorkerGroup | None = None
-        membership.channel.when_over(self._cut)
+        membership.channel.when_over = self._cut
 
     def whole(self, order: Round) -> Round:
         """Return an order with the names of its members, which the servers omit when this worker has them."""
@@ -117,8 +118,7 @@ class Entrance:
         received = [x.clone() for x in state]
         for x in received:
             group.broadcast(x, order.source)
-        for x, value in zip(state, received, strict=True):
-            x.copy_(value)
+        copy_all(state, received)
         algorithm.reset(self._replica.flat.buffers, group, order)
 
     def _take_over(self, group: WorkerGroup, source: int) -> None:
@@ -136,8 +136,7 @@ class Entrance:
         if replica.run.sync_optimizer or replica.algorithm.settings.schedule().identical:
             states = self._broadcast_states(group, source)
         if taking:
-            for x, value in zip(everything, received, strict=True):
-                x.copy_(value)
+            copy_all(everything, received)
             for optimizer, state in zip(replica.optimizers, states or (), strict=states is not None):
                 load_optimizer(optimizer, state)
 
