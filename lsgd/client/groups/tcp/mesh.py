@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
+from lsgd.client.control.closing import on_error
 from lsgd.client.groups.reach import Door
+from lsgd.client.groups.store import Store
 from lsgd.client.groups.tcp.hello import ANSWER_NBYTES, HELLO_NBYTES, Hello
 from lsgd.client.groups.tcp.incoming import Incoming
 from lsgd.client.groups.tcp.line import CLOSED, Line
@@ -34,18 +35,6 @@ Pair = tuple[int, int]
 """The ranks of a line's source and target."""
 
 _RETRY_S = (0.05, 1.0)  # the first pause, and the longest
-
-
-class Store(Protocol):
-    """Where members publish what the others need to know."""
-
-    def set(self, key: str, value: str) -> None:
-        """Publish a value."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Return a value, waiting for it."""
-        ...
 
 
 class Mesh:
@@ -93,8 +82,7 @@ class Mesh:
         self._routes = routes(me, self._door_of)
         self._doors: dict[int, Door] = {}  # of the others
         self._lines: dict[Pair, Line] = {}
-        self._asked: set[Pair] = set()  # how their connections come to be
-        self._ways: dict[Pair, Way] = {}  # of those that this member brings about
+        self._ways: dict[Pair, Way | None] = {}  # how their connections come to be; None: the other one sees to it
         self._lock = threading.Lock()
         self._over = False
         self._said = 0
@@ -145,10 +133,10 @@ class Mesh:
         pair = (source, target)
         with self._lock:
             line = self._known(pair)
-            asked = pair in self._asked
-            self._asked.add(pair)
-        if not asked and (way := self._routes.way(source, target)) is not None:
-            self._ways[pair] = way
+            asked = pair in self._ways
+            self._ways.setdefault(pair)
+        if not asked:
+            self._ways[pair] = self._routes.way(source, target)
             self._connect(pair)
         return line
 
@@ -176,10 +164,8 @@ class Mesh:
     def _connect(self, pair: Pair) -> None:
         """Have the connection of a line made, if this member is to bring it about."""
         if (way := self._ways.get(pair)) is not None and self._service is not None and not self._over:
-            self._service.call(lambda: self._bring_about(self._lines[pair], way, self._hello(pair)))
-
-    def _hello(self, pair: Pair) -> Hello:
-        return Hello(self._run, self._generation, *pair)
+            hello = Hello(self._run, self._generation, *pair)
+            self._service.call(lambda: self._bring_about(self._lines[pair], way, hello))
 
     # -- in the thread that makes connections ------------------------------------------------------------------
 
@@ -202,7 +188,7 @@ class Mesh:
 
     async def _make(self, line: Line, way: Way, hello: Hello) -> None:
         connection = await self._secured(await way.open(), answers=way.answers)
-        try:
+        with on_error(connection.close):
             if way.answers:
                 heard, received = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, way.nonce)
                 if heard != hello:
@@ -211,9 +197,6 @@ class Mesh:
             else:
                 connection.send(hello.packed(way.nonce, line.renew()))
                 received = hello.answered(await exactly(connection, ANSWER_NBYTES), way.nonce)
-        except BaseException:
-            connection.close()
-            raise
         line.between_nbytes = way.between_nbytes
         line.connect(connection, received)
 
@@ -222,13 +205,10 @@ class Mesh:
         try:
             async with asyncio.timeout(HELLO_WITHIN_S):
                 connection = await self._secured(raw, answers=True)
-                try:
+                with on_error(connection.close):
                     hello, received = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, door.nonce)
                     line = self._expected(hello)
                     connection.send(hello.answer(door.nonce, line.renew()))
-                except BaseException:
-                    connection.close()
-                    raise
             line.connect(connection, received)
         except (OSError, TimeoutError) as error:
             if self._said < MAX_SAID and not self._over:
@@ -251,7 +231,7 @@ class Mesh:
 
     async def _secured(self, raw: socket.socket, *, answers: bool) -> socket.socket:
         """Return a connection once both ends have shown that they are in the run, if they have a certificate."""
-        try:
+        with on_error(raw.close):
             raw.setblocking(False)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -260,12 +240,10 @@ class Mesh:
             if self._tls is None:
                 return raw
             context = self._tls.server if answers else self._tls.client
-            raw = connection = context.wrap_socket(raw, server_side=answers, do_handshake_on_connect=False)
+            connection = context.wrap_socket(raw, server_side=answers, do_handshake_on_connect=False)
+        with on_error(connection.close):
             await retried(connection, connection.do_handshake)
-            return connection
-        except BaseException:
-            raw.close()
-            raise
+        return connection
 
 
 def _is_final(error: Exception) -> bool:
