@@ -14,14 +14,14 @@ MAX_PENDING = 64
 
 
 class LossWindow:
-    """Mean of the last ``size`` losses.
+    """Mean of the last ``size`` losses, ``before`` among them.
 
     A loss on a GPU is copied to pinned memory behind the work that computes it, and read once the copy is there; so
     the mean may be a few batches old, and nothing ever waits for the GPU.
     """
 
-    def __init__(self, size: int) -> None:
-        self._values: deque[float] = deque(maxlen=size)
+    def __init__(self, size: int, before: Sequence[float] = ()) -> None:
+        self._values: deque[float] = deque(before, maxlen=size)
         self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def add(self, loss: Tensor | float) -> None:
@@ -47,13 +47,9 @@ class LossWindow:
 
     @property
     def values(self) -> list[float]:
-        """The losses that have arrived, the oldest first; setting them takes the last ``size`` of others."""
+        """The losses that have arrived, the oldest first."""
         self.mean()
         return list(self._values)
-
-    @values.setter
-    def values(self, losses: Sequence[float]) -> None:
-        self._values.extend(losses)
 
     def mean(self) -> float | None:
         """Return the mean of the losses that have arrived; NaN if one of them is, None before the first."""

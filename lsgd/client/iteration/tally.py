@@ -72,8 +72,7 @@ class Tally:
     """
 
     def __init__(self, window: int, losses: Sequence[float] = ()) -> None:
-        self.losses = LossWindow(window)
-        self.losses.values = losses
+        self.losses = LossWindow(window, losses)
         self.done = self.committed = self.dropped = 0
         self.traffic = Traffic()
         self.passed: tuple[int, ...] = (0, 0)
