@@ -18,8 +18,9 @@ from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model
 from lsgd.client.checkpoint.run_folder import CHECKPOINTS
+from lsgd.client.control.closing import on_error
 from lsgd.client.control.identity import identify
-from lsgd.client.control.island import Island, island_of
+from lsgd.client.control.island import island_of
 from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
 from lsgd.client.iteration.progress import Schedule
 from lsgd.client.iteration.replica import Replica
@@ -76,8 +77,7 @@ class Worker:
         self._channel = membership.channel
         self._replica = replica
         self._steps, self._checkpoints, self._open = steps, checkpoints, True
-        join = membership.join
-        self._data = loaders.FirstData(lambda digest: self._channel.send(Data(join.worker, join.incarnation, digest)))
+        self._data = loaders.FirstData(lambda digest: self._channel.send(Data(*membership.who, digest)))
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     @classmethod
@@ -115,34 +115,19 @@ class Worker:
         """
         island = island_of(model)
         log_to_stderr(logging.INFO if island.is_head else logging.WARNING)
-        try:
-            return cls._join(model, optimizer, island, timeout_s, checkpoint_dir, extra or {})
-        except BaseException:
-            island.close()
-            raise
-
-    @classmethod
-    def _join(
-        cls,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        island: Island,
-        timeout_s: float,
-        checkpoint_dir: Path | None,
-        extra: Mapping[str, Stateful],
-    ) -> Self:
-        optimizers = torch_optimizers(model, optimizer)
-        identity = island.share("joins", identify)
-        if checkpoint_dir is None and identity.run_dir is not None:
-            checkpoint_dir = identity.run_dir / CHECKPOINTS
-        checkpoints = Checkpoints(model, optimizers, extra, checkpoint_dir, identity.resume, island)
-        checkpoints.restarted = identity.restarted
-        membership = join_run(model, identity, timeout_s, checkpoints.load, island)
-        checkpoints.start(membership.welcome.run)
-        flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
-        replica = Replica(membership, flat, model, optimizers, checkpoints.finite, checkpoints.algorithm)
-        checkpoints.algorithm = None  # which is the replica's now
-        return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
+        with on_error(island.close):
+            optimizers = torch_optimizers(model, optimizer)
+            identity = island.share("joins", identify)
+            if checkpoint_dir is None and identity.run_dir is not None:
+                checkpoint_dir = identity.run_dir / CHECKPOINTS
+            checkpoints = Checkpoints(model, optimizers, extra or {}, checkpoint_dir, identity.resume, island)
+            checkpoints.restarted = identity.restarted
+            membership = join_run(model, identity, timeout_s, checkpoints.load, island)
+            checkpoints.start(membership.welcome.run)
+            flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
+            replica = Replica(membership, flat, model, optimizers, checkpoints.finite, checkpoints.algorithm)
+            checkpoints.algorithm = None  # which is the replica's now
+            return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
 
     # -- what a training loop uses -----------------------------------------------------------------------------
 
@@ -454,7 +439,6 @@ class Worker:
             return
         self._open = False
         self._steps.close()
-        join = self._membership.join
         why = reason or ("the run is over" if self.stopped else "its training loop ended")
         self._steps.rounds.entrance.leave(cut=failed)
         if not self.is_head:
@@ -462,7 +446,7 @@ class Worker:
             return
         try:
             tally = self._steps.tally
-            message = Leave(join.worker, join.incarnation, tally.done, failed, why, tally.committed)
+            message = Leave(*self._membership.who, tally.done, failed, why, tally.committed)
             self._channel.ask(message, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S)
         except (ExchangeError, JoinError, ServerLostError) as error:
             logger.warning("%s leaves without the servers' knowing: %s", self.name, error)

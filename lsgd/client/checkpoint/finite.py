@@ -1,5 +1,6 @@
 """Whether training has left a model finite."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -37,20 +38,20 @@ class FiniteCheck:
     @torch.no_grad()
     def broken(self) -> dict[str, int]:
         """Return the names of the tensors with values that are not finite in any process, and how many they are."""
-        found: dict[str, int] = {}
-        for name, number in (x for each in self._island.gather("looks at its model", self._broken()) for x in each):
-            found[name] = found.get(name, 0) + number
+        found = Counter[str]()
+        for each in self._island.gather("looks at its model", self._broken()):
+            found.update(each)
         return found
 
-    def _broken(self) -> list[tuple[str, int]]:
+    def _broken(self) -> dict[str, int]:
         """Return what this process finds."""
         parameters = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         named: list[tuple[str, Tensor]] = [(name, local(p)) for name, p in parameters]
         named += [(name, b) for name, b in named_floating_buffers(self._model) if name not in self._left_out]
         if all_finite([_comparable(x) for _, x in named]):
-            return []
+            return {}
         wrong = ((name, int((~_comparable(x).isfinite()).sum())) for name, x in named)
-        return [(name, number) for name, number in wrong if number]
+        return {name: number for name, number in wrong if number}
 
 
 @torch.no_grad()

@@ -4,7 +4,9 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -45,7 +47,7 @@ def save_model(model: nn.Module, folder: Path, file_nbytes: int, island: Island)
 
     Raises:
         ConfigError: ``file_nbytes`` is less than 1.
-        LsgdError: the files cannot be written.
+        LsgdError: the files cannot be written; what was there before stays, or could not be replaced.
     """
     if file_nbytes < 1:
         raise ConfigError(f"file_nbytes = {file_nbytes}: no file of a model is so short; give 1 or more")
@@ -54,14 +56,17 @@ def save_model(model: nn.Module, folder: Path, file_nbytes: int, island: Island)
     tensors = {name.replace(COMPILED, ""): x for name, x in state.items() if first[id(x)] == name}
     sizes = {name: x.numel() * x.element_size() for name, x in tensors.items()}
     files = _divided(sizes, file_nbytes)
-    writer = _Writer(folder)
-    for file, held in files.items():
-        copies = whole({name: tensors[name] for name in held}, here=island.is_head)
-        if island.is_head:
-            writer.write(file, copies)
     weight_map = {name: file for file, held in files.items() for name in held}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-    return island.share("saves the model", lambda: writer.finish(index))
+    unfinished = island.share("saves the model", lambda: _begin(folder))
+    try:
+        for file, held in files.items():
+            copies = whole({name: tensors[name] for name in held}, here=island.is_head)
+            island.share("saves the model", partial(_write, unfinished / file, copies))
+        return island.share("saves the model", lambda: _finish(unfinished, index, files))
+    finally:
+        if island.is_head:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _divided(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]:
@@ -79,55 +84,39 @@ def _divided(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
 
-class _Writer:
-    """Writes files beside those of the model in a folder, and puts them in their place when all are there.
+def _begin(folder: Path) -> Path:
+    """Return a new folder beside the files of a model, for those that take their place when all are written."""
+    with _explaining(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(".tmp", "model-", folder))
 
-    Args:
-        folder: of the model.
-    """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._unfinished: Path | None = None
-        self._files: list[Path] = []
-        self._failure: Exception | None = None
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    with _explaining(path.parent.parent):
+        save_file({name: x.contiguous() for name, x in tensors.items()}, path, {"format": "pt"})
 
-    def write(self, file: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a file, unless an earlier one has failed: the other processes' calls go on, and so does this one's."""
-        if self._failure is not None:
-            return
-        try:
-            if self._unfinished is None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._unfinished = Path(tempfile.mkdtemp(".tmp", "model-", self._folder))
-            self._files.append(self._unfinished / file)
-            save_file({name: x.contiguous() for name, x in tensors.items()}, self._files[-1], {"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            self._failure = error
 
-    def finish(self, index: Mapping[str, object]) -> list[Path]:
-        """Put the files in their place, and the index at last; return them.
+def _finish(unfinished: Path, index: Mapping[str, object], files: Iterable[str]) -> list[Path]:
+    """Put the files in their place, and the index at last; return them."""
+    folder = unfinished.parent
+    with _explaining(folder):
+        for earlier in (folder / INDEX, *folder.glob(SEVERAL)):
+            earlier.unlink(missing_ok=True)
+        written = [(unfinished / file).replace(folder / file) for file in files]
+        if len(written) > 1:
+            (folder / SINGLE).unlink(missing_ok=True)
+            written.append(folder / INDEX)
+            written[-1].write_text(json.dumps(index, indent=2) + "\n")
+    logger.info("the model is written to %s: %s", folder, ", ".join(path.name for path in written))
+    return written
 
-        Raises:
-            LsgdError: a file could not be written, and what was there before stays, or could not be put there.
-        """
-        try:
-            if self._failure is not None:
-                raise self._failure
-            for earlier in (self._folder / INDEX, *self._folder.glob(SEVERAL)):
-                earlier.unlink(missing_ok=True)
-            written = [path.replace(self._folder / path.name) for path in self._files]
-            if len(written) > 1:
-                (self._folder / SINGLE).unlink(missing_ok=True)
-                written.append(self._folder / INDEX)
-                written[-1].write_text(json.dumps(index, indent=2) + "\n")
-        except (OSError, SafetensorError) as error:
-            raise LsgdError(
-                f"the model cannot be written to {self._folder}: {error}; free space there or let this user write "
-                f"there, or save it in another folder"
-            ) from None
-        finally:
-            if self._unfinished is not None:
-                shutil.rmtree(self._unfinished, ignore_errors=True)
-        logger.info("the model is written to %s: %s", self._folder, ", ".join(path.name for path in written))
-        return written
+
+@contextmanager
+def _explaining(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise LsgdError(
+            f"the model cannot be written to {folder}: {error}; free space there or let this user write there, or "
+            f"save it in another folder"
+        ) from None

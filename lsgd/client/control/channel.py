@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from lsgd.client.control.notices import Notice, give, is_given
@@ -58,6 +59,7 @@ _WHERE_S = 2.0
 _RECONNECTING_S = 0.01
 
 
+@dataclass(eq=False)
 class Expected:
     """A message that is to come.
 
@@ -66,9 +68,8 @@ class Expected:
         answered: the message, once it is there.
     """
 
-    def __init__(self, answer: Callable[[Any], bool]) -> None:
-        self.answer = answer
-        self.answered: Any = None
+    answer: Callable[[Any], bool]
+    answered: Any = None
 
 
 class Channel:
@@ -85,6 +86,9 @@ class Channel:
     Attributes:
         global_silence_s: the same for one during which only the local server answers; without an end at first.
         run: that this worker belongs to; empty before it does.
+        totals: what the heartbeats say; called in the channel's thread.
+        when_over: called in the channel's thread with the number of each generation that is over.
+        pass_down: called there with messages of addresses and generations, which other processes of this worker need.
     """
 
     def __init__(self, address: str, incarnation: int, silence_s: float) -> None:
@@ -92,9 +96,11 @@ class Channel:
         self.silence_s = silence_s
         self.global_silence_s = math.inf
         self.run = ""
+        self.totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {})
+        self.when_over: Callable[[int], None] = lambda generation: None
+        self.pass_down: Callable[[bytes], None] = lambda frame: None
         self._incarnation = incarnation
         self._worker = ""
-        self._totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {})
         self._where = b""
         self._outbox: deque[bytes] = deque(maxlen=MAX_OUTBOX)
         self._changed = threading.Condition()
@@ -105,8 +111,6 @@ class Channel:
         self._refused: JoinError | None = None
         self._recalled = False
         self._over: dict[int, str] = {}
-        self._when_over: Callable[[int], None] | None = None
-        self._pass_down: Callable[[bytes], None] | None = None
         self._closing = False
         self._open()
 
@@ -118,17 +122,10 @@ class Channel:
 
     def send(self, message: Upward | Where | StatusQuery) -> None:
         """Send without waiting for anything."""
-        self._put(encode(message))
+        self.put(encode(message))
 
-    def relay(self, pass_down: Callable[[bytes], None]) -> Callable[[bytes], None]:
-        """From now on give others of this worker's processes what servers say of addresses and generations.
-
-        Returns what takes their own messages.
-        """
-        self._pass_down = pass_down
-        return self._put
-
-    def _put(self, frame: bytes) -> None:
+    def put(self, frame: bytes) -> None:
+        """Send a packed message without waiting for anything."""
         self._outbox.append(frame)
         self._wakeup.set()
 
@@ -183,7 +180,7 @@ class Channel:
             self._heard_at = max(self._heard_at, started_at)
             self._global_heard_at = max(self._global_heard_at, started_at)
         try:
-            self._put(frame)
+            self.put(frame)
             while True:
                 with self._changed:
                     if expected.answered is None:
@@ -191,10 +188,9 @@ class Channel:
                     if expected.answered is not None:
                         return expected.answered
                 now = time.monotonic()
-                self._check(now, started_at, what, timeout_s, generation)
-                self._check_silence(now, started_at, what, silence_s)
+                self._check(now, started_at, what, timeout_s, silence_s, generation)
                 if now - sent_at >= RESEND_S:
-                    self._put(frame)
+                    self.put(frame)
                     sent_at = now
                 if now - said_at >= SAY_EVERY_S:
                     logger.warning("%s for %.0f s: %s", what, now - started_at, self._awaited(now))
@@ -202,28 +198,28 @@ class Channel:
         finally:
             self.forget(expected)
 
-    def _check(
-        self,
-        now: float,
-        started_at: float,
-        what: str,
-        timeout_s: float | None,
-        generation: int | None,
-    ) -> None:
-        if self._refused is not None:
-            raise self._refused
-        if generation in self._over:
-            raise ExchangeError(f"generation {generation} is over: {self._over[generation]}")
-        if timeout_s is not None and now - started_at > timeout_s:
-            raise ExchangeError(f"{what} for {timeout_s:g} s: {self._waits_for or 'no answer'}")
-
     def _awaited(self, now: float) -> str:
         """Return in words what is waited for; what the local server said last counts only while it says something."""
         if now - self._heard_at > 3 * RESEND_S:
             return f"the local server at {self.address} has been silent for {now - self._heard_at:.0f} s"
         return self._waits_for or "no word yet"
 
-    def _check_silence(self, now: float, started_at: float, what: str, silence_s: float | None) -> None:
+    def _check(
+        self,
+        now: float,
+        started_at: float,
+        what: str,
+        timeout_s: float | None,
+        silence_s: float | None,
+        generation: int | None,
+    ) -> None:
+        """Raise what ends a wait, if something does."""
+        if self._refused is not None:
+            raise self._refused
+        if generation in self._over:
+            raise ExchangeError(f"generation {generation} is over: {self._over[generation]}")
+        if timeout_s is not None and now - started_at > timeout_s:
+            raise ExchangeError(f"{what} for {timeout_s:g} s: {self._waits_for or 'no answer'}")
         waited = f"{what} for {now - started_at:.0f} s"
         if self.given_up():
             raise ServerLostError(f"{waited}, and its servers have ended or are given up")
@@ -245,10 +241,6 @@ class Channel:
         """Return for how long the global server has not been heard, in seconds."""
         return time.monotonic() - self._global_heard_at
 
-    def when_over(self, call: Callable[[int], None] | None) -> None:
-        """From now on call this, in the channel's thread, with the number of each generation that is over."""
-        self._when_over = call
-
     def generation_over(self, generation: int) -> str:
         """Return why a generation is over, or an empty text while it lasts as far as is known."""
         return self._over.get(generation, "")
@@ -261,13 +253,6 @@ class Channel:
         """From now on tell the servers every second that the process of ``worker`` runs, and the launcher once."""
         self._worker = worker
         give(self.address, Notice.JOINED, worker)
-
-    def tell_totals(self, totals: Callable[[], Totals]) -> None:
-        """From now on the heartbeats say these.
-
-        ``totals`` is called in the channel's thread.
-        """
-        self._totals = totals
 
     def close(self) -> None:
         """Send what is left and end the thread."""
@@ -287,7 +272,7 @@ class Channel:
                 if self._closing and closed_at is None:
                     closed_at = now
                 if self._worker and now - beat_at >= _HEARTBEAT_S:
-                    self._outbox.append(encode(Heartbeat(self._worker, self._incarnation, *self._totals())))
+                    self._outbox.append(encode(Heartbeat(self._worker, self._incarnation, *self.totals())))
                     beat_at = now
                 if self._where and now - where_at >= _WHERE_S:
                     self._outbox.append(self._where)
@@ -319,8 +304,8 @@ class Channel:
         except ProtocolError as error:
             logger.warning("the local server's message is wrong: %s", error)
             return
-        if self._pass_down is not None and isinstance(message, Value | GenerationOver):
-            self._pass_down(frame)
+        if isinstance(message, Value | GenerationOver):
+            self.pass_down(frame)
         with self._changed:
             self._heard_at = time.monotonic()
             if isinstance(message, Evicted) and self.run and message.run != self.run:
@@ -342,8 +327,7 @@ class Channel:
                 if self._over.get(message.generation) != message.reason:
                     logger.warning("generation %d is over: %s", message.generation, message.reason)
                 self._over[message.generation] = message.reason
-                if self._when_over is not None:
-                    self._when_over(message.generation)
+                self.when_over(message.generation)
             elif isinstance(message, Recall):
                 self._recalled = True
             elif one := next((e for e in self._expected if e.answered is None and e.answer(message)), None):

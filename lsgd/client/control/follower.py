@@ -30,7 +30,8 @@ class FollowerChannel(Channel):
         if isinstance(message, Put | Get):
             super().send(message)
 
-    def _put(self, frame: bytes) -> None:
+    def put(self, frame: bytes) -> None:
+        """Have the head send a packed message."""
         self._island.pass_up(frame)
 
     def start_heartbeat(self, worker: str) -> None:

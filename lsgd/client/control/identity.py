@@ -48,7 +48,7 @@ def identify(environ: Mapping[str, str] = os.environ) -> Identity:
     check_variables(environ)
     run_dir, resume = environ.get("LSGD_RUN_DIR"), environ.get("LSGD_RESUME")
     return Identity(
-        index=_number(environ, INDEX_VARIABLES),
+        index=_index(environ),
         incarnation=secrets.randbits(63),
         local_address=environ.get("LSGD_LOCAL") or default_local_address(),
         run_dir=Path(run_dir) if run_dir else None,
@@ -63,7 +63,19 @@ def device(environ: Mapping[str, str] = os.environ) -> torch.device:
     Raises:
         ConfigError: the variable is no device, or one that torch cannot use here.
     """
-    return _device(environ.get("LSGD_DEVICE", ""), _number(environ, INDEX_VARIABLES))
+    index, text = _index(environ), environ.get("LSGD_DEVICE", "")
+    if not text:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return torch.device("cuda", index % count) if count else torch.device("cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise ConfigError(f"the variable LSGD_DEVICE = {text!r} is no device; write cpu, cuda or cuda:0") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"LSGD_DEVICE = {text!r}, but torch (built for CUDA {torch.version.cuda}) can use no GPU here"
+        )
+    return device
 
 
 def versions() -> dict[str, str]:
@@ -88,25 +100,10 @@ def gpu_name(device: torch.device) -> str:
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
 
 
-def _number(environ: Mapping[str, str], names: tuple[str, ...]) -> int:
-    for name in names:
+def _index(environ: Mapping[str, str]) -> int:
+    for name in INDEX_VARIABLES:
         if name in environ:
             if not environ[name].isdecimal():
                 raise ConfigError(f"the variable {name} = {environ[name]!r} is not a whole number from 0")
             return int(environ[name])
     return 0
-
-
-def _device(text: str, index: int) -> torch.device:
-    if not text:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return torch.device("cuda", index % count) if count else torch.device("cpu")
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise ConfigError(f"the variable LSGD_DEVICE = {text!r} is no device; write cpu, cuda or cuda:0") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"LSGD_DEVICE = {text!r}, but torch (built for CUDA {torch.version.cuda}) can use no GPU here"
-        )
-    return device

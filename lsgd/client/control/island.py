@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -178,13 +178,7 @@ class ManyProcesses(Island):
 
 
 class _Peer:
-    """Another process of the island, and the thread that listens to it.
-
-    Args:
-        island: that both are of.
-        name: of the other process, for people.
-        link: to it.
-    """
+    """Another process of the island, and the thread that listens to it."""
 
     def __init__(self, island: ManyProcesses, name: str, link: Connection) -> None:
         self._island = island
@@ -312,16 +306,13 @@ def _connect(group: dist.ProcessGroup, rank: int, size: int) -> list[tuple[int, 
 
 
 def _call(host: str, path: str, rank: int) -> Connection:
-    link = socket.socket(socket.AF_UNIX)
     try:
-        link.connect(path)
+        connection = Client(path, "AF_UNIX")
     except OSError as error:
-        link.close()
         raise ConfigError(
             f"process {rank} of this island runs on {socket.gethostname()} and cannot reach the head on {host} "
             f"({error.strerror}); all processes of an island have to be on one machine, and see the same {path}"
         ) from None
-    connection = Connection(link.detach())
     connection.send(rank)
     return connection
 

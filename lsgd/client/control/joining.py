@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
@@ -66,6 +66,11 @@ class Membership:
     island: Island
     servers: Solo | None = None
 
+    @property
+    def who(self) -> tuple[str, int]:
+        """The worker's name and incarnation, with which most of its messages begin."""
+        return self.join.worker, self.join.incarnation
+
     def close(self) -> None:
         """End the connections, and the servers if they are this process's own."""
         self.island.close()
@@ -91,58 +96,42 @@ def join_run(
             where it is from.
         island: the processes that share the model, this one among them; all of them call this.
     """
-    servers = Solo(os.environ) if island.is_head and is_alone(os.environ) else None
-    try:
-        address = identity.local_address if servers is None else servers.address
-        membership = _join_at(address, model, identity, timeout_s, load, island)
-    except BaseException:
-        if servers is not None:
-            servers.close()
-        raise
-    return replace(membership, servers=servers)
-
-
-def _join_at(
-    address: str,
-    model: nn.Module,
-    identity: Identity,
-    timeout_s: float,
-    load: Callable[[str, str, str], Origin],
-    island: Island,
-) -> Membership:
-    """Join the run of the local server at ``address``; the rest as for :func:`join_run`."""
     digest, summary = describe(model)
     device = next(model.parameters()).device
-    channel = _channel(address, identity.incarnation, island)
     try:
-        island.gather("joins", None)  # from here on all can hear what the head passes down
-        here = island.share("joins", lambda: _find_server(channel, identity))
-        channel.silence_s = SILENCE_S
-        interface = _interface(here.address)
-        worker = worker_name(here.node, identity.index)
-        origin = load(worker, digest, summary)
-        join = Join(
-            protocol=PROTOCOL,
-            worker=worker,
-            incarnation=identity.incarnation,
-            node=here.node,
-            index=identity.index,
-            versions=versions(),
-            model=digest,
-            model_summary=summary,
-            gpu=gpu_name(device),
-            address=interface.address,
-            resumed=origin.iterations,
-            resumed_run=origin.run,
-        )
-        channel.start_heartbeat(join.worker)
-        welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island))
+        with contextlib.ExitStack() as opened:
+            servers, address = None, identity.local_address
+            if island.is_head and is_alone(os.environ):
+                servers = Solo(os.environ)
+                opened.callback(servers.close)
+                address = servers.address
+            channel = _channel(address, identity.incarnation, island)
+            opened.callback(channel.close)
+            island.gather("joins", None)  # from here on all can hear what the head passes down
+            here = island.share("joins", lambda: _find_server(channel, identity))
+            channel.silence_s = SILENCE_S
+            interface = _interface(here.address)
+            worker = worker_name(here.node, identity.index)
+            origin = load(worker, digest, summary)
+            join = Join(
+                protocol=PROTOCOL,
+                worker=worker,
+                incarnation=identity.incarnation,
+                node=here.node,
+                index=identity.index,
+                versions=versions(),
+                model=digest,
+                model_summary=summary,
+                gpu=gpu_name(device),
+                address=interface.address,
+                resumed=origin.iterations,
+                resumed_run=origin.run,
+            )
+            channel.start_heartbeat(join.worker)
+            welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island))
+            opened.pop_all()
     except RunOverError as error:
-        channel.close()
         logger.warning("worker %d joins too late, and has nothing to do: %s", identity.index, error)
-        raise
-    except BaseException:
-        channel.close()
         raise
     channel.silence_s = channel.global_silence_s = plan.run.server_timeout_s
     channel.run = welcome.run
@@ -155,7 +144,7 @@ def _join_at(
         *(join.worker, welcome.run, welcome.rank, welcome.world_size, device),
         *(interface.address, interface.name, interface.reason),
     )
-    return Membership(identity, device, channel, join, welcome, plan, island)
+    return Membership(identity, device, channel, join, welcome, plan, island, servers)
 
 
 def _channel(address: str, incarnation: int, island: Island) -> Channel:
@@ -164,7 +153,7 @@ def _channel(address: str, incarnation: int, island: Island) -> Channel:
         return FollowerChannel(address, incarnation, island)
     channel = Channel(address, incarnation, FIND_WITHIN_S)
     if isinstance(island, ManyProcesses):
-        island.take = channel.relay(island.pass_down)
+        island.take, channel.pass_down = channel.put, island.pass_down
     return channel
 
 
@@ -251,7 +240,11 @@ def _find_server(channel: Channel, identity: Identity) -> Here:
     return here
 
 
-def _be_welcomed(channel: Channel, join: Join, timeout_s: float) -> Welcome:
+def _welcome(channel: Channel, join: Join, timeout_s: float, island: Island) -> tuple[Welcome, Plan]:
+    """Return the servers' welcome and the plan in it.
+
+    A worker that lacks its algorithm or codec, or cannot use it, leaves at once, so that nobody waits for it.
+    """
     what = f"{join.worker} waits to join"
     try:
         welcome: Welcome = channel.ask(join, lambda m: isinstance(m, Welcome), what=what, timeout_s=timeout_s)
@@ -259,15 +252,6 @@ def _be_welcomed(channel: Channel, join: Join, timeout_s: float) -> Welcome:
         if is_given(channel.address, Notice.OVER):
             raise RunOverError(f"the run is over: {error}") from None
         raise JoinError(str(error)) from None
-    return welcome
-
-
-def _welcome(channel: Channel, join: Join, timeout_s: float, island: Island) -> tuple[Welcome, Plan]:
-    """Return the servers' welcome and the plan in it.
-
-    A worker that lacks its algorithm or codec, or cannot use it, leaves at once, so that nobody waits for it.
-    """
-    welcome = _be_welcomed(channel, join, timeout_s)
     try:
         plan = Plan.from_json(welcome.plan)
         if island.size > 1 and (obstacle := plan.obstacle_to_islands()):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from lsgd.client.control.closing import on_error
 from lsgd.client.control.folder import GLOBAL_SOCKET_NAME, SOCKET_NAME, socket_folder
 from lsgd.client.control.identity import INDEX_VARIABLES
 from lsgd.client.control.notices import Notice, is_given
@@ -60,11 +61,8 @@ class Solo:
                 stderr=output,
                 start_new_session=True,  # Ctrl-C at the terminal reaches the script alone
             )
-        try:
+        with on_error(self.close):
             self._wait(log)
-        except BaseException:
-            self.close()
-            raise
 
     def _wait(self, log: Path) -> None:
         deadline_s = time.monotonic() + START_WITHIN_S

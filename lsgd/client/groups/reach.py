@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from lsgd.client.control.joining import Membership
@@ -88,7 +89,7 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
         return ()
     timeout_s = membership.plan.run.exchange_timeout_s
     within_s = min(PROBE_WITHIN_S, timeout_s)
-    who = (channel, join.worker, join.incarnation, generation.number)
+    who = (channel, *membership.who, generation.number)
     store = ServerStore(*who, timeout_s)
     with open_door(join.address) as (listener, door):
         store.set(f"door/{me}", door.published())
@@ -97,7 +98,7 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
         both, eithers = generation.transport != "gloo", generation.transport == "tcp" and membership.island.size == 1
         calls = [rank for rank in range(size) if rank != me and (both or calls_first(doors, me, rank))]
         callers = [rank for rank in range(size) if rank != me and (both or calls_first(doors, rank, me))]
-        over = lambda: bool(channel.generation_over(generation.number))  # noqa: E731
+        over = partial(channel.generation_over, generation.number)
         made = Calls(listener, me, doors, membership.welcome.relay if eithers else "")
         row = Row(made.make(calls, callers, within_s, over), made.reaches_relay)
     store.set(f"missed/{me}", json.dumps(row))
@@ -144,10 +145,11 @@ def calls_first(doors: Sequence[Door], one: int, other: int) -> bool:
 
 
 def _packed(address: str) -> bytes:
-    return socket.inet_pton(_family(address), address.partition("%")[0])
+    return socket.inet_pton(family(address), address.partition("%")[0])
 
 
-def _family(address: str) -> socket.AddressFamily:
+def family(address: str) -> socket.AddressFamily:
+    """Return the family of an address in numbers."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -159,7 +161,7 @@ def open_door(address: str) -> Iterator[tuple[socket.socket, Door]]:
         ExchangeError: that cannot be.
     """
     try:
-        listener = socket.create_server((address, 0), family=_family(address), backlog=MAX_CALLS)
+        listener = socket.create_server((address, 0), family=family(address), backlog=MAX_CALLS)
     except OSError as error:
         raise ExchangeError(f"nothing can listen on {address}: {error}") from error
     with listener:
@@ -192,7 +194,7 @@ class Calls:
         self._answered: list[asyncio.StreamWriter] = []  # the oldest first
 
     def make(
-        self, calls: Sequence[int], callers: Collection[int], within_s: float, over: Callable[[], bool]
+        self, calls: Sequence[int], callers: Collection[int], within_s: float, over: Callable[[], object]
     ) -> list[int]:
         """Call some ranks and answer others; return those that were called and not reached.
 
@@ -208,7 +210,7 @@ class Calls:
             thread.submit(asyncio.run, self._make(time.monotonic() + within_s, over)).result()
         return sorted(self.missed)
 
-    async def _make(self, deadline: float, over: Callable[[], bool]) -> None:
+    async def _make(self, deadline: float, over: Callable[[], object]) -> None:
         self._called = asyncio.Semaphore(MAX_CALLS)
         self._came = asyncio.Event()
         server = await asyncio.start_server(self._answer, sock=self._listener, backlog=MAX_CALLS)

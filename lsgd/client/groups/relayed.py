@@ -4,6 +4,7 @@ import asyncio
 import socket
 from dataclasses import dataclass
 
+from lsgd.client.control.closing import on_error
 from lsgd.protocol.tickets import GREETING_NBYTES, MAGIC, MET, Ticket, place_of
 
 RELAY_NBYTES = 16 << 20
@@ -42,13 +43,10 @@ class Meet:
             OSError: there is no relay at present, or it refuses the ticket.
         """
         connection, greeting = await _dial(self.relay)
-        try:
+        with on_error(connection.close):
             await asyncio.get_running_loop().sock_sendall(connection, self.ticket.answer(greeting, self.secret))
             if await _read(connection, len(MET)) != MET:
                 raise ConnectionError(f"the relay {self.relay} hung up; its log says why")
-        except BaseException:
-            connection.close()
-            raise
         return connection
 
 
@@ -71,19 +69,16 @@ async def _dial(relay: str) -> tuple[socket.socket, bytes]:
     loop, (host, port) = asyncio.get_running_loop(), place_of(relay)
     family, _, _, _, place = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
     connection = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    with on_error(connection.close):
         connection.setblocking(False)
-        await loop.sock_connect(connection, place)
+        try:
+            await loop.sock_connect(connection, place)
+        except ConnectionRefusedError:  # it may be being started again, so this is not for good
+            raise ConnectionError(f"nothing listens at the relay's address {relay}") from None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         greeting = await _read(connection, GREETING_NBYTES)
         if not greeting.startswith(MAGIC):
             raise ConnectionError(f"what listens at {relay} is no relay of this release of lsgd")
-    except ConnectionRefusedError:  # it may be being started again, so this is not for good
-        connection.close()
-        raise ConnectionError(f"nothing listens at the relay's address {relay}") from None
-    except BaseException:
-        connection.close()
-        raise
     return connection, greeting
 
 

@@ -3,7 +3,7 @@
 import datetime
 import time
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store as Store  # for other modules, too
 
 from lsgd.client.control.channel import Channel, Expected
 from lsgd.client.control.joining import Membership
@@ -18,9 +18,9 @@ _ENDED = object()
 
 def store_of(generation: Generation, membership: Membership) -> "ServerStore":
     """Return the store in which the group of a generation meets; of islands, those with the same shard of the model."""
-    join, shard = membership.join, membership.island.rank
-    who = membership.channel, join.worker, join.incarnation, generation.number
-    return ServerStore(*who, membership.plan.run.exchange_timeout_s, f"shard{shard}/" if shard else "")
+    shard, timeout_s = membership.island.rank, membership.plan.run.exchange_timeout_s
+    prefix = f"shard{shard}/" if shard else ""
+    return ServerStore(membership.channel, *membership.who, generation.number, timeout_s, prefix)
 
 
 class ServerStore(Store):

@@ -210,12 +210,7 @@ class LsgdCallback(Callback):
 
 
 class _OneSaves(CheckpointIO):
-    """Writes and removes a Trainer's checkpoints in one worker; Lightning takes each for the only process.
-
-    Args:
-        inner: what does it.
-        callback: knows whether this worker is to save.
-    """
+    """Writes and removes a Trainer's checkpoints in one worker; Lightning takes each for the only process."""
 
     def __init__(self, inner: CheckpointIO, callback: LsgdCallback) -> None:
         self._inner, self._callback = inner, callback

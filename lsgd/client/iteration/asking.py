@@ -37,7 +37,7 @@ class Asking:
         self.stopped = False
         self._island = membership.island
         self._channel = membership.channel
-        self._who = (membership.join.worker, membership.join.incarnation)
+        self._who = membership.who
         self._tally = tally
         self._standing = standing
         self._grants = Grants(membership.plan.run.lookahead)

@@ -2,11 +2,12 @@
 
 import io
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from lsgd.algorithms.base import copy_all
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Traffic, WorkerGroup
 from lsgd.client.groups.form import form
@@ -19,6 +20,7 @@ from lsgd.shards import load_optimizer, local, local_state
 logger = logging.getLogger("lsgd")
 
 
+@dataclass(eq=False)
 class Entrance:
     """Leads into rounds, and keeps the process groups of the present generation.
 
@@ -32,14 +34,15 @@ class Entrance:
         missed: which nodes cannot dial which, where that was found out and the servers do not know it yet.
     """
 
-    def __init__(self, membership: Membership, replica: Replica, traffic: Traffic) -> None:
-        self.generation: Generation | None = None
-        self.missed: tuple[int, ...] | None = None
-        self._membership = membership
-        self._replica = replica
-        self._traffic = traffic
-        self._group: WorkerGroup | None = None
-        membership.channel.when_over(self._cut)
+    membership: Membership
+    replica: Replica
+    traffic: Traffic
+    generation: Generation | None = None
+    missed: tuple[int, ...] | None = None
+    _group: WorkerGroup | None = None
+
+    def __post_init__(self) -> None:
+        self.membership.channel.when_over = self._cut
 
     def whole(self, order: Round) -> Round:
         """Return an order with the names of its members, which the servers omit when this worker has them."""
@@ -54,7 +57,7 @@ class Entrance:
         Raises:
             ExchangeError: it failed, and :meth:`leave` is due.
         """
-        replica = self._replica
+        replica = self.replica
         group, fresh = self._group_of(order)
         if not fresh:
             replica.algorithm.settle(replica.flat.buffers)
@@ -84,31 +87,31 @@ class Entrance:
     def _group_of(self, order: Round) -> tuple[WorkerGroup, bool]:
         """Return the group of a generation, and whether it is new."""
         generation = order.generation
-        if reason := self._membership.channel.generation_over(generation.number):
+        if reason := self.membership.channel.generation_over(generation.number):
             raise ExchangeError(f"generation {generation.number} is over: {reason}")
         if not generation.indices:
             raise ExchangeError(f"the members of generation {generation.number} are not known here any more")
         if self._group is not None and self.generation == generation:
             return self._group, False
         self.leave()
-        known, island = generation, self._membership.island
+        known, island = generation, self.membership.island
         if order.probe and island.is_head:  # whose links are those of the others
-            self.missed = probe(generation, self._membership)
+            self.missed = probe(generation, self.membership)
             known = replace(generation, missed=self.missed)
-        group = self._group = form(known, self._membership, self._traffic)
+        group = self._group = form(known, self.membership, self.traffic)
         group.poll = island.poll if island.size > 1 else None
         self.generation = generation
-        if reason := self._membership.channel.generation_over(generation.number):  # before a cut could find the group
+        if reason := self.membership.channel.generation_over(generation.number):  # before a cut could find the group
             raise ExchangeError(f"generation {generation.number} is over: {reason}")
         logger.info(
             "generation %d: rank %d of %d, over %s on %s",
-            *(generation.number, group.rank, group.size, group.transport, self._membership.join.address),
+            *(generation.number, group.rank, group.size, group.transport, self.membership.join.address),
         )
         return group, True
 
     def _begin(self, group: WorkerGroup, order: Round) -> None:
         """Give newcomers the model of the source and all members the shared state, and reset the algorithm."""
-        algorithm = self._replica.algorithm
+        algorithm = self.replica.algorithm
         if order.new and group.rank in (order.source, *order.new):
             ranks = [order.source, *order.new]
             takers = group if len(ranks) == group.size else group.subset(f"take-over-{order.id}", ranks)
@@ -117,13 +120,12 @@ class Entrance:
         received = [x.clone() for x in state]
         for x in received:
             group.broadcast(x, order.source)
-        for x, value in zip(state, received, strict=True):
-            x.copy_(value)
-        algorithm.reset(self._replica.flat.buffers, group, order)
+        copy_all(state, received)
+        algorithm.reset(self.replica.flat.buffers, group, order)
 
     def _take_over(self, group: WorkerGroup, source: int) -> None:
         """Take the source's model, its frozen parameters and buffers too, and its optimizers' state if so planned."""
-        replica, taking = self._replica, group.rank != source
+        replica, taking = self.replica, group.rank != source
         everything = [*replica.flat.buffers, *map(local, replica.flat.frozen), *replica.model.buffers()]
         received = []
         for x in everything:
@@ -136,15 +138,14 @@ class Entrance:
         if replica.run.sync_optimizer or replica.algorithm.settings.schedule().identical:
             states = self._broadcast_states(group, source)
         if taking:
-            for x, value in zip(everything, received, strict=True):
-                x.copy_(value)
+            copy_all(everything, received)
             for optimizer, state in zip(replica.optimizers, states or (), strict=states is not None):
                 load_optimizer(optimizer, state)
 
     def _broadcast_states(self, group: WorkerGroup, source: int) -> list[Any]:
         """Return the optimizers' states of the source."""
         stream, device = io.BytesIO(), group.device
-        torch.save(local_state([optimizer.state_dict() for optimizer in self._replica.optimizers]), stream)
+        torch.save(local_state([optimizer.state_dict() for optimizer in self.replica.optimizers]), stream)
         data = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
         length = torch.tensor([len(data)], device=device)
         group.broadcast(length, source)
@@ -152,4 +153,4 @@ class Entrance:
             data = torch.empty(int(length), dtype=torch.uint8, device=device)
         group.broadcast(data, source)
         bytes_ = io.BytesIO(data.cpu().numpy().tobytes())
-        return list(torch.load(bytes_, map_location=self._replica.device, weights_only=True))
+        return list(torch.load(bytes_, map_location=self.replica.device, weights_only=True))

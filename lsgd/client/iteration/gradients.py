@@ -126,20 +126,17 @@ class GradientExchange:
                 "last one in `with worker.no_sync():`"
             )
         active.to(State.EXCHANGING)
-        active.missing = [0] * len(self._buckets)
-        for overlapped in self._in_buckets:
+        active.missing = [set() for _ in self._buckets]
+        for index, overlapped in enumerate(self._in_buckets):
             for bucket in overlapped:
-                active.missing[bucket] += 1
+                active.missing[bucket].add(index)
         # Called by autograd when this backward pass has computed everything, as DistributedDataParallel does.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(active))
 
     def _mark(self, active: ActiveRound, index: int) -> None:
         """Note that a gradient is there, and launch the buckets that are complete; always in the same order."""
-        if index in active.ready:
-            return
-        active.ready.add(index)
         for bucket in self._in_buckets[index]:
-            active.missing[bucket] -= 1
+            active.missing[bucket].discard(index)
         while (launched := active.launched) < len(self._buckets) and not active.missing[launched]:
             device = self._buckets[launched].device
             self._background.start(partial(self._exchange, active, launched), device)

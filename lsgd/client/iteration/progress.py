@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from lsgd.plan.run import RunSettings
 
 MEMORY = 0.9
 """Weight of what was known of this worker's share before the last answer."""
-
 
 EQUAL_FOR = 8.0
 """As if so many iterations had been an equal share, before the first answers."""
@@ -96,6 +95,7 @@ class Schedule:
                 group["lr"] = float(base) * factor
 
 
+@dataclass(eq=False)
 class Schedules:
     """The schedules of a worker's optimizers.
 
@@ -106,14 +106,11 @@ class Schedules:
         island: whose processes all have the head's learning rates.
     """
 
-    def __init__(
-        self, progress: Progress, run: RunSettings, optimizers: Sequence[torch.optim.Optimizer], island: Island
-    ) -> None:
-        self._progress = progress
-        self._run = run
-        self._optimizers = list(optimizers)
-        self._island = island
-        self._schedules: dict[int, Schedule] = {}  # by an optimizer's place
+    progress: Progress
+    run: RunSettings
+    optimizers: Sequence[torch.optim.Optimizer]
+    island: Island
+    _schedules: dict[int, Schedule] = field(default_factory=dict)  # by an optimizer's place
 
     def add(self, optimizers: Sequence[torch.optim.Optimizer], schedule: Schedule) -> None:
         """Let the learning rates of some optimizers follow a schedule from now on, in place of an earlier one.
@@ -121,12 +118,12 @@ class Schedules:
         Raises:
             ConfigError: the plan has no end, or the worker has not joined with one of the optimizers.
         """
-        if not self._run.iterations and not self._run.seconds:
+        if not self.run.iterations and not self.run.seconds:
             raise ConfigError(
                 "worker.schedule needs a run with an end, and the plan has neither iterations nor seconds; add "
                 "--iterations or --seconds to lsgd-server --global, or one of them to the plan file"
             )
-        places = [i for o in optimizers for i, own in enumerate(self._optimizers) if own is o]
+        places = [i for o in optimizers for i, own in enumerate(self.optimizers) if own is o]
         if len(places) < len(optimizers):
             raise ConfigError(
                 "worker.schedule was given an optimizer that this worker has not joined with; pass the one, or the "
@@ -138,6 +135,6 @@ class Schedules:
     def follow(self) -> None:
         """Set the learning rates of the iteration that comes."""
         if self._schedules:
-            progress = self._island.share("sets learning rates", lambda: self._progress.share(ahead=0.5))
+            progress = self.island.share("sets learning rates", lambda: self.progress.share(ahead=0.5))
             for place, schedule in self._schedules.items():
-                schedule.set(self._optimizers[place], progress)
+                schedule.set(self.optimizers[place], progress)

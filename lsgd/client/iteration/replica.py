@@ -117,13 +117,14 @@ class Replica:
         with self.flat.current():
             tensors = [*self.flat.buffers, *self.finite.buffers()]
             own = clones(tensors)
-            self._put(tensors, self.leader_model)
+            put(tensors, self.leader_model)
         state = full_state_dict(self.model)
         with self.flat.current():
-            self._put(tensors, own)
+            put(tensors, own)
         return state
 
-    @staticmethod
-    def _put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        for x, value in zip(tensors, values, strict=True):
-            x.copy_(value.view(x.shape))
+
+def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write values to tensors of as many elements, in whatever shape they are."""
+    for x, value in zip(tensors, values, strict=True):
+        x.copy_(value.view(x.shape))

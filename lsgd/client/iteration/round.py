@@ -47,8 +47,7 @@ class ActiveRound:
         group: its members, once it is entered.
         finite: whether what was exchanged is finite. If not, no member makes the step.
         skipped: that step has been skipped.
-        missing: for each bucket, how many parameters have no gradient yet in this backward pass.
-        ready: the parameters that have one.
+        missing: for each bucket, the parameters that have no gradient yet in this backward pass.
         launched: buckets whose exchange has begun, always in order.
     """
 
@@ -58,8 +57,7 @@ class ActiveRound:
     group: Group | None = None
     finite: bool = True
     skipped: bool = False
-    missing: list[int] = field(default_factory=list)
-    ready: set[int] = field(default_factory=set)
+    missing: list[set[int]] = field(default_factory=list)
     launched: int = 0
 
     def to(self, state: State) -> None:

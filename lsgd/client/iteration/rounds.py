@@ -12,9 +12,8 @@ from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot
 from lsgd.client.control.joining import Membership
 from lsgd.client.control.notices import Notice, give
 from lsgd.client.iteration.asking import Asking
-from lsgd.client.iteration.consensus import make_consensus
 from lsgd.client.iteration.enter import Entrance
-from lsgd.client.iteration.exchange import exchange
+from lsgd.client.iteration.exchange import exchange, make_consensus
 from lsgd.client.iteration.gradients import GradientExchange
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.round import ActiveRound, State
@@ -69,7 +68,7 @@ class Rounds:
         self.world_size = membership.welcome.world_size
         self.gradients: GradientExchange | None = None
         self.entrance = Entrance(membership, replica, tally.traffic)
-        self._who = (membership.join.worker, membership.join.incarnation)
+        self._who = membership.who
         self._island = membership.island
         self._channel = membership.channel
         self._replica = replica

@@ -50,7 +50,7 @@ class Steps:
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
         self.tally = Tally(membership.plan.loss_window, checkpoints.losses)
-        membership.channel.tell_totals(self.tally.totals)
+        membership.channel.totals = self.tally.totals
         self.standing = Standing(membership, replica, self.tally, resumed=checkpoints.iterations > 0)
         self.asking = Asking(membership, self.tally, self.standing)
         self.rounds = Rounds(membership, replica, checkpoints, self.tally, self.standing, self.asking)

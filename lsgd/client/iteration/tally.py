@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple, Self
 
 from lsgd.client.control.channel import Totals
 from lsgd.client.groups.base import Traffic
-from lsgd.client.iteration.logged import Logged
-from lsgd.client.iteration.loss import LossWindow
+from lsgd.client.iteration.reported import Logged, LossWindow
 
 Spent = Literal["", "compute", "waiting", "exchange"]
 """What the training thread is about; empty: nothing between two steps is measured."""
@@ -72,8 +71,7 @@ class Tally:
     """
 
     def __init__(self, window: int, losses: Sequence[float] = ()) -> None:
-        self.losses = LossWindow(window)
-        self.losses.values = losses
+        self.losses = LossWindow(window, losses)
         self.done = self.committed = self.dropped = 0
         self.traffic = Traffic()
         self.passed: tuple[int, ...] = (0, 0)

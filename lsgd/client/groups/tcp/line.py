@@ -85,7 +85,7 @@ class Line:
             self._advance(hear=True)
 
     def watch(self) -> None:
-        """Look whether the connection still works."""
+        """Look whether the connection still works; called now and then."""
 
     def connect(self, connection: socket.socket, received: int) -> None:
         """Use this connection, which belongs to the line from now on; so many bytes of the stream have arrived."""

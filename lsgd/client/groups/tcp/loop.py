@@ -1,26 +1,19 @@
 """A thread that serves the lines of one direction."""
 
+from __future__ import annotations
+
 import os
 import select
 import threading
 import time
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lsgd.client.groups.tcp.line import Line
 
 TURN_S = 1.0
 """How often lines that nothing happens to are looked at, in seconds."""
-
-
-class Served(Protocol):
-    """What a loop serves."""
-
-    def serve(self) -> None:
-        """Move what can be moved without waiting."""
-        ...
-
-    def watch(self) -> None:
-        """Look whether the connection still works; called now and then."""
-        ...
 
 
 class Loop:
@@ -31,7 +24,7 @@ class Loop:
     """
 
     def __init__(self, name: str) -> None:
-        self._lines: dict[int, Served] = {}
+        self._lines: dict[int, Line] = {}
         self._epoll = select.epoll()
         self._ended = os.eventfd(0)
         self._epoll.register(self._ended, select.EPOLLIN)
@@ -39,7 +32,7 @@ class Loop:
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 
-    def add(self, descriptor: int, line: Served) -> None:
+    def add(self, descriptor: int, line: Line) -> None:
         """Serve a line's socket from now on, each time that :meth:`arm` asks for it."""
         self._lines[descriptor] = line
         self._epoll.register(descriptor, select.EPOLLONESHOT)

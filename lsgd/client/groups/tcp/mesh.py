@@ -7,10 +7,12 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
+from lsgd.client.control.closing import on_error
 from lsgd.client.groups.reach import Door
+from lsgd.client.groups.store import Store
 from lsgd.client.groups.tcp.hello import ANSWER_NBYTES, HELLO_NBYTES, Hello
 from lsgd.client.groups.tcp.incoming import Incoming
 from lsgd.client.groups.tcp.line import CLOSED, Line
@@ -36,18 +38,7 @@ Pair = tuple[int, int]
 _RETRY_S = (0.05, 1.0)  # the first pause, and the longest
 
 
-class Store(Protocol):
-    """Where members publish what the others need to know."""
-
-    def set(self, key: str, value: str) -> None:
-        """Publish a value."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Return a value, waiting for it."""
-        ...
-
-
+@dataclass(eq=False)
 class Mesh:
     """This member's lines to and from the others.
 
@@ -67,34 +58,23 @@ class Mesh:
         transport: what carries tensors, in words.
     """
 
-    def __init__(
-        self,
-        run: str,
-        generation: int,
-        me: int,
-        names: Sequence[str],
-        address: str,
-        store: Store,
-        tls: Contexts | None,
-        timeout_s: float,
-        routes: Callable[[int, Callable[[int], Door]], Routes] = Routes,
-        when_cut: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.transport = "tcp, encrypted" if tls else "tcp"
-        self._run = run
-        self._generation = generation
-        self._me = me
-        self._names = names
-        self._address = address
-        self._store = store
-        self._tls = tls
-        self._timeout_s = timeout_s
-        self._when_cut = when_cut
-        self._routes = routes(me, self._door_of)
+    run: str
+    generation: int
+    me: int
+    names: Sequence[str]
+    address: str
+    store: Store
+    tls: Contexts | None
+    timeout_s: float
+    routes: Callable[[int, Callable[[int], Door]], Routes] = Routes
+    when_cut: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.transport = "tcp, encrypted" if self.tls else "tcp"
+        self._routes = self.routes(self.me, self._door_of)
         self._doors: dict[int, Door] = {}  # of the others
         self._lines: dict[Pair, Line] = {}
-        self._asked: set[Pair] = set()  # how their connections come to be
-        self._ways: dict[Pair, Way] = {}  # of those that this member brings about
+        self._ways: dict[Pair, Way | None] = {}  # how their connections come to be; None: the other one sees to it
         self._lock = threading.Lock()
         self._over = False
         self._said = 0
@@ -109,22 +89,22 @@ class Mesh:
         """
         with self._lock:
             self._open()
-        for rank in {*range(len(self._names))} - {self._me}:
+        for rank in {*range(len(self.names))} - {self.me}:
             self._door_of(rank)
 
     def to(self, rank: int) -> Line:
         """Return the line to the member of this rank."""
-        return self._line(self._me, rank)
+        return self._line(self.me, rank)
 
     def from_(self, rank: int) -> Line:
         """Return the line from the member of this rank."""
-        return self._line(rank, self._me)
+        return self._line(rank, self.me)
 
     def cut(self) -> None:
         """Close all connections at once; what waits for them fails. May be called by another thread."""
         with self._lock:
             self._over, lines = True, list(self._lines.values())
-        self._when_cut()
+        self.when_cut()
         for line in lines:
             line.close()
         if self._service is not None:
@@ -138,17 +118,17 @@ class Mesh:
 
     def _door_of(self, rank: int) -> Door:
         if rank not in self._doors:
-            self._doors[rank] = Door.of(self._store.get(f"tcp/{rank}"))
+            self._doors[rank] = Door.of(self.store.get(f"tcp/{rank}"))
         return self._doors[rank]
 
     def _line(self, source: int, target: int) -> Line:
         pair = (source, target)
         with self._lock:
             line = self._known(pair)
-            asked = pair in self._asked
-            self._asked.add(pair)
-        if not asked and (way := self._routes.way(source, target)) is not None:
-            self._ways[pair] = way
+            asked = pair in self._ways
+            self._ways.setdefault(pair)
+        if not asked:
+            self._ways[pair] = self._routes.way(source, target)
             self._connect(pair)
         return line
 
@@ -157,8 +137,8 @@ class Mesh:
         if self._over:
             raise ConnectionAbortedError("the group was closed")
         if self._service is None:
-            self._service = Service(self._address, self._welcome)
-            self._store.set(f"tcp/{self._me}", self._service.door.published())
+            self._service = Service(self.address, self._welcome)
+            self.store.set(f"tcp/{self.me}", self._service.door.published())
         return self._service
 
     def _known(self, pair: Pair) -> Line:
@@ -167,25 +147,23 @@ class Mesh:
         if pair not in self._lines:
             lost = partial(self._connect, pair)
             self._lines[pair] = (
-                Outgoing(self._names[target], service.sender, lost)
-                if source == self._me
-                else Incoming(self._names[source], service.receiver, lost)
+                Outgoing(self.names[target], service.sender, lost)
+                if source == self.me
+                else Incoming(self.names[source], service.receiver, lost)
             )
         return self._lines[pair]
 
     def _connect(self, pair: Pair) -> None:
         """Have the connection of a line made, if this member is to bring it about."""
         if (way := self._ways.get(pair)) is not None and self._service is not None and not self._over:
-            self._service.call(lambda: self._bring_about(self._lines[pair], way, self._hello(pair)))
-
-    def _hello(self, pair: Pair) -> Hello:
-        return Hello(self._run, self._generation, *pair)
+            hello = Hello(self.run, self.generation, *pair)
+            self._service.call(lambda: self._bring_about(self._lines[pair], way, hello))
 
     # -- in the thread that makes connections ------------------------------------------------------------------
 
     async def _bring_about(self, line: Line, way: Way, hello: Hello) -> None:
         """Make a line's connection: try until it is there, or nothing more can be hoped for."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         pause_s, longest_s = _RETRY_S
         while True:
             try:
@@ -202,18 +180,15 @@ class Mesh:
 
     async def _make(self, line: Line, way: Way, hello: Hello) -> None:
         connection = await self._secured(await way.open(), answers=way.answers)
-        try:
+        with on_error(connection.close):
             if way.answers:
-                heard, received = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, way.nonce)
+                heard, received = Hello.read(await exactly(connection, HELLO_NBYTES), self.run, way.nonce)
                 if heard != hello:
                     raise ConnectionError("it says hello for something else")
                 connection.send(hello.answer(way.nonce, line.renew()))
             else:
                 connection.send(hello.packed(way.nonce, line.renew()))
                 received = hello.answered(await exactly(connection, ANSWER_NBYTES), way.nonce)
-        except BaseException:
-            connection.close()
-            raise
         line.between_nbytes = way.between_nbytes
         line.connect(connection, received)
 
@@ -222,13 +197,10 @@ class Mesh:
         try:
             async with asyncio.timeout(HELLO_WITHIN_S):
                 connection = await self._secured(raw, answers=True)
-                try:
-                    hello, received = Hello.read(await exactly(connection, HELLO_NBYTES), self._run, door.nonce)
+                with on_error(connection.close):
+                    hello, received = Hello.read(await exactly(connection, HELLO_NBYTES), self.run, door.nonce)
                     line = self._expected(hello)
                     connection.send(hello.answer(door.nonce, line.renew()))
-                except BaseException:
-                    connection.close()
-                    raise
             line.connect(connection, received)
         except (OSError, TimeoutError) as error:
             if self._said < MAX_SAID and not self._over:
@@ -243,29 +215,27 @@ class Mesh:
             ConnectionError: there is none.
         """
         pair = (hello.source, hello.target)
-        others = set(pair) - {self._me}
-        if hello.generation != self._generation or len(others) != 1 or max(pair) >= len(self._names):
+        others = set(pair) - {self.me}
+        if hello.generation != self.generation or len(others) != 1 or max(pair) >= len(self.names):
             raise ConnectionError("it says hello for something else")
         with self._lock:
             return self._known(pair)
 
     async def _secured(self, raw: socket.socket, *, answers: bool) -> socket.socket:
         """Return a connection once both ends have shown that they are in the run, if they have a certificate."""
-        try:
+        with on_error(raw.close):
             raw.setblocking(False)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEP_ALIVE:
                 raw.setsockopt(socket.IPPROTO_TCP, option, value)
-            if self._tls is None:
+            if self.tls is None:
                 return raw
-            context = self._tls.server if answers else self._tls.client
-            raw = connection = context.wrap_socket(raw, server_side=answers, do_handshake_on_connect=False)
+            context = self.tls.server if answers else self.tls.client
+            connection = context.wrap_socket(raw, server_side=answers, do_handshake_on_connect=False)
+        with on_error(connection.close):
             await retried(connection, connection.do_handshake)
-            return connection
-        except BaseException:
-            raw.close()
-            raise
+        return connection
 
 
 def _is_final(error: Exception) -> bool:

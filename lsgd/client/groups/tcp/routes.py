@@ -4,34 +4,30 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
-from lsgd.client.groups.reach import Door
+from lsgd.client.control.closing import on_error
+from lsgd.client.groups.reach import Door, family
+from lsgd.client.groups.relayed import Meet
 
 
-class Way(Protocol):
-    """How this member brings a connection about.
+@dataclass(frozen=True)
+class Dial:
+    """The other member can be reached: dial its door.
 
     Attributes:
         answers: this end is the server of TLS and answers the hello, though it may have dialled too.
-        nonce: of the member at the end that answers: what the hello is proved with.
         between_nbytes: how many bytes somebody between may have acknowledged who then loses them.
     """
 
-    @property
-    def answers(self) -> bool:
-        """See the class."""
-        ...
+    door: Door
+    answers: ClassVar[bool] = False
+    between_nbytes: ClassVar[int] = 0
 
     @property
     def nonce(self) -> bytes:
-        """See the class."""
-        ...
-
-    @property
-    def between_nbytes(self) -> int:
-        """See the class."""
-        ...
+        """That of the one who is dialled: what the hello is proved with."""
+        return self.door.nonce
 
     async def open(self) -> socket.socket:
         """Return a connected non-blocking socket on which nothing is said yet; may be called again after a failure.
@@ -41,35 +37,18 @@ class Way(Protocol):
         Raises:
             OSError: it failed; but for ConnectionRefusedError, it is tried again.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class Dial:
-    """The other member can be reached: dial its door."""
-
-    door: Door
-    answers: bool = False
-    between_nbytes: int = 0
-
-    @property
-    def nonce(self) -> bytes:
-        """That of the one who is dialled."""
-        return self.door.nonce
-
-    async def open(self) -> socket.socket:
-        """Return the connected socket."""
-        family = socket.AF_INET6 if ":" in self.door.address else socket.AF_INET
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        try:
+        connection = socket.socket(family(self.door.address), socket.SOCK_STREAM)
+        with on_error(connection.close):
             connection.setblocking(False)
             await asyncio.get_running_loop().sock_connect(connection, (self.door.address, self.door.port))
-        except BaseException:
-            connection.close()
-            raise
         return connection
 
 
+Way = Dial | Meet
+"""How this member brings a connection about."""
+
+
+@dataclass(frozen=True)
 class Routes:
     """The ways between this member and the others.
 
@@ -82,17 +61,10 @@ class Routes:
         meet: returns the way through the relay, for source, target, and the nonce of the target's door.
     """
 
-    def __init__(
-        self,
-        me: int,
-        door_of: Callable[[int], Door],
-        missed: Callable[[int, int], bool] = lambda one, other: False,
-        meet: Callable[[int, int, bytes], Way] | None = None,
-    ) -> None:
-        self._me = me
-        self._door_of = door_of
-        self._missed = missed
-        self._meet = meet
+    me: int
+    door_of: Callable[[int], Door]
+    missed: Callable[[int, int], bool] = lambda one, other: False
+    meet: Callable[[int, int, bytes], Meet] | None = None
 
     def way(self, source: int, target: int) -> Way | None:
         """Return how this member, one of the two, brings about the connection from ``source`` to ``target``.
@@ -103,9 +75,9 @@ class Routes:
         Raises:
             ExchangeError: it published nothing in time.
         """
-        if not self._missed(source, target):
-            return Dial(self._door_of(target)) if source == self._me else None
-        if not self._missed(target, source):
-            return Dial(self._door_of(source)) if target == self._me else None
-        assert self._meet is not None
-        return self._meet(source, target, self._door_of(target).nonce)
+        if not self.missed(source, target):
+            return Dial(self.door_of(target)) if source == self.me else None
+        if not self.missed(target, source):
+            return Dial(self.door_of(source)) if target == self.me else None
+        assert self.meet is not None
+        return self.meet(source, target, self.door_of(target).nonce)

@@ -5,7 +5,6 @@ The pieces of a tensor depend on its size only, so a member with a GPU and one w
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,31 +13,19 @@ PIECE_NBYTES = 4 << 20
 """A message travels in pieces of about so many bytes."""
 
 
-class Copier(Protocol):
-    """Copies between a device and host memory."""
-
-    def host_like(self, tensor: Tensor) -> Tensor:
-        """Return a new tensor in host memory."""
-        ...
-
-    def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin a copy, after those before it; return what waits for its end."""
-        ...
-
-
-class CudaCopier:
-    """Copies in a stream of its own, after what the caller's stream has to do, to and from pinned memory."""
+class Copier:
+    """Copies between a GPU and pinned host memory in a stream of its own, after what the caller's stream has to do."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_like(self, tensor: Tensor) -> Tensor:
-        """Return pinned memory, which torch keeps for the next time."""
+        """Return a new tensor in pinned memory, which torch keeps for the next time."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin a copy; after a failure its end need not be waited for."""
+        """Begin a copy, after those before it; return what waits for its end, to which a failure need not wait."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -51,7 +38,7 @@ class CudaCopier:
 @functools.lru_cache
 def copier_of(device: torch.device) -> Copier | None:
     """Return what copies between a device and host memory; None for host memory itself."""
-    return None if device.type == "cpu" else CudaCopier(device)
+    return None if device.type == "cpu" else Copier(device)
 
 
 class Staged:
@@ -67,7 +54,7 @@ class Staged:
     """
 
     def __init__(self, tensor: Tensor, copier: Copier | None, count: int | None = None) -> None:
-        self._parts = tensor.view(-1).tensor_split(pieces_of(tensor.nbytes) if count is None else count)
+        self._parts = tensor.view(-1).tensor_split(count or max(1, tensor.nbytes // PIECE_NBYTES))
         self._copier = copier
         self._copies: dict[int, Callable[[], None]] = {}
         self.pieces = (
@@ -101,8 +88,3 @@ class Staged:
     def _wait(self, index: int) -> None:
         if (ended := self._copies.pop(index, None)) is not None:
             ended()
-
-
-def pieces_of(nbytes: int) -> int:
-    """Return in how many pieces a message of this size travels."""
-    return max(1, nbytes // PIECE_NBYTES)

@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,29 +20,25 @@ GOODBYE = HEADER.pack((1 << 64) - 1, 0)
 """Instead of a header: nothing more will come."""
 
 
+@dataclass(eq=False)
 class Parcel:
     """A message on its way.
 
-    Args:
-        peer: who sends or gets it.
-        view: the tensor's memory.
-        tag: checksum of the verb's name.
-        work: that it belongs to.
-
     Attributes:
+        header: comes before it.
+        view: the tensor's memory.
+        work: that it belongs to.
         start: of its header in the stream of the line.
         done: it has left, or arrived.
         released: its work was waited for, so that the tensor's memory is not the group's any more.
     """
 
-    def __init__(self, peer: str, view: memoryview, tag: int, work: Work) -> None:
-        self.peer = peer
-        self.header = HEADER.pack(len(view), tag)
-        self.view = view
-        self.work = work
-        self.start = 0
-        self.done = False
-        self.released = False
+    header: bytes
+    view: memoryview
+    work: Work
+    start: int = 0
+    done: bool = False
+    released: bool = False
 
     def keep(self, arrived: int) -> None:
         """Keep a copy of what comes after this place in the stream, instead of the tensor's memory."""
@@ -70,7 +67,7 @@ class Work:
     def start(self, puts: Sequence[tuple[Line, memoryview]], verb: str) -> None:
         """Put a message on each of some lines; once only."""
         tag = zlib.crc32(verb.encode())
-        self._puts = [(line, Parcel(line.peer, view, tag, self)) for line, view in puts]
+        self._puts = [(line, Parcel(HEADER.pack(len(view), tag), view, self)) for line, view in puts]
         self._left = len(puts)
         for line, parcel in self._puts:
             line.put(parcel)

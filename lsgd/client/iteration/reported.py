@@ -1,27 +1,32 @@
-"""The loss that a worker reports: the mean of the last batches', read without stalling a GPU."""
+"""What a training loop reports: the loss, read without stalling a GPU, and numbers of the user's own."""
 
 import math
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from lsgd.errors import ConfigError
+from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME
 
 MAX_PENDING = 64
 """Most losses on their way from the GPU; more mean that it is that far behind, and the oldest is waited for."""
 
+_NAME = re.compile(rf"[\w./-]{{1,{MAX_LOGGED_NAME}}}", re.ASCII)
+
 
 class LossWindow:
-    """Mean of the last ``size`` losses.
+    """Mean of the last ``size`` losses; ``before`` are those that a checkpoint had.
 
     A loss on a GPU is copied to pinned memory behind the work that computes it, and read once the copy is there; so
     the mean may be a few batches old, and nothing ever waits for the GPU.
     """
 
-    def __init__(self, size: int) -> None:
-        self._values: deque[float] = deque(maxlen=size)
+    def __init__(self, size: int, before: Sequence[float] = ()) -> None:
+        self._values: deque[float] = deque(before, maxlen=size)
         self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def add(self, loss: Tensor | float) -> None:
@@ -47,13 +52,9 @@ class LossWindow:
 
     @property
     def values(self) -> list[float]:
-        """The losses that have arrived, the oldest first; setting them takes the last ``size`` of others."""
+        """The losses that have arrived, the oldest first."""
         self.mean()
         return list(self._values)
-
-    @values.setter
-    def values(self, losses: Sequence[float]) -> None:
-        self._values.extend(losses)
 
     def mean(self) -> float | None:
         """Return the mean of the losses that have arrived; NaN if one of them is, None before the first."""
@@ -73,3 +74,50 @@ class LossWindow:
 
 def _is_there(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+class Logged:
+    """The last number of each name.
+
+    Attributes:
+        numbers: by name, all finite; never changed but replaced, so that any thread can read it.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, float] = {}
+
+    def add(self, numbers: Mapping[str, Tensor | float]) -> None:
+        """Take in numbers, all or none. One that is not finite takes its name away until a finite one comes.
+
+        Raises:
+            ConfigError: a name or a number cannot be used, or the names are too many.
+        """
+        told = self.numbers | {_name(name): _number(name, value) for name, value in numbers.items()}
+        told = {name: number for name, number in told.items() if math.isfinite(number)}
+        if len(told) > MAX_LOGGED:
+            raise ConfigError(
+                f"log() takes at most {MAX_LOGGED} names in a run, and {len(told)} are too many: leave some out "
+                f"({', '.join(list(told)[-3:])}, ...)"
+            )
+        self.numbers = told
+
+
+def _name(name: object) -> str:
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return name
+    raise ConfigError(
+        f"log() takes names of 1 to {MAX_LOGGED_NAME} letters, digits, '_', '-', '.' and '/', such as "
+        f"'accuracy' or 'grad/norm', not {name!r:.100}"
+    )
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    if isinstance(value, Real):
+        try:
+            return float(value)
+        except OverflowError:  # an integer beyond all floats
+            return math.inf
+    what = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise ConfigError(f"log() takes numbers and tensors of one element; {name!r} is {what}")
