@@ -34,6 +34,11 @@ MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
 RATE_OVER_S = 30.0
 """The rate is that of so many seconds."""
 
+TOLD = (
+    *("run", "state", "code", "reason", "algorithm", "period", "period_reason", "count", "iterations"),
+    *("loss", "seconds", "rounds_local", "rounds_global", "generation", "nodes"),
+)
+"""What a report and a view have under the same name."""
 
 _TAKES_PART = ("live", "held")
 
@@ -120,19 +125,8 @@ class WorkerView:
             return
         if before is not None and any(b + s < t for b, s, t in zip(self._before, spent, before[3:], strict=True)):
             self._before = before[3:]
-        compute_s, waiting_s, exchange_s, sent, received = self._before
-        self.totals.add(
-            Totals(
-                time,
-                now.done,
-                now.loss,
-                compute_s + now.compute_s,
-                waiting_s + now.waiting_s,
-                exchange_s + now.exchange_s,
-                sent + now.sent_nbytes,
-                received + now.received_nbytes,
-            )
-        )
+        sums = (b + s for b, s in zip(self._before, spent, strict=True))
+        self.totals.add(Totals._make((time, now.done, now.loss, *sums)))
 
     def mind(self, time: float, state: str, code: str, reason: str) -> None:
         """Begin a gap, or end it."""
@@ -180,7 +174,7 @@ class RunView:
     The history is bounded: at most :data:`MAX_ROUNDS` rounds, and so on; what is full keeps every second point.
 
     Args:
-        report: as ``lsgd status --json`` has it; None: it comes with the first batch.
+        report: as ``lsgd status --json`` or ``result.json`` has it; None: it comes with the first batch.
 
     Attributes:
         run: identity; empty before the first report.
@@ -265,22 +259,19 @@ class RunView:
         """Take the state from a report, and the rounds that are not known yet; another run begins anew."""
         if self.run and self.run != report["run"]:
             RunView.__init__(self)
-        self.run, self.algorithm, self.loss = report["run"], report["algorithm"], report["loss"]
-        self.state, self.code, self.reason = report["state"], report["code"], report["reason"]
-        self.period, self.period_reason = report["period"], report["period_reason"]
-        self.count, self.iterations, self.share = report["count"], report["iterations"], report["progress"]
-        self.rounds_local, self.rounds_global = report["rounds_local"], report["rounds_global"]
-        self.seconds, self.generation, self.nodes = report["seconds"], report["generation"], report["nodes"]
+        for name in TOLD:
+            setattr(self, name, report.get(name, getattr(self, name)))
+        self.share = report.get("progress", self.share)
         self.ways = report.get("ways", [])
         self._as_of = report.get("stream", {}).get("last", 0)
         self.counters.made(self.count)
-        for member in report["members"]:
+        for member in report.get("members", []):
             worker = self._worker(member["worker"], member["node"])
             worker.rank, worker.state = member["rank"], member["state"]
             worker.reason, worker.code = member["reason"], member["code"]
             worker.done, worker.loss = member["done"], member["loss"]
             worker.times_leader, worker.heard_s = member["times_leader"], member["heard_s_ago"]
-        for entry in report["leaders"]:
+        for entry in report.get("leaders", []):
             self._order(RoundOrdered(**entry))
 
     # -- events ------------------------------------------------------------------------------------------------
@@ -336,7 +327,7 @@ class RunView:
                 self.rounds_global += scope == "global"
                 self._worker(what.worker).times_leader += 1
                 if scope == "global":
-                    self.loss = _mean(what.losses.values())
+                    self.loss = mean(what.losses.values())
             case WorkerJoined(name, node):
                 worker = self._worker(name, node)
                 worker.state, worker.code, worker.reason = "away", "", ""
@@ -383,6 +374,7 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _mean(losses: Iterable[float | None]) -> float | None:
+def mean(losses: Iterable[float | None]) -> float | None:
+    """Return the mean of the losses that are told and finite; None: there are none."""
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
     return statistics.fmean(finite) if finite else None
