@@ -1,12 +1,11 @@
 """The curves of a run: what loggers write down, made from its events and from nothing else."""
 
 import math
-import statistics
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lsgd.client.watch.reader import Batch
-from lsgd.client.watch.view import RunView
+from lsgd.client.watch.view import RunView, mean
 from lsgd.protocol.events import Event, PeriodChosen, Progress, RoundCompleted, RoundOrdered
 
 _MAX_OPEN = 1024
@@ -82,7 +81,8 @@ class Curves:
             del self._open[next(iter(self._open))]
         losses = {name: loss for name, loss in order.losses.items() if loss is not None and math.isfinite(loss)}
         values = {"rounds": float(order.round), **{f"loss/{name}": loss for name, loss in losses.items()}}
-        return values | ({"loss/consensus": statistics.fmean(losses.values())} if losses else {})
+        consensus = mean(losses.values())
+        return values if consensus is None else values | {"loss/consensus": consensus}
 
     def _progress(self, now: Progress) -> dict[str, float]:
         totals = [worker.totals.last for worker in self.view.workers.values() if worker.totals.last is not None]

@@ -359,13 +359,13 @@ class RunView:
     def _worker(self, name: str, node: int | None = None) -> WorkerView:
         """Return the worker, who is made if nobody has told of it; the order is that of ranks."""
         if name not in self.workers:
-            self.workers[name] = WorkerView(name, _place(name)[0] if node is None else node)
-            self.workers = dict(sorted(self.workers.items(), key=lambda item: _place(item[0])))
+            self.workers[name] = WorkerView(name, place(name)[0] if node is None else node)
+            self.workers = dict(sorted(self.workers.items(), key=lambda item: place(item[0])))
         return self.workers[name]
 
 
-def _place(name: str) -> tuple[int, int]:
-    """Return node and index from a worker's name: ``node0/worker1``."""
+def place(name: str) -> tuple[int, int]:
+    """Return node and index from a worker's name, ``node0/worker1``: the order in which people count."""
     node, _, worker = name.partition("/")
     return _number(node.removeprefix("node")), _number(worker.removeprefix("worker"))
 
