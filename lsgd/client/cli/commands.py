@@ -24,7 +24,7 @@ from lsgd.client.launcher import gpus
 from lsgd.client.launcher.launch import Launch, launch
 from lsgd.client.launcher.place import find_place
 from lsgd.client.watch.ask import ask
-from lsgd.client.watch.loggers import LOGGERS, unique
+from lsgd.client.watch.loggers import LOGGERS
 from lsgd.client.watch.view import RunView
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
@@ -198,7 +198,7 @@ def launch_command(
         insecure,
         join_line,
         resume,
-        log_to=unique(log_to),
+        log_to=log_to,
         dashboard=dashboard,
         plain=plain,
         processes=processes_per_worker,
