@@ -22,7 +22,7 @@ from lsgd.client.control.folder import SOCKET_NAME, socket_folder
 from lsgd.client.launcher import gpus, results
 from lsgd.client.launcher.dashboard import dashboard
 from lsgd.client.launcher.place import NAME_WITHIN_S, Place, claim_port, resolve
-from lsgd.client.launcher.process import Command
+from lsgd.client.launcher.process import LSGD, Command
 from lsgd.client.launcher.screen import LAUNCHER
 from lsgd.client.launcher.supervise import Supervisor
 from lsgd.client.watch.loggers import check
@@ -343,7 +343,7 @@ def _worker(settings: Launch, index: int) -> tuple[Sequence[str], dict[str, str]
 
 def _logger(settings: Launch, network: str, environ: Mapping[str, str]) -> Command:
     """Return what writes the curves down."""
-    arguments = [sys.executable, "-P", "-m", "lsgd.client", "log", "--connect", network]
+    arguments = [*LSGD, "log", "--connect", network]
     arguments += ["--out", str(settings.run_dir), *["--insecure"] * settings.insecure]
     arguments += [part for name in settings.log_to for part in ("--to", name)]
     return Command("logger", arguments, environ, _log(settings, "logger"), observes=True, appends=settings.resume)
