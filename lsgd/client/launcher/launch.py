@@ -113,18 +113,15 @@ def launch(settings: Launch) -> int:
         hint = f"; type: lsgd launch -- python {shlex.join(settings.command)}" if script else ""
         raise ConfigError(f"the command {name!r} is not found, or is not a program{hint}")
     network = _network_address(place, settings.port)
-    if place.node == 0 and not settings.resume and runs(settings.run_dir / CHECKPOINTS):
-        raise ConfigError(
-            f"{settings.run_dir} has the checkpoints of an earlier run: go on from them with --resume (RESUME=1), or "
-            f"name another folder with --run-dir (RUN_NAME)"
-        )
     if place.node == 0:
+        if not settings.resume and runs(settings.run_dir / CHECKPOINTS):
+            raise ConfigError(
+                f"{settings.run_dir} has the checkpoints of an earlier run: go on from them with --resume (RESUME=1), "
+                f"or name another folder with --run-dir (RUN_NAME)"
+            )
         check(settings.log_to)
     keys, token, lines = _access(settings, network)
-    arguments, relay = _global_arguments(settings, network) if place.node == 0 else ([], "")
-    servers = {"global": [*arguments, *keys]} if place.node == 0 else {}
-    if relay:
-        servers["relay"] = ["--relay", "--listen", relay, *keys]
+    servers = _shared_servers(settings, network, keys) if place.node == 0 else {}
     with claimed(settings.run_dir, place.node, network):
         if place.node == 0:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
@@ -196,12 +193,6 @@ def _network_address(place: Place, port: int) -> str:
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 
-def relay_address(network: str) -> str:
-    """Return where the relay of a run listens: beside its global server, at the next port."""
-    host, _, port = network.rpartition(":")
-    return f"{host}:{int(port) + 1}"
-
-
 def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
     """Return the global server's arguments about keys, and this node's token; empty where no keys are needed.
 
@@ -223,21 +214,18 @@ def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
             if not place.starter  # who starts the other nodes itself, and may keep what we print where others read it
         ]
         return ["--keys", str(folder)], ring.token(name), lines
-    if token := os.environ.get(TOKEN_VARIABLE):
-        connector_keys(network, None, name, insecure=False)
-        return [], token, []
-    path = token_path(name)
-    deadline_s = time.monotonic() + TOKEN_WITHIN_S
-    if not path.exists():
+    token, path = os.environ.get(TOKEN_VARIABLE, ""), token_path(name)
+    if not token and not path.exists():
         print(
             f"{LAUNCHER}this node needs a token: LSGD_TOKEN, or a folder of keys that it shares with node 0 "
             f"(LSGD_KEYS). Waits {TOKEN_WITHIN_S:g} s for {path}",
             flush=True,
         )
-    while not path.exists() and time.monotonic() < deadline_s:
-        time.sleep(0.1)
+        deadline_s = time.monotonic() + TOKEN_WITHIN_S
+        while not path.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
     connector_keys(network, None, name, insecure=False)
-    return [], path.read_text(encoding="ascii").strip(), []
+    return [], token or path.read_text(encoding="ascii").strip(), []
 
 
 def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
@@ -264,10 +252,10 @@ def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
     )
 
 
-def _global_arguments(settings: Launch, network: str) -> tuple[list[str], str]:
-    """Return the arguments of the global server, and where the relay listens; empty: none is of use.
+def _shared_servers(settings: Launch, network: str, keys: Sequence[str]) -> dict[str, list[str]]:
+    """Return the arguments of the servers that node 0 runs for all nodes, by name; of a relay too, if it is of use.
 
-    It waits for the workers of all nodes, or as the plan says.
+    The global server waits for the workers of all nodes, or as the plan says.
     """
     variable = os.environ.get("LSGD_PLAN")
     path = settings.plan_path or (Path(variable) if variable else None)
@@ -275,25 +263,28 @@ def _global_arguments(settings: Launch, network: str) -> tuple[list[str], str]:
     goes_on = path is None and settings.resume and used.exists()
     if goes_on:
         path = used
-    arguments = ["--global", "--listen", network, "--save-plan", str(used)]
+    nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
+    arguments = ["--global", "--listen", network, "--save-plan", str(used), "--nodes", str(nodes), *keys]
     arguments += ["--journal", str(settings.run_dir / JOURNAL), "--results", str(settings.run_dir)]
     if path:
         arguments += ["--plan", str(path)]
-    nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
-    arguments += ["--nodes", str(nodes)]
-    relay = relay_address(network) if nodes > 1 and sourced.plan.run.transport in ("auto", "tcp") else ""
-    arguments += ["--relay-address", relay] if relay else []
-    if goes_on and sourced.origins.get("workers", "") == f"the plan {path}":  # the number of the run before
+    is_old = goes_on and sourced.origins.get("workers", "") == f"the plan {path}"  # the number of the run before
+    if is_old:
         arguments += ["--workers", "0"]
-    elif sourced.plan.run.workers:
-        return arguments, relay
-    if nodes > 1:
+    if nodes > 1 and (is_old or not sourced.plan.run.workers):
         print(
             f"{LAUNCHER}the run begins when the workers of all {nodes} nodes have joined; to begin it with N of them, "
             f"tell this node: LSGD_WORKERS=N",
             flush=True,
         )
-    return arguments, relay
+    if nodes == 1 or sourced.plan.run.transport not in ("auto", "tcp"):
+        return {"global": arguments}
+    host, _, port = network.rpartition(":")
+    relay = f"{host}:{int(port) + 1}"
+    return {
+        "global": [*arguments, "--relay-address", relay],
+        "relay": ["--relay", "--listen", relay, *keys],
+    }
 
 
 def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[Command]:
