@@ -13,7 +13,6 @@ import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -237,8 +236,7 @@ def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
         print(*(f"{LAUNCHER}{line}" for line in lines), sep="\n", flush=True)
         return
     path = run_dir / "join.txt"
-    with suppress(FileNotFoundError):
-        path.unlink()
+    path.unlink(missing_ok=True)
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))

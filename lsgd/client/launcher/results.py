@@ -5,7 +5,6 @@ The global server writes the first two while the run goes on. At its end the lau
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -27,8 +26,7 @@ _STOPPED_CODE = "ordered"  # the global server's reason for a run that was told 
 def clear(folder: Path, *, resume: bool) -> None:
     """Remove what an earlier run with this folder has left; the rounds of one that goes on stay."""
     for name in (RESULT, CURVE) if resume else (RESULT, CURVE, METRICS, CURVES):
-        with suppress(FileNotFoundError):
-            (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)
 
 
 def finish(folder: Path, status: int, state: str = "", reason: str = "") -> None:
@@ -97,14 +95,10 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     rounds: list[dict[str, Any]] = []
-    for line in _parsed(lines):
-        while rounds and rounds[-1]["count"] > line["count"]:
-            rounds.pop()
-        rounds.append(line)
-    return rounds
-
-
-def _parsed(lines: list[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with suppress(ValueError):  # half a line, of a server that was killed
-            yield json.loads(line)
+            round_ = json.loads(line)
+            while rounds and rounds[-1]["count"] > round_["count"]:
+                rounds.pop()
+            rounds.append(round_)
+    return rounds
