@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from lsgd.client.watch.reader import Batch
@@ -42,9 +43,8 @@ class Curves:
     def take(self, batch: Batch) -> Iterator[Point]:
         """Yield the points of a batch, in order."""
         if batch.report is not None:
-            self.view.take(Batch(report=batch.report, lost=batch.lost, connected=batch.connected))
             self._as_of = batch.report["stream"]["last"]
-        self.view.connected = batch.connected
+        self.view.take(replace(batch, events=()))
         for event in batch.events:
             self.view.fold(event)
             count, values = self._values(event)

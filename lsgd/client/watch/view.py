@@ -290,10 +290,13 @@ class RunView:
                 self.log.append(Line(time, code, words))
             case RoundOrdered():
                 self._order(what)
-            case RoundCompleted(number, took_s, sent_nbytes) if known := self._recent.get(number):
+            case RoundCompleted(number, took_s, sent_nbytes) if known := self._open(number):
                 known.state, known.took_s, known.sent_nbytes = "completed", took_s, sent_nbytes
-            case RoundFailed(number, _, reason) if known := self._recent.get(number):
+                if took_s is not None:
+                    self.counters.took[known.scope].add(took_s)
+            case RoundFailed(number, code, reason) if known := self._open(number):
                 known.state, known.reason = "failed", reason
+                self.counters.fail(code)
             case WorkerJoined(name, node):
                 self._worker(name, node).mind(time, "live", "", "")
             case WorkerChanged(name, state, code, reason):
@@ -308,6 +311,11 @@ class RunView:
                     self._progress.popleft()
                 if len(self._progress) > 1 and not self._progress[0][0] < time:  # the server's clock was set back
                     self._progress = deque([self._progress[-1]])
+
+    def _open(self, number: int) -> RoundView | None:
+        """Return a round whose end is not known yet; a server that was started again may tell it twice."""
+        known = self._recent.get(number)
+        return known if known and known.state == "open" else None
 
     def _order(self, order: RoundOrdered) -> None:
         if order.round <= self._last_round:
