@@ -61,12 +61,13 @@ def find_place(node: int | None, nodes: int | None, address: str | None, environ
     """
     told_by = ""
     if node is None:
+        starters = [one for one in _STARTERS if environ.get(one.node) and (nodes or environ.get(one.nodes))]
         if "SLURM_STEP_ID" in environ:
             told_by = "Slurm"
             node, nodes, address = _ask_slurm(nodes, address, environ)
-        elif starter := _find_starter(nodes, environ):
-            told_by = starter.name
-            node, nodes, address = _read(starter, nodes, address, environ)
+        elif starters:
+            told_by = starters[0].name
+            node, nodes, address = _read(starters[0], nodes, address, environ)
         elif nodes in (None, 1):
             node = 0
         else:
@@ -104,11 +105,6 @@ def _ask_slurm(nodes: int | None, address: str | None, environ: Mapping[str, str
             f"scontrol does not tell the first of {hosts} ({error}); say it: IP_ADDR=... (--address)"
         ) from None
     return node, nodes, done.stdout.split()[0]
-
-
-def _find_starter(nodes: int | None, environ: Mapping[str, str]) -> _Starter | None:
-    """Return the first that tells the index of this node, and the number of nodes unless that is given."""
-    return next((one for one in _STARTERS if environ.get(one.node) and (nodes or environ.get(one.nodes))), None)
 
 
 def _read(
