@@ -17,7 +17,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -241,29 +241,21 @@ class Doctor:
         names = [node_name(node) for node in range(nodes)]
         routes = partial(Routes, missed=lambda one, other: (one, other) in missed, meet=partial(relay.meet, me))
         mesh = Mesh("doctor", 1, me, names, interface.address, store, None, MEET_WITHIN_S, routes)
-        group = TcpGroup(mesh, Members.apart(names, me), MEET_WITHIN_S)
-        try:
-            return self._time_over(group, store)
-        finally:
-            group.close()
-
-    def _time_over(self, group: TcpGroup, store: Meeting) -> list[Link]:
-        me, nodes = self._place.node, self._place.nodes
-        group.all_reduce(torch.zeros(1)).wait()  # which makes it
         links = []
-        for source, target in [*pairwise(range(nodes)), *((k + 1, k) for k in range(nodes - 1))]:
-            key = f"link{source}-{target}"
-            if source == me:
-                store.set(key, json.dumps(vars(_measure(group, target))))
-            elif target == me:
-                _answer(group, source)
-            link = Link(**json.loads(store.get(key)))
-            self._tell(source, link)
-            links.append(link)
-        self._reduce(group)
-        store.set(f"timed{me}", "")
-        for node in range(nodes):  # who closes first would cut what others still wait for
-            store.get(f"timed{node}")
+        with closing(TcpGroup(mesh, Members.apart(names, me), MEET_WITHIN_S)) as group:
+            group.all_reduce(torch.zeros(1)).wait()  # which makes it
+            for source, target in [*pairwise(range(nodes)), *((k + 1, k) for k in range(nodes - 1))]:
+                key = f"link{source}-{target}"
+                if source == me:
+                    store.set(key, json.dumps(vars(_measure(group, target))))
+                elif target == me:
+                    _answer(group, source)
+                links.append(Link(**json.loads(store.get(key))))
+                self._tell(source, links[-1])
+            self._reduce(group)
+            store.set(f"timed{me}", "")
+            for node in range(nodes):  # who closes first would cut what others still wait for
+                store.get(f"timed{node}")
         return links
 
     def _tell(self, source: int, link: Link) -> None:

@@ -1,6 +1,7 @@
 """What people look at: the state of a run and its history, as a report and the events after it tell them."""
 
 import math
+import re
 import statistics
 import sys
 from collections import deque
@@ -374,12 +375,8 @@ class RunView:
 
 def place(name: str) -> tuple[int, int]:
     """Return node and index from a worker's name, ``node0/worker1``: the order in which people count."""
-    node, _, worker = name.partition("/")
-    return _number(node.removeprefix("node")), _number(worker.removeprefix("worker"))
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
+    found = re.fullmatch(r"node(\d+)/worker(\d+)", name)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def mean(losses: Iterable[float | None]) -> float | None:
