@@ -37,8 +37,7 @@ class Story:
         self.started_at: float | None = None
         self.problem = ""
         self._older = [
-            RoundView(r["round"], r["scope"], r["node"], r["worker"], r["count"], r["seconds"], r["losses"])
-            for r in older
+            RoundView(r["round"], r["scope"], r["worker"], r["count"], r["seconds"], r["losses"]) for r in older
         ]
 
     def take(self, batch: Batch) -> None:

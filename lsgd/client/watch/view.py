@@ -145,7 +145,6 @@ class RoundView:
     Args:
         round: its id.
         scope: ``local`` or ``global``.
-        node: that a local round is of; -1: a global one.
         leader: the worker that leads it.
         count: the run's iterations when it was ordered.
         seconds: from the run's first round to its order.
@@ -158,7 +157,6 @@ class RoundView:
 
     round: int
     scope: str
-    node: int
     leader: str
     count: int
     seconds: float
@@ -323,7 +321,7 @@ class RunView:
             return
         self._last_round = order.round
         losses = {sys.intern(name): loss for name, loss in order.losses.items()}  # the same names each time
-        view = RoundView(order.round, order.scope, order.node, order.worker, order.count, order.seconds, losses)
+        view = RoundView(order.round, order.scope, order.worker, order.count, order.seconds, losses)
         self.rounds.add(view)
         self._recent[order.round] = view
         if len(self._recent) > MAX_ROUNDS:
