@@ -135,7 +135,7 @@ def _mark(time: float, round_: RoundView) -> list[Any]:
 def _thinned(items: Sequence[T], most: int) -> list[T]:
     """Return at most ``most`` of them, evenly spaced, the last one included."""
     step = -(-len(items) // most) or 1
-    return list(items[::-1][::step][::-1])
+    return list(items[::-step][::-1])
 
 
 def _number(value: float | None) -> float | None:

@@ -141,17 +141,16 @@ def resolve(address: str, nodes: int, within_s: float = 0.0) -> str:
     while True:
         try:
             found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            break
         except OSError as error:
-            if (left_s := deadline_s - time.monotonic()) > 0:
-                if left_s > within_s - 0.5:
-                    print(f"{LAUNCHER}waits {within_s:g} s for {address!r} to be known here", flush=True)
-                time.sleep(0.5)
-                continue
-            waited = f" (for {within_s:g} s)" if within_s else ""
-            raise ConfigError(
-                f"the address of node 0, {address!r}, is not known here{waited}: {error.strerror}"
-            ) from None
-        break
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                waited = f" (for {within_s:g} s)" if within_s else ""
+                trouble = f"the address of node 0, {address!r}, is not known here{waited}: {error.strerror}"
+                raise ConfigError(trouble) from None
+        if left_s > within_s - 0.5:
+            print(f"{LAUNCHER}waits {within_s:g} s for {address!r} to be known here", flush=True)
+        time.sleep(0.5)
     ip = min(found, key=lambda info: info[0] != socket.AF_INET)[4][0]
     assert isinstance(ip, str)
     if nodes > 1 and ipaddress.ip_address(ip).is_loopback and address not in (ip, "localhost"):

@@ -213,7 +213,6 @@ class RunView:
         self.connected = False
         self._as_of = 0  # the report includes the events up to this one
         self._recent: dict[int, RoundView] = {}
-        self._last_round = 0
         self._progress: deque[tuple[float, int, float]] = deque()  # time, count and share of the last seconds
         if report is not None:
             self._begin(report)
@@ -317,9 +316,8 @@ class RunView:
         return known if known and known.state == "open" else None
 
     def _order(self, order: RoundOrdered) -> None:
-        if order.round <= self._last_round:
+        if order.round <= next(reversed(self._recent), 0):
             return
-        self._last_round = order.round
         losses = {sys.intern(name): loss for name, loss in order.losses.items()}  # the same names each time
         view = RoundView(order.round, order.scope, order.worker, order.count, order.seconds, losses)
         self.rounds.add(view)
