@@ -290,19 +290,19 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
     threads = max(1, len(os.sched_getaffinity(0)) // len(settings.devices))
     commands = []
     for index in range(settings.workers):
-        arguments, own = _worker(settings, index)
-        own |= {
+        name = worker_name(node, index)
+        arguments, devices = _worker(settings, index)
+        variables = {
+            **environ,
+            **devices,
             "LSGD_LOCAL": local,
             "LSGD_NODE": str(node),
             "LSGD_LOCAL_RANK": str(index),
             "LSGD_RUN_DIR": str(settings.run_dir),
+            "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads),
         }
         if settings.resume:
-            own["LSGD_RESUME"] = str(settings.run_dir / CHECKPOINTS)
-        name = worker_name(node, index)
-        variables = {**environ, **own}
-        variables["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(threads)
-        first = node == index == 0
+            variables["LSGD_RESUME"] = str(settings.run_dir / CHECKPOINTS)
         commands.append(
             Command(
                 name,
@@ -310,7 +310,7 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
                 variables,
                 _log(settings, name),
                 joins=True,
-                on_terminal=first,
+                on_terminal=node == index == 0,
                 restarts=RESTARTS,
                 appends=settings.resume,
                 checkpoints=settings.run_dir / CHECKPOINTS,
