@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from lsgd.client.dashboard.story import Story
 from lsgd.client.watch.metrics import exposition
 from lsgd.client.watch.reader import Batch
 from lsgd.errors import LsgdError
+from lsgd.output import write_whole
 
 TELL_EVERY_S = 0.5
 """How often the page changes at most."""
@@ -89,7 +90,8 @@ class Follower(threading.Thread):
                     wait_s = max(TELL_EVERY_S, len(text) / TELL_NBYTES_PER_S, (told_at - now) / TELL_SHARE)
         text = self._say()
         if self._folder and self._story.view.run:
-            keep(self._folder, text)
+            with suppress(OSError):  # a full disk costs the report its timeline, nothing else
+                write_whole(self._folder / KEPT, text)
 
     def _take(self) -> bool:
         """Read once, and all that waits; return whether there is anything new."""
@@ -117,13 +119,3 @@ class Follower(threading.Thread):
         text = encoded(document)
         self._tell(text)
         return text
-
-
-def keep(folder: Path, text: str) -> None:
-    """Leave the page's last data in the run folder; a full disk costs the report its timeline, nothing else."""
-    beside = folder / f"{KEPT}.tmp"
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(folder / KEPT)
-    except OSError:
-        beside.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lsgd.client.launcher.screen import FLUSH_WITHIN_S, FLUSHES, LAUNCHER
 from lsgd.client.watch.loggers import CURVES
-from lsgd.output import Output
+from lsgd.output import Output, write_whole
 
 METRICS, RESULT, CURVE = "metrics.jsonl", "result.json", "curve.png"
 """The files of a run folder."""
@@ -41,11 +41,9 @@ def finish(folder: Path, status: int, state: str = "", reason: str = "") -> None
     document = read(folder)
     state, reason = state or ended(document), reason or str(document.get("reason", ""))
     document |= {"state": state, "reason": reason, "exit_code": status}
-    path, files, lines = folder / RESULT, [], []
+    files, lines = [], []
     try:
-        beside = path.with_name(f"{RESULT}.tmp")
-        beside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        beside.replace(path)
+        write_whole(folder / RESULT, json.dumps(document, indent=2) + "\n")
         files += [name for name in (RESULT, METRICS) if (folder / name).exists()]
         if rounds := read_rounds(folder / METRICS):
             lines += _draw(document, rounds, folder / CURVE)
