@@ -3,7 +3,6 @@
 import bisect
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from lsgd.protocol.events import Note, Progress, WorkerChanged, WorkerJoined
 
@@ -19,7 +18,7 @@ _LEAVES_ROUNDS = ("straggler", "cut", "away", "left")
 
 @dataclass(slots=True)
 class Histogram:
-    """How many rounds took how long, in seconds."""
+    """How many rounds took how long, in seconds: up to each of :data:`BOUNDS_S` from the one before, and longer."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     total_s: float = 0.0
@@ -28,11 +27,6 @@ class Histogram:
         """Count one."""
         self.counts[bisect.bisect_left(BOUNDS_S, took_s)] += 1
         self.total_s += took_s
-
-    @property
-    def cumulated(self) -> list[int]:
-        """For each bound how many took at most so long, and all of them at last."""
-        return list(accumulate(self.counts))
 
 
 class Counters:

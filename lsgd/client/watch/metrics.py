@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from lsgd.client.watch.counters import BOUNDS_S
@@ -90,7 +90,7 @@ def _rounds(view: RunView) -> Iterator["Metric"]:
     took = HistogramMetricFamily("lsgd_round_seconds", "Time from a round's order to its completion.", labels=["scope"])
     for scope, histogram in view.counters.took.items():
         bounds = [*map(str, BOUNDS_S), "+Inf"]
-        took.add_metric([scope], list(zip(bounds, histogram.cumulated, strict=True)), histogram.total_s)
+        took.add_metric([scope], list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total_s)
     yield took
     failed = {(reason,): times for reason, times in view.counters.failed.items()}
     yield _counters("round_failures", "Rounds that a member could not complete.", ["reason"], failed)
