@@ -3,14 +3,13 @@
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from lsgd.client.dashboard.data import encoded, snapshot
 from lsgd.client.dashboard.story import Story
 from lsgd.client.watch.metrics import exposition
-from lsgd.client.watch.reader import Batch
+from lsgd.client.watch.reader import Batch, Reader
 from lsgd.errors import LsgdError
 from lsgd.output import write_whole
 
@@ -30,23 +29,11 @@ KEPT = "dashboard.json"
 """What the page showed at the end, in the run folder: ``lsgd report`` shows it again."""
 
 
-class Source(Protocol):
-    """Where events come from: a :class:`~lsgd.client.watch.reader.Reader`."""
-
-    def read(self, timeout_s: float) -> Batch:
-        """Return what is new as soon as there is something, or an empty batch after ``timeout_s``."""
-        ...
-
-    def close(self) -> None:
-        """End it."""
-        ...
-
-
 class Follower(threading.Thread):
     """Follows a run until it is told to end.
 
     Args:
-        source: of the run's events, which this thread closes at its end.
+        reader: of the run's events, which this thread closes at its end.
         story: what is known of the run so far; from now on this thread's alone.
         tell: takes the page's data as JSON, on this thread.
         seen: whether a page is open.
@@ -55,14 +42,14 @@ class Follower(threading.Thread):
 
     def __init__(
         self,
-        source: Source,
+        reader: Reader,
         story: Story,
         tell: Callable[[str], None],
         seen: Callable[[], bool],
         folder: Path | None = None,
     ) -> None:
         super().__init__(name="follower", daemon=True)
-        self._source = source
+        self._reader = reader
         self._story, self._tell, self._seen, self._folder = story, tell, seen, folder
         self._stop_asked = threading.Event()
         self._taking = threading.Lock()
@@ -78,7 +65,7 @@ class Follower(threading.Thread):
 
     def run(self) -> None:
         """Read, and tell."""
-        with closing(self._source):
+        with self._reader:
             changed, told_at, wait_s, state = True, float("-inf"), 0.0, ""
             while not self._stop_asked.is_set():
                 changed |= self._take()
@@ -100,7 +87,7 @@ class Follower(threading.Thread):
         try:
             end = time.monotonic() + TELL_EVERY_S
             while time.monotonic() < end:
-                batch = self._source.read(READ_S)
+                batch = self._reader.read(READ_S)
                 self._story.problem = ""
                 with self._taking:
                     self._story.take(batch)

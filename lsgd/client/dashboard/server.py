@@ -357,9 +357,9 @@ async def _serve(
     def tell(text: str) -> None:
         asyncio.run_coroutine_threadsafe(dashboard.show(text), loop)
 
-    source = Reader(dashboard.address, dashboard.keys)
+    reader = Reader(dashboard.address, dashboard.keys)
     story = Story(read_rounds(folder / METRICS) if folder else ())
-    follower = Follower(source, story, tell, lambda: dashboard.browsers > 0, folder if parent else None)
+    follower = Follower(reader, story, tell, lambda: dashboard.browsers > 0, folder if parent else None)
     dashboard.metrics = follower.metrics
     follower.start()
     say(dashboard.url())
