@@ -46,7 +46,6 @@ def serve(address: str, keys: ConnectorKeys | None, host: str, port: int, say: C
 
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        daemon_threads = True
 
     try:
         server = Server((host, port), Handler)
