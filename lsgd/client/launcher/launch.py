@@ -255,12 +255,9 @@ def _shared_servers(settings: Launch, network: str, keys: Sequence[str]) -> dict
 
     The global server waits for the workers of all nodes, or as the plan says.
     """
-    variable = os.environ.get("LSGD_PLAN")
-    path = settings.plan_path or (Path(variable) if variable else None)
     used = settings.run_dir / "plan.toml"
-    goes_on = path is None and settings.resume and used.exists()
-    if goes_on:
-        path = used
+    goes_on = settings.plan_path is None and settings.resume and used.exists()
+    path = used if goes_on else settings.plan_path
     nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
     arguments = ["--global", "--listen", network, "--save-plan", str(used), "--nodes", str(nodes), *keys]
     arguments += ["--journal", str(settings.run_dir / JOURNAL), "--results", str(settings.run_dir)]
