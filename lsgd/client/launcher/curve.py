@@ -39,7 +39,8 @@ def draw(result: dict[str, Any], rounds: Rounds, path: Path) -> None:
     many = len(workers) > len(COLORS)
     colors = {worker: GRAY if many else COLORS[i] for i, worker in enumerate(workers)}
     algorithm = str(result.get("algorithm", ""))
-    levels = _levels(rounds) if not many and algorithm in ALGORITHMS and ALGORITHMS[algorithm].elects else []
+    elects = not many and algorithm in ALGORITHMS and ALGORITHMS[algorithm].elects
+    levels = sorted({(e["scope"], e["node"]) for e in rounds}) if elects else []  # that of all workers first
     figure = Figure(figsize=(9, 5.0 + 0.3 * len(levels)), layout="constrained")
     if levels:
         losses, leaders = figure.subplots(2, 1, sharex=True, height_ratios=[5, 0.35 + 0.3 * len(levels)])
@@ -112,11 +113,6 @@ def _draw_leaders(
     axes.set_ylim(len(levels) - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-
-
-def _levels(rounds: Rounds) -> list[tuple[str, int]]:
-    """Return (scope, node) of every kind of round that took place, that of all workers first."""
-    return sorted({(e["scope"], e["node"]) for e in rounds})
 
 
 def _end(result: dict[str, Any], rounds: Rounds) -> int:
