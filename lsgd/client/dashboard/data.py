@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.client.dashboard.story import RECENT_S, Story
-from lsgd.client.dashboard.timeline import columns, pace, window
+from lsgd.client.dashboard.timeline import columns, pace, shares, traffic
 from lsgd.client.watch.view import RATE_OVER_S, TOLD, RoundView, RunView, WorkerView, mean
 from lsgd.plan.run import RunSettings
 from lsgd.settings import changeable
@@ -123,7 +123,8 @@ def _window(story: Story, shown: Sequence[WorkerView], *, recent: bool) -> dict[
         for scope in ("global", "local"):
             inside = [(t, r) for t, r in timed if r.scope == scope and t >= over.begin]
             marks += [_mark(t, r) for t, r in _thinned(inside, MAX_MARKS)]
-    return window(points, over) | {"rounds": marks}
+    rows = {name: shares(each, over) for name, each in points.items()}
+    return over._asdict() | traffic(points.values(), over) | {"rows": rows, "rounds": marks}
 
 
 def _mark(time: float, round_: RoundView) -> list[Any]:

@@ -1,8 +1,8 @@
 """What workers did with their time, and what they sent, in columns of equal width."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,14 +83,3 @@ def pace(points: Sequence[Totals], over_s: float) -> dict[str, float | None]:
 
 def _spent(point: Totals) -> tuple[float, float, float]:
     return point.compute_s, point.waiting_s, point.exchange_s
-
-
-def window(workers: Mapping[str, Sequence[Totals]], over: Columns) -> dict[str, Any]:
-    """Return the columns as the page takes them."""
-    return {
-        "begin": over.begin,
-        "width_s": over.width_s,
-        "number": over.number,
-        "rows": {name: shares(points, over) for name, points in workers.items()},
-        **traffic(workers.values(), over),
-    }
