@@ -31,7 +31,7 @@ from lsgd.client.dashboard.data import encoded, snapshot
 from lsgd.client.dashboard.follow import Follower
 from lsgd.client.dashboard.server import Dashboard, application
 from lsgd.client.dashboard.story import Story
-from lsgd.client.watch.reader import Batch
+from lsgd.client.watch.reader import Batch, Reader
 from lsgd.protocol.events import Event, Happening
 from lsgd.server.report import progress, report
 
@@ -62,8 +62,8 @@ ZOOM = """async (key) => {
 }"""
 
 
-class Replay:
-    """A simulated run as a source of events: what is past at once, then second by second."""
+class Replay(Reader):
+    """Reads a simulated run: what is past at once, then second by second."""
 
     def __init__(self, workers: int, seconds: int, failures: int) -> None:
         steps = round((seconds + MORE_S) / STEP_S)

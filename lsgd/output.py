@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 MAX_WAITING_NCHARS = 8 << 20
 """How much text waits to be read; what comes after that is dropped."""
@@ -27,6 +28,22 @@ def append(descriptor: int, data: bytes) -> None:
     except OSError:
         with suppress(OSError):
             os.ftruncate(descriptor, length)  # half a line
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file beside its place, and put it there: what was there stays until all of the new one is.
+
+    Raises:
+        OSError: it cannot be written: the disk is full, say.
+    """
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
         raise
 
 

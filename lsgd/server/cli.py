@@ -4,7 +4,6 @@ import errno
 import os
 import secrets
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import click
 
 from lsgd import __version__
 from lsgd.errors import ConfigError
+from lsgd.output import write_whole
 from lsgd.plan.options import plan_options
 from lsgd.plan.plan import Plan, read
 from lsgd.plan.run import RunSettings
@@ -210,18 +210,14 @@ def _announce(address: str, plan: Plan, keys: Path | None) -> None:
 
 
 def _save_plan(plan: Plan, path: Path, *, goes_on: bool) -> None:
-    """Write the plan beside its place and rename it: a disk that is full leaves the one before, and ends no run.
+    """Write the plan: a disk that is full leaves the one before, and ends no run.
 
     Raises:
         ConfigError: it can never be written there; of a run that goes on, this too is only said.
     """
-    beside = path.with_name(f"{path.name}.tmp")
     try:
-        beside.write_text(plan.to_toml(), encoding="utf-8")
-        beside.replace(path)
+        write_whole(path, plan.to_toml())
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink()
         trouble = f"the plan cannot be written to {path}: {error.strerror}"
         if not goes_on and error.errno not in _PASSING:
             raise ConfigError(trouble) from None

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from lsgd.output import append
+from lsgd.output import append, write_whole
 from lsgd.protocol.events import RoundOrdered
 from lsgd.server.report import entry, summary
 from lsgd.server.state import RunState
@@ -87,14 +87,7 @@ class Record:
         return json.dumps({"run": self._run, **round_, "seconds": round(election.seconds, 3), "losses": losses})
 
     def _write(self, document: dict[str, Any]) -> None:
-        beside = self._result.with_name(f"{RESULT}.tmp")
-        try:
-            beside.write_text(json.dumps({**document, "started": self._started}, indent=2) + "\n", encoding="utf-8")
-            beside.replace(self._result)
-        except OSError:
-            with suppress(OSError):
-                beside.unlink()
-            raise
+        write_whole(self._result, json.dumps({**document, "started": self._started}, indent=2) + "\n")
 
     def _mend(self) -> int:
         """Cut off what a server that died has left of a line; return the id of this run's last round in the file."""

@@ -7,7 +7,7 @@ import pytest
 
 from lsgd.client.watch import loggers
 from lsgd.client.watch.curves import Curves, Point
-from lsgd.client.watch.loggers import CURVES, CsvLogger
+from lsgd.client.watch.loggers import CURVES, LOGGERS
 from lsgd.client.watch.reader import Batch
 from lsgd.errors import ConfigError
 from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered
@@ -55,13 +55,13 @@ def test_each_round_and_each_second_is_a_point_once() -> None:
 def test_a_table_goes_on_after_what_another_process_has_written(tmp_path) -> None:
     points = [Point(float(time), time, {"progress": time / 10}) for time in range(1, 5)]
     for run, written in (("a", points[:2]), ("a", points), ("b", points[:1])):
-        logger = CsvLogger(tmp_path, run)
+        logger = LOGGERS["csv"](tmp_path, run)
         for point in written:
             logger.write(point)
         logger.close()
         with (tmp_path / CURVES).open("a") as file:
             file.write("a,9")  # of a process that was killed
-    CsvLogger(tmp_path, "b").close()
+    LOGGERS["csv"](tmp_path, "b").close()
     rows = [line.split(",") for line in (tmp_path / CURVES).read_text().splitlines()]
     assert rows[0] == ["run", "time", "iterations", "name", "value"]
     assert [(row[0], row[2]) for row in rows[1:]] == [*(("a", str(n)) for n in range(1, 5)), ("b", "1")]

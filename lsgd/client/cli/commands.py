@@ -24,7 +24,7 @@ from lsgd.client.launcher import gpus
 from lsgd.client.launcher.launch import Launch, launch
 from lsgd.client.launcher.place import find_place
 from lsgd.client.watch.ask import ask
-from lsgd.client.watch.loggers import LOGGERS, unique
+from lsgd.client.watch.loggers import LOGGERS
 from lsgd.client.watch.view import RunView
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
@@ -90,7 +90,7 @@ def _in_words(devices: int, processes: int) -> str:
     help="Processes of a worker, which share its model: the script shards it over them (FSDP2).",
 )
 @click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
-@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan, a TOML file (node 0's).")
+@options.plan(help="The plan, a TOML file (node 0's).")
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
@@ -198,7 +198,7 @@ def launch_command(
         insecure,
         join_line,
         resume,
-        log_to=unique(log_to),
+        log_to=log_to,
         dashboard=dashboard,
         plain=plain,
         processes=processes_per_worker,
@@ -381,12 +381,11 @@ def config() -> None:
 
 
 @config.command("show")
-@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="The plan, a TOML file.")
+@options.plan(help="The plan, a TOML file.")
 @plan_options
 def show(plan_path: Path | None, **flags: str | None) -> None:
     """Print each setting with where its value comes from: flag, variable, file or default."""
-    variable = os.environ.get("LSGD_PLAN")
-    rows = plan.read(plan_path or (Path(variable) if variable else None), os.environ, flags).rows()
+    rows = plan.read(plan_path, os.environ, flags).rows()
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:
         click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")

@@ -17,7 +17,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -115,24 +115,16 @@ class Doctor:
         """Check this machine; return the interface towards node 0 if there is one."""
         found = {"python": platform.python_version()} | {k: v for k, v in versions().items() if v}
         self._note("ok", "versions: " + ", ".join(f"{name} {version}" for name, version in found.items()))
-        gpus = (
-            [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-            if torch.cuda.is_available()
-            else []
-        )
+        usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = [torch.cuda.get_device_name(i) for i in range(usable)]
         cores = len(os.sched_getaffinity(0))
         self._note("ok", f"{cores} cores, {', '.join(gpus) or 'no GPU that torch can use'}")
         free_gib = shutil.disk_usage(Path.cwd()).free / (1 << 30)
-        self._note(
-            "ok" if free_gib > 1 else "warn",
-            f"{free_gib:.1f} GiB are free in {Path.cwd()}, for logs and checkpoints",
-        )
+        kind = "ok" if free_gib > 1 else "warn"
+        self._note(kind, f"{free_gib:.1f} GiB are free in {Path.cwd()}, for logs and checkpoints")
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        enough = limit >= MIN_DESCRIPTORS
-        self._note(
-            "ok" if enough else "warn",
-            f"{limit} open files are allowed{'' if enough else ': ulimit -n 4096'}",
-        )
+        remedy = "" if limit >= MIN_DESCRIPTORS else ": ulimit -n 4096"
+        self._note("warn" if remedy else "ok", f"{limit} open files are allowed{remedy}")
         try:
             ip = resolve(self._place.address, self._place.nodes)
             interface = interface_towards(ip)
@@ -188,19 +180,13 @@ class Doctor:
                 f"start this on each of them, and see that the port is open ({_first_line(error)})",
             )
             return None
-        self._note(
-            "ok",
-            "all are there: " + ", ".join(f"node{n} ({o['host']}, {o['address']})" for n, o in enumerate(others)),
-        )
+        there = ", ".join(f"node{n} ({other['host']}, {other['address']})" for n, other in enumerate(others))
+        self._note("ok", f"all are there: {there}")
         for name, version in others[0]["versions"].items():
-            different = {
-                f"node{n}": o["versions"][name] for n, o in enumerate(others) if o["versions"][name] != version
-            }
-            if different:
-                self._note(
-                    "FAIL",
-                    f"{name} {version or 'none'} on node0, {different}; install the same release on all",
-                )
+            have = {f"node{n}": other["versions"][name] for n, other in enumerate(others)}
+            if different := {node: its for node, its in have.items() if its != version}:
+                what = f"{name} {version or 'none'} on node0, {different}"
+                self._note("FAIL", f"{what}; install the same release on all")
         return store
 
     @contextmanager
@@ -243,11 +229,8 @@ class Doctor:
                 elif related:
                     self._note("ok", f"{why}; they exchange through the relay, port {self._port + 1} of node0")
                 else:
-                    self._note(
-                        "FAIL",
-                        f"{why}; open the ports above 1023 between the nodes, or port {self._port + 1} of node0 for "
-                        f"the relay",
-                    )
+                    ports = f"the ports above 1023 between the nodes, or port {self._port + 1} of node0 for the relay"
+                    self._note("FAIL", f"{why}; open {ports}")
         return set(missed)
 
     def _time(
@@ -258,42 +241,29 @@ class Doctor:
         names = [node_name(node) for node in range(nodes)]
         routes = partial(Routes, missed=lambda one, other: (one, other) in missed, meet=partial(relay.meet, me))
         mesh = Mesh("doctor", 1, me, names, interface.address, store, None, MEET_WITHIN_S, routes)
-        group = TcpGroup(mesh, Members.apart(names, me), MEET_WITHIN_S)
-        try:
-            return self._time_over(group, store)
-        finally:
-            group.close()
-
-    def _time_over(self, group: TcpGroup, store: Meeting) -> list[Link]:
-        me, nodes = self._place.node, self._place.nodes
-        group.all_reduce(torch.zeros(1)).wait()  # which makes it
         links = []
-        for source, target in [*pairwise(range(nodes)), *((k + 1, k) for k in range(nodes - 1))]:
-            key = f"link{source}-{target}"
-            if source == me:
-                store.set(key, json.dumps(vars(_measure(group, target))))
-            elif target == me:
-                _answer(group, source)
-            link = Link(**json.loads(store.get(key)))
-            self._tell(source, link)
-            links.append(link)
-        self._reduce(group)
-        store.set(f"timed{me}", "")
-        for node in range(nodes):  # who closes first would cut what others still wait for
-            store.get(f"timed{node}")
+        with closing(TcpGroup(mesh, Members.apart(names, me), MEET_WITHIN_S)) as group:
+            group.all_reduce(torch.zeros(1)).wait()  # which makes it
+            for source, target in [*pairwise(range(nodes)), *((k + 1, k) for k in range(nodes - 1))]:
+                key = f"link{source}-{target}"
+                if source == me:
+                    store.set(key, json.dumps(vars(_measure(group, target))))
+                elif target == me:
+                    _answer(group, source)
+                links.append(Link(**json.loads(store.get(key))))
+                self._tell(source, links[-1])
+            self._reduce(group)
+            store.set(f"timed{me}", "")
+            for node in range(nodes):  # who closes first would cut what others still wait for
+                store.get(f"timed{node}")
         return links
 
     def _tell(self, source: int, link: Link) -> None:
-        ahead = link.clock_ahead_s
-        self._note(
-            "ok",
-            f"node{source} to node{link.to}: {link.mbit_per_s:.0f} Mbit/s, round trip {link.round_trip_ms:.2f} ms",
-        )
-        if abs(ahead) > CLOCK_WARNING_S:
-            self._note(
-                "warn",
-                f"the clock of node{link.to} is {ahead:+.1f} s from node{source}'s: logs are hard to compare",
-            )
+        rate = f"{link.mbit_per_s:.0f} Mbit/s, round trip {link.round_trip_ms:.2f} ms"
+        self._note("ok", f"node{source} to node{link.to}: {rate}")
+        if abs(link.clock_ahead_s) > CLOCK_WARNING_S:
+            clock = f"the clock of node{link.to} is {link.clock_ahead_s:+.1f} s from node{source}'s"
+            self._note("warn", f"{clock}: logs are hard to compare")
 
     def _reduce(self, group: TcpGroup) -> None:
         tensor = torch.full((REDUCE_NUMEL,), float(group.rank + 1))

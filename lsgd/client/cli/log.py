@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -22,17 +23,6 @@ READ_ON_S = 1.0
 """How long events are awaited after the one that says that the run is over."""
 
 
-class Ended:
-    """Whether SIGTERM has come: what is there is to be written, and nothing to be waited for."""
-
-    def __init__(self) -> None:
-        self.said = False
-        signal.signal(signal.SIGTERM, self._say)
-
-    def _say(self, *_: object) -> None:
-        self.said = True
-
-
 def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequence[str]) -> str:
     """Write the curves of the run at ``address`` until it is over, and return what was written, in words.
 
@@ -43,7 +33,8 @@ def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequenc
         JoinError: the server refuses us, or is silent for ten minutes.
     """
     check(names)
-    ended, count = Ended(), 0
+    ended, count = threading.Event(), 0
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with ExitStack() as stack:
         reader, curves, loggers = stack.enter_context(Reader(address, keys)), Curves(), list[Logger]()
         try:
@@ -64,10 +55,10 @@ def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequenc
     return f"{count} points written to {folder} ({', '.join(names)})"
 
 
-def _follow(reader: Reader, curves: Curves, folder: Path, ended: Ended) -> Iterator[list[Point]]:
+def _follow(reader: Reader, curves: Curves, folder: Path, ended: threading.Event) -> Iterator[list[Point]]:
     """Yield the points of the run as they come; first, perhaps none as soon as the run is known."""
     view, heard_at, over_at = curves.view, time.monotonic(), 0.0
-    while not ended.said:
+    while not ended.is_set():
         batch = reader.read(0.25)
         now = time.monotonic()
         if batch.report is not None and view.run not in ("", batch.report["run"]):

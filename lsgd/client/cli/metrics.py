@@ -46,7 +46,6 @@ def serve(address: str, keys: ConnectorKeys | None, host: str, port: int, say: C
 
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        daemon_threads = True
 
     try:
         server = Server((host, port), Handler)
@@ -62,9 +61,6 @@ def serve(address: str, keys: ConnectorKeys | None, host: str, port: int, say: C
                 batch = reader.read(0.25)
                 with lock:
                     view.take(batch)
-                if view.state == "over":
-                    over_at = over_at or time.monotonic()
-                else:
-                    over_at = None
+                over_at = (over_at or time.monotonic()) if view.state == "over" else None
         finally:
             server.shutdown()

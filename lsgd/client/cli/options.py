@@ -15,6 +15,9 @@ from lsgd.protocol.sockets import DEFAULT_PORT
 FOLDER = "lsgd.folder"
 """Where a command's context has the folder of the run that was found."""
 
+plan = functools.partial(click.option, "--plan", "plan_path", envvar="LSGD_PLAN", type=click.Path(path_type=Path))
+"""The option for the plan, or the variable for it."""
+
 
 def place(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command of a node the options for :func:`find_place`."""

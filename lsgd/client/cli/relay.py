@@ -1,8 +1,6 @@
 """A relay for as long as ``lsgd doctor`` looks at the links, as a run would have it."""
 
 import json
-import os
-import select
 import subprocess
 import sys
 import tempfile
@@ -13,6 +11,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
 from lsgd.client.groups.relayed import Meet
+from lsgd.client.launcher.process import first_words
 from lsgd.protocol.keys import KeyRing
 from lsgd.protocol.tickets import Ticket, secret_of_relay, secret_of_run
 
@@ -50,10 +49,8 @@ def running_relay(address: str) -> Iterator[RelayAccess]:
         ring = KeyRing.make(keys, [])
         command = [sys.executable, "-P", "-m", "lsgd.server", "--relay", "--listen", address, "--keys", str(keys)]
         with subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL) as it:
-            assert it.stdout
             try:
-                ready, _, _ = select.select([it.stdout], [], [], STARTS_WITHIN_S)
-                runs = bool(ready and os.read(it.stdout.fileno(), 4096))
+                runs = first_words(it, STARTS_WITHIN_S)
                 yield RelayAccess(address if runs else "", secret_of_run(secret_of_relay(ring.secret), _RUN))
             finally:
                 it.kill()

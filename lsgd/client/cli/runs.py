@@ -24,8 +24,7 @@ def find_runs(folder: Path) -> list[dict[str, Any]]:
     failed, or unknown (of a run without a launcher, or on a machine that is not node 0).
     """
     folders = [path for path in (folder, *folder.glob("*/")) if (path / RESULT).exists() or any(path.glob("*.lock"))]
-    found = [(_started(path), str(path), path) for path in folders]
-    return [_run(path) for _, _, path in sorted(found, reverse=True)]
+    return [_run(path) for path in sorted(folders, key=lambda path: (_started(path), str(path)), reverse=True)]
 
 
 def _run(folder: Path) -> dict[str, Any]:
@@ -40,17 +39,14 @@ def _run(folder: Path) -> dict[str, Any]:
         by_hand = "it has no launcher: ask its global server with lsgd status --connect HOST:PORT"
         elsewhere = any(folder.glob("node*.lock"))
         result |= {"state": "unknown", "reason": "its results are on node 0" if elsewhere else by_hand}
-    return {"folder": str(folder), "started": _clock(_started(folder)), **result}
+    started = datetime.fromtimestamp(_started(folder)).astimezone().isoformat(timespec="seconds")
+    return {"folder": str(folder), "started": started, **result}
 
 
 def _started(folder: Path) -> float:
     """Return when a run was launched: then its lock is written."""
     paths = [*folder.glob("node*.lock")] or [folder / RESULT]
     return max(path.stat().st_mtime for path in paths)
-
-
-def _clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
 
 def view(found: list[dict[str, Any]], columns: int) -> list[str]:

@@ -7,7 +7,7 @@ import click
 from lsgd.client.cli import log, metrics, options
 from lsgd.client.dashboard.page import require
 from lsgd.client.dashboard.report import report
-from lsgd.client.watch.loggers import LOGGERS, unique
+from lsgd.client.watch.loggers import LOGGERS
 from lsgd.protocol.sockets import ConnectorKeys
 
 DASHBOARD_NEEDS = ("tornado", "plotly")
@@ -35,7 +35,7 @@ def log_command(connect: str, keys: ConnectorKeys | None, names: tuple[str, ...]
     if out is None:
         raise click.UsageError("say with --out where to write the curves of a run that is given by its address")
     out.mkdir(parents=True, exist_ok=True)
-    click.echo(log.write(connect, keys, out.absolute(), unique(names)))
+    click.echo(log.write(connect, keys, out.absolute(), tuple(dict.fromkeys(names))))
 
 
 @click.command("metrics", short_help="Serve the metrics of a running run to Prometheus.")

@@ -2,14 +2,13 @@
 
 import json
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lsgd.algorithms import ALGORITHMS
-from lsgd.client.dashboard.story import RECENT_S, LossRound, Story
-from lsgd.client.dashboard.timeline import columns, pace, window
-from lsgd.client.watch.view import RATE_OVER_S, RoundView, RunView, WorkerView
+from lsgd.client.dashboard.story import RECENT_S, Story
+from lsgd.client.dashboard.timeline import columns, pace, shares, traffic
+from lsgd.client.watch.view import RATE_OVER_S, TOLD, RoundView, RunView, WorkerView, mean
 from lsgd.plan.run import RunSettings
 from lsgd.settings import changeable
 
@@ -50,31 +49,15 @@ def encoded(document: Mapping[str, Any]) -> str:
 
 def finished(document: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what the page shows of a run from its ``result.json`` and the lines of ``metrics.jsonl``."""
-    members = document.get("members", [])[:MAX_WORKERS]
-    names = [member["worker"] for member in members]
-    known = [LossRound(r["scope"], r["worker"], r["count"], r["losses"]) for r in rounds]
-    view = RunView()
-    for name in vars(view).keys() & document.keys():
-        if type(getattr(view, name)) in (str, int, float):
-            setattr(view, name, document[name])
-    view.share = document.get("progress", 0.0)
-    head = _head(view) | {"loss": _number(document.get("loss")), "rate": None, "left_s": None}
-    return {
-        "connected": False,
-        "problem": "",
-        "head": head | ({"rate": view.count / view.seconds} if view.seconds else {}),
-        "loss": losses(known, names, None),
-        "recent": None,
-        "whole": None,
-        "gaps": [],
-        "workers": [
-            {**{k: m[k] for k in ("worker", "node", "rank", "state", "code", "reason", "done", "times_leader")}}
-            | {"loss": _number(m["loss"]), "heard_s": None, "sent_nbytes": None, **pace([], RATE_OVER_S)}
-            for m in members
-        ],
-        "more_workers": len(document.get("members", [])) - len(members),
-        "log": [],
-        "settings": {},
+    story = Story(rounds)
+    story.view = view = RunView(document)
+    page = snapshot(story)
+    rate = view.count / view.seconds if view.seconds else None
+    workers = [worker | {"heard_s": None} for worker in page["workers"]]
+    return page | {
+        "head": page["head"] | {"rate": rate, "left_s": None},
+        "loss": losses(story.loss_rounds(), [worker["worker"] for worker in workers], None),
+        "workers": workers,
         "names": [],
     }
 
@@ -86,7 +69,7 @@ def setting_names(algorithm: str) -> list[str]:
 
 
 def losses(
-    rounds: Sequence[LossRound], workers: Sequence[str], now: tuple[int, Mapping[str, float | None]] | None
+    rounds: Sequence[RoundView], workers: Sequence[str], now: tuple[int, Mapping[str, float | None]] | None
 ) -> dict[str, Any]:
     """Return the curves: of each worker, of the mean at global rounds, and where the leader changes.
 
@@ -102,16 +85,15 @@ def losses(
     return {
         "counts": [count for count, _ in kept],
         "workers": {w: [_number(told.get(w)) for _, told in kept] for w in workers},
-        "consensus": [[r.count, _mean(r)] for r in _thinned(leads, MAX_POINTS)],
-        "leaders": [[r.count, _mean(r), r.leader] for r in _thinned(changes, MAX_MARKS)],
+        "consensus": [[r.count, _number(mean(r.losses.values()))] for r in _thinned(leads, MAX_POINTS)],
+        "leaders": [[r.count, _number(mean(r.losses.values())), r.leader] for r in _thinned(changes, MAX_MARKS)],
         "leader_changes": max(0, len(changes) - 1),
     }
 
 
 def _head(view: RunView) -> dict[str, Any]:
-    names = ("run", "state", "code", "reason", "algorithm", "count", "iterations", "share", "seconds", "period")
-    more = ("period_reason", "rounds_local", "rounds_global", "generation", "nodes", "lost", "time", "left_s", "rate")
-    return {name: getattr(view, name) for name in (*names, *more)} | {"loss": _number(view.loss)}
+    names = (*TOLD, "share", "lost", "time", "left_s", "rate")
+    return {name: getattr(view, name) for name in names} | {"loss": _number(view.loss)}
 
 
 def _worker(story: Story, worker: WorkerView) -> dict[str, Any]:
@@ -137,11 +119,12 @@ def _window(story: Story, shown: Sequence[WorkerView], *, recent: bool) -> dict[
     over = columns(begin, end, MAX_COLUMNS, least_s=2.0)
     marks: list[list[Any]] = []
     if story.started_at is not None:
-        timed = [(story.started_at + r.seconds, r) for r in story.rounds()]
+        timed = [(story.started_at + r.seconds, r) for r in story.view.rounds]
         for scope in ("global", "local"):
             inside = [(t, r) for t, r in timed if r.scope == scope and t >= over.begin]
             marks += [_mark(t, r) for t, r in _thinned(inside, MAX_MARKS)]
-    return window(points, over) | {"rounds": marks}
+    rows = {name: shares(each, over) for name, each in points.items()}
+    return over._asdict() | traffic(points.values(), over) | {"rows": rows, "rounds": marks}
 
 
 def _mark(time: float, round_: RoundView) -> list[Any]:
@@ -153,12 +136,7 @@ def _mark(time: float, round_: RoundView) -> list[Any]:
 def _thinned(items: Sequence[T], most: int) -> list[T]:
     """Return at most ``most`` of them, evenly spaced, the last one included."""
     step = -(-len(items) // most) or 1
-    return list(items[::-1][::step][::-1])
-
-
-def _mean(round_: LossRound) -> float | None:
-    finite = [loss for loss in round_.losses.values() if loss is not None and math.isfinite(loss)]
-    return _number(statistics.fmean(finite)) if finite else None
+    return list(items[::-step][::-1])
 
 
 def _number(value: float | None) -> float | None:

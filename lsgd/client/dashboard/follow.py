@@ -3,15 +3,15 @@
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from lsgd.client.dashboard.data import encoded, snapshot
 from lsgd.client.dashboard.story import Story
 from lsgd.client.watch.metrics import exposition
-from lsgd.client.watch.reader import Batch
+from lsgd.client.watch.reader import Batch, Reader
 from lsgd.errors import LsgdError
+from lsgd.output import write_whole
 
 TELL_EVERY_S = 0.5
 """How often the page changes at most."""
@@ -29,23 +29,11 @@ KEPT = "dashboard.json"
 """What the page showed at the end, in the run folder: ``lsgd report`` shows it again."""
 
 
-class Source(Protocol):
-    """Where events come from: a :class:`~lsgd.client.watch.reader.Reader`."""
-
-    def read(self, timeout_s: float) -> Batch:
-        """Return what is new as soon as there is something, or an empty batch after ``timeout_s``."""
-        ...
-
-    def close(self) -> None:
-        """End it."""
-        ...
-
-
 class Follower(threading.Thread):
     """Follows a run until it is told to end.
 
     Args:
-        source: of the run's events, which this thread closes at its end.
+        reader: of the run's events, which this thread closes at its end.
         story: what is known of the run so far; from now on this thread's alone.
         tell: takes the page's data as JSON, on this thread.
         seen: whether a page is open.
@@ -54,14 +42,14 @@ class Follower(threading.Thread):
 
     def __init__(
         self,
-        source: Source,
+        reader: Reader,
         story: Story,
         tell: Callable[[str], None],
         seen: Callable[[], bool],
         folder: Path | None = None,
     ) -> None:
         super().__init__(name="follower", daemon=True)
-        self._source = source
+        self._reader = reader
         self._story, self._tell, self._seen, self._folder = story, tell, seen, folder
         self._stop_asked = threading.Event()
         self._taking = threading.Lock()
@@ -77,7 +65,7 @@ class Follower(threading.Thread):
 
     def run(self) -> None:
         """Read, and tell."""
-        with closing(self._source):
+        with self._reader:
             changed, told_at, wait_s, state = True, float("-inf"), 0.0, ""
             while not self._stop_asked.is_set():
                 changed |= self._take()
@@ -89,7 +77,8 @@ class Follower(threading.Thread):
                     wait_s = max(TELL_EVERY_S, len(text) / TELL_NBYTES_PER_S, (told_at - now) / TELL_SHARE)
         text = self._say()
         if self._folder and self._story.view.run:
-            keep(self._folder, text)
+            with suppress(OSError):  # a full disk costs the report its timeline, nothing else
+                write_whole(self._folder / KEPT, text)
 
     def _take(self) -> bool:
         """Read once, and all that waits; return whether there is anything new."""
@@ -98,7 +87,7 @@ class Follower(threading.Thread):
         try:
             end = time.monotonic() + TELL_EVERY_S
             while time.monotonic() < end:
-                batch = self._source.read(READ_S)
+                batch = self._reader.read(READ_S)
                 self._story.problem = ""
                 with self._taking:
                     self._story.take(batch)
@@ -117,13 +106,3 @@ class Follower(threading.Thread):
         text = encoded(document)
         self._tell(text)
         return text
-
-
-def keep(folder: Path, text: str) -> None:
-    """Leave the page's last data in the run folder; a full disk costs the report its timeline, nothing else."""
-    beside = folder / f"{KEPT}.tmp"
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(folder / KEPT)
-    except OSError:
-        beside.unlink(missing_ok=True)

@@ -9,7 +9,11 @@ const OUT = ["straggler", "cut", "away", "left"];
 const LOST_AFTER_MS = 12000, RETRY_MS = 5000;
 let data = null, chosen = "", heardAt = Date.now(), drawn = {}, waiting = false, drawMs = 0, source = null;
 
-const make = (tag, text, about = {}) => Object.assign(document.createElement(tag), { textContent: text }, about);
+function make(tag, about, ...children) {
+  const made = Object.assign(document.createElement(tag), about);
+  made.append(...children);
+  return made;
+}
 const number = (x, digits = 4) => x === null || x === undefined ? "–"
   : Math.abs(x) >= 1e4 ? Math.round(x).toLocaleString("en") : String(Number(x.toPrecision(digits)));
 const percent = (x) => x === null || x === undefined ? "–" : `${Math.round(x * 100)} %`;
@@ -54,7 +58,7 @@ function write() {
   at("leaders").textContent = data.loss.leader_changes ? `${data.loss.leader_changes} changes of the leader` : "";
   table();
   log();
-  at("names").replaceChildren(...data.names.map((name) => make("option", "", { value: name })));
+  at("names").replaceChildren(...data.names.map((name) => make("option", { value: name })));
   const changes = Object.entries(data.settings).map(([name, value]) => `${name} = ${value}`);
   at("changed").textContent = changes.length ? `Changed so far: ${changes.join(", ")}` : "";
 }
@@ -63,11 +67,7 @@ function tiles(values) {
   const list = at("tiles"), names = Object.keys(values);
   if (list.dataset.names !== names.join()) {
     list.dataset.names = names.join();
-    list.replaceChildren(...names.map((name) => {
-      const tile = make("div", "");
-      tile.append(make("dt", name), make("dd", ""));
-      return tile;
-    }));
+    list.replaceChildren(...names.map((name) => make("div", {}, make("dt", {}, name), make("dd"))));
   }
   [...list.querySelectorAll("dd")].forEach((cell, i) => { cell.textContent = values[names[i]]; });
 }
@@ -84,17 +84,16 @@ const COLUMNS = {
 function table() {
   const names = Object.keys(COLUMNS), body = at("workers");
   if (!at("columns").children.length) {
-    at("columns").append(...names.map((name) => make("th", name, { scope: "col" })));
+    at("columns").append(...names.map((name) => make("th", { scope: "col" }, name)));
   }
   const key = data.workers.map((w) => w.worker).join();
   if (body.dataset.key !== key) {  // rows stay, and with them the focus
     body.dataset.key = key;
     body.replaceChildren(...data.workers.map((w) => {
-      const row = make("tr", "");
-      row.append(...names.map(() => make("td", "")));
-      const button = make("button", w.worker, { type: "button" });
+      const row = make("tr", {}, ...names.map(() => make("td")));
+      const button = make("button", { type: "button" }, w.worker);
       button.addEventListener("click", () => { chosen = chosen === w.worker ? "" : w.worker; drawn = {}; write(); draw(); });
-      row.firstChild.append(button, make("small", ""));
+      row.firstChild.append(button, make("small"));
       return row;
     }));
   }
@@ -114,11 +113,8 @@ function log() {
   const lines = data.log, last = lines.at(-1), key = lines.length ? `${lines.length} ${last[0]} ${last[2]}` : "";
   if (at("log").dataset.key === key) return;
   at("log").dataset.key = key;
-  at("log").replaceChildren(...lines.map(([time, code, words]) => {
-    const line = make("li", "", { title: code });
-    line.append(make("time", clock(time)), words);
-    return line;
-  }).reverse());
+  const rows = lines.map(([time, code, words]) => make("li", { title: code }, make("time", {}, clock(time)), words));
+  at("log").replaceChildren(...rows.reverse());
 }
 
 function banner() {
@@ -261,24 +257,16 @@ function listen() {
   };
 }
 
-const LEGEND = ["straggler", "cut", "away", "left"];
 function legend() {
   const t = charts.theme(dark.matches);
   const acts = charts.ACTS.map((act, i) => {
-    const item = make("li", "");
-    const swatch = make("i", "");
+    const swatch = make("i");
     swatch.style.background = t.acts[i];
-    item.append(swatch, LEGEND.includes(act) ? `${SIGNS[act]} ${act}` : act);
-    return item;
+    return make("li", {}, swatch, OUT.includes(act) ? `${SIGNS[act]} ${act}` : act);
   });
-  const rounds = [["◆", "global round, at its leader"], ["•", "local round"]].map(([sign, words]) => {
-    const item = make("li", "");
-    item.append(make("b", sign), words);
-    return item;
-  });
-  const blank = make("li", "");
-  blank.append(make("i", ""), "nothing told");
-  at("legend").replaceChildren(...acts, blank, ...rounds);
+  const blank = make("li", {}, make("i"), "nothing told");
+  const rounds = [["◆", "global round, at its leader"], ["•", "local round"]];
+  at("legend").replaceChildren(...acts, blank, ...rounds.map(([sign, words]) => make("li", {}, make("b", {}, sign), words)));
 }
 
 const redraw = () => { drawn = {}; legend(); draw(); };

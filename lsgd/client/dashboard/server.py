@@ -16,6 +16,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -330,8 +331,7 @@ def open_dashboard(
     dashboard = Dashboard(address, keys, host, token, control=bool(token) or keys is None)
     sockets = _bind(host, port)
     dashboard.port = sockets[0].getsockname()[1]
-    story = Story(read_rounds(folder / METRICS) if folder else ())
-    asyncio.run(_serve(dashboard, sockets, story, say, folder, parent))
+    asyncio.run(_serve(dashboard, sockets, folder, say, parent))
 
 
 def _bind(host: str, port: int | None) -> list[socket.socket]:
@@ -344,12 +344,7 @@ def _bind(host: str, port: int | None) -> list[socket.socket]:
 
 
 async def _serve(
-    dashboard: Dashboard,
-    sockets: list[socket.socket],
-    story: Story,
-    say: Callable[[str], None],
-    folder: Path | None,
-    parent: int,
+    dashboard: Dashboard, sockets: list[socket.socket], folder: Path | None, say: Callable[[str], None], parent: int
 ) -> None:
     loop, end = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -362,16 +357,15 @@ async def _serve(
     def tell(text: str) -> None:
         asyncio.run_coroutine_threadsafe(dashboard.show(text), loop)
 
-    source = Reader(dashboard.address, dashboard.keys)
-    follower = Follower(source, story, tell, lambda: dashboard.browsers > 0, folder if parent else None)
+    reader = Reader(dashboard.address, dashboard.keys)
+    story = Story(read_rounds(folder / METRICS) if folder else ())
+    follower = Follower(reader, story, tell, lambda: dashboard.browsers > 0, folder if parent else None)
     dashboard.metrics = follower.metrics
     follower.start()
     say(dashboard.url())
     while not end.is_set() and (not parent or os.getppid() == parent):
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(end.wait(), 1.0)
-        except TimeoutError:
-            continue
     follower.stop()
     await asyncio.to_thread(follower.join, READ_S + 2.0)
     await dashboard.show(None)
@@ -379,7 +373,5 @@ async def _serve(
     said_at = loop.time()
     while dashboard.browsers and loop.time() - said_at < LAST_WORDS_S:
         await asyncio.sleep(0.02)
-    try:
+    with suppress(TimeoutError):
         await asyncio.wait_for(server.close_all_connections(), 2.0)
-    except TimeoutError:
-        pass

@@ -1,8 +1,8 @@
 """What the page tells of a run: its view, the last minutes in full, and the rounds before the view began."""
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lsgd.client.watch.reader import Batch
@@ -16,16 +16,6 @@ MAX_RECENT = 256
 """How many reports of a worker are kept of them."""
 
 _DRIFT_S = 2.0  # the clocks of two servers of a run may differ by less without a change of what is drawn
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LossRound:
-    """What a round says of losses; ``losses`` has them by worker, at ``count`` iterations of the run."""
-
-    scope: str
-    leader: str
-    count: int
-    losses: Mapping[str, float | None]
 
 
 class Story:
@@ -46,12 +36,14 @@ class Story:
         self.recent: dict[str, deque[Totals]] = {}
         self.started_at: float | None = None
         self.problem = ""
-        self._older = [LossRound(r["scope"], r["worker"], r["count"], r["losses"]) for r in older]
+        self._older = [
+            RoundView(r["round"], r["scope"], r["worker"], r["count"], r["seconds"], r["losses"]) for r in older
+        ]
 
     def take(self, batch: Batch) -> None:
         """Take in what a reader has read."""
         run = self.view.run
-        self.view.take(dataclasses.replace(batch, events=()))
+        self.view.take(replace(batch, events=()))
         if run and run != self.view.run:
             self.recent, self.started_at, self._older = {}, None, []
         for event in batch.events:
@@ -71,12 +63,8 @@ class Story:
             while points and points[0].time < end - RECENT_S:
                 points.popleft()
 
-    def rounds(self) -> list[RoundView]:
-        """Return the rounds that the view knows, in order."""
-        return list(self.view.rounds)
-
-    def loss_rounds(self) -> list[LossRound]:
+    def loss_rounds(self) -> list[RoundView]:
         """Return all rounds that are known with their losses, by rising count."""
-        known = [LossRound(r.scope, r.leader, r.count, r.losses) for r in self.rounds()]
+        known = list(self.view.rounds)
         first = known[0].count if known else float("inf")
         return [*(r for r in self._older if r.count < first), *known]

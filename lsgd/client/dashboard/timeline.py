@@ -1,7 +1,8 @@
 """What workers did with their time, and what they sent, in columns of equal width."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ def shares(points: Sequence[Totals], over: Columns) -> list[str]:
     """Return the shares of compute, waiting and exchange in each column, as texts of a character a column."""
     if len(points) < 2:
         return ["0" * over.number] * 3
-    points = _changes(points)
+    points = [next(same) for _, same in groupby(points, _spent)]  # those that tell of new seconds
     spent = np.array([_spent(p) for p in points]).T
     times = np.array([p.time for p in points])
     told = np.array([np.diff(np.interp(over.edges, times, each)) for each in spent]) / over.width_s
@@ -82,24 +83,3 @@ def pace(points: Sequence[Totals], over_s: float) -> dict[str, float | None]:
 
 def _spent(point: Totals) -> tuple[float, float, float]:
     return point.compute_s, point.waiting_s, point.exchange_s
-
-
-def _changes(points: Sequence[Totals]) -> list[Totals]:
-    """Return the points that tell of new seconds: between two of them a worker has told nothing."""
-    first, *others = points
-    kept = [first]
-    for point in others:
-        if _spent(point) != _spent(kept[-1]):
-            kept.append(point)
-    return kept
-
-
-def window(workers: Mapping[str, Sequence[Totals]], over: Columns) -> dict[str, Any]:
-    """Return the columns as the page takes them."""
-    return {
-        "begin": over.begin,
-        "width_s": over.width_s,
-        "number": over.number,
-        "rows": {name: shares(points, over) for name, points in workers.items()},
-        **traffic(workers.values(), over),
-    }

@@ -1,17 +1,17 @@
 """The learning curve of a run as a picture."""
 
-import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lsgd.algorithms import ALGORITHMS
+from lsgd.client.watch.view import mean, place
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999999")
 """Told apart by the colour-blind too (Okabe and Ito). More workers than colours are drawn in gray, with their mean."""
@@ -35,11 +35,12 @@ def draw(result: dict[str, Any], rounds: Rounds, path: Path) -> None:
         rounds: at least one.
         path: of the picture.
     """
-    workers = sorted({worker for e in rounds for worker in e["losses"]}, key=_place)
+    workers = sorted({worker for e in rounds for worker in e["losses"]}, key=place)
     many = len(workers) > len(COLORS)
     colors = {worker: GRAY if many else COLORS[i] for i, worker in enumerate(workers)}
     algorithm = str(result.get("algorithm", ""))
-    levels = _levels(rounds) if not many and algorithm in ALGORITHMS and ALGORITHMS[algorithm].elects else []
+    elects = not many and algorithm in ALGORITHMS and ALGORITHMS[algorithm].elects
+    levels = sorted({(e["scope"], e["node"]) for e in rounds}) if elects else []  # that of all workers first
     figure = Figure(figsize=(9, 5.0 + 0.3 * len(levels)), layout="constrained")
     if levels:
         losses, leaders = figure.subplots(2, 1, sharex=True, height_ratios=[5, 0.35 + 0.3 * len(levels)])
@@ -81,8 +82,9 @@ def _draw_losses(axes: Axes, rounds: Rounds, colors: dict[str, str], *, many: bo
         axes.plot(counts, losses, color=color, linewidth=width, marker=marker, markersize=3.5, clip_on=False)
     handles = [Line2D([], [], color=color, label=worker, linewidth=2) for worker, color in colors.items()]
     if many:
-        means = [(e["count"], _mean(e["losses"])) for e in rounds if e["scope"] == "global"]
-        axes.plot([count for count, _ in means], [mean for _, mean in means], color=BLACK, linewidth=1.8)
+        shared = [e for e in rounds if e["scope"] == "global"]
+        means = np.array([mean(e["losses"].values()) for e in shared], dtype=float)  # NaN, a gap, where there is none
+        axes.plot([e["count"] for e in shared], means, color=BLACK, linewidth=1.8)
         labels = {GRAY: f"each of {len(colors)} workers", BLACK: "their mean"}
         handles = [Line2D([], [], color=color, label=label, linewidth=2) for color, label in labels.items()]
     if seen and min(seen) > 0 and max(seen) >= LOG_FROM * min(seen):
@@ -96,12 +98,6 @@ def _draw_losses(axes: Axes, rounds: Rounds, colors: dict[str, str], *, many: bo
     if not seen:
         axes.text(0.5, 0.5, "no worker has reported a finite loss", transform=axes.transAxes, ha="center")
     return handles
-
-
-def _mean(losses: dict[str, float | None]) -> float:
-    """Return the mean of those that are there; NaN, which leaves a gap, where none is."""
-    finite = [loss for loss in losses.values() if loss is not None]
-    return statistics.fmean(finite) if finite else math.nan
 
 
 def _draw_leaders(
@@ -119,16 +115,5 @@ def _draw_leaders(
     axes.tick_params(axis="y", length=0)
 
 
-def _levels(rounds: Rounds) -> list[tuple[str, int]]:
-    """Return (scope, node) of every kind of round that took place, that of all workers first."""
-    return sorted({(e["scope"], e["node"]) for e in rounds})
-
-
 def _end(result: dict[str, Any], rounds: Rounds) -> int:
     return max(int(result.get("count", 0)), int(rounds[-1]["count"]))
-
-
-def _place(worker: str) -> list[tuple[int, str]]:
-    """Order workers as people count: node2 before node10."""
-    digits = "".join(c if c.isdigit() else " " for c in worker).split()
-    return [(int(number), "") for number in digits] + [(0, worker)]

@@ -1,14 +1,12 @@
 """The run's page beside a launch: a process that ends with it, and whose own end costs the run nothing."""
 
 import os
-import select
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from lsgd.client.launcher.process import LSGD, first_words
 from lsgd.client.launcher.screen import LAUNCHER
 
 LOG = "dashboard.log"
@@ -28,17 +26,7 @@ def dashboard(folder: Path, port: int | None, environ: Mapping[str, str], *, ins
     if port is None:
         yield
         return
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "lsgd.client",
-        "dashboard",
-        "--run",
-        str(folder),
-        "--parent",
-        str(os.getpid()),
-    ]
+    command = [*LSGD, "dashboard", "--run", str(folder), "--parent", str(os.getpid())]
     command += ["--port", str(port)] * (port > 0) + ["--insecure"] * insecure
     with (folder / LOG).open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
@@ -50,7 +38,8 @@ def dashboard(folder: Path, port: int | None, environ: Mapping[str, str], *, ins
             start_new_session=True,  # Ctrl-C at the terminal reaches the launcher alone
         )
     try:
-        print(f"{LAUNCHER}{_first_line(process) or f'the dashboard does not start: see {folder / LOG}'}", flush=True)
+        said = first_words(process, STARTS_WITHIN_S) or f"the dashboard does not start: see {folder / LOG}"
+        print(f"{LAUNCHER}{said}", flush=True)
         yield
     finally:
         process.terminate()
@@ -61,16 +50,3 @@ def dashboard(folder: Path, port: int | None, environ: Mapping[str, str], *, ins
             process.wait(ENDS_WITHIN_S)
         assert process.stdout
         process.stdout.close()
-
-
-def _first_line(process: "subprocess.Popen[bytes]") -> str:
-    """Return what it says first, within a while; empty if it says nothing."""
-    assert process.stdout
-    deadline, line = time.monotonic() + STARTS_WITHIN_S, b""
-    while (
-        not line.endswith(b"\n") and select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]
-    ):
-        if not (data := os.read(process.stdout.fileno(), 4096)):
-            return ""
-        line += data
-    return line.decode(errors="replace").strip()

@@ -5,7 +5,6 @@ writes frames to its standard output, each ended by :data:`END`; the terminal th
 which tells their size.
 """
 
-import io
 import math
 import os
 import signal
@@ -49,8 +48,7 @@ def follow(address: str, *, insecure: bool) -> None:
 
 def frame(run: RunView, columns: int, rows: int) -> str:
     """Return the lines for a terminal of this size: progress, what the run waits for, and the workers."""
-    console = Console(file=io.StringIO(), force_terminal=True, width=max(40, columns) - 1, highlight=False)
-    console.print(_progress(run))
+    console = Console(force_terminal=True, width=max(40, columns) - 1, highlight=False)
     lines = []
     if not run.connected:
         lines.append(Text("the global server does not answer; training goes on as far as it can", "yellow"))
@@ -64,10 +62,11 @@ def frame(run: RunView, columns: int, rows: int) -> str:
     lines += [_worker(run, worker, width) for worker in workers[:most]]
     if len(workers) > most:
         lines.append(Text(f"and {len(workers) - most} more: lsgd status", "dim"))
-    for line in lines:
-        console.print(line, no_wrap=True, overflow="ellipsis")
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    with console.capture() as shown:
+        console.print(_progress(run))
+        for line in lines:
+            console.print(line, no_wrap=True, overflow="ellipsis")
+    return shown.get()
 
 
 def _progress(run: RunView) -> Table:

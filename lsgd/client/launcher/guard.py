@@ -39,15 +39,13 @@ class Guard:
 
     def renew(self) -> str:
         """Begin another one if it is gone; return what there is to say, if anything."""
+        was_said = self._pid is None
         if self._pid is not None:
             if os.waitpid(self._pid, os.WNOHANG) == (0, 0):
                 return ""
             self._pid = None
             os.close(self._writing)
             self._writing = -1
-            was_said = False
-        else:
-            was_said = True
         try:
             self._begin()
         except OSError as error:

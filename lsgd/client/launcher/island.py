@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from lsgd.client.launcher.place import claim_port
 from lsgd.client.launcher.signals import received
 from lsgd.errors import EvictedError
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         "WORLD_SIZE": str(len(names)),
         "LOCAL_WORLD_SIZE": str(len(names)),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(claim_port("127.0.0.1", 0)),
         "LSGD_ISLAND": str(len(names)),
     }
     processes = [
@@ -72,12 +73,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: socket.socket) 
         if readable and any(number != signal.SIGCHLD for number in signals.recv(64)):
             deadline_s = float("inf")  # the launcher ends all of the group, in its own time
     return failed or next((p.returncode for p in processes if p.returncode), 0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from lsgd.client.control.folder import SOCKET_NAME, socket_folder
 from lsgd.client.launcher import gpus, results
 from lsgd.client.launcher.dashboard import dashboard
 from lsgd.client.launcher.place import NAME_WITHIN_S, Place, claim_port, resolve
-from lsgd.client.launcher.process import Command
+from lsgd.client.launcher.process import LSGD, Command
 from lsgd.client.launcher.screen import LAUNCHER
 from lsgd.client.launcher.supervise import Supervisor
 from lsgd.client.watch.loggers import check
@@ -113,18 +112,15 @@ def launch(settings: Launch) -> int:
         hint = f"; type: lsgd launch -- python {shlex.join(settings.command)}" if script else ""
         raise ConfigError(f"the command {name!r} is not found, or is not a program{hint}")
     network = _network_address(place, settings.port)
-    if place.node == 0 and not settings.resume and runs(settings.run_dir / CHECKPOINTS):
-        raise ConfigError(
-            f"{settings.run_dir} has the checkpoints of an earlier run: go on from them with --resume (RESUME=1), or "
-            f"name another folder with --run-dir (RUN_NAME)"
-        )
     if place.node == 0:
+        if not settings.resume and runs(settings.run_dir / CHECKPOINTS):
+            raise ConfigError(
+                f"{settings.run_dir} has the checkpoints of an earlier run: go on from them with --resume (RESUME=1), "
+                f"or name another folder with --run-dir (RUN_NAME)"
+            )
         check(settings.log_to)
     keys, token, lines = _access(settings, network)
-    arguments, relay = _global_arguments(settings, network) if place.node == 0 else ([], "")
-    servers = {"global": [*arguments, *keys]} if place.node == 0 else {}
-    if relay:
-        servers["relay"] = ["--relay", "--listen", relay, *keys]
+    servers = _shared_servers(settings, network, keys) if place.node == 0 else {}
     with claimed(settings.run_dir, place.node, network):
         if place.node == 0:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
@@ -196,12 +192,6 @@ def _network_address(place: Place, port: int) -> str:
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 
-def relay_address(network: str) -> str:
-    """Return where the relay of a run listens: beside its global server, at the next port."""
-    host, _, port = network.rpartition(":")
-    return f"{host}:{int(port) + 1}"
-
-
 def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
     """Return the global server's arguments about keys, and this node's token; empty where no keys are needed.
 
@@ -223,21 +213,18 @@ def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
             if not place.starter  # who starts the other nodes itself, and may keep what we print where others read it
         ]
         return ["--keys", str(folder)], ring.token(name), lines
-    if token := os.environ.get(TOKEN_VARIABLE):
-        connector_keys(network, None, name, insecure=False)
-        return [], token, []
-    path = token_path(name)
-    deadline_s = time.monotonic() + TOKEN_WITHIN_S
-    if not path.exists():
+    token, path = os.environ.get(TOKEN_VARIABLE, ""), token_path(name)
+    if not token and not path.exists():
         print(
             f"{LAUNCHER}this node needs a token: LSGD_TOKEN, or a folder of keys that it shares with node 0 "
             f"(LSGD_KEYS). Waits {TOKEN_WITHIN_S:g} s for {path}",
             flush=True,
         )
-    while not path.exists() and time.monotonic() < deadline_s:
-        time.sleep(0.1)
+        deadline_s = time.monotonic() + TOKEN_WITHIN_S
+        while not path.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
     connector_keys(network, None, name, insecure=False)
-    return [], path.read_text(encoding="ascii").strip(), []
+    return [], token or path.read_text(encoding="ascii").strip(), []
 
 
 def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
@@ -249,8 +236,7 @@ def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
         print(*(f"{LAUNCHER}{line}" for line in lines), sep="\n", flush=True)
         return
     path = run_dir / "join.txt"
-    with suppress(FileNotFoundError):
-        path.unlink()
+    path.unlink(missing_ok=True)
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
@@ -264,36 +250,36 @@ def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
     )
 
 
-def _global_arguments(settings: Launch, network: str) -> tuple[list[str], str]:
-    """Return the arguments of the global server, and where the relay listens; empty: none is of use.
+def _shared_servers(settings: Launch, network: str, keys: Sequence[str]) -> dict[str, list[str]]:
+    """Return the arguments of the servers that node 0 runs for all nodes, by name; of a relay too, if it is of use.
 
-    It waits for the workers of all nodes, or as the plan says.
+    The global server waits for the workers of all nodes, or as the plan says.
     """
-    variable = os.environ.get("LSGD_PLAN")
-    path = settings.plan_path or (Path(variable) if variable else None)
     used = settings.run_dir / "plan.toml"
-    goes_on = path is None and settings.resume and used.exists()
-    if goes_on:
-        path = used
-    arguments = ["--global", "--listen", network, "--save-plan", str(used)]
+    goes_on = settings.plan_path is None and settings.resume and used.exists()
+    path = used if goes_on else settings.plan_path
+    nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
+    arguments = ["--global", "--listen", network, "--save-plan", str(used), "--nodes", str(nodes), *keys]
     arguments += ["--journal", str(settings.run_dir / JOURNAL), "--results", str(settings.run_dir)]
     if path:
         arguments += ["--plan", str(path)]
-    nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
-    arguments += ["--nodes", str(nodes)]
-    relay = relay_address(network) if nodes > 1 and sourced.plan.run.transport in ("auto", "tcp") else ""
-    arguments += ["--relay-address", relay] if relay else []
-    if goes_on and sourced.origins.get("workers", "") == f"the plan {path}":  # the number of the run before
+    is_old = goes_on and sourced.origins.get("workers", "") == f"the plan {path}"  # the number of the run before
+    if is_old:
         arguments += ["--workers", "0"]
-    elif sourced.plan.run.workers:
-        return arguments, relay
-    if nodes > 1:
+    if nodes > 1 and (is_old or not sourced.plan.run.workers):
         print(
             f"{LAUNCHER}the run begins when the workers of all {nodes} nodes have joined; to begin it with N of them, "
             f"tell this node: LSGD_WORKERS=N",
             flush=True,
         )
-    return arguments, relay
+    if nodes == 1 or sourced.plan.run.transport not in ("auto", "tcp"):
+        return {"global": arguments}
+    host, _, port = network.rpartition(":")
+    relay = f"{host}:{int(port) + 1}"
+    return {
+        "global": [*arguments, "--relay-address", relay],
+        "relay": ["--relay", "--listen", relay, *keys],
+    }
 
 
 def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[Command]:
@@ -301,19 +287,19 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
     threads = max(1, len(os.sched_getaffinity(0)) // len(settings.devices))
     commands = []
     for index in range(settings.workers):
-        arguments, own = _worker(settings, index)
-        own |= {
+        name = worker_name(node, index)
+        arguments, devices = _worker(settings, index)
+        variables = {
+            **environ,
+            **devices,
             "LSGD_LOCAL": local,
             "LSGD_NODE": str(node),
             "LSGD_LOCAL_RANK": str(index),
             "LSGD_RUN_DIR": str(settings.run_dir),
+            "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads),
         }
         if settings.resume:
-            own["LSGD_RESUME"] = str(settings.run_dir / CHECKPOINTS)
-        name = worker_name(node, index)
-        variables = {**environ, **own}
-        variables["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(threads)
-        first = node == index == 0
+            variables["LSGD_RESUME"] = str(settings.run_dir / CHECKPOINTS)
         commands.append(
             Command(
                 name,
@@ -321,7 +307,7 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
                 variables,
                 _log(settings, name),
                 joins=True,
-                on_terminal=first,
+                on_terminal=node == index == 0,
                 restarts=RESTARTS,
                 appends=settings.resume,
                 checkpoints=settings.run_dir / CHECKPOINTS,
@@ -343,7 +329,7 @@ def _worker(settings: Launch, index: int) -> tuple[Sequence[str], dict[str, str]
 
 def _logger(settings: Launch, network: str, environ: Mapping[str, str]) -> Command:
     """Return what writes the curves down."""
-    arguments = [sys.executable, "-P", "-m", "lsgd.client", "log", "--connect", network]
+    arguments = [*LSGD, "log", "--connect", network]
     arguments += ["--out", str(settings.run_dir), *["--insecure"] * settings.insecure]
     arguments += [part for name in settings.log_to for part in ("--to", name)]
     return Command("logger", arguments, environ, _log(settings, "logger"), observes=True, appends=settings.resume)

@@ -61,12 +61,13 @@ def find_place(node: int | None, nodes: int | None, address: str | None, environ
     """
     told_by = ""
     if node is None:
+        starters = [one for one in _STARTERS if environ.get(one.node) and (nodes or environ.get(one.nodes))]
         if "SLURM_STEP_ID" in environ:
             told_by = "Slurm"
             node, nodes, address = _ask_slurm(nodes, address, environ)
-        elif starter := _find_starter(nodes, environ):
-            told_by = starter.name
-            node, nodes, address = _read(starter, nodes, address, environ)
+        elif starters:
+            told_by = starters[0].name
+            node, nodes, address = _read(starters[0], nodes, address, environ)
         elif nodes in (None, 1):
             node = 0
         else:
@@ -106,11 +107,6 @@ def _ask_slurm(nodes: int | None, address: str | None, environ: Mapping[str, str
     return node, nodes, done.stdout.split()[0]
 
 
-def _find_starter(nodes: int | None, environ: Mapping[str, str]) -> _Starter | None:
-    """Return the first that tells the index of this node, and the number of nodes unless that is given."""
-    return next((one for one in _STARTERS if environ.get(one.node) and (nodes or environ.get(one.nodes))), None)
-
-
 def _read(
     starter: _Starter, nodes: int | None, address: str | None, environ: Mapping[str, str]
 ) -> tuple[int, int | None, str | None]:
@@ -145,17 +141,16 @@ def resolve(address: str, nodes: int, within_s: float = 0.0) -> str:
     while True:
         try:
             found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            break
         except OSError as error:
-            if (left_s := deadline_s - time.monotonic()) > 0:
-                if left_s > within_s - 0.5:
-                    print(f"{LAUNCHER}waits {within_s:g} s for {address!r} to be known here", flush=True)
-                time.sleep(0.5)
-                continue
-            waited = f" (for {within_s:g} s)" if within_s else ""
-            raise ConfigError(
-                f"the address of node 0, {address!r}, is not known here{waited}: {error.strerror}"
-            ) from None
-        break
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                waited = f" (for {within_s:g} s)" if within_s else ""
+                trouble = f"the address of node 0, {address!r}, is not known here{waited}: {error.strerror}"
+                raise ConfigError(trouble) from None
+        if left_s > within_s - 0.5:
+            print(f"{LAUNCHER}waits {within_s:g} s for {address!r} to be known here", flush=True)
+        time.sleep(0.5)
     ip = min(found, key=lambda info: info[0] != socket.AF_INET)[4][0]
     assert isinstance(ip, str)
     if nodes > 1 and ipaddress.ip_address(ip).is_loopback and address not in (ip, "localhost"):

@@ -2,8 +2,10 @@
 
 import os
 import pty
+import select
 import signal
 import subprocess
+import sys
 import termios
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +19,9 @@ from lsgd.errors import EvictedError, ServerLostError
 
 NOT_TRAINED = 78  # EX_CONFIG
 """Exit code for a script that ended well, but never joined the run, or left it before its end."""
+
+LSGD = (sys.executable, "-P", "-m", "lsgd.client")
+"""The command ``lsgd`` of this environment."""
 
 _TERMINAL_ROWS = 24
 _READ_NBYTES = 1 << 16
@@ -215,6 +220,13 @@ class Child:
         lines = [f"    {line}" for line in self._transcript.tail] or ["    (nothing)"]
         header = f"\nlsgd launch: {self.name} {self.fate}. Its last lines (all are in {self.command.log}):"
         return "\n".join([header, *lines, ""])
+
+
+def first_words(process: subprocess.Popen[bytes], within_s: float) -> str:
+    """Return what a process writes first to its pipe; nothing, if it writes nothing in time."""
+    assert process.stdout
+    ready, _, _ = select.select([process.stdout], [], [], within_s)
+    return os.read(process.stdout.fileno(), 4096).decode(errors="replace").strip() if ready else ""
 
 
 def _environment(command: Command) -> Mapping[str, str]:

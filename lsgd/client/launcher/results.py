@@ -5,7 +5,6 @@ The global server writes the first two while the run goes on. At its end the lau
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from lsgd.client.launcher.screen import FLUSH_WITHIN_S, FLUSHES, LAUNCHER
 from lsgd.client.watch.loggers import CURVES
-from lsgd.output import Output
+from lsgd.output import Output, write_whole
 
 METRICS, RESULT, CURVE = "metrics.jsonl", "result.json", "curve.png"
 """The files of a run folder."""
@@ -27,8 +26,7 @@ _STOPPED_CODE = "ordered"  # the global server's reason for a run that was told 
 def clear(folder: Path, *, resume: bool) -> None:
     """Remove what an earlier run with this folder has left; the rounds of one that goes on stay."""
     for name in (RESULT, CURVE) if resume else (RESULT, CURVE, METRICS, CURVES):
-        with suppress(FileNotFoundError):
-            (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)
 
 
 def finish(folder: Path, status: int, state: str = "", reason: str = "") -> None:
@@ -43,11 +41,9 @@ def finish(folder: Path, status: int, state: str = "", reason: str = "") -> None
     document = read(folder)
     state, reason = state or ended(document), reason or str(document.get("reason", ""))
     document |= {"state": state, "reason": reason, "exit_code": status}
-    path, files, lines = folder / RESULT, [], []
+    files, lines = [], []
     try:
-        beside = path.with_name(f"{RESULT}.tmp")
-        beside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        beside.replace(path)
+        write_whole(folder / RESULT, json.dumps(document, indent=2) + "\n")
         files += [name for name in (RESULT, METRICS) if (folder / name).exists()]
         if rounds := read_rounds(folder / METRICS):
             lines += _draw(document, rounds, folder / CURVE)
@@ -97,14 +93,10 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     rounds: list[dict[str, Any]] = []
-    for line in _parsed(lines):
-        while rounds and rounds[-1]["count"] > line["count"]:
-            rounds.pop()
-        rounds.append(line)
-    return rounds
-
-
-def _parsed(lines: list[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with suppress(ValueError):  # half a line, of a server that was killed
-            yield json.loads(line)
+            round_ = json.loads(line)
+            while rounds and rounds[-1]["count"] > round_["count"]:
+                rounds.pop()
+            rounds.append(round_)
+    return rounds

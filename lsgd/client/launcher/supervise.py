@@ -102,6 +102,9 @@ class Supervisor:
         plain: bool = False,
     ) -> None:
         self._commands = commands
+        self._servers = [command.name for command in commands if command.is_server]
+        self._aside = [command.name for command in commands if command.aside]
+        self._workers = [c.name for c in commands if not c.is_server and not c.aside]
         self._stops_run = stops_run
         self._linger = linger
         self._folder = folder
@@ -275,7 +278,7 @@ class Supervisor:
 
     def _stop(self, number: signal.Signals) -> None:
         if self._signalled:
-            self._end([_Step(self._names(), KILL_PATIENCE_S, signal.SIGKILL)])
+            self._end([_Step([command.name for command in self._commands], KILL_PATIENCE_S, signal.SIGKILL)])
             return
         self._signalled = number
         if self._step:
@@ -295,38 +298,27 @@ class Supervisor:
 
     def _end_cleanly(self) -> None:
         """Let the workers make their last round and save; then end all processes."""
-        workers, servers = self._names(is_server=False), self._names(is_server=True)
         if any(child.status == 0 for child in self._named(self._stops_run)):
-            clean = _Step(workers, STOP_PATIENCE_S, is_clean=True)  # it is over: who is there still saves
+            clean = _Step(self._workers, STOP_PATIENCE_S, is_clean=True)  # it is over: who is there still saves
         else:
             clean = _Step([self._stops_run], STOP_PATIENCE_S, self._gentle, is_clean=True)
-        for name in [name for name in self._due if name in servers]:
+        for name in [name for name in self._due if name in self._servers]:
             self._screen.say(f"{name} is started again now, to be told that the run ends")
-        self._due = {name: 0.0 for name in self._due if name not in workers}
+        self._due = {name: 0.0 for name in self._due if name not in self._workers}
         self._end([clean, *self._ends()])
 
     def _ends(self) -> list[_Step]:
         """Return the steps that end all processes, workers first."""
-        workers, servers = self._names(is_server=False), self._names(is_server=True)
         return [
-            _Step(workers, SAVE_PATIENCE_S, notice=Notice.GIVEN_UP),
-            _Step(workers, TERM_PATIENCE_S, signal.SIGTERM),
-            _Step(servers, TERM_PATIENCE_S, signal.SIGTERM),
-            _Step(workers + servers, KILL_PATIENCE_S, signal.SIGKILL),
+            _Step(self._workers, SAVE_PATIENCE_S, notice=Notice.GIVEN_UP),
+            _Step(self._workers, TERM_PATIENCE_S, signal.SIGTERM),
+            _Step(self._servers, TERM_PATIENCE_S, signal.SIGTERM),
+            _Step(self._workers + self._servers, KILL_PATIENCE_S, signal.SIGKILL),
             _Step([c.name for c in self._commands if c.helps], TERM_PATIENCE_S, signal.SIGTERM),
             _Step([c.name for c in self._commands if c.observes], OBSERVE_PATIENCE_S),
             _Step(self._aside, TERM_PATIENCE_S, signal.SIGTERM),
             _Step(self._aside, KILL_PATIENCE_S, signal.SIGKILL),
         ]
-
-    @property
-    def _aside(self) -> list[str]:
-        return [c.name for c in self._commands if c.aside]
-
-    def _names(self, *, is_server: bool | None = None) -> list[str]:
-        """Return the names of all, or of the servers, or of the workers."""
-        kinds = [c for c in self._commands if is_server is None or (c.is_server is is_server and not c.aside)]
-        return [c.name for c in kinds]
 
     def _end(self, steps: Sequence[_Step]) -> None:
         self._steps = deque(steps)
@@ -364,12 +356,11 @@ class Supervisor:
 
     def _advance(self) -> bool:
         """Go on to the next step if it is time to; return whether there is anything left to wait for."""
-        servers = self._names(is_server=True)
         there = {*self._due, *(child.name for child in self._alive)}.difference(self._aside)
-        needed = there.difference(servers) or (self._linger and there)
+        needed = there.difference(self._servers) or (self._linger and there)
         if not needed and (self._step is None or self._step.is_clean):
             in_vain = "the workers have ended without the end of the run"
-            self._end([_Step(servers, LINGER_S, in_vain=in_vain), *self._ends()])
+            self._end([_Step(self._servers, LINGER_S, in_vain=in_vain), *self._ends()])
         if self._step is None or not self._is_done(self._step):
             return True
         if self._step.in_vain:

@@ -3,17 +3,8 @@
 import bisect
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate
 
-from lsgd.protocol.events import (
-    Note,
-    Progress,
-    RoundCompleted,
-    RoundFailed,
-    RoundOrdered,
-    WorkerChanged,
-    WorkerJoined,
-)
+from lsgd.protocol.events import Note, Progress, WorkerChanged, WorkerJoined
 
 MAX_REASONS = 64
 """How many reasons are told apart; all later ones are ``other``."""
@@ -21,14 +12,13 @@ MAX_REASONS = 64
 BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Upper bounds of the buckets for the time that a round takes, in seconds; one without a bound follows."""
 
-_MAX_OPEN = 1024
 _GOES_BACK = ("gone_back", "begun_anew")  # codes: the run makes iterations again
 _LEAVES_ROUNDS = ("straggler", "cut", "away", "left")
 
 
 @dataclass(slots=True)
 class Histogram:
-    """How many rounds took how long, in seconds."""
+    """How many rounds took how long, in seconds: up to each of :data:`BOUNDS_S` from the one before, and longer."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     total_s: float = 0.0
@@ -38,14 +28,9 @@ class Histogram:
         self.counts[bisect.bisect_left(BOUNDS_S, took_s)] += 1
         self.total_s += took_s
 
-    @property
-    def cumulated(self) -> list[int]:
-        """For each bound how many took at most so long, and all of them at last."""
-        return list(accumulate(self.counts))
-
 
 class Counters:
-    """What was counted since the run's first event that the server still had.
+    """What was counted since the run's first event that the server still had; the view tells it the ends of rounds.
 
     Attributes:
         iterations: made by all; those that are made again, since the run went back to a checkpoint, count again.
@@ -63,30 +48,16 @@ class Counters:
         self.took = {"local": Histogram(), "global": Histogram()}
         self.failed: Counter[str] = Counter()
         self.departures: Counter[tuple[str, str]] = Counter()
-        self._open: dict[int, str] = {}  # scope of each round whose end is not known
-        self._last_round = 0
         self._count = self._again = 0  # the run's count as last told; iterations that are made again
         self._goes_back = False
 
     def fold(self, what: object) -> None:
-        """Count an event; a round that is told again, by a server that was started again, counts once."""
+        """Count an event that is not of a round."""
         match what:
             case Progress():
                 self.made(what.count)
                 for each in what.workers:
                     self.done[each.worker] = max(self.done[each.worker], each.done)
-            case RoundOrdered(number, scope) if number > self._last_round:
-                self._last_round = number
-                self._open[number] = scope
-                if len(self._open) > _MAX_OPEN:
-                    del self._open[next(iter(self._open))]
-            case RoundCompleted(number, took_s):
-                scope = self._open.pop(number, "")
-                if scope and took_s is not None:
-                    self.took[scope].add(took_s)
-            case RoundFailed(number, code):
-                if self._open.pop(number, ""):
-                    self.failed[_bounded(code, self.failed)] += 1
             case WorkerJoined():
                 self.joins += 1
             case WorkerChanged(_, state, code) if state in _LEAVES_ROUNDS:
@@ -94,6 +65,10 @@ class Counters:
                 self.departures[state, _bounded(code, known)] += 1
             case Note(code) if code in _GOES_BACK:
                 self._goes_back = True
+
+    def fail(self, code: str) -> None:
+        """Count a round that has failed."""
+        self.failed[_bounded(code, self.failed)] += 1
 
     def made(self, count: int) -> None:
         """Take the run's count, which falls a little where a server is started again, and as far as it goes back."""

@@ -1,12 +1,12 @@
 """The curves of a run: what loggers write down, made from its events and from nothing else."""
 
 import math
-import statistics
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from lsgd.client.watch.reader import Batch
-from lsgd.client.watch.view import RunView
+from lsgd.client.watch.view import RunView, mean
 from lsgd.protocol.events import Event, PeriodChosen, Progress, RoundCompleted, RoundOrdered
 
 _MAX_OPEN = 1024
@@ -43,9 +43,8 @@ class Curves:
     def take(self, batch: Batch) -> Iterator[Point]:
         """Yield the points of a batch, in order."""
         if batch.report is not None:
-            self.view.take(Batch(report=batch.report, lost=batch.lost, connected=batch.connected))
             self._as_of = batch.report["stream"]["last"]
-        self.view.connected = batch.connected
+        self.view.take(replace(batch, events=()))
         for event in batch.events:
             self.view.fold(event)
             count, values = self._values(event)
@@ -82,7 +81,8 @@ class Curves:
             del self._open[next(iter(self._open))]
         losses = {name: loss for name, loss in order.losses.items() if loss is not None and math.isfinite(loss)}
         values = {"rounds": float(order.round), **{f"loss/{name}": loss for name, loss in losses.items()}}
-        return values | ({"loss/consensus": statistics.fmean(losses.values())} if losses else {})
+        consensus = mean(losses.values())
+        return values if consensus is None else values | {"loss/consensus": consensus}
 
     def _progress(self, now: Progress) -> dict[str, float]:
         totals = [worker.totals.last for worker in self.view.workers.values() if worker.totals.last is not None]

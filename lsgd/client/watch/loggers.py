@@ -25,10 +25,8 @@ class Logger(ABC):
         run: its identity.
     """
 
-    name: str
     package = ""
-    """What it needs, and what installs it; empty: nothing."""
-    extra = ""
+    """What it needs, which the extra of the logger's name brings; empty: nothing."""
 
     @abstractmethod
     def __init__(self, folder: Path, run: str) -> None: ...
@@ -46,10 +44,8 @@ class Logger(ABC):
         """Write what is left, for good."""
 
 
-class CsvLogger(Logger):
+class _Csv(Logger):
     """Writes ``curves.csv``: a row for each value. A process that takes the place of another goes on after its rows."""
-
-    name = "csv"
 
     def __init__(self, folder: Path, run: str) -> None:
         path, self._run = folder / CURVES, run
@@ -60,17 +56,14 @@ class CsvLogger(Logger):
             self._rows.writerow(["run", "time", "iterations", "name", "value"])
 
     def write(self, point: Point) -> None:
-        """Add a point."""
         if point.time > self._after:
             rows = ((self._run, point.time, point.iterations, name, value) for name, value in point.values.items())
             self._rows.writerows(rows)
 
     def flush(self) -> None:
-        """Have it seen."""
         self._file.flush()
 
     def close(self) -> None:
-        """Write what is left."""
         self._file.close()
 
 
@@ -88,10 +81,10 @@ def _last_time(path: Path, run: str) -> float:
     return float(row[1]) if len(row) == 5 and row[0] == run else 0.0
 
 
-class TensorBoardLogger(Logger):
+class _TensorBoard(Logger):
     """Writes event files into ``tensorboard/RUN``, over the run's iterations."""
 
-    name, package, extra = "tensorboard", "tensorboardX", "tensorboard"
+    package = "tensorboardX"
 
     def __init__(self, folder: Path, run: str) -> None:
         from tensorboardX import SummaryWriter
@@ -99,23 +92,20 @@ class TensorBoardLogger(Logger):
         self._writer = SummaryWriter(str(folder / "tensorboard" / run.replace("/", "-")))
 
     def write(self, point: Point) -> None:
-        """Add a point."""
         for name, value in point.values.items():
             self._writer.add_scalar(name, value, point.iterations, walltime=point.time)
 
     def flush(self) -> None:
-        """Have it seen."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left."""
         self._writer.close()
 
 
-class WandbLogger(Logger):
+class _Wandb(Logger):
     """Writes a run of Weights & Biases into ``wandb/``: offline, unless ``WANDB_MODE`` says something else."""
 
-    name, package, extra = "wandb", "wandb", "wandb"
+    package = "wandb"
 
     def __init__(self, folder: Path, run: str) -> None:
         import wandb
@@ -131,28 +121,22 @@ class WandbLogger(Logger):
         self._run.define_metric("*", step_metric="iterations")
 
     def write(self, point: Point) -> None:
-        """Add a point."""
         self._run.log({"iterations": point.iterations, "time": point.time, **point.values})
 
     def flush(self) -> None:
         """It does so by itself."""
 
     def close(self) -> None:
-        """Write what is left."""
         self._run.finish()
 
 
-LOGGERS: dict[str, type[Logger]] = {cls.name: cls for cls in (CsvLogger, TensorBoardLogger, WandbLogger)}
+LOGGERS: dict[str, type[Logger]] = {"csv": _Csv, "tensorboard": _TensorBoard, "wandb": _Wandb}
 """By name."""
-
-
-def unique(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names without those that are given twice."""
-    return tuple(dict.fromkeys(names))
 
 
 def check(names: Iterable[str]) -> None:
     """Raise ConfigError where a logger's package is missing."""
-    for cls in (LOGGERS[name] for name in names):
+    for name in names:
+        cls = LOGGERS[name]
         if cls.package and importlib.util.find_spec(cls.package) is None:
-            raise ConfigError(f"{cls.name} needs {cls.package}: {sys.executable} -m pip install 'lsgd[{cls.extra}]'")
+            raise ConfigError(f"{name} needs {cls.package}: {sys.executable} -m pip install 'lsgd[{name}]'")

@@ -3,9 +3,9 @@
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import islice
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Any
 
 from lsgd.client.watch.counters import BOUNDS_S
 from lsgd.client.watch.view import RunView, WorkerView
@@ -23,6 +23,9 @@ MAX_WORKERS = 1024
 RUN_STATES = ("waiting", "running", "stopping", "over")
 WORKER_STATES = ("held", "live", "straggler", "cut", "away", "left")
 """All states that there are."""
+
+Samples = Mapping[Any, float]
+"""Of a metric: numbers by the values of its labels, which are a tuple."""
 
 
 def check() -> None:
@@ -52,17 +55,18 @@ class _Families:
     def collect(self) -> Iterator["Metric"]:
         yield _gauge("connected", "Whether the global server answers.", self._view.connected)
         if self._view.run:
+            workers = list(islice(self._view.workers.values(), MAX_WORKERS))
             yield from _run(self._view)
             yield from _rounds(self._view)
-            yield from _workers(self._view)
-            yield from _totals(list(islice(self._view.workers.values(), MAX_WORKERS)), self._view)
+            yield from _workers(self._view, workers)
+            yield from _totals(self._view, workers)
 
 
 def _run(view: RunView) -> Iterator["Metric"]:
-    info = _gauges("run_info", "The run, and the algorithm of its current phase.", ["run", "algorithm"])
-    info.add_metric([view.run, view.algorithm], 1)
-    yield info
-    yield _states("run_state", "State of the run.", [], [((), view.state)], RUN_STATES)
+    info = {(view.run, view.algorithm): 1}
+    yield _gauges("run_info", "The run, and the algorithm of its current phase.", ["run", "algorithm"], info)
+    states = {(state,): state == view.state for state in RUN_STATES}
+    yield _gauges("run_state", "State of the run.", ["state"], states)
     yield _gauge("run_progress_ratio", "Share of the run that is made.", view.share)
     yield _gauge("run_elapsed_seconds", "Time since the first round.", view.seconds)
     yield _gauge("run_remaining_seconds", "Time that is left at the present pace.", view.left_s)
@@ -74,61 +78,42 @@ def _run(view: RunView) -> Iterator["Metric"]:
     yield _counter("iterations", "Iterations made by all, those made again included.", view.counters.iterations)
     yield _counter("server_restarts", "How often the global server was started again.", view.counters.restarts)
     yield _counter("events_lost", "Events that were gone before they were read.", view.lost)
-    user = _gauges("user", "What scripts log by name: the mean over live workers.", ["name"])
-    for name, number in view.logged.items():
-        user.add_metric([name], number)
-    yield user
+    logged = {(name,): number for name, number in view.logged.items()}
+    yield _gauges("user", "What scripts log by name: the mean over live workers.", ["name"], logged)
 
 
 def _rounds(view: RunView) -> Iterator["Metric"]:
     from prometheus_client.core import HistogramMetricFamily
 
-    rounds = _counters("rounds", "Rounds that were ordered.", ["scope"])
-    rounds.add_metric(["local"], view.rounds_local)
-    rounds.add_metric(["global"], view.rounds_global)
-    yield rounds
+    ordered = {("local",): view.rounds_local, ("global",): view.rounds_global}
+    yield _counters("rounds", "Rounds that were ordered.", ["scope"], ordered)
     took = HistogramMetricFamily("lsgd_round_seconds", "Time from a round's order to its completion.", labels=["scope"])
     for scope, histogram in view.counters.took.items():
         bounds = [*map(str, BOUNDS_S), "+Inf"]
-        took.add_metric([scope], list(zip(bounds, histogram.cumulated, strict=True)), histogram.total_s)
+        took.add_metric([scope], list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total_s)
     yield took
-    failed = _counters("round_failures", "Rounds that a member could not complete.", ["reason"])
-    for reason, times in view.counters.failed.items():
-        failed.add_metric([reason], times)
-    yield failed
+    failed = {(reason,): times for reason, times in view.counters.failed.items()}
+    yield _counters("round_failures", "Rounds that a member could not complete.", ["reason"], failed)
 
 
-def _workers(view: RunView) -> Iterator["Metric"]:
-    workers = list(islice(view.workers.values(), MAX_WORKERS))
-    count = _gauges("workers", "Workers in each state.", ["state"])
-    states = Counter(worker.state for worker in view.workers.values())
-    for state in WORKER_STATES:
-        count.add_metric([state], states[state])
-    yield count
-    shown = (((worker.worker,), worker.state) for worker in workers)
-    yield _states("worker_state", "State of each worker.", ["worker"], shown, WORKER_STATES)
-    loss = _gauges("worker_loss", "Loss, as the worker last reported it.", ["worker"])
-    for worker in workers:
-        if worker.loss is not None:
-            loss.add_metric([worker.worker], worker.loss)
-    yield loss
-    silence = _gauges("worker_silence_seconds", "Time since the worker was heard.", ["worker"])
-    for worker in workers:
-        if worker.state != "left":
-            silence.add_metric([worker.worker], worker.heard_s)
-    yield silence
+def _workers(view: RunView, workers: list[WorkerView]) -> Iterator["Metric"]:
+    counts = Counter(worker.state for worker in view.workers.values())
+    yield _gauges("workers", "Workers in each state.", ["state"], {(each,): counts[each] for each in WORKER_STATES})
+    states = {(worker.worker, each): each == worker.state for worker in workers for each in WORKER_STATES}
+    yield _gauges("worker_state", "State of each worker.", ["worker", "state"], states)
+    losses = {(worker.worker,): worker.loss for worker in workers if worker.loss is not None}
+    yield _gauges("worker_loss", "Loss, as the worker last reported it.", ["worker"], losses)
+    silence = {(worker.worker,): worker.heard_s for worker in workers if worker.state != "left"}
+    yield _gauges("worker_silence_seconds", "Time since the worker was heard.", ["worker"], silence)
     yield _counter("joins", "How often workers have joined.", view.counters.joins)
-    departures = _counters("departures", "How often rounds went on without a worker.", ["state", "reason"])
-    for (state, reason), times in view.counters.departures.items():
-        departures.add_metric([state, reason], times)
-    yield departures
+    departures = view.counters.departures
+    yield _counters("departures", "How often rounds went on without a worker.", ["state", "reason"], departures)
 
 
-def _totals(workers: list[WorkerView], view: RunView) -> Iterator["Metric"]:
-    done = _counters("worker_iterations", "Iterations that the worker has made.", ["worker"])
-    for worker in workers:
-        done.add_metric([worker.worker], view.counters.done[worker.worker])
-    yield done
+def _totals(view: RunView, workers: list[WorkerView]) -> Iterator["Metric"]:
+    done = {(worker.worker,): view.counters.done[worker.worker] for worker in workers}
+    yield _counters("worker_iterations", "Iterations that the worker has made.", ["worker"], done)
+    last = {(worker.worker,): worker.totals.last for worker in workers if worker.totals.last is not None}
     for name, of, help_ in (
         ("sent_bytes", "sent_nbytes", "Bytes of tensors that the worker has sent."),
         ("received_bytes", "received_nbytes", "Bytes of tensors that the worker has received."),
@@ -136,45 +121,31 @@ def _totals(workers: list[WorkerView], view: RunView) -> Iterator["Metric"]:
         ("wait_seconds", "waiting_s", "Time of waiting for the servers and the others."),
         ("exchange_seconds", "exchange_s", "Time in rounds."),
     ):
-        family = _counters(name, help_, ["worker"])
-        for worker in workers:
-            if worker.totals.last is not None:
-                family.add_metric([worker.worker], getattr(worker.totals.last, of))
-        yield family
-
-
-def _gauges(name: str, help_: str, labels: list[str]) -> "GaugeMetricFamily":
-    from prometheus_client.core import GaugeMetricFamily
-
-    return GaugeMetricFamily(f"lsgd_{name}", help_, labels=labels)
-
-
-def _counters(name: str, help_: str, labels: list[str]) -> "CounterMetricFamily":
-    from prometheus_client.core import CounterMetricFamily
-
-    return CounterMetricFamily(f"lsgd_{name}", help_, labels=labels)
+        yield _counters(name, help_, ["worker"], {who: getattr(totals, of) for who, totals in last.items()})
 
 
 def _gauge(name: str, help_: str, value: float | None) -> "Metric":
     """Return a gauge; one without a value has no sample."""
-    family = _gauges(name, help_, [])
-    if value is not None:
-        family.add_metric([], value)
-    return family
+    return _gauges(name, help_, [], {} if value is None else {(): value})
 
 
 def _counter(name: str, help_: str, value: float) -> "Metric":
-    family = _counters(name, help_, [])
-    family.add_metric([], value)
-    return family
+    return _counters(name, help_, [], {(): value})
 
 
-def _states(
-    name: str, help_: str, labels: list[str], shown: Iterable[tuple[tuple[str, ...], str]], states: tuple[str, ...]
-) -> "Metric":
-    """Return a state set: for each state a sample, 1 for the one that is the case."""
-    family = _gauges(name, help_, [*labels, "state"])
-    for whose, state in shown:
-        for each in states:
-            family.add_metric([*whose, each], each == state)
+def _gauges(name: str, help_: str, labels: list[str], samples: Samples) -> "Metric":
+    from prometheus_client.core import GaugeMetricFamily
+
+    return _filled(GaugeMetricFamily(f"lsgd_{name}", help_, labels=labels), samples)
+
+
+def _counters(name: str, help_: str, labels: list[str], samples: Samples) -> "Metric":
+    from prometheus_client.core import CounterMetricFamily
+
+    return _filled(CounterMetricFamily(f"lsgd_{name}", help_, labels=labels), samples)
+
+
+def _filled(family: "GaugeMetricFamily | CounterMetricFamily", samples: Samples) -> "Metric":
+    for labels, value in samples.items():
+        family.add_metric(labels, value)
     return family

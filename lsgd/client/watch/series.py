@@ -10,33 +10,28 @@ class Series(Generic[T]):
     """Keeps at most ``most`` points of all that were added, evenly spaced, and the last one.
 
     Attributes:
-        added: how many were.
+        step: one of so many points is kept.
     """
 
     def __init__(self, most: int) -> None:
-        self.added = 0
+        self.step = 1
+        self._added = 0
         self._most = most
-        self._step = 1
         self._points: list[T] = []
         self._last: T | None = None
 
     def add(self, point: T) -> None:
         """Add a point that comes after all others."""
         self._last = point
-        if self.added % self._step == 0:
+        if self._added % self.step == 0:
             self._points.append(point)
             self._last = None
-        self.added += 1
+        self._added += 1
         if len(self._points) >= self._most:
-            self._step *= 2
+            self.step *= 2
             if len(self._points) % 2 == 0:  # the last one goes from the even ones
                 self._last = self._points[-1]
             del self._points[1::2]
-
-    @property
-    def step(self) -> int:
-        """One of so many points is kept."""
-        return self._step
 
     @property
     def last(self) -> T | None:

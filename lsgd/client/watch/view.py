@@ -1,6 +1,7 @@
 """What people look at: the state of a run and its history, as a report and the events after it tell them."""
 
 import math
+import re
 import statistics
 import sys
 from collections import deque
@@ -34,6 +35,11 @@ MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
 RATE_OVER_S = 30.0
 """The rate is that of so many seconds."""
 
+TOLD = (
+    *("run", "state", "code", "reason", "algorithm", "period", "period_reason", "count", "iterations"),
+    *("loss", "seconds", "rounds_local", "rounds_global", "generation", "nodes"),
+)
+"""What a report and a view have under the same name."""
 
 _TAKES_PART = ("live", "held")
 
@@ -120,19 +126,8 @@ class WorkerView:
             return
         if before is not None and any(b + s < t for b, s, t in zip(self._before, spent, before[3:], strict=True)):
             self._before = before[3:]
-        compute_s, waiting_s, exchange_s, sent, received = self._before
-        self.totals.add(
-            Totals(
-                time,
-                now.done,
-                now.loss,
-                compute_s + now.compute_s,
-                waiting_s + now.waiting_s,
-                exchange_s + now.exchange_s,
-                sent + now.sent_nbytes,
-                received + now.received_nbytes,
-            )
-        )
+        sums = (b + s for b, s in zip(self._before, spent, strict=True))
+        self.totals.add(Totals._make((time, now.done, now.loss, *sums)))
 
     def mind(self, time: float, state: str, code: str, reason: str) -> None:
         """Begin a gap, or end it."""
@@ -150,7 +145,6 @@ class RoundView:
     Args:
         round: its id.
         scope: ``local`` or ``global``.
-        node: that a local round is of; -1: a global one.
         leader: the worker that leads it.
         count: the run's iterations when it was ordered.
         seconds: from the run's first round to its order.
@@ -163,7 +157,6 @@ class RoundView:
 
     round: int
     scope: str
-    node: int
     leader: str
     count: int
     seconds: float
@@ -180,7 +173,7 @@ class RunView:
     The history is bounded: at most :data:`MAX_ROUNDS` rounds, and so on; what is full keeps every second point.
 
     Args:
-        report: as ``lsgd status --json`` has it; None: it comes with the first batch.
+        report: as ``lsgd status --json`` or ``result.json`` has it; None: it comes with the first batch.
 
     Attributes:
         run: identity; empty before the first report.
@@ -220,7 +213,6 @@ class RunView:
         self.connected = False
         self._as_of = 0  # the report includes the events up to this one
         self._recent: dict[int, RoundView] = {}
-        self._last_round = 0
         self._progress: deque[tuple[float, int, float]] = deque()  # time, count and share of the last seconds
         if report is not None:
             self._begin(report)
@@ -265,22 +257,19 @@ class RunView:
         """Take the state from a report, and the rounds that are not known yet; another run begins anew."""
         if self.run and self.run != report["run"]:
             RunView.__init__(self)
-        self.run, self.algorithm, self.loss = report["run"], report["algorithm"], report["loss"]
-        self.state, self.code, self.reason = report["state"], report["code"], report["reason"]
-        self.period, self.period_reason = report["period"], report["period_reason"]
-        self.count, self.iterations, self.share = report["count"], report["iterations"], report["progress"]
-        self.rounds_local, self.rounds_global = report["rounds_local"], report["rounds_global"]
-        self.seconds, self.generation, self.nodes = report["seconds"], report["generation"], report["nodes"]
+        for name in TOLD:
+            setattr(self, name, report.get(name, getattr(self, name)))
+        self.share = report.get("progress", self.share)
         self.ways = report.get("ways", [])
         self._as_of = report.get("stream", {}).get("last", 0)
         self.counters.made(self.count)
-        for member in report["members"]:
+        for member in report.get("members", []):
             worker = self._worker(member["worker"], member["node"])
             worker.rank, worker.state = member["rank"], member["state"]
             worker.reason, worker.code = member["reason"], member["code"]
             worker.done, worker.loss = member["done"], member["loss"]
             worker.times_leader, worker.heard_s = member["times_leader"], member["heard_s_ago"]
-        for entry in report["leaders"]:
+        for entry in report.get("leaders", []):
             self._order(RoundOrdered(**entry))
 
     # -- events ------------------------------------------------------------------------------------------------
@@ -299,10 +288,13 @@ class RunView:
                 self.log.append(Line(time, code, words))
             case RoundOrdered():
                 self._order(what)
-            case RoundCompleted(number, took_s, sent_nbytes) if known := self._recent.get(number):
+            case RoundCompleted(number, took_s, sent_nbytes) if known := self._open(number):
                 known.state, known.took_s, known.sent_nbytes = "completed", took_s, sent_nbytes
-            case RoundFailed(number, _, reason) if known := self._recent.get(number):
+                if took_s is not None:
+                    self.counters.took[known.scope].add(took_s)
+            case RoundFailed(number, code, reason) if known := self._open(number):
                 known.state, known.reason = "failed", reason
+                self.counters.fail(code)
             case WorkerJoined(name, node):
                 self._worker(name, node).mind(time, "live", "", "")
             case WorkerChanged(name, state, code, reason):
@@ -318,12 +310,16 @@ class RunView:
                 if len(self._progress) > 1 and not self._progress[0][0] < time:  # the server's clock was set back
                     self._progress = deque([self._progress[-1]])
 
+    def _open(self, number: int) -> RoundView | None:
+        """Return a round whose end is not known yet; a server that was started again may tell it twice."""
+        known = self._recent.get(number)
+        return known if known and known.state == "open" else None
+
     def _order(self, order: RoundOrdered) -> None:
-        if order.round <= self._last_round:
+        if order.round <= next(reversed(self._recent), 0):
             return
-        self._last_round = order.round
         losses = {sys.intern(name): loss for name, loss in order.losses.items()}  # the same names each time
-        view = RoundView(order.round, order.scope, order.node, order.worker, order.count, order.seconds, losses)
+        view = RoundView(order.round, order.scope, order.worker, order.count, order.seconds, losses)
         self.rounds.add(view)
         self._recent[order.round] = view
         if len(self._recent) > MAX_ROUNDS:
@@ -336,7 +332,7 @@ class RunView:
                 self.rounds_global += scope == "global"
                 self._worker(what.worker).times_leader += 1
                 if scope == "global":
-                    self.loss = _mean(what.losses.values())
+                    self.loss = mean(what.losses.values())
             case WorkerJoined(name, node):
                 worker = self._worker(name, node)
                 worker.state, worker.code, worker.reason = "away", "", ""
@@ -368,21 +364,18 @@ class RunView:
     def _worker(self, name: str, node: int | None = None) -> WorkerView:
         """Return the worker, who is made if nobody has told of it; the order is that of ranks."""
         if name not in self.workers:
-            self.workers[name] = WorkerView(name, _place(name)[0] if node is None else node)
-            self.workers = dict(sorted(self.workers.items(), key=lambda item: _place(item[0])))
+            self.workers[name] = WorkerView(name, place(name)[0] if node is None else node)
+            self.workers = dict(sorted(self.workers.items(), key=lambda item: place(item[0])))
         return self.workers[name]
 
 
-def _place(name: str) -> tuple[int, int]:
-    """Return node and index from a worker's name: ``node0/worker1``."""
-    node, _, worker = name.partition("/")
-    return _number(node.removeprefix("node")), _number(worker.removeprefix("worker"))
+def place(name: str) -> tuple[int, int]:
+    """Return node and index from a worker's name, ``node0/worker1``: the order in which people count."""
+    found = re.fullmatch(r"node(\d+)/worker(\d+)", name)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
-
-
-def _mean(losses: Iterable[float | None]) -> float | None:
+def mean(losses: Iterable[float | None]) -> float | None:
+    """Return the mean of the losses that are told and finite; None: there are none."""
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
     return statistics.fmean(finite) if finite else None
