@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from lsgd.codecs.base import Codec
 from lsgd.errors import ConfigError
 from lsgd.lazy import torch
-from lsgd.payload import HEADER_NBYTES
+from lsgd.payload import HEADER_NBYTES, aligned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class MinMax8(Codec):
     def nbytes(self, numel: int) -> int:
         """Return the same as ``lsgd.kernels.payload_nbytes``, without torch."""
         blocks = -(-numel // (self.block or max(numel, 1)))
-        return HEADER_NBYTES + _aligned(8 * blocks) + _aligned(numel)
+        return HEADER_NBYTES + aligned(8 * blocks) + aligned(numel)
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
         """Quantize."""
@@ -103,7 +103,3 @@ class MinMax8(Codec):
 
 def _rounding(seed: int | None) -> Rounding:
     return "nearest" if seed is None else "stochastic"
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
