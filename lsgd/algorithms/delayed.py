@@ -1,4 +1,4 @@
-"""The base of methods that exchange models every period, and may take the result over some steps later."""
+"""The base of methods that exchange models beside the training, and take the result over later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Delayed(Algorithm):
-    """A transfer begins in a round, and lands in it, or ``delay`` steps later, or at the next round."""
+    """A transfer begins in a round, and lands when it is settled: at once, some steps later, or at the next round."""
 
     def __init__(self) -> None:
         self._background = Background()
