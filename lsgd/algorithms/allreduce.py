@@ -37,12 +37,6 @@ class AllReduceSettings(GradientSettings):
 class AllReduce(GradientAlgorithm):
     """``g ← mean of all members' g``, in the gradient's dtype."""
 
-    settings: AllReduceSettings
-
-    def __init__(self, settings: AllReduceSettings) -> None:
-        super().__init__(settings.bucket_mib)
-        self.settings = settings
-
     def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
         """Average one bucket; divided first, so that float16 sums do not overflow.
 

@@ -68,8 +68,10 @@ class GradientAlgorithm(Algorithm):
 
     spans_backward: ClassVar[bool] = True
 
-    def __init__(self, bucket_mib: float) -> None:
-        self._bucket_nbytes = int(bucket_mib * 2**20)
+    settings: GradientSettings
+
+    def __init__(self, settings: GradientSettings) -> None:
+        self.settings = settings
         self._results: dict[int, Tensor] = {}
         self._under_way = Pipeline()
 
@@ -80,7 +82,7 @@ class GradientAlgorithm(Algorithm):
 
     def buckets(self, gradients: Flat) -> list[Tensor]:
         """Return the slices of the flat gradients to exchange, in this order."""
-        return list(buckets(gradients, self._bucket_nbytes))
+        return list(buckets(gradients, int(self.settings.bucket_mib * 2**20)))
 
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
         """Exchange all buckets now."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lsgd.algorithms.base import Flat, all_finite, clones, copy_all
-from lsgd.algorithms.common import Periodic, block, codec, delay, fragments, hierarchical, period
+from lsgd.algorithms.common import Periodic, block, codec, delay, hierarchical, period
 from lsgd.algorithms.delayed import Delayed
 from lsgd.codecs import Codec, codec_of
 from lsgd.collectives.compressed_mean import CompressedMean, sent_nbytes
@@ -59,7 +59,9 @@ class LocalSettings(Periodic):
         1.0, "factor of what rounding has lost when the next exchange adds it; 0: no error feedback", low=0, high=1
     )
     hierarchical: bool = hierarchical()
-    fragments: int = fragments()
+    fragments: int = setting(
+        1, "parts of the model, exchanged in turn: each once in a period, one a round", low=1, high=1 << 16, fixed=True
+    )
     delay: int = delay("take over the outer step's model")
     keep: float = setting(
         0.5, "with delay: share of its own model that a worker keeps when it takes over the common one", low=0, high=1

@@ -53,8 +53,7 @@ class QuantizedGradient(GradientAlgorithm):
     settings: QuantizedGradientSettings
 
     def __init__(self, settings: QuantizedGradientSettings, run: str) -> None:
-        super().__init__(settings.bucket_mib)
-        self.settings = settings
+        super().__init__(settings)
         self._run = run
         self._members: tuple[str, ...] = ()
         self._feedback: dict[int, ErrorFeedback] = {}
@@ -71,10 +70,7 @@ class QuantizedGradient(GradientAlgorithm):
         self._all_reduce = None
         if taking_part is not None:
             self._all_reduce = QuantizedAllReduce(
-                taking_part,
-                settings.make_codec(),
-                rounding=settings.rounding,
-                average=settings.average,
+                taking_part, settings.make_codec(), rounding=settings.rounding, average=settings.average
             )
 
     def quantizing_group(self, group: Group) -> Group | None:
