@@ -1,7 +1,8 @@
 """torch, loaded at first use: servers read the settings of algorithms and codecs, and never load torch.
 
-A file of an algorithm or a codec says ``from lsgd.lazy import torch`` instead of ``import torch``, and imports types
-from torch under ``TYPE_CHECKING``. Nothing at its top level may use ``torch``: no decorator, no default value.
+A file of an algorithm or a codec says ``from lsgd.lazy import Tensor, torch`` instead of importing them from torch.
+Nothing at its top level may use ``torch``: no decorator, no default value. ``Tensor`` is for annotations only, in files
+that do not evaluate them (``from __future__ import annotations``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ T = TypeVar("T")
 
 if TYPE_CHECKING:
     import torch as torch
+    from torch import Tensor as Tensor
 else:
+    Tensor = Any
 
     class _Lazy:
         def __init__(self, name: str) -> None:

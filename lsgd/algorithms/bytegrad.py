@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lsgd.algorithms.base import Flat
 from lsgd.algorithms.common import hierarchical
 from lsgd.algorithms.quantized_gradient import QuantizedGradient, QuantizedGradientSettings
+from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import STAGES
+from lsgd.lazy import Tensor
 from lsgd.protocol.messages import Round
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 
 @dataclass(frozen=True)

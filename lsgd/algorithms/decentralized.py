@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Flat, empties
 from lsgd.algorithms.common import hierarchical, interval
 from lsgd.algorithms.delayed import Delayed
+from lsgd.collectives.group import Group
 from lsgd.collectives.topology import exponential_peer, node_index, shift_one_peer
-from lsgd.lazy import no_grad
+from lsgd.lazy import Tensor, no_grad
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, Schedule, setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
-
 
 ONE_PEER: Mapping[str, Callable[[int, int, int], int | None]] = {
     "exponential": exponential_peer,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from lsgd.algorithms.base import Algorithm, Flat
 from lsgd.collectives.background import Background
+from lsgd.collectives.group import Group
 from lsgd.lazy import no_grad
 from lsgd.protocol.messages import Round
-
-if TYPE_CHECKING:
-    from lsgd.collectives.group import Group
 
 
 class Delayed(Algorithm):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from lsgd.algorithms.base import Flat, all_finite, clones, copy_all
 from lsgd.algorithms.common import Periodic, block, codec, delay, hierarchical, period
@@ -16,16 +16,12 @@ from lsgd.algorithms.delayed import Delayed
 from lsgd.codecs import Codec, codec_of
 from lsgd.collectives.compressed_mean import CompressedMean, sent_nbytes
 from lsgd.collectives.feedback import ErrorFeedback
+from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import chunk_bounds
 from lsgd.errors import ConfigError
-from lsgd.lazy import no_grad, torch
+from lsgd.lazy import Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import Schedule, setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 log = logging.getLogger(__name__)
 

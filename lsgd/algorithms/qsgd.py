@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lsgd.algorithms.base import Flat
 from lsgd.algorithms.common import rounding
 from lsgd.algorithms.quantized_gradient import QuantizedGradient, QuantizedGradientSettings
+from lsgd.collectives.group import Group
+from lsgd.lazy import Tensor
 from lsgd.protocol.messages import Round
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 
 @dataclass(frozen=True)

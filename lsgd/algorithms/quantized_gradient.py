@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lsgd.algorithms.base import Flat
 from lsgd.algorithms.common import block, codec, rounding, rounding_codec
 from lsgd.algorithms.gradient import GradientAlgorithm, GradientSettings
 from lsgd.codecs import Codec
 from lsgd.collectives.feedback import ErrorFeedback
+from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import QuantizedAllReduce
+from lsgd.lazy import Tensor
 from lsgd.protocol.messages import Round
 from lsgd.settings import setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 
 @dataclass(frozen=True)

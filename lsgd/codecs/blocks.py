@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from lsgd.codecs.base import Codec, flags_of
 from lsgd.errors import ConfigError
-from lsgd.lazy import torch
+from lsgd.lazy import Tensor, torch
 from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lsgd.kernels.few_bits import Path
+
 
 PIECE: Final = 1 << 15
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lsgd.codecs import blocks
-from lsgd.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lsgd.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)

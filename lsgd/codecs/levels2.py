@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 from lsgd.codecs import blocks
-from lsgd.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lsgd.lazy import Tensor, torch
 
 NEAR: Final = 0.4528
 FAR: Final = 1.5104

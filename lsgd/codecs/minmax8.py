@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lsgd.codecs.base import Codec
 from lsgd.errors import ConfigError
-from lsgd.lazy import torch
+from lsgd.lazy import Tensor, torch
 from lsgd.payload import HEADER_NBYTES, aligned
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lsgd.kernels import Quantized
     from lsgd.kernels.dispatch import Rounding
 

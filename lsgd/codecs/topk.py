@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from lsgd.codecs import blocks
 from lsgd.errors import ConfigError
-from lsgd.lazy import torch
+from lsgd.lazy import Tensor, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lsgd.kernels.few_bits import Path
+
 
 CHUNK: Final = 4096
 

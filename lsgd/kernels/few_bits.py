@@ -7,10 +7,9 @@ import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 LEVELS_BLOCKS: Final = tuple(1 << i for i in range(6, 12))
 """Sizes of blocks of levels for which there are kernels; larger ones would be too much straight code."""
