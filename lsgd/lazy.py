@@ -15,22 +15,24 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+
+class Lazy:
+    """Stands in for a module, and imports it when it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, value)
+        return value
+
+
 if TYPE_CHECKING:
     import torch as torch
     from torch import Tensor as Tensor
 else:
-    Tensor = Any
-
-    class _Lazy:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def __getattr__(self, attribute: str) -> Any:
-            value = getattr(importlib.import_module(self._name), attribute)
-            setattr(self, attribute, value)
-            return value
-
-    torch = _Lazy("torch")
+    torch, Tensor = Lazy("torch"), Any
 
 
 def no_grad(function: Callable[P, T]) -> Callable[P, T]:

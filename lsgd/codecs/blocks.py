@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
-from lsgd.codecs.base import Codec, flags_of
+from lsgd.codecs.base import Codec, flags_of, kernels
 from lsgd.errors import ConfigError
 from lsgd.lazy import Tensor, torch
 from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
-
-if TYPE_CHECKING:
-    from lsgd.kernels.few_bits import Path
-
 
 PIECE: Final = 1 << 15
 
@@ -70,9 +66,9 @@ class Blockwise(Codec):
                 value = piece.to(torch.promote_types(out.dtype, torch.float32)) + value * alpha
             piece.copy_(value)
 
-    def _path(self, device: torch.device, numel: int) -> tuple[Path | None, int]:
+    def _path(self, device: torch.device, numel: int) -> tuple[kernels.few_bits.Path | None, int]:
         """Return the kernels for a device, if there are any, and how many of ``numel`` elements they take."""
-        path = self.kernels(device.type) if numel else None
+        path = self.path(device.type) if numel else None
         return path, 0 if path is None else path.takes(numel)
 
     def _pieces(
@@ -97,7 +93,7 @@ class Blockwise(Codec):
         """Return the bytes of each part; needs no torch."""
         raise NotImplementedError
 
-    def kernels(self, device: str) -> Path | None:
+    def path(self, device: str) -> kernels.few_bits.Path | None:
         """Return the kernels for a type of device, if there are any."""
         raise NotImplementedError
 
@@ -141,11 +137,10 @@ class ScaledBlocks(Blockwise):
         planes = 1 if self.threshold is None else 2
         return [2 * -(-numel // self.scale_block)] + [-(-numel // 8)] * planes
 
-    def kernels(self, device: str) -> Path | None:
+    def path(self, device: str) -> kernels.few_bits.Path | None:
         """Return those for these levels."""
-        from lsgd.kernels.few_bits import Levels, levels_path
-
-        return levels_path(device, Levels(self.near, self.far, self.threshold), self.scale_block)
+        levels = kernels.few_bits.Levels(self.near, self.far, self.threshold)
+        return kernels.few_bits.levels_path(device, levels, self.scale_block)
 
     def decode_blocks(self, numel: int, *parts: Tensor) -> Tensor:
         """Return each element's level."""
