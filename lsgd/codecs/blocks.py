@@ -142,6 +142,23 @@ class ScaledBlocks(Blockwise):
         levels = kernels.few_bits.Levels(self.near, self.far, self.threshold)
         return kernels.few_bits.levels_path(device, levels, self.scale_block)
 
+    def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
+        """Choose the level of each element by the root mean square of its block, then the scale."""
+        scales, signs, *fars = parts
+        rows = rows_of(x, self.scale_block)
+        magnitudes = rows.abs().to(torch.float64)
+        counts = counts_of(rows, x.numel())
+        # The scale with the least square error for these levels: exact where all elements are alike.
+        products, squares = sums_of(magnitudes) * self.near, counts * self.near**2
+        if self.threshold is not None:
+            rms = (sums_of(magnitudes.square()) / counts).sqrt()
+            far = rows.abs() > (rms * self.threshold).to(torch.float32)[:, None]
+            products += sums_of(torch.where(far, magnitudes, 0.0)) * (self.far - self.near)
+            squares += far.sum(1).to(torch.float64) * (self.far**2 - self.near**2)
+            write_bits(far, fars[0])
+        write_scales(products / squares, scales)
+        write_bits(rows < 0, signs)
+
     def decode_blocks(self, numel: int, *parts: Tensor) -> Tensor:
         """Return each element's level."""
         scales, signs, *fars = parts
