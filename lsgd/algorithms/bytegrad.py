@@ -46,7 +46,7 @@ class ByteGrad(QuantizedGradient):
     def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
         """Average one bucket inside the node, then between nodes, and broadcast it inside."""
         if not self.settings.hierarchical:
-            yield from self.quantized_mean(gradient, result, index, order)
+            yield from super().reduce(gradient, result, index, group, order)
             return
         nodes = len(group.node_sizes)
         result.copy_(gradient)

@@ -84,6 +84,10 @@ class QuantizedGradient(GradientAlgorithm):
                 feedback = self._feedback[index] = ErrorFeedback(x.numel(), x.device)
         yield from self._all_reduce.stages(x, result, (self._run, order.id, index), feedback)
 
+    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
+        """Average one bucket over all members."""
+        return self.quantized_mean(gradient, result, index, order)
+
     def finish(self, buckets: Flat, group: Group) -> bool:
         """Replace the gradients by the results, and the residuals by the new ones if all are finite."""
         finite = super().finish(buckets, group)
