@@ -193,7 +193,7 @@ class LocalSGD(Delayed):
         super().__init__()
         self.settings = settings
         self._run = run
-        self.common = [x.detach().to(_wide(x), copy=True) for x in parameters]
+        self.common = [x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in parameters]
         self._velocity: list[Tensor] = []
         self._codec = settings.make_codec()
         self._fragments = _places(parameters, settings.fragments, self._codec.unit)
@@ -340,10 +340,6 @@ def _factor(own: float, mean: float, members: int) -> float:
     if not 0 < mean <= own < math.inf:
         return 1.0
     return torch.tensor(min(math.sqrt(own / mean), math.sqrt(members)), dtype=torch.float32).item()
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _places(parameters: Flat, fragments: int, unit: int) -> list[list[slice]]:

@@ -31,7 +31,6 @@ class CpuPath(ReferencePath):
 
     Args:
         cpu: Compile for this processor instead of the host's, by LLVM's name (``haswell``: AVX2 without AVX-512).
-        features: LLVM's list of its features; the host's when ``cpu`` is not given.
 
     Raises:
         ImportError: llvmlite is not installed, or too old.
@@ -40,10 +39,8 @@ class CpuPath(ReferencePath):
 
     name = "cpu"
 
-    def __init__(self, *, cpu: str | None = None, features: str = "") -> None:
-        if cpu is None:
-            cpu, features = usable_host()
-        self._machine = Machine(str(Jobs().module), cpu, features)
+    def __init__(self, *, cpu: str | None = None) -> None:
+        self._machine = Machine(str(Jobs().module), *(usable_host() if cpu is None else (cpu, "")))
 
     def quantize(self, x: Tensor, layout: Layout, payload: Tensor, seed: int | None) -> None:
         """As the reference does."""
