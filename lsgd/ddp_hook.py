@@ -14,7 +14,7 @@ rest of the backward pass.
 """
 
 import atexit
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -141,17 +141,13 @@ class _TorchGroup(Group):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._ranks = dist.get_process_group_ranks(group)
         self._backend = dist.get_backend(group)
-        self.rank = dist.get_rank(group)
-        self.size = len(self._ranks)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         if self._backend == "nccl":
-            ops = [dist.P2POp(dist.irecv, x, self._ranks[r], self._group) for r, x in receives.items()]
-            ops += [dist.P2POp(dist.isend, x, self._ranks[r], self._group) for r, x in sends.items()]
-            batch = dist.batch_isend_irecv(ops)
-            return Transfer(lambda: _wait_for(batch))
+            device = next(iter(receives.values())).device
+            return Transfer(Exchange(self._group, sends, receives, together=device).wait)
         incoming = {rank: _on_host(x) for rank, x in receives.items()}
         exchange = Exchange(self._group, {rank: _on_host(x, copy=True) for rank, x in sends.items()}, incoming)
 
@@ -162,11 +158,6 @@ class _TorchGroup(Group):
                     receives[rank].copy_(x)
 
         return Transfer(wait)
-
-
-def _wait_for(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _on_host(x: Tensor, *, copy: bool = False) -> Tensor:

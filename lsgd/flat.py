@@ -8,13 +8,14 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from lsgd.errors import ConfigError, DetachedError
-from lsgd.shards import Reshard, Shard, local, shards
+from lsgd.shards import Reshard, local, move, room_of, shards
 from lsgd.shards import layout as in_words
 
 ALIGNMENT_NBYTES = 64
@@ -72,7 +73,7 @@ class Layout:
             buffer = self.kinds.index((parameter.dtype, parameter.device))
             self.slots.append(Slot(name, parameter, buffer, self.lengths[buffer]))
             kept = self.kept.get(id(parameter))
-            room = local(parameter).numel() if kept is None else kept.room
+            room = local(parameter).numel() if kept is None else room_of(kept)
             self.lengths[buffer] += _padded(room, parameter.element_size())
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -114,11 +115,12 @@ class FlatParameters:
         ]
         self._addresses = [self._move(slot, placed.kept.get(id(slot.parameter))) for slot in self.slots]
 
-    def _move(self, slot: Slot, kept: Shard | None) -> int:
+    def _move(self, slot: Slot, kept: Any) -> int:
         """Have a parameter in its buffer, or a copy of it; return the address at which it is from now on."""
         parameter, buffer = slot.parameter, self.buffers[slot.buffer]
         if kept is not None and not self._offload:
-            return kept.move(buffer[slot.offset : slot.offset + kept.room]).data_ptr()
+            move(kept, buffer[slot.offset : slot.offset + room_of(kept)])
+            return local(parameter).data_ptr()
         view = _view(buffer, slot.offset, local(parameter).data, apart=not self._offload)
         view.copy_(local(parameter).data)
         if self._offload or in_words(parameter):

@@ -1,7 +1,8 @@
 """torch, loaded at first use: servers read the settings of algorithms and codecs, and never load torch.
 
-A file of an algorithm or a codec says ``from lsgd.lazy import torch`` instead of ``import torch``, and imports types
-from torch under ``TYPE_CHECKING``. Nothing at its top level may use ``torch``: no decorator, no default value.
+A file of an algorithm or a codec says ``from lsgd.lazy import Tensor, torch`` instead of importing them from torch.
+Nothing at its top level may use ``torch``: no decorator, no default value. ``Tensor`` is for annotations only, in files
+that do not evaluate them (``from __future__ import annotations``).
 """
 
 from __future__ import annotations
@@ -14,20 +15,24 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+
+class Lazy:
+    """Stands in for a module, and imports it when it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, value)
+        return value
+
+
 if TYPE_CHECKING:
     import torch as torch
+    from torch import Tensor as Tensor
 else:
-
-    class _Lazy:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def __getattr__(self, attribute: str) -> Any:
-            value = getattr(importlib.import_module(self._name), attribute)
-            setattr(self, attribute, value)
-            return value
-
-    torch = _Lazy("torch")
+    torch, Tensor = Lazy("torch"), Any
 
 
 def no_grad(function: Callable[P, T]) -> Callable[P, T]:

@@ -33,8 +33,14 @@ FLAGS_OFFSET: Final = 20
 FLAG_NONFINITE: Final = 1
 DTYPE_NAMES: Final = ("float32", "float16", "bfloat16")
 MAX_NAME_NBYTES: Final = 8
+ALIGNMENT: Final = 16
 
 _FORM: Final = struct.Struct("<4sBBHQII8s")
+
+
+def aligned(nbytes: int) -> int:
+    """Return the next multiple of ``ALIGNMENT``, at which minmax8 begins the parts of a payload."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

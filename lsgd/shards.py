@@ -107,34 +107,27 @@ class Reshard:
             module.reshard()
 
 
-class Shard:
-    """What FSDP2 keeps of one parameter in this process.
-
-    Args:
-        parameter: torch's ``FSDPParam``.
-    """
-
-    def __init__(self, parameter: Any) -> None:
-        self._parameter = parameter
-
-    @property
-    def room(self) -> int:
-        """Elements that a window needs: FSDP2 gathers shards of equal sizes, the last ones padded."""
-        return int(self._parameter._sharded_param_data.numel())
-
-    def move(self, buffer: Tensor) -> Tensor:
-        """Make a part of a flat buffer the memory of this shard; return it in the shard's shape."""
-        kept = self._parameter
-        parameter, dim = kept.sharded_param, kept.fsdp_placement.dim
-        data = from_dlpack(buffer)  # a storage of its own
-        data.copy_(kept._sharded_param_data)
-        window = data.view(kept.padded_sharded_param_size).narrow(dim, 0, parameter._local_tensor.size(dim))
-        kept._sharded_param_data, parameter._local_tensor = data, window
-        return window
+def room_of(kept: Any) -> int:
+    """Return the elements that a shard's window needs: FSDP2 gathers shards of equal sizes, the last ones padded."""
+    return int(kept._sharded_param_data.numel())
 
 
-def shards(model: nn.Module) -> dict[int, Shard]:
-    """Return what FSDP2 keeps of each sharded parameter, by its identity; empty where the private names are others.
+def move(kept: Any, buffer: Tensor) -> None:
+    """Make a part of a flat buffer the memory of a shard, of which FSDP2 keeps ``kept``."""
+    data = from_dlpack(buffer)  # a storage of its own
+    data.copy_(kept._sharded_param_data)
+    kept._sharded_param_data, kept.sharded_param._local_tensor = data, _window(kept, data)
+
+
+def _window(kept: Any, padded: Tensor) -> Tensor:
+    """Return the shard in its padded memory."""
+    dim = kept.fsdp_placement.dim
+    whole = padded.view(kept.padded_sharded_param_size)
+    return whole.narrow(dim, 0, kept.sharded_param._local_tensor.size(dim))
+
+
+def shards(model: nn.Module) -> dict[int, Any]:
+    """Return torch's ``FSDPParam`` of each sharded parameter, by its identity; empty where the names are others.
 
     Raises:
         ConfigError: FSDP2 keeps the shards in host memory.
@@ -142,9 +135,7 @@ def shards(model: nn.Module) -> dict[int, Shard]:
     try:
         found = {id(kept.sharded_param): kept for kept in _kept(model)}
         for kept in found.values():
-            dim = kept.fsdp_placement.dim
-            padded = kept._sharded_param_data.view(kept.padded_sharded_param_size)
-            window = padded.narrow(dim, 0, kept.sharded_param._local_tensor.size(dim))
+            window = _window(kept, kept._sharded_param_data)
             if window.data_ptr() != kept.sharded_param._local_tensor.data_ptr() or not window.is_contiguous():
                 raise AttributeError("a shard that is no part of its padded one")
     except (AttributeError, RuntimeError, IndexError) as error:
@@ -154,11 +145,10 @@ def shards(model: nn.Module) -> dict[int, Shard]:
         return {}
     if any(getattr(kept, "offload_to_cpu", False) for kept in found.values()):
         raise ConfigError("fully_shard with CPUOffloadPolicy is not supported: leave offload_policy out")
-    return {key: Shard(kept) for key, kept in found.items()}
+    return found
 
 
 def _kept(model: nn.Module) -> Iterator[Any]:
-    """Yield torch's ``FSDPParam`` objects."""
     for module in Reshard(model)._modules:
         state = module._get_fsdp_state()
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Algorithm, Flat
-from lsgd.lazy import no_grad
+from lsgd.collectives.group import Group
+from lsgd.lazy import Tensor, no_grad
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, Schedule, setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 
 @dataclass(frozen=True)

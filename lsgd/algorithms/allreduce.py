@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lsgd.algorithms.base import Flat
 from lsgd.algorithms.gradient import GradientAlgorithm, GradientSettings
+from lsgd.collectives.group import Group
 from lsgd.collectives.pipeline import UNDER_WAY
+from lsgd.lazy import Tensor
 from lsgd.protocol.messages import Round
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 
 @dataclass(frozen=True)
@@ -36,12 +33,6 @@ class AllReduceSettings(GradientSettings):
 
 class AllReduce(GradientAlgorithm):
     """``g ← mean of all members' g``, in the gradient's dtype."""
-
-    settings: AllReduceSettings
-
-    def __init__(self, settings: AllReduceSettings) -> None:
-        super().__init__(settings.bucket_mib)
-        self.settings = settings
 
     def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
         """Average one bucket; divided first, so that float16 sums do not overflow.

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from lsgd.algorithms.base import Flat, all_finite
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
+from lsgd.collectives.group import Group
+from lsgd.lazy import Tensor
 
 log = logging.getLogger(__name__)
 

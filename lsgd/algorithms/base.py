@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
-from lsgd.lazy import torch
+from lsgd.collectives.group import Group
+from lsgd.lazy import Tensor, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 Flat: TypeAlias = "Sequence[Tensor]"
 """All parameters (or gradients) of a model: one contiguous tensor of one dimension for each dtype and device."""

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lsgd.algorithms.base import Flat
 from lsgd.algorithms.common import hierarchical
 from lsgd.algorithms.quantized_gradient import QuantizedGradient, QuantizedGradientSettings
+from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import STAGES
+from lsgd.lazy import Tensor
 from lsgd.protocol.messages import Round
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class ByteGrad(QuantizedGradient):
     def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
         """Average one bucket inside the node, then between nodes, and broadcast it inside."""
         if not self.settings.hierarchical:
-            yield from self.quantized_mean(gradient, result, index, order)
+            yield from super().reduce(gradient, result, index, group, order)
             return
         nodes = len(group.node_sizes)
         result.copy_(gradient)

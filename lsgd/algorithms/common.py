@@ -104,24 +104,8 @@ def codec(default: str, what: str) -> Any:
 
 def block() -> Any:
     """Declare the parameter that block codecs share."""
-    return setting(
-        2048,
-        "elements that share one range of codes; 0: all elements of a message",
-        low=0,
-        high=1 << 30,
-        fixed=True,
-    )
-
-
-def fragments() -> Any:
-    """Declare into how many parts a model is cut, of which a round exchanges one."""
-    return setting(
-        1,
-        "parts of the model, exchanged in turn: each once in a period, one a round",
-        low=1,
-        high=1 << 16,
-        fixed=True,
-    )
+    meaning = "elements that share one range of codes; 0: all elements of a message"
+    return setting(2048, meaning, low=0, high=1 << 30, fixed=True)
 
 
 def delay(what: str) -> Any:
@@ -131,11 +115,8 @@ def delay(what: str) -> Any:
 
 def rounding(default: str) -> Any:
     """Declare how a codec rounds."""
-    return setting(
-        default,
-        "to the nearest code, or at random to one of the two neighbors, without bias",
-        choices=("nearest", "stochastic"),
-    )
+    meaning = "to the nearest code, or at random to one of the two neighbors, without bias"
+    return setting(default, meaning, choices=("nearest", "stochastic"))
 
 
 def rounding_codec(text: str, block: int, rounding: str) -> Codec:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Algorithm, Flat, empties
+from lsgd.algorithms.base import Flat, empties
 from lsgd.algorithms.common import hierarchical, interval
-from lsgd.collectives.background import Background
+from lsgd.algorithms.delayed import Delayed
+from lsgd.collectives.group import Group
 from lsgd.collectives.topology import exponential_peer, node_index, shift_one_peer
-from lsgd.lazy import no_grad
+from lsgd.lazy import Tensor, no_grad
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, Schedule, setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
-
 
 ONE_PEER: Mapping[str, Callable[[int, int, int], int | None]] = {
     "exponential": exponential_peer,
@@ -66,7 +61,7 @@ def _share_with_peer(peers: str, workers: int) -> float:
     return sum(found) / max(1, len(found))
 
 
-class DecentralizedSGD(Algorithm):
+class DecentralizedSGD(Delayed):
     """``x ← mean(x, x of the peer) - lr g(x)``: the gradient is that of the model before the exchange.
 
     The exchange of x begins before the forward pass and runs beside it and the backward pass. Its result is written
@@ -81,12 +76,11 @@ class DecentralizedSGD(Algorithm):
     settings: DecentralizedSettings
 
     def __init__(self, settings: DecentralizedSettings) -> None:
+        super().__init__()
         self.settings = settings
-        self._background = Background()
         self._sums: list[Tensor] = []
         self._received: list[Tensor] = []
         self._changed = False
-        self._group: Group | None = None
 
     @property
     def exchanging(self) -> bool:
@@ -95,7 +89,7 @@ class DecentralizedSGD(Algorithm):
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Forget a pending exchange of the last generation."""
-        self._background, self._group = Background(), group
+        super().reset(parameters, group, order)
         self._sums = empty_sums(parameters)
         self._received = empties(self._sums) if self.settings.peers in ONE_PEER else []
 
@@ -112,17 +106,12 @@ class DecentralizedSGD(Algorithm):
 
         self._background.start(exchange, parameters[0].device)
 
-    @no_grad
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
         """Wait for the exchange and write the means back."""
         self.settle(parameters)
 
-    @no_grad
-    def settle(self, parameters: Flat) -> None:
-        """Wait for the exchange, if there is one, and write the means back."""
-        if not self._background.busy:
-            return
-        self._background.finish()
+    def _land(self, parameters: Flat) -> None:
+        """Write the means back."""
         assert self._group is not None
         self._group.agree()
         if self._changed:

@@ -1,21 +1,18 @@
-"""The base of methods that exchange models every period, and may take the result over some steps later."""
+"""The base of methods that exchange models beside the training, and take the result over later."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from lsgd.algorithms.base import Algorithm, Flat
 from lsgd.collectives.background import Background
+from lsgd.collectives.group import Group
 from lsgd.lazy import no_grad
 from lsgd.protocol.messages import Round
 
-if TYPE_CHECKING:
-    from lsgd.collectives.group import Group
-
 
 class Delayed(Algorithm):
-    """A transfer begins in a round, and lands in it, or ``delay`` steps later, or at the next round."""
+    """A transfer begins in a round, and lands when it is settled: at once, some steps later, or at the next round."""
 
     def __init__(self) -> None:
         self._background = Background()

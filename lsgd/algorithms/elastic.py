@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all, empties
 from lsgd.algorithms.common import Periodic
-from lsgd.lazy import no_grad
+from lsgd.collectives.group import Group
+from lsgd.lazy import Tensor, no_grad
 from lsgd.protocol.messages import Round
 from lsgd.settings import setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 log = logging.getLogger(__name__)
 

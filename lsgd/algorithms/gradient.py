@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lsgd.algorithms.base import Algorithm, Flat, all_finite
+from lsgd.collectives.group import Group
 from lsgd.collectives.pipeline import Pipeline
-from lsgd.lazy import no_grad, torch
+from lsgd.lazy import Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, Schedule, setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 
 @dataclass(frozen=True)
@@ -68,8 +64,10 @@ class GradientAlgorithm(Algorithm):
 
     spans_backward: ClassVar[bool] = True
 
-    def __init__(self, bucket_mib: float) -> None:
-        self._bucket_nbytes = int(bucket_mib * 2**20)
+    settings: GradientSettings
+
+    def __init__(self, settings: GradientSettings) -> None:
+        self.settings = settings
         self._results: dict[int, Tensor] = {}
         self._under_way = Pipeline()
 
@@ -80,7 +78,7 @@ class GradientAlgorithm(Algorithm):
 
     def buckets(self, gradients: Flat) -> list[Tensor]:
         """Return the slices of the flat gradients to exchange, in this order."""
-        return list(buckets(gradients, self._bucket_nbytes))
+        return list(buckets(gradients, int(self.settings.bucket_mib * 2**20)))
 
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
         """Exchange all buckets now."""

@@ -5,23 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from lsgd.algorithms.base import Flat, all_finite, clones, copy_all, empties
 from lsgd.algorithms.common import Periodic, block, codec, delay, period
 from lsgd.algorithms.delayed import Delayed
 from lsgd.codecs import codec_of
+from lsgd.collectives.group import Group
 from lsgd.collectives.topology import node_index, node_ranks
 from lsgd.election import RULES
 from lsgd.errors import ConfigError
-from lsgd.lazy import no_grad, torch
+from lsgd.lazy import Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import Schedule, setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 log = logging.getLogger(__name__)
 

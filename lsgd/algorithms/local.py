@@ -8,24 +8,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from lsgd.algorithms.base import Flat, all_finite, clones, copy_all
-from lsgd.algorithms.common import Periodic, block, codec, delay, fragments, hierarchical, period
+from lsgd.algorithms.common import Periodic, block, codec, delay, hierarchical, period
 from lsgd.algorithms.delayed import Delayed
 from lsgd.codecs import Codec, codec_of
 from lsgd.collectives.compressed_mean import CompressedMean, sent_nbytes
 from lsgd.collectives.feedback import ErrorFeedback
+from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import chunk_bounds
 from lsgd.errors import ConfigError
-from lsgd.lazy import no_grad, torch
+from lsgd.lazy import Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import Schedule, setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +55,9 @@ class LocalSettings(Periodic):
         1.0, "factor of what rounding has lost when the next exchange adds it; 0: no error feedback", low=0, high=1
     )
     hierarchical: bool = hierarchical()
-    fragments: int = fragments()
+    fragments: int = setting(
+        1, "parts of the model, exchanged in turn: each once in a period, one a round", low=1, high=1 << 16, fixed=True
+    )
     delay: int = delay("take over the outer step's model")
     keep: float = setting(
         0.5, "with delay: share of its own model that a worker keeps when it takes over the common one", low=0, high=1
@@ -195,7 +193,7 @@ class LocalSGD(Delayed):
         super().__init__()
         self.settings = settings
         self._run = run
-        self.common = [x.detach().to(_wide(x), copy=True) for x in parameters]
+        self.common = [x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in parameters]
         self._velocity: list[Tensor] = []
         self._codec = settings.make_codec()
         self._fragments = _places(parameters, settings.fragments, self._codec.unit)
@@ -342,10 +340,6 @@ def _factor(own: float, mean: float, members: int) -> float:
     if not 0 < mean <= own < math.inf:
         return 1.0
     return torch.tensor(min(math.sqrt(own / mean), math.sqrt(members)), dtype=torch.float32).item()
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _places(parameters: Flat, fragments: int, unit: int) -> list[list[slice]]:

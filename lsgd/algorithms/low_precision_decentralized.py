@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Algorithm, Flat, clones, copy_all, empties
 from lsgd.algorithms.common import block, codec, hierarchical, interval, rounding, rounding_codec
 from lsgd.codecs import Codec
+from lsgd.collectives.group import Group
 from lsgd.collectives.topology import complete, mixing_matrix, node_index, ring
 from lsgd.collectives.two_round import seed_of
-from lsgd.lazy import no_grad, torch
+from lsgd.lazy import Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, Schedule, setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 _GRAPHS: Mapping[str, Callable[[int], Sequence[tuple[int, ...]]]] = {"ring": ring, "all": complete}
 

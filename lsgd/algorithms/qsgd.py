@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lsgd.algorithms.base import Flat
 from lsgd.algorithms.common import rounding
 from lsgd.algorithms.quantized_gradient import QuantizedGradient, QuantizedGradientSettings
-from lsgd.protocol.messages import Round
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 
 @dataclass(frozen=True)
@@ -33,9 +26,3 @@ class QSGDSettings(QuantizedGradientSettings):
 
 class QSGD(QuantizedGradient):
     """``g ← Q2(mean of all members' Q1(g))``, with stochastic rounding in both rounds, so it has no bias."""
-
-    settings: QSGDSettings
-
-    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
-        """Average one bucket over all members."""
-        return self.quantized_mean(gradient, result, index, order)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lsgd.algorithms.base import Flat
 from lsgd.algorithms.common import block, codec, rounding, rounding_codec
 from lsgd.algorithms.gradient import GradientAlgorithm, GradientSettings
 from lsgd.codecs import Codec
 from lsgd.collectives.feedback import ErrorFeedback
+from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import QuantizedAllReduce
+from lsgd.lazy import Tensor
 from lsgd.protocol.messages import Round
 from lsgd.settings import setting
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.group import Group
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,7 @@ class QuantizedGradient(GradientAlgorithm):
     settings: QuantizedGradientSettings
 
     def __init__(self, settings: QuantizedGradientSettings, run: str) -> None:
-        super().__init__(settings.bucket_mib)
-        self.settings = settings
+        super().__init__(settings)
         self._run = run
         self._members: tuple[str, ...] = ()
         self._feedback: dict[int, ErrorFeedback] = {}
@@ -71,10 +67,7 @@ class QuantizedGradient(GradientAlgorithm):
         self._all_reduce = None
         if taking_part is not None:
             self._all_reduce = QuantizedAllReduce(
-                taking_part,
-                settings.make_codec(),
-                rounding=settings.rounding,
-                average=settings.average,
+                taking_part, settings.make_codec(), rounding=settings.rounding, average=settings.average
             )
 
     def quantizing_group(self, group: Group) -> Group | None:
@@ -90,6 +83,10 @@ class QuantizedGradient(GradientAlgorithm):
             if feedback is None or feedback.residual.shape != x.shape:
                 feedback = self._feedback[index] = ErrorFeedback(x.numel(), x.device)
         yield from self._all_reduce.stages(x, result, (self._run, order.id, index), feedback)
+
+    def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
+        """Average one bucket over all members."""
+        return self.quantized_mean(gradient, result, index, order)
 
     def finish(self, buckets: Flat, group: Group) -> bool:
         """Replace the gradients by the results, and the residuals by the new ones if all are finite."""

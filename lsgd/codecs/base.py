@@ -8,11 +8,13 @@ from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lsgd.errors import ConfigError, ProtocolError
-from lsgd.lazy import torch
+from lsgd.lazy import Lazy, Tensor, torch
 from lsgd.payload import DTYPE_NAMES, FLAGS_OFFSET, HEADER_NBYTES, MAX_NAME_NBYTES, Header
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from lsgd import kernels as kernels
+else:
+    kernels = Lazy("lsgd.kernels")  # which load torch
 
 LARGE = 1 << 24
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
-from lsgd.codecs.base import Codec, flags_of
+from lsgd.codecs.base import Codec, flags_of, kernels
 from lsgd.errors import ConfigError
-from lsgd.lazy import torch
+from lsgd.lazy import Tensor, torch
 from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.kernels.few_bits import Path
 
 PIECE: Final = 1 << 15
 
@@ -71,9 +66,9 @@ class Blockwise(Codec):
                 value = piece.to(torch.promote_types(out.dtype, torch.float32)) + value * alpha
             piece.copy_(value)
 
-    def _path(self, device: torch.device, numel: int) -> tuple[Path | None, int]:
+    def _path(self, device: torch.device, numel: int) -> tuple[kernels.few_bits.Path | None, int]:
         """Return the kernels for a device, if there are any, and how many of ``numel`` elements they take."""
-        path = self.kernels(device.type) if numel else None
+        path = self.path(device.type) if numel else None
         return path, 0 if path is None else path.takes(numel)
 
     def _pieces(
@@ -98,7 +93,7 @@ class Blockwise(Codec):
         """Return the bytes of each part; needs no torch."""
         raise NotImplementedError
 
-    def kernels(self, device: str) -> Path | None:
+    def path(self, device: str) -> kernels.few_bits.Path | None:
         """Return the kernels for a type of device, if there are any."""
         raise NotImplementedError
 
@@ -142,11 +137,27 @@ class ScaledBlocks(Blockwise):
         planes = 1 if self.threshold is None else 2
         return [2 * -(-numel // self.scale_block)] + [-(-numel // 8)] * planes
 
-    def kernels(self, device: str) -> Path | None:
+    def path(self, device: str) -> kernels.few_bits.Path | None:
         """Return those for these levels."""
-        from lsgd.kernels.few_bits import Levels, levels_path
+        levels = kernels.few_bits.Levels(self.near, self.far, self.threshold)
+        return kernels.few_bits.levels_path(device, levels, self.scale_block)
 
-        return levels_path(device, Levels(self.near, self.far, self.threshold), self.scale_block)
+    def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
+        """Choose the level of each element by the root mean square of its block, then the scale."""
+        scales, signs, *fars = parts
+        rows = rows_of(x, self.scale_block)
+        magnitudes = rows.abs().to(torch.float64)
+        counts = counts_of(rows, x.numel())
+        # The scale with the least square error for these levels: exact where all elements are alike.
+        products, squares = sums_of(magnitudes) * self.near, counts * self.near**2
+        if self.threshold is not None:
+            rms = (sums_of(magnitudes.square()) / counts).sqrt()
+            far = rows.abs() > (rms * self.threshold).to(torch.float32)[:, None]
+            products += sums_of(torch.where(far, magnitudes, 0.0)) * (self.far - self.near)
+            squares += far.sum(1).to(torch.float64) * (self.far**2 - self.near**2)
+            write_bits(far, fars[0])
+        write_scales(products / squares, scales)
+        write_bits(rows < 0, signs)
 
     def decode_blocks(self, numel: int, *parts: Tensor) -> Tensor:
         """Return each element's level."""

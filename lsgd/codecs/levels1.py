@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from lsgd.codecs import blocks
-from lsgd.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lsgd.codecs.blocks import ScaledBlocks
 
 
 @dataclass(frozen=True)
-class Levels1(blocks.ScaledBlocks):
+class Levels1(ScaledBlocks):
     """The sign times a block's mean magnitude.
 
     After the header: a bfloat16 for each block, then the bits of the signs (1: below zero). A block with NaN or Inf
@@ -24,11 +20,3 @@ class Levels1(blocks.ScaledBlocks):
     """
 
     name: ClassVar[str] = "levels1"
-
-    def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
-        """Note the signs, and the mean magnitude of each block."""
-        scales, signs = parts
-        rows = blocks.rows_of(x, self.scale_block)
-        sums = blocks.sums_of(rows.abs().to(torch.float64))
-        blocks.write_scales(sums / blocks.counts_of(rows, x.numel()), scales)
-        blocks.write_bits(rows < 0, signs)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
+from lsgd.codecs.base import kernels
 from lsgd.codecs.blocks import Blockwise
 from lsgd.errors import ConfigError
-from lsgd.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.kernels.few_bits import Path
+from lsgd.lazy import Tensor, torch
 
 UNITS: Final = 15
 
@@ -49,11 +45,9 @@ class MinMax4(Blockwise):
         """Eight bytes a block, half a byte an element."""
         return [8 * -(-numel // self.width(numel)), -(-numel // 2)]
 
-    def kernels(self, device: str) -> Path | None:
+    def path(self, device: str) -> kernels.few_bits.Path | None:
         """Return those for this size of blocks."""
-        from lsgd.kernels.few_bits import minmax4_path
-
-        return minmax4_path(device, self.block)
+        return kernels.few_bits.minmax4_path(device, self.block)
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Choose the nearest code of each element."""

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from lsgd.codecs.base import Codec
+from lsgd.codecs.base import Codec, kernels
 from lsgd.errors import ConfigError
-from lsgd.lazy import torch
-from lsgd.payload import HEADER_NBYTES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.kernels import Quantized
-    from lsgd.kernels.dispatch import Rounding
+from lsgd.lazy import Tensor, torch
+from lsgd.payload import HEADER_NBYTES, aligned
 
 
 @dataclass(frozen=True)
@@ -43,47 +37,37 @@ class MinMax8(Codec):
     def nbytes(self, numel: int) -> int:
         """Return the same as ``lsgd.kernels.payload_nbytes``, without torch."""
         blocks = -(-numel // (self.block or max(numel, 1)))
-        return HEADER_NBYTES + _aligned(8 * blocks) + _aligned(numel)
+        return HEADER_NBYTES + aligned(8 * blocks) + aligned(numel)
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
         """Quantize."""
-        from lsgd.kernels import quantize
-
-        quantize(x, block=self.block or None, rounding=_rounding(seed), seed=seed or 0, out=payload)
+        kernels.quantize(x, block=self.block or None, rounding=_rounding(seed), seed=seed or 0, out=payload)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Dequantize."""
-        from lsgd.kernels import dequantize
-
         q = self._read(payload, out.numel())
         if out.dtype == torch.float64:
-            out.copy_(dequantize(q))
+            out.copy_(kernels.dequantize(q))
         else:
-            dequantize(q, out=out)
+            kernels.dequantize(q, out=out)
 
     def decode_add(self, payload: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         """Dequantize and add in one pass."""
-        from lsgd.kernels import dequantize_add
-
         if out.dtype == torch.float64:
             super().decode_add(payload, out, alpha)
         else:
-            dequantize_add(self._read(payload, out.numel()), out, alpha=alpha)
+            kernels.dequantize_add(self._read(payload, out.numel()), out, alpha=alpha)
 
     def reduce(self, payloads: Sequence[Tensor], out: Tensor, *, mean: bool) -> None:
         """Dequantize and add up in one pass."""
-        from lsgd.kernels import dequantize_reduce
-
         parts = [self._read(payload, out.numel()) for payload in payloads]
-        dequantize_reduce(parts, op="mean" if mean else "sum", out=out)
+        kernels.dequantize_reduce(parts, op="mean" if mean else "sum", out=out)
 
     def reduce_encode(
         self, payloads: Sequence[Tensor], payload: Tensor, *, numel: int, mean: bool, seed: int | None = None
     ) -> None:
         """Dequantize, add up and quantize in one pass."""
-        from lsgd.kernels import dequantize_reduce_quantize
-
-        dequantize_reduce_quantize(
+        kernels.dequantize_reduce_quantize(
             [self._read(each, numel) for each in payloads],
             op="mean" if mean else "sum",
             block=self.block or None,
@@ -92,18 +76,11 @@ class MinMax8(Codec):
             out=payload,
         )
 
-    def _read(self, payload: Tensor, numel: int) -> Quantized:
-        from lsgd.kernels import Layout, Quantized
-        from lsgd.kernels.layout import check_payload_tensor
-
-        check_payload_tensor(payload, "payload")
+    def _read(self, payload: Tensor, numel: int) -> kernels.Quantized:
+        kernels.layout.check_payload_tensor(payload, "payload")
         self.check(payload, numel)
-        return Quantized(payload, Layout(numel, self.block or None, torch.float32))
+        return kernels.Quantized(payload, kernels.Layout(numel, self.block or None, torch.float32))
 
 
-def _rounding(seed: int | None) -> Rounding:
+def _rounding(seed: int | None) -> kernels.dispatch.Rounding:
     return "nearest" if seed is None else "stochastic"
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lsgd.codecs.base import Codec
-from lsgd.lazy import torch
+from lsgd.lazy import Tensor, torch
 from lsgd.payload import HEADER_NBYTES
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

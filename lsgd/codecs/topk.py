@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 from lsgd.codecs import blocks
+from lsgd.codecs.base import kernels
 from lsgd.errors import ConfigError
-from lsgd.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.kernels.few_bits import Path
+from lsgd.lazy import Tensor, torch
 
 CHUNK: Final = 4096
 
@@ -51,11 +47,9 @@ class TopK(blocks.Blockwise):
         kept = -(-numel // CHUNK) * self.k
         return [8 * -(-numel // CHUNK), kept, kept // 2, kept // 8, kept // 8]
 
-    def kernels(self, device: str) -> Path | None:
+    def path(self, device: str) -> kernels.few_bits.Path | None:
         """Return those for this k."""
-        from lsgd.kernels.few_bits import topk_path
-
-        return topk_path(device, CHUNK, self.k)
+        return kernels.few_bits.topk_path(device, CHUNK, self.k)
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Choose the elements of each chunk, then their levels."""

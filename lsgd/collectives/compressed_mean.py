@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from lsgd.codecs import Codec
+from lsgd.collectives.feedback import ErrorFeedback
+from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import QuantizedAllReduce
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.codecs import Codec
-    from lsgd.collectives.feedback import ErrorFeedback
-    from lsgd.collectives.group import Group
+from lsgd.lazy import Tensor
 
 DENSE_GATHERED, SPARSE_GATHERED = 2, 5
 """Members up to which each sends its payload to all others. Two send as many bytes in one round as in two, round once

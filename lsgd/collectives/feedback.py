@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lsgd.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lsgd.lazy import Tensor, torch
 
 
 class ErrorFeedback:

@@ -7,12 +7,10 @@ on torch.distributed; :mod:`lsgd.collectives.simulation` has one of threads in a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lsgd.collectives.topology import first_ranks, node_ranks
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lsgd.lazy import Tensor
 
 
 class Transfer:

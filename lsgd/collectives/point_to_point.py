@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 PIECE_NBYTES = 64 << 10
 MAX_PIECES = 16

@@ -6,16 +6,11 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from lsgd.codecs.base import Codec, flags_of
-from lsgd.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lsgd.collectives.feedback import ErrorFeedback
-    from lsgd.collectives.group import Group
+from lsgd.collectives.feedback import ErrorFeedback
+from lsgd.collectives.group import Group
+from lsgd.lazy import Tensor, torch
 
 MAX_SEGMENTS = 4
 SEGMENT_CHUNK_NUMEL = 1 << 18

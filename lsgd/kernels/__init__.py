@@ -4,6 +4,7 @@
 nothing.
 """
 
+from lsgd.kernels import few_bits
 from lsgd.kernels.dispatch import (
     dequantize,
     dequantize_add,
@@ -22,6 +23,7 @@ __all__ = [
     "dequantize_add",
     "dequantize_reduce",
     "dequantize_reduce_quantize",
+    "few_bits",
     "payload_nbytes",
     "quantize",
 ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Any, Final, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 LEVELS_BLOCKS: Final = tuple(1 << i for i in range(6, 12))
 """Sizes of blocks of levels for which there are kernels; larger ones would be too much straight code."""
@@ -53,62 +53,33 @@ class Levels:
 @functools.cache
 def levels_path(device: str, levels: Levels, block: int) -> Path | None:
     """Return the kernels for blocks of this size; None if there are none for it, or none work on this device."""
-
-    def on_cpu() -> Path:
-        from lsgd.kernels.cpu.levels import LevelsPath
-
-        return LevelsPath(levels, block)
-
-    def on_cuda() -> Path:
-        from lsgd.kernels.cuda.few_bits import LevelsPath
-
-        return LevelsPath(levels, block)
-
-    return _usable(device, on_cpu, on_cuda) if block in LEVELS_BLOCKS else None
+    return _path(device, "levels", "LevelsPath", levels, block) if block in LEVELS_BLOCKS else None
 
 
 @functools.cache
 def minmax4_path(device: str, block: int) -> Path | None:
     """The same for ``minmax4``."""
-
-    def on_cpu() -> Path:
-        from lsgd.kernels.cpu.minmax4 import MinMax4Path
-
-        return MinMax4Path(block)
-
-    def on_cuda() -> Path:
-        from lsgd.kernels.cuda.few_bits import MinMax4Path
-
-        return MinMax4Path(block)
-
-    return _usable(device, on_cpu, on_cuda) if block in MINMAX_BLOCKS else None
+    return _path(device, "minmax4", "MinMax4Path", block) if block in MINMAX_BLOCKS else None
 
 
 @functools.cache
 def topk_path(device: str, chunk: int, k: int) -> Path | None:
     """The same for those that keep ``k`` elements of each chunk."""
-
-    def on_cpu() -> Path:
-        from lsgd.kernels.cpu.topk import TopKPath
-
-        return TopKPath(chunk, k)
-
-    def on_cuda() -> Path:
-        from lsgd.kernels.cuda.few_bits import TopKPath
-
-        return TopKPath(chunk, k)
-
-    return _usable(device, on_cpu, on_cuda)
+    return _path(device, "topk", "TopKPath", chunk, k)
 
 
-def _usable(device: str, on_cpu: Callable[[], Path], on_cuda: Callable[[], Path]) -> Path | None:
-    make = {"cpu": on_cpu, "cuda": on_cuda}.get(device)
+def _path(device: str, codec: str, name: str, *form: Any) -> Path | None:
+    """Return the kernels of this class, made for this form of blocks; None, and a warning, if they do not work."""
+    modules = {"cpu": f"lsgd.kernels.cpu.{codec}", "cuda": "lsgd.kernels.cuda.few_bits"}
+    if device not in modules:
+        return None
     try:
-        return make() if make else None
+        path: Path = getattr(importlib.import_module(modules[device]), name)(*form)
     except (ImportError, OSError, RuntimeError) as error:
         remedy = "; pip install llvmlite" if isinstance(error, ImportError) and device == "cpu" else ""
         warn(device, f"{error}{remedy}")
         return None
+    return path
 
 
 @functools.cache

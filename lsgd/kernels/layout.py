@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from lsgd.errors import ConfigError, LsgdError, ProtocolError
-from lsgd.payload import FLAG_NONFINITE, FLAGS_OFFSET, HEADER_NBYTES, Header
+from lsgd.payload import ALIGNMENT, FLAG_NONFINITE, FLAGS_OFFSET, HEADER_NBYTES, Header, aligned
 
 CODEC: Final = "minmax8"
-ALIGNMENT: Final = 16
 DEFAULT_BLOCK: Final = 2048
 MAX_BLOCK: Final = 2**31 - 1
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
@@ -32,10 +31,6 @@ DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 class NonFiniteError(LsgdError, ArithmeticError):
     """A quantized vector contained NaN or Inf; its payload is flagged, and those blocks have no codes."""
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -76,12 +71,12 @@ class Layout:
     @cached_property
     def codes_offset(self) -> int:
         """Byte at which the codes begin; a multiple of 16."""
-        return HEADER_NBYTES + _align(8 * self.blocks)
+        return HEADER_NBYTES + aligned(8 * self.blocks)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the payload; a multiple of 16, so that the rows of a matrix of payloads stay aligned."""
-        return self.codes_offset + _align(self.numel)
+        return self.codes_offset + aligned(self.numel)
 
     @cached_property
     def header(self) -> bytes:
@@ -141,6 +136,7 @@ def check_payload_tensor(payload: Tensor, what: str) -> None:
         raise ConfigError(f"{what} must start at a multiple of {ALIGNMENT} bytes; clone() it, or pad its buffer")
 
 
+@dataclass(slots=True, eq=False)
 class Quantized:
     """A quantized vector: its payload, which is all that is sent, and its layout.
 
@@ -149,11 +145,8 @@ class Quantized:
         layout: Elements, block and dtype.
     """
 
-    __slots__ = ("layout", "payload")
-
-    def __init__(self, payload: Tensor, layout: Layout) -> None:
-        self.payload = payload
-        self.layout = layout
+    payload: Tensor
+    layout: Layout
 
     @classmethod
     def from_payload(cls, payload: Tensor, *, layout: Layout | None = None) -> Quantized:

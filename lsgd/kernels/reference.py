@@ -16,7 +16,7 @@ block with ``max(|lo|, |hi|) >= 2**126``, whose differences could overflow, is h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -77,20 +77,24 @@ def _decode(codes: Tensor, lo: Tensor, unit: Tensor) -> Tensor:
     return torch.where(factor < 1.0, value.clamp(-HALF_OF_MAX, HALF_OF_MAX), value) / factor
 
 
-def _whole_rows(layout: Layout) -> tuple[int, int]:
-    """Return the number of whole blocks and of the elements in them; the rest is the shorter last block."""
-    rows = layout.numel // layout.block_numel
-    return rows, rows * layout.block_numel
+def _rows(layout: Layout) -> Iterator[tuple[slice, slice]]:
+    """Yield where the whole blocks and their elements are, then the same of a shorter last block."""
+    blocks = layout.numel // layout.block_numel
+    whole = blocks * layout.block_numel
+    if blocks:
+        yield slice(0, blocks), slice(0, whole)
+    if blocks < layout.blocks:
+        yield slice(blocks, layout.blocks), slice(whole, layout.numel)
 
 
 def decode(q: Quantized) -> Tensor:
     """Return the decoded vector, float32 of shape (numel,)."""
-    layout = q.layout
-    rows, whole = _whole_rows(layout)
-    scales, codes = layout.scales(q.payload), layout.codes(q.payload)
-    head = _decode(codes[:whole].view(rows, layout.block_numel), scales[:rows, :1], scales[:rows, 1:])
-    tail = _decode(codes[whole:].view(1, -1), scales[-1:, :1], scales[-1:, 1:]) if rows < layout.blocks else head[:0]
-    return torch.cat([head.view(-1), tail.view(-1)])
+    scales, codes = q.layout.scales(q.payload), q.layout.codes(q.payload)
+    out = torch.empty(q.numel, dtype=torch.float32, device=q.payload.device)
+    for blocks, elements in _rows(q.layout):
+        lo, unit = scales[blocks].unbind(1)
+        out[elements] = _decode(codes[elements].view(len(lo), -1), lo[:, None], unit[:, None]).view(-1)
+    return out
 
 
 class ReferencePath:
@@ -108,13 +112,10 @@ class ReferencePath:
         header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
         payload[:HEADER_NBYTES].copy_(header)
         scales, codes = layout.scales(payload), layout.codes(payload)
-        rows, whole = _whole_rows(layout)
-        if rows:
-            parts = _encode(values[:whole].view(rows, layout.block_numel), 0, seed)
-            scales[:rows], codes[:whole] = parts[0], parts[1].view(-1)
-        if rows < layout.blocks:
-            parts = _encode(values[whole:].view(1, -1), whole, seed)
-            scales[rows:], codes[whole:] = parts[0], parts[1].view(-1)
+        for blocks, elements in _rows(layout):
+            rows = values[elements].view(len(scales[blocks]), -1)
+            scales[blocks], found = _encode(rows, elements.start, seed)
+            codes[elements] = found.view(-1)
         payload[FLAGS_OFFSET] = scales[:, 0].isnan().any() * FLAG_NONFINITE
 
     def dequantize(self, q: Quantized, out: Tensor) -> None:

@@ -2,64 +2,63 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
-import torch
 from llvmlite import ir
 from torch import Tensor
 
-from lsgd.kernels.cpu import openmp
-from lsgd.kernels.cpu.ir import F32, F64, I8, I64, POINTER, Kernel, Value, entry_point
-from lsgd.kernels.cpu.machine import IS_X86, Machine, usable_host
+from lsgd.kernels.cpu.ir import F32, I8, I64, Kernel, Value
+from lsgd.kernels.cpu.job import ITEM_ELEMENTS, Job, JobView, add_entry
+from lsgd.kernels.cpu.machine import Machine, usable_host
+from lsgd.kernels.few_bits import Path
 
-ITEM_ELEMENTS: Final = 1 << 15  # what a thread takes at a time
 LANES: Final = 8  # float64 in a vector
 GROUP: Final = 64  # elements whose bits make one word
 LINE: Final = 16  # elements in a line of the cache
 
-Body = Callable[[Kernel, Value], None]
+Body = Callable[[Kernel, JobView, Value], None]
 
 
-class Job(ctypes.Structure):
-    """What one kernel launch works on; every field takes eight bytes, arrays are addresses."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_double if name == "alpha" else ctypes.c_int64)
-        for name in (
-            *("counter", "items", "grain", "blocks", "alpha"),
-            *("values", "scales", "codes", "low", "high", "signs", "fars", "flags"),
-        )
-    )
-
-
-class BlockKernels:
-    """Compiled kernels that work on one block after the other, on torch's threads: a few_bits.Path.
+class BlockKernels(Path):
+    """Compiled kernels that work on one block after the other, on torch's threads; each codec emits its own.
 
     Args:
-        block: elements of a block, at most :data:`ITEM_ELEMENTS`.
+        block: elements of a block, at most :data:`lsgd.kernels.cpu.job.ITEM_ELEMENTS`.
         parts: the arrays of the job that hold a payload's parts.
-        module: where the kernels are; those they call are in it already.
-        bodies: the kernels ``encode``, ``decode`` and ``decode_add``, and what emits the code of each for a block whose
-            number is given.
     """
 
-    def __init__(self, block: int, parts: Sequence[str], module: ir.Module, bodies: Mapping[str, Body]) -> None:
-        self._block, self._parts = block, parts
+    def __init__(self, block: int, *parts: str) -> None:
+        self.block, self.parts = block, parts
+        self.module = ir.Module(name="lsgd")
+        bodies: dict[str, Body] = {
+            "encode": self.emit_encode,
+            "decode": partial(self.emit_decode, add=False),
+            "decode_add": partial(self.emit_decode, add=True),
+        }
+
+        def on_item(body: Body, k: Kernel, job: JobView, item: Value) -> None:
+            first = item * job.grain
+            with k.loop(first, (first + job.grain).minimum(job.blocks)) as number:
+                body(k, job, number)
+
         for name, body in bodies.items():
-            k = Kernel(module, f"{name}_items", [POINTER])
-            with k.items(field(k, "items")) as item:
-                first, grain = item * field(k, "grain"), field(k, "grain")
-                with k.loop(first, (first + grain).minimum(field(k, "blocks"))) as number:
-                    body(k, number)
-            k.finish()
-            entry_point(module, name, k, mxcsr=IS_X86)
-        self._machine = Machine(str(module), *usable_host())
+            add_entry(self.module, name, partial(on_item, body))
+        self._machine = Machine(str(self.module), *usable_host())
+        del self.module  # it is large, and all of it is compiled
+
+    def emit_encode(self, k: Kernel, job: JobView, number: Value) -> None:
+        """Emit the code that encodes block ``number``."""
+        raise NotImplementedError
+
+    def emit_decode(self, k: Kernel, job: JobView, number: Value, *, add: bool) -> None:
+        """Emit the code that writes block ``number``, or adds ``alpha`` times it."""
+        raise NotImplementedError
 
     def takes(self, numel: int) -> int:
         """Return the elements of the whole blocks."""
-        return numel // self._block * self._block
+        return numel // self.block * self.block
 
     def encode(self, x: Tensor, parts: Sequence[Tensor], flags: Tensor) -> None:
         """Write what whole blocks become."""
@@ -70,26 +69,11 @@ class BlockKernels:
         self._run("decode" if alpha is None else "decode_add", out, parts, alpha=alpha or 0.0)
 
     def _run(self, kernel: str, values: Tensor, parts: Sequence[Tensor], **others: float) -> None:
-        blocks, grain = values.numel() // self._block, ITEM_ELEMENTS // self._block
-        items = -(-blocks // grain)
-        addresses = {name: part.data_ptr() for name, part in zip(self._parts, parts, strict=True)}
-        addresses["values"] = values.data_ptr()
-        job = Job(items=items, grain=grain, blocks=blocks, **addresses, **others)
-        threads = max(1, min(torch.get_num_threads(), items))
-        openmp.run(self._machine.address(kernel), ctypes.addressof(job), threads=threads)
-
-
-def field(k: Kernel, name: str) -> Value:
-    """Return a field of the job, the kernel's first argument; ``alpha`` as float32."""
-    number = getattr(Job, name).offset // 8
-    if name == "alpha":
-        return k.load(k.arguments[0], F64, number).convert("fptrunc", F32)
-    return k.load(k.arguments[0], I64, number)
-
-
-def array(k: Kernel, name: str, byte: Value | int = 0) -> Value:
-    """Return the address ``byte`` bytes after where an array of the job begins."""
-    return k.offset(field(k, name).convert("inttoptr", POINTER), I8, byte)
+        blocks, grain = values.numel() // self.block, ITEM_ELEMENTS // self.block
+        arrays = {name: part.data_ptr() for name, part in zip(self.parts, parts, strict=True)}
+        job = Job(grain=grain, blocks=blocks, values=values.data_ptr(), **arrays, **others)
+        job.items = -(-blocks // grain)
+        job.run(self._machine, kernel, values.numel())
 
 
 def totals(block: int, leaf: Callable[[int], list[Value]]) -> list[Value]:

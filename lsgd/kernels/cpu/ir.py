@@ -21,8 +21,6 @@ F32: Final = ir.FloatType()
 F64: Final = ir.DoubleType()
 POINTER: Final = ir.PointerType()
 
-_DEFAULT_MXCSR: Final = 0x1F80  # round to nearest even, keep subnormal numbers
-
 
 def vector(element: Any, width: int) -> Any:
     """Return the type of ``width`` elements; a scalar's for width 1."""
@@ -65,7 +63,6 @@ class Value:
     __sub__ = _operator("sub", "fsub")
     __mul__ = _operator("mul", "fmul")
     __truediv__ = _operator("udiv", "fdiv")
-    __mod__ = _operator("urem", "frem")
     __and__ = _operator("and_")
     __or__ = _operator("or_")
     __xor__ = _operator("xor")
@@ -77,6 +74,9 @@ class Value:
         builder, operand = self.kernel.builder, self._operand(other)
         emit = builder.fcmp_ordered if self.element in (F32, F64) else builder.icmp_signed
         return Value(self.kernel, emit(how, self.raw, operand))
+
+    def __invert__(self) -> Value:
+        return Value(self.kernel, self.kernel.builder.not_(self.raw))
 
     def where(self, yes: Value | float, no: Value) -> Value:
         """Choose for each element of this truth value."""
@@ -125,33 +125,30 @@ class Value:
 
     def rounded(self) -> Value:
         """Round float32 to the nearest int32, half to even."""
-        kind = vector(F32, self.width)
-        name = "llvm.rint." + ("f32" if self.width == 1 else f"v{self.width}f32")
-        function = self.kernel.declare(name, ir.FunctionType(kind, [kind]))
-        return Value(self.kernel, self.kernel.builder.call(function, [self.raw])).convert("fptosi", I32)
+        return self._intrinsic("rint", "f32").convert("fptosi", I32)
 
     def fused_multiply_add(self, factor: Value, summand: float) -> Value:
         """Return float32 self * factor + summand, rounded once."""
-        kind = vector(F32, self.width)
-        name = "llvm.fma." + ("f32" if self.width == 1 else f"v{self.width}f32")
-        function = self.kernel.declare(name, ir.FunctionType(kind, [kind] * 3))
-        operands = [self.raw, self._operand(factor), self._operand(summand)]
-        return Value(self.kernel, self.kernel.builder.call(function, operands))
+        return self._intrinsic("fma", "f32", self._operand(factor), self._operand(summand))
 
     def square_root(self) -> Value:
         """Return the square root of a float64 scalar."""
-        function = self.kernel.declare("llvm.sqrt.f64", ir.FunctionType(F64, [F64]))
-        return Value(self.kernel, self.kernel.builder.call(function, [self.raw]))
+        return self._intrinsic("sqrt", "f64")
 
     def ones(self) -> Value:
         """Return how many bits of an int64 scalar are set."""
-        function = self.kernel.declare("llvm.ctpop.i64", ir.FunctionType(I64, [I64]))
-        return Value(self.kernel, self.kernel.builder.call(function, [self.raw]))
+        return Value(self.kernel, self.kernel.builder.ctpop(self.raw))
 
     def trailing_zeros(self) -> Value:
         """Return how many bits of an int64 scalar, which is not 0, are clear below the lowest that is set."""
-        function = self.kernel.declare("llvm.cttz.i64", ir.FunctionType(I64, [I64, ir.IntType(1)]))
-        return Value(self.kernel, self.kernel.builder.call(function, [self.raw, ir.Constant(ir.IntType(1), 1)]))
+        return Value(self.kernel, self.kernel.builder.cttz(self.raw, ir.Constant(ir.IntType(1), 1)))
+
+    def _intrinsic(self, name: str, element: str, *others: Any) -> Value:
+        """Call LLVM's function of this name on the value and others of its type."""
+        kind = self.raw.type
+        full = f"llvm.{name}.{element}" if self.width == 1 else f"llvm.{name}.v{self.width}{element}"
+        function = self.kernel.declare(full, ir.FunctionType(kind, [kind] * (1 + len(others))))
+        return Value(self.kernel, self.kernel.builder.call(function, [self.raw, *others]))
 
     def magnitude(self) -> Value:
         """Return the absolute value of float32."""
@@ -201,10 +198,6 @@ class Kernel:
         literal = number if width == 1 else [number] * width
         return Value(self, ir.Constant(vector(element, width), literal))
 
-    def lanes(self, numbers: Sequence[int], element: Any) -> Value:
-        """Return a constant vector of different numbers."""
-        return Value(self, ir.Constant(vector(element, len(numbers)), list(numbers)))
-
     def stack(self, element: Any, count: int) -> Value:
         """Return a pointer to room for ``count`` elements, aligned to 64 bytes, that lives as long as the call."""
         with self.builder.goto_entry_block():
@@ -237,9 +230,9 @@ class Kernel:
         read, keep, data = (ir.Constant(I32, number) for number in (0, 3, 1))
         self.builder.call(self.declare("llvm.prefetch.p0", kind), [pointer.raw, read, keep, data])
 
-    def call(self, callee: Kernel, *arguments: Value) -> None:
+    def call(self, callee: ir.Function, *arguments: Value) -> None:
         """Call another kernel of the module."""
-        self.builder.call(callee.function, [argument.raw for argument in arguments])
+        self.builder.call(callee, [argument.raw for argument in arguments])
 
     @contextmanager
     def branch(self, condition: Value) -> Iterator[None]:
@@ -254,7 +247,7 @@ class Kernel:
             yield bodies
 
     @contextmanager
-    def loop(self, start: Value | int, stop: Value, step: int = 1) -> Iterator[Value]:
+    def loop(self, start: Value | int, stop: Value | int, step: int = 1) -> Iterator[Value]:
         """Count an int64 from start while it is below stop."""
         first = start if isinstance(start, Value) else self.constant(start, I64)
         index = Variable(first)
@@ -280,39 +273,30 @@ class Kernel:
         self.builder.branch(top)
         self.builder.position_at_end(done)
 
-    @contextmanager
-    def items(self, count: Value) -> Iterator[Value]:
-        """Take the next number below ``count`` from the counter at the first argument, which threads share."""
-        one = ir.Constant(I64, 1)
-        with self.repeat() as leave_unless:
-            item = Value(self, self.builder.atomic_rmw("add", self.arguments[0].raw, one, "monotonic"))
-            leave_unless(item.compare("<", count))
-            yield item
-
     def finish(self) -> None:
         """End the function."""
         self.builder.ret_void()
 
 
-def entry_point(module: ir.Module, name: str, body: Kernel, *, mxcsr: bool) -> None:
-    """Add the public function ``name(job)``: it sets the rounding mode, calls ``body``, and restores the thread's own.
+def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., ir.Function]]:
+    """Make a method that emits a kernel return it, emitted in the object's ``module`` when it is first asked for.
 
-    ``mxcsr`` says that the machine is an x86, which has this control register.
+    The method is called with the kernel, with its arguments, which have these types, and with what tells variants of
+    it apart, which whoever asks for the kernel gives by keyword.
     """
-    k = Kernel(module, name, [POINTER], public=True)
-    if not mxcsr:
-        k.call(body, k.arguments[0])
-        k.finish()
-        return
-    kind = ir.FunctionType(ir.VoidType(), [POINTER])
-    read, write = (k.declare(f"llvm.x86.sse.{verb}mxcsr", kind) for verb in ("st", "ld"))
-    before, ours = k.stack(I32, 1), k.stack(I32, 1)
-    k.store(k.constant(_DEFAULT_MXCSR, I32), ours)
-    k.builder.call(read, [before.raw])
-    k.builder.call(write, [ours.raw])
-    k.call(body, k.arguments[0])
-    k.builder.call(write, [before.raw])
-    k.finish()
+
+    def decorate(emit: Callable[..., None]) -> Callable[..., ir.Function]:
+        def emitted(owner: Any, **variant: Any) -> ir.Function:
+            name = "_".join([emit.__name__, *map(str, variant.values())])
+            if name not in owner.module.globals:
+                k = Kernel(owner.module, name, arguments)
+                emit(owner, k, *k.arguments, **variant)
+                k.finish()
+            return owner.module.globals[name]
+
+        return emitted
+
+    return decorate
 
 
 def _alignment(element: Any) -> int:

@@ -7,35 +7,23 @@ second. docs/performance/kernels.md says why this path was chosen and what else 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from lsgd.kernels.cpu import openmp
-from lsgd.kernels.cpu.machine import IS_X86, Machine, usable_host
+from lsgd.kernels.cpu.job import ITEM_ELEMENTS, Job
+from lsgd.kernels.cpu.jobs import MAX_SEGMENTS, PAYLOADS, STATE_FLOATS, TILE, Jobs
+from lsgd.kernels.cpu.machine import Machine, usable_host
+from lsgd.kernels.cpu.tiles import BFLOAT16, FLOAT16, FLOAT32
 from lsgd.kernels.layout import Layout, Quantized
 from lsgd.kernels.reference import ReferencePath
 from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
 
-if TYPE_CHECKING:
-    from lsgd.kernels.cpu.jobs import Job
-
-ITEM_ELEMENTS: Final = 1 << 15  # what a thread takes at a time
-SERIAL_ELEMENTS: Final = 1 << 15  # below this, waking other threads does not pay off
 BIG_BLOCK: Final = 1 << 18  # above this, the threads share a block
 STREAM_NBYTES: Final = 8 << 20  # larger outputs bypass the caches, which they would only flush
-
-
-class _Scratch(threading.local):
-    """Memory for the ranges of the segments of a big block, for each calling thread."""
-
-    def __init__(self) -> None:
-        from lsgd.kernels.cpu.jobs import MAX_SEGMENTS, STATE_FLOATS
-
-        self.partials = (ctypes.c_float * (MAX_SEGMENTS * STATE_FLOATS))()
+_KINDS: Final = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 
 
 class CpuPath(ReferencePath):
@@ -43,7 +31,6 @@ class CpuPath(ReferencePath):
 
     Args:
         cpu: Compile for this processor instead of the host's, by LLVM's name (``haswell``: AVX2 without AVX-512).
-        features: LLVM's list of its features; the host's when ``cpu`` is not given.
 
     Raises:
         ImportError: llvmlite is not installed, or too old.
@@ -52,20 +39,12 @@ class CpuPath(ReferencePath):
 
     name = "cpu"
 
-    def __init__(self, *, cpu: str | None = None, features: str = "") -> None:
-        if cpu is None:
-            cpu, features = usable_host()
-        from lsgd.kernels.cpu.jobs import program_text
-
-        self._machine = Machine(program_text(mxcsr=IS_X86), cpu, features)
-        self._scratch = _Scratch()
+    def __init__(self, *, cpu: str | None = None) -> None:
+        self._machine = Machine(str(Jobs().module), *(usable_host() if cpu is None else (cpu, "")))
 
     def quantize(self, x: Tensor, layout: Layout, payload: Tensor, seed: int | None) -> None:
         """As the reference does."""
-        job = _new_job(layout.numel)
-        job.source = _KINDS[x.dtype]
-        job.values = x.data_ptr()
-        job.stride = x.element_size()
+        job = Job(source=_KINDS[x.dtype], values=x.data_ptr(), stride=x.element_size())
         self._encode(job, layout, payload, seed)
 
     def dequantize(self, q: Quantized, out: Tensor) -> None:
@@ -78,20 +57,15 @@ class CpuPath(ReferencePath):
 
     def dequantize_reduce(self, qs: Sequence[Quantized], out: Tensor, weight: float) -> None:
         """As the reference does."""
-        job = _new_job(out.numel())
-        payloads = _read_payloads(job, qs, weight)
+        job = _reading(qs, weight)
         job.out = out.data_ptr()
-        self._launch("reduce", job, out.numel())
-        del payloads  # kept alive until here: the job holds its address
+        self._run("reduce", job)
 
     def dequantize_reduce_quantize(
         self, qs: Sequence[Quantized], weight: float, layout: Layout, payload: Tensor, seed: int | None
     ) -> None:
         """As the reference does."""
-        job = _new_job(layout.numel)
-        payloads = _read_payloads(job, qs, weight)
-        self._encode(job, layout, payload, seed)
-        del payloads  # kept alive until here: the job holds its address
+        self._encode(_reading(qs, weight), layout, payload, seed)
 
     def _encode(self, job: Job, layout: Layout, payload: Tensor, seed: int | None) -> None:
         base = payload.data_ptr()
@@ -99,6 +73,7 @@ class CpuPath(ReferencePath):
         job.scales = base + HEADER_NBYTES
         job.codes = base + layout.codes_offset
         job.flags = base + FLAGS_OFFSET
+        job.numel = layout.numel
         job.block = layout.block_numel
         job.blocks = layout.blocks
         job.stochastic = seed is not None
@@ -108,12 +83,11 @@ class CpuPath(ReferencePath):
         else:
             job.grain = max(1, ITEM_ELEMENTS // layout.block_numel)
             job.items = -(-layout.blocks // job.grain)
-            self._run("blocks", job, layout.numel)
+            job.run(self._machine, "blocks", layout.numel)
 
     def _encode_big_blocks(self, job: Job, layout: Layout) -> None:
-        from lsgd.kernels.cpu.jobs import MAX_SEGMENTS, TILE
-
-        job.partials = ctypes.addressof(self._scratch.partials)
+        partials = (ctypes.c_float * (MAX_SEGMENTS * STATE_FLOATS))()
+        job.partials = ctypes.addressof(partials)
         for first in range(0, layout.numel, layout.block_numel):
             job.first, job.stop = first, min(first + layout.block_numel, layout.numel)
             numel = job.stop - job.first
@@ -122,11 +96,10 @@ class CpuPath(ReferencePath):
             job.items = -(-numel // job.grain)
             for kernel in ("partial", "finish"):
                 job.counter = 0
-                self._run(kernel, job, numel)
+                job.run(self._machine, kernel, numel)
 
     def _decode(self, q: Quantized, out: Tensor, alpha: float | None) -> None:
-        job = _new_job(q.numel)
-        payloads = _read_payloads(job, (q,), 1.0)
+        job = _reading((q,), 1.0)
         job.out = out.data_ptr()
         job.out_kind = _KINDS[out.dtype]
         job.add = alpha is not None
@@ -135,42 +108,27 @@ class CpuPath(ReferencePath):
         aligned = job.out % 64 == 0 and q.layout.block_numel % 16 == 0
         large = q.numel * out.element_size() >= STREAM_NBYTES
         job.stream = aligned and large and out.dtype == torch.float32
-        self._launch("decode", job, q.numel)
-        del payloads  # kept alive until here: the job holds its address
+        self._run("decode", job)
 
-    def _launch(self, kernel: str, job: Job, numel: int) -> None:
+    def _run(self, kernel: str, job: Job) -> None:
         job.grain = ITEM_ELEMENTS
-        job.items = -(-numel // ITEM_ELEMENTS)
-        self._run(kernel, job, numel)
-
-    def _run(self, kernel: str, job: Job, numel: int) -> None:
-        threads = 1 if numel <= SERIAL_ELEMENTS else min(torch.get_num_threads(), job.items)
-        openmp.run(self._machine.address(kernel), ctypes.addressof(job), threads=threads)
+        job.items = -(-job.numel // ITEM_ELEMENTS)
+        job.run(self._machine, kernel, job.numel)
 
 
-_KINDS: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-
-
-def _new_job(numel: int) -> Job:
-    from lsgd.kernels.cpu.jobs import Job
-
-    job = Job()
-    job.numel = numel
-    return job
-
-
-def _read_payloads(job: Job, qs: Sequence[Quantized], weight: float) -> ctypes.Array[ctypes.c_int64]:
-    """Make the payloads the job's source; the returned array must outlive the launch."""
-    from lsgd.kernels.cpu.jobs import PAYLOADS
-
-    addresses = (ctypes.c_int64 * len(qs))(*(q.payload.data_ptr() for q in qs))
+def _reading(qs: Sequence[Quantized], weight: float) -> Job:
+    """Return a job whose source are payloads."""
+    job, layout = Job(), qs[0].layout
+    addresses = (ctypes.c_int64 * len(qs))(*[q.payload.data_ptr() for q in qs])
+    job.payloads = ctypes.addressof(addresses)
+    job.kept_alive = addresses
     job.source = PAYLOADS
     job.members = len(qs)
-    job.payloads = ctypes.addressof(addresses)
-    job.payload_block = qs[0].layout.block_numel
-    job.payload_codes = qs[0].layout.codes_offset
     job.weight = weight
-    return addresses
+    job.numel = layout.numel
+    job.payload_block = layout.block_numel
+    job.payload_codes = layout.codes_offset
+    return job
 
 
 def _write_frame(base: int, layout: Layout) -> None:

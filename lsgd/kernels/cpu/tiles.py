@@ -11,7 +11,7 @@ from typing import Final
 
 from llvmlite import ir
 
-from lsgd.kernels.cpu.ir import F16, F32, I8, I16, I32, I64, POINTER, Kernel, Value, Variable
+from lsgd.kernels.cpu.ir import F16, F32, I8, I16, I32, I64, POINTER, Kernel, Value, Variable, kernel, vector
 from lsgd.kernels.philox import KEY_STEPS, LANES, MULTIPLIERS, ROUNDS
 from lsgd.kernels.reference import BIG, BIG_UNIT, HALF_OF_MAX, LEVELS
 
@@ -35,25 +35,14 @@ def _spans(kernel: Kernel, n: Value, width: int, body: Callable[[Value, int], No
 
 
 class Tiles:
-    """The tile kernels of one LLVM module."""
+    """The tile kernels of one LLVM module, each emitted when it is first asked for."""
 
     def __init__(self, module: ir.Module) -> None:
         self.module = module
-        self.minmax = self._minmax()
-        self.zero = self._zero()
-        self.dither = self._dither()
-        self.encode_nearest = self._encode(stochastic=False)
-        self.encode_stochastic = self._encode(stochastic=True)
-        self.decode_set = self._decode(add=False)
-        self.decode_add = self._decode(add=True)
-        self.scale = self._scale()
-        self.widen = {kind: self._widen(kind) for kind in (FLOAT16, BFLOAT16)}
-        self.narrow = {kind: self._narrow(kind) for kind in (FLOAT16, BFLOAT16)}
 
-    def _minmax(self) -> Kernel:
-        """(values, n, state): take n float32 into state's lo and hi; any NaN or Inf makes state[2] NaN."""
-        k = Kernel(self.module, "minmax", [POINTER, I64, POINTER])
-        values, n, state = k.arguments
+    @kernel(POINTER, I64, POINTER)
+    def minmax(self, k: Kernel, values: Value, n: Value, state: Value) -> None:
+        """Take n float32 into state's lo and hi; any NaN or Inf makes state[2] NaN."""
         carried = [Variable(k.load(state, F32, i)) for i in range(3)]
 
         def take(seen: list[Variable], x: Value) -> None:
@@ -74,31 +63,26 @@ class Tiles:
             take(carried, k.load(values, F32, index))
         for i, variable in enumerate(carried):
             k.store(variable.get(), state, i)
-        k.finish()
-        return k
 
     def _prefetch(self, k: Kernel, values: Value, index: Value, width: int) -> None:
         """Prefetch the float32 some way after the current vector; past the end does no harm."""
         for line in range(0, width - 1, 16):
             k.prefetch(k.offset(values, F32, index + (NEAR_ELEMENTS + line)))
 
-    def _zero(self) -> Kernel:
-        """(codes, n): write n zeros."""
-        k = Kernel(self.module, "zero", [POINTER, I64])
-        codes, n = k.arguments
+    @kernel(POINTER, I64)
+    def zero(self, k: Kernel, codes: Value, n: Value) -> None:
+        """Write n zeros."""
         _spans(k, n, WIDTH, lambda i, w: k.store(k.constant(0, I8, w), codes, i))
-        k.finish()
-        return k
 
-    def _dither(self) -> Kernel:
-        """(out, call, count, seed): write count * 64 random uint16, the lanes of Philox calls from call on."""
-        k = Kernel(self.module, "dither", [POINTER, I64, I64, I64])
-        out, call, count, seed = k.arguments
+    @kernel(POINTER, I64, I64, I64)
+    def dither(self, k: Kernel, out: Value, call: Value, count: Value, seed: Value) -> None:
+        """Write count * 64 random uint16, the lanes of Philox calls from call on."""
         mask, calls = 0xFFFFFFFF, WIDTH // LANES
         keys = [(seed & mask), (seed >> 32)]
         schedule = [[(keys[j] + r * KEY_STEPS[j]) & mask for j in (0, 1)] for r in range(ROUNDS)]
+        lanes = Value(k, ir.Constant(vector(I64, calls), list(range(calls))))
         with k.loop(0, count) as index:
-            counter = (call + index * calls).splat(calls) + k.lanes(range(calls), I64)
+            counter = (call + index * calls).splat(calls) + lanes
             zero = k.constant(0, I64, calls)
             # Each 64-bit lane carries a 32-bit word below bits that do not matter.
             words = [counter, counter >> 32, zero, zero]
@@ -117,18 +101,15 @@ class Tiles:
             low, high = (halves[j].shuffle(pairs, halves[j + 1]).convert("bitcast", I64, calls) for j in (0, 2))
             order = [lane + calls * part for lane in range(calls) for part in (0, 1)]
             k.store(low.shuffle(order, high), out, index * (WIDTH // 4))
-        k.finish()
-        return k
 
-    def _encode(self, *, stochastic: bool) -> Kernel:
+    @kernel(POINTER, I64, POINTER, POINTER, POINTER, POINTER, I64)
+    def encode(self, k: Kernel, *arguments: Value, stochastic: bool) -> None:
         """(values, n, constants, codes, dither, origin, stride): write n codes.
 
         The constants are lo * factor, 1 / unit and factor. As the passes over a tile leave the memory idle, this one
         fetches what comes later: elements of ``stride`` bytes, the first of the tile at ``origin``.
         """
-        name = "encode_stochastic" if stochastic else "encode_nearest"
-        k = Kernel(self.module, name, [POINTER, I64, POINTER, POINTER, POINTER, POINTER, I64])
-        values, n, constants, codes, dither, origin, stride = k.arguments
+        values, n, constants, codes, dither, origin, stride = arguments
         lo, inverse, factor = (k.load(constants, F32, i) for i in range(3))
 
         def body(index: Value, width: int) -> None:
@@ -146,14 +127,11 @@ class Tiles:
             k.store(code.convert("trunc", I8), codes, index)
 
         _spans(k, n, WIDTH, body)
-        k.finish()
-        return k
 
-    def _decode(self, *, add: bool) -> Kernel:
+    @kernel(POINTER, I64, F32, F32, POINTER, F32, I64)
+    def decode(self, k: Kernel, *arguments: Value, add: bool) -> None:
         """(codes, n, lo, unit, out, alpha, stream): set n float32 to the decoded values, or add alpha times them."""
-        name = "decode_add" if add else "decode_set"
-        k = Kernel(self.module, name, [POINTER, I64, F32, F32, POINTER, F32, I64])
-        codes, n, lo, unit, out, alpha, stream = k.arguments
+        codes, n, lo, unit, out, alpha, stream = arguments
 
         def emit(index: Value, width: int, factor: float, past_caches: bool) -> None:
             code = k.load(codes, I8, index, width).convert("zext", I32).convert("sitofp", F32)
@@ -168,9 +146,8 @@ class Tiles:
         def spans(factor: float, past_caches: bool = False) -> None:
             _spans(k, n, WIDTH, lambda i, w: emit(i, w, factor, past_caches))
 
-        big = lo.magnitude().compare(">=", BIG).convert("zext", I32)
-        big = big | unit.compare(">=", BIG_UNIT).convert("zext", I32)
-        with k.either(big.compare("!=", 0)) as (then, otherwise):
+        big = lo.magnitude().compare(">=", BIG) | unit.compare(">=", BIG_UNIT)
+        with k.either(big) as (then, otherwise):
             with then:
                 spans(0.5)
             with otherwise:
@@ -182,21 +159,15 @@ class Tiles:
                             spans(1.0, True)
                         with otherwise:
                             spans(1.0)
-        k.finish()
-        return k
 
-    def _scale(self) -> Kernel:
-        """(values, n, weight): multiply n float32 in place."""
-        k = Kernel(self.module, "scale", [POINTER, I64, F32])
-        values, n, weight = k.arguments
+    @kernel(POINTER, I64, F32)
+    def scale(self, k: Kernel, values: Value, n: Value, weight: Value) -> None:
+        """Multiply n float32 in place."""
         _spans(k, n, WIDTH, lambda i, w: k.store(k.load(values, F32, i, w) * weight, values, i))
-        k.finish()
-        return k
 
-    def _widen(self, kind: int) -> Kernel:
-        """(halves, n, out): convert n float16 or bfloat16 to float32."""
-        k = Kernel(self.module, f"widen{kind}", [POINTER, I64, POINTER])
-        halves, n, out = k.arguments
+    @kernel(POINTER, I64, POINTER)
+    def widen(self, k: Kernel, halves: Value, n: Value, out: Value, *, kind: int) -> None:
+        """Convert n float16 or bfloat16 to float32."""
 
         def body(index: Value, width: int) -> None:
             if kind == FLOAT16:
@@ -206,13 +177,10 @@ class Tiles:
                 k.store(bits.convert("bitcast", F32), out, index)
 
         _spans(k, n, WIDTH, body)
-        k.finish()
-        return k
 
-    def _narrow(self, kind: int) -> Kernel:
-        """(values, n, out): round n float32 to float16 or bfloat16, half to even."""
-        k = Kernel(self.module, f"narrow{kind}", [POINTER, I64, POINTER])
-        values, n, out = k.arguments
+    @kernel(POINTER, I64, POINTER)
+    def narrow(self, k: Kernel, values: Value, n: Value, out: Value, *, kind: int) -> None:
+        """Round n float32 to float16 or bfloat16, half to even."""
 
         def body(index: Value, width: int) -> None:
             x = k.load(values, F32, index, width)
@@ -225,5 +193,3 @@ class Tiles:
                 k.store(number.where(rounded, k.constant(0x7FC0, I32, width)).convert("trunc", I16), out, index)
 
         _spans(k, n, WIDTH, body)
-        k.finish()
-        return k

@@ -6,26 +6,12 @@ passes over it. The code for the elements that are kept is straight: one program
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
-from llvmlite import ir
+from lsgd.kernels.cpu.blockwise import GROUP, LANES, BlockKernels, fetch, load_bits, store_bits, totals, word_of
+from lsgd.kernels.cpu.ir import F32, F64, I8, I16, I32, I64, POINTER, Kernel, Value, Variable, kernel
+from lsgd.kernels.cpu.job import JobView
 
-from lsgd.kernels.cpu.blockwise import (
-    GROUP,
-    LANES,
-    BlockKernels,
-    array,
-    fetch,
-    field,
-    load_bits,
-    store_bits,
-    totals,
-    word_of,
-)
-from lsgd.kernels.cpu.ir import F32, F64, I8, I16, I32, I64, POINTER, Kernel, Value, Variable
-
-_PARTS: Final = ("scales", "low", "high", "signs", "fars")
 _INFINITY: Final = 0x7F800000  # the bits of float32; those of NaN are greater
 _NAN: Final = 0x7FC00000
 
@@ -39,73 +25,53 @@ class TopKPath(BlockKernels):
     """
 
     def __init__(self, chunk: int, k: int) -> None:
-        bodies = _Chunks(ir.Module(name="topk"), chunk, k)
-        names = {"encode": bodies.encode, "decode": bodies.decode, "decode_add": bodies.decode_add}
-        super().__init__(chunk, _PARTS, bodies.module, names)
-
-
-class _Chunks:
-    """What emits the code for one chunk."""
-
-    def __init__(self, module: ir.Module, chunk: int, k: int) -> None:
-        self.module = module
-        self._chunk = chunk
         self._kept = k
         self._width = min(GROUP, k)
-        self._find = self._finder()
-        self._gather = self._gatherer()
-        self._describe = self._describer()
-        self._spread = self._spreader()
-        self._scatter = self._scatterer()
+        self._starts = range(0, k, self._width)  # of the groups of the elements that are kept
+        super().__init__(chunk, "scales", "low", "high", "signs", "fars")
 
-    def encode(self, k: Kernel, number: Value) -> None:
+    def emit_encode(self, k: Kernel, job: JobView, number: Value) -> None:
         """Find the least magnitude to keep, then the elements, then their levels."""
-        values, arrays = array(k, "values", number * (4 * self._chunk)), self._arrays(k, number)
+        values, arrays = job.address("values", number * (4 * self.block)), self._arrays(job, number)
         found, indices, kept = k.stack(I32, 3), k.stack(I16, self._kept + 1), k.stack(F32, self._kept + 1)
-        k.call(self._find, values, found)
+        k.call(self.find(), values, found)
         with k.branch(k.load(found, I32, 2).compare(">=", _INFINITY)):
-            k.store(k.constant(1, I32), array(k, "flags"))
-        k.call(self._gather, values, found, indices, kept)
-        k.call(self._describe, indices, kept, *arrays)
+            k.store(k.constant(1, I32), job.address("flags"))
+        k.call(self.gather(), values, found, indices, kept)
+        k.call(self.describe(), indices, kept, *arrays)
 
-    def decode(self, k: Kernel, number: Value) -> None:
-        """Write zeros, and the levels where they belong."""
-        out, arrays = array(k, "values", number * (4 * self._chunk)), self._arrays(k, number)
+    def emit_decode(self, k: Kernel, job: JobView, number: Value, *, add: bool) -> None:
+        """Write zeros, and the levels where they belong; to add, do that in the cache first."""
+        out, arrays = job.address("values", number * (4 * self.block)), self._arrays(job, number)
         indices, kept = k.stack(I16, self._kept), k.stack(F32, self._kept)
-        k.call(self._spread, indices, kept, *arrays)
-        k.call(self._scatter, out, k.load(arrays[0], F32) * 0.0, indices, kept)
+        room = k.stack(F32, self.block) if add else out
+        k.call(self.spread(), indices, kept, *arrays)
+        k.call(self.scatter(), room, k.load(arrays[0], F32) * 0.0, indices, kept)
+        if add:
+            alpha = job.real("alpha")
+            with k.loop(0, self.block, GROUP) as start:
+                fetch(k, out, start + self.block)
+                sums = k.load(out, F32, start, GROUP) + k.load(room, F32, start, GROUP) * alpha
+                k.store(sums, out, start)
 
-    def decode_add(self, k: Kernel, number: Value) -> None:
-        """Decode into the cache, and add that."""
-        out, arrays = array(k, "values", number * (4 * self._chunk)), self._arrays(k, number)
-        indices, kept, room = k.stack(I16, self._kept), k.stack(F32, self._kept), k.stack(F32, self._chunk)
-        k.call(self._spread, indices, kept, *arrays)
-        k.call(self._scatter, room, k.load(arrays[0], F32) * 0.0, indices, kept)
-        alpha = field(k, "alpha")
-        with k.loop(0, k.constant(self._chunk, I64), GROUP) as start:
-            fetch(k, out, start + self._chunk)
-            sums = k.load(out, F32, start, GROUP) + k.load(room, F32, start, GROUP) * alpha
-            k.store(sums, out, start)
-
-    def _arrays(self, k: Kernel, number: Value) -> list[Value]:
+    def _arrays(self, job: JobView, number: Value) -> list[Value]:
         """Return where a chunk's levels, low and high bits of indices, bits of signs and of levels are."""
         nbytes = (8, self._kept, self._kept // 2, self._kept // 8, self._kept // 8)
-        return [array(k, name, number * size) for name, size in zip(_PARTS, nbytes, strict=True)]
+        return [job.address(name, number * size) for name, size in zip(self.parts, nbytes, strict=True)]
 
-    def _finder(self) -> Kernel:
-        """(values, found): store a magnitude's bits, how many are greater, and the greatest of all.
+    @kernel(POINTER, POINTER)
+    def find(self, k: Kernel, values: Value, found: Value) -> None:
+        """Store a magnitude's bits, how many are greater, and the greatest of all.
 
         Fewer than k are greater, and with those equal to it they are k at least; or k are greater.
         """
-        k = Kernel(self.module, "find", [POINTER, POINTER])
-        values, found = k.arguments
         # Of each of k parts of the chunk the greatest is not below the least of these.
-        parts, end = max(1, self._kept // GROUP), k.constant(self._chunk, I64)
+        parts = max(1, self._kept // GROUP)
         least = Variable(k.constant(0x7FFFFFFF, I32, GROUP))
         most = Variable(k.constant(0, I32, GROUP))
-        with k.loop(0, end, self._chunk // parts) as first:
+        with k.loop(0, self.block, self.block // parts) as first:
             greatest = Variable(k.constant(0, I32, GROUP))
-            with k.loop(first, first + self._chunk // parts, GROUP) as start:
+            with k.loop(first, first + self.block // parts, GROUP) as start:
                 greatest.set(greatest.get().maximum(_magnitudes(k, values, start)))
             least.set(least.get().minimum(greatest.get()))
             most.set(most.get().maximum(greatest.get()))
@@ -118,7 +84,7 @@ class _Chunks:
             leave_unless(distance.compare("!=", 1) & above.get().compare("<", self._kept))
             middle = low.get() + (distance >> 1)
             counts = Variable(k.constant(0, I32, GROUP))
-            with k.loop(0, end, GROUP) as start:
+            with k.loop(0, self.block, GROUP) as start:
                 greater = _magnitudes(k, values, start).compare(">", middle)
                 counts.set(counts.get() + greater.convert("zext", I32))
             count = counts.get().reduce(Value.__add__)
@@ -128,21 +94,18 @@ class _Chunks:
             above.set(many.where(above.get(), count))
         for i, number in enumerate((high.get(), above.get(), top)):
             k.store(number, found, i)
-        k.finish()
-        return k
 
-    def _gatherer(self) -> Kernel:
-        """(values, found, indices, kept): store k elements and where they are: of those equal to the least, the first.
+    @kernel(POINTER, POINTER, POINTER, POINTER)
+    def gather(self, k: Kernel, values: Value, found: Value, indices: Value, kept: Value) -> None:
+        """Store k elements and where they are: of those equal to the least, the first.
 
         Both arrays have room for one more.
         """
-        k = Kernel(self.module, "gather", [POINTER] * 4)
-        values, found, indices, kept = k.arguments
         least = k.load(found, I32, 0)
         left = Variable(k.constant(self._kept, I32) - k.load(found, I32, 1))  # how many equal ones to take
         number = Variable(k.constant(0, I64))
-        with k.loop(0, k.constant(self._chunk, I64), GROUP) as start:
-            fetch(k, values, start + self._chunk)
+        with k.loop(0, self.block, GROUP) as start:
+            fetch(k, values, start + self.block)
             magnitudes = _magnitudes(k, values, start)
             greater = word_of(magnitudes.compare(">", least))
             equal = word_of(magnitudes.compare("==", least))
@@ -158,13 +121,11 @@ class _Chunks:
                 number.set(number.get() + taken.convert("zext", I64))
                 left.set(left.get() - tie)
                 word.set(word.get() & (word.get() - 1))
-        k.finish()
-        return k
 
-    def _describer(self) -> Kernel:
+    @kernel(*[POINTER] * 7)
+    def describe(self, k: Kernel, *arguments: Value) -> None:
         """(indices, kept, levels, low, high, signs, fars): write what k elements become."""
-        k = Kernel(self.module, "describe", [POINTER] * 7)
-        indices, kept, levels, low, high, signs, fars = k.arguments
+        indices, kept, levels, low, high, signs, fars = arguments
 
         def magnitudes(start: int, width: int) -> Value:
             return k.load(kept, F32, start, width).magnitude().convert("fpext", F64)
@@ -180,7 +141,7 @@ class _Chunks:
 
         near_total, far_total = totals(self._kept, split)
         count = k.constant(0, I64)
-        for start in self._starts():
+        for start in self._starts:
             far = magnitudes(start, self._width).compare(">", mean)
             count = count + store_bits(k, far, fars, start).ones()
             store_bits(k, k.load(kept, F32, start, self._width).compare("<", 0.0), signs, start)
@@ -193,15 +154,13 @@ class _Chunks:
             finite = (level - level).compare("==", 0.0)
             bits = level.convert("fptrunc", F32).convert("bitcast", I32)
             k.store(finite.where(bits, k.constant(_NAN, I32)), levels, i)
-        k.finish()
-        return k
 
-    def _spreader(self) -> Kernel:
+    @kernel(*[POINTER] * 7)
+    def spread(self, k: Kernel, *arguments: Value) -> None:
         """(indices, kept, levels, low, high, signs, fars): read the k elements, and where they are."""
-        k = Kernel(self.module, "spread", [POINTER] * 7)
-        indices, kept, levels, low, high, signs, fars = k.arguments
+        indices, kept, levels, low, high, signs, fars = arguments
         near, far = (k.load(levels, I32, i).splat(self._width) for i in (0, 1))
-        for start in self._starts():
+        for start in self._starts:
             value = load_bits(k, k.offset(fars, I8, start // 8), self._width).where(far, near)
             sign = load_bits(k, k.offset(signs, I8, start // 8), self._width)
             k.store(sign.where(value ^ -(1 << 31), value), kept, start)
@@ -209,23 +168,14 @@ class _Chunks:
             above = ((pairs & 15) << 8) | ((pairs & 240) << 20)
             below = k.load(low, I8, start, self._width).convert("zext", I16)
             k.store(above.convert("bitcast", I16, self._width) | below, indices, start)
-        k.finish()
-        return k
 
-    def _scatterer(self) -> Kernel:
-        """(out, filler, indices, kept): fill a chunk, and write the k elements."""
-        k = Kernel(self.module, "scatter", [POINTER, F32, POINTER, POINTER])
-        out, filler, indices, kept = k.arguments
-        with k.loop(0, k.constant(self._chunk, I64), GROUP) as start:
+    @kernel(POINTER, F32, POINTER, POINTER)
+    def scatter(self, k: Kernel, out: Value, filler: Value, indices: Value, kept: Value) -> None:
+        """Fill a chunk, and write the k elements."""
+        with k.loop(0, self.block, GROUP) as start:
             k.store(filler.splat(GROUP), out, start)
-        with k.loop(0, k.constant(self._kept, I64)) as i:
+        with k.loop(0, self._kept) as i:
             k.store(k.load(kept, F32, i), out, k.load(indices, I16, i).convert("zext", I64))
-        k.finish()
-        return k
-
-    def _starts(self) -> Iterator[int]:
-        """Yield where the groups of the elements that are kept begin."""
-        yield from range(0, self._kept, self._width)
 
 
 def _magnitudes(k: Kernel, values: Value, start: Value) -> Value:
