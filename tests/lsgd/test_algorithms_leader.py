@@ -12,7 +12,7 @@ from .reference import Exchange, LeaderReference, Problem
 from .training import TorchWorker, make_round, relative_error
 
 PULLS = {"pull_global": 0.2, "pull_local": 0.15, "proximal_global": 0.3, "proximal_local": 0.4}
-STEPS = 200
+STEPS = 100
 
 
 def train(settings, node_sizes, *, sgd, speeds=None, dtypes=(torch.float32,) * 2):

@@ -259,7 +259,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_algorithm_takes_every_codec(sign, name, codec):
     """Models that are to be alike are, and they learn; nothing but the codec's class is new."""
-    workers = train(SETTINGS[name](codec), [1, 1, 1], 120, period=4 if name in ("leader", "local") else 1)
+    workers = train(SETTINGS[name](codec), [1, 1, 1], 60, period=4 if name in ("leader", "local") else 1)
     if name == "leader":
         leaders = [torch.cat(worker.algorithm.global_leader) for worker in workers]
         assert all(torch.equal(leader, leaders[0]) for leader in leaders)
