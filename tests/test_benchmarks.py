@@ -32,7 +32,7 @@ def quick(name: str, folder: Path, *arguments: str, size: str = "--quick", **var
     """Run a benchmark with --quick, or in another size, and return what it has written."""
     result = folder / "result.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", size, "--json", str(result), *arguments]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    environ = {**os.environ, **LIGHT, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
@@ -105,7 +105,7 @@ def test_mixing_keeps_the_mean_and_sees_what_is_exact(peers: str) -> None:
 
 @slow
 def test_sweep_has_every_pair_of_settings(tmp_path: Path) -> None:
-    found = quick("sweep", tmp_path, **LIGHT)
+    found = quick("sweep", tmp_path)
     results = found["results"]
     pairs = [(r["learning_rate"], r["strength"]) for r in results]
     assert len(set(pairs)) == len(pairs) == 9

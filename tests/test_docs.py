@@ -47,10 +47,10 @@ def test_an_example(code, why, launched, tmp_path):
     script.write_text(code)
     compile(code, str(script), "exec")
     if why is None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([LIGHT["PYTHONPATH"], str(ROOT)])}
         command = [sys.executable, str(script)]
         if launched:
-            environment |= LIGHT | dict(each.split("=") for each in launched.split())
+            environment |= dict(each.split("=") for each in launched.split())
             command = [
                 sys.executable,
                 "-m",

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from .integration.running import LIGHT
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
@@ -60,7 +62,7 @@ def test_the_diff_in_the_docs_is_the_real_one() -> None:
 
 @pytest.mark.slow
 def test_the_plain_script_learns(digits, tmp_path: Path) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, **LIGHT, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, EXAMPLES / "plain.py"], cwd=tmp_path, env=environ, check=True)
     assert digits_known(digits, tmp_path / "model.pt") > 0.98
 

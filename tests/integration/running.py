@@ -23,6 +23,23 @@ from lsgd.protocol.sockets import Connector, Poller
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "workers"
 DEADLINE_S = 60.0
+LSGD = HERE.parents[1] / "lsgd"
+LOADED_BY_WORKERS = (
+    *("torch", "torch._dynamo", "torch.profiler", "numpy.ctypeslib", "encodings.idna"),
+    *(
+        f"lsgd.{folder}.{file.stem}"
+        for folder in ("algorithms", "codecs")
+        for file in (LSGD / folder).glob("[a-z]*.py")
+    ),
+    *(
+        "lsgd.plan.options",
+        "lsgd.client.worker",
+        "lsgd.kernels.cpu.blockwise",
+        "lsgd.kernels.cpu.path",
+        "llvmlite.binding",
+    ),
+)
+"""Modules that workers use sooner or later. The first optimizer imports torch._dynamo, which takes as long as torch."""
 LIGHT = {"PYTHONPATH": os.pathsep.join([str(HERE / "light"), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
 """Variables of processes that train and compile nothing: they start in half the time (light/sitecustomize.py)."""
 
@@ -174,9 +191,8 @@ class Cluster:
         folder: of logs, and the workers' run folder.
     """
 
-    server_forks = ForkServer("lsgd.server.cli")
-    # The first optimizer imports torch._dynamo, and it takes as long as all of torch.
-    worker_forks = ForkServer("torch", "torch._dynamo", "lsgd.plan.options", "lsgd.client.worker")
+    server_forks = ForkServer("lsgd.server.cli", "encodings.idna")
+    worker_forks = ForkServer(*LOADED_BY_WORKERS)
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

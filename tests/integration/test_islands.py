@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from .running import SCRIPTS, Cluster, ForkServer, Process, free_port
+from .running import LOADED_BY_WORKERS, SCRIPTS, Cluster, ForkServer, Process, free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp.py"
 
@@ -25,8 +25,8 @@ class Islands(Cluster):
     """A run of two workers on one node, each of so many processes."""
 
     worker_forks = ForkServer(
-        *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "lsgd.plan.options"),
-        *("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "lsgd.client.worker"),
+        *(*LOADED_BY_WORKERS, "torch.distributed.fsdp", "torch.distributed.tensor"),
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     )
 
     def begin(self, *plan: str, workers: int = 2) -> Process:

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from .running import LIGHT
+
 PLAIN = Path(__file__).parent / "workers" / "train.py"
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def test_each_process_of_torchrun_is_a_worker(cluster) -> None:
     server, _ = cluster.start("--workers", "2", "--iterations", "40", "--period", "4")
-    environ = {**os.environ, "LSGD_LOCAL": cluster.local_address(0), "LSGD_RUN_DIR": str(cluster.folder)}
+    environ = {**os.environ, **LIGHT, "LSGD_LOCAL": cluster.local_address(0), "LSGD_RUN_DIR": str(cluster.folder)}
     done = subprocess.run([*COMMAND, str(PLAIN)], env=environ, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     assert "all 40 iterations are made; 40 iterations" in server.succeeds()
@@ -24,7 +26,13 @@ def test_each_process_of_torchrun_is_a_worker(cluster) -> None:
 
 @pytest.mark.slow
 def test_without_servers_torchrun_shows_what_to_type(tmp_path) -> None:
-    environ = {**os.environ, "LSGD_LOCAL": f"ipc://{tmp_path}/none", "LOCAL_RANK": "1", "LSGD_RUN_DIR": str(tmp_path)}
+    environ = {
+        **os.environ,
+        **LIGHT,
+        "LSGD_LOCAL": f"ipc://{tmp_path}/none",
+        "LOCAL_RANK": "1",
+        "LSGD_RUN_DIR": str(tmp_path),
+    }
     done = subprocess.run([sys.executable, str(PLAIN)], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert re.search(r"JoinError: no local server answers at .*: lsgd launch -- python .*train\.py", done.stderr)
