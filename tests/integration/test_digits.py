@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "lsgd/examples/digits.py"
 
 NO_EXCHANGE = """
-iterations = 750
+iterations = 384
 
 [algorithm]
 name = "leader"
@@ -65,7 +65,7 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, repor
     assert alone["leader_accuracy"] >= 0.95  # each of them has learned; only their average has not
     assert result["relative_distance_before_last_average"] < alone["relative_distance_before_last_average"]
 
-    for run, iterations, workers in ((result, 900, 2), (alone, 750, 3)):
+    for run, iterations, workers in ((result, 900, 2), (alone, 384, 3)):
         assert run["count"] == sum(member["done"] for member in run["members"]) == iterations
         assert (len(run["members"]), run["nodes"], run["rounds_local"]) == (workers, 1, 0)
     # One when the generation begins, one for each 64 iterations of a worker, and the last one.
