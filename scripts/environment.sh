@@ -53,9 +53,9 @@ make_environment() (
     fi
     say "installing into $root/.venv; this happens once and takes some minutes"
     : >"$stamp"
-    pip_install setuptools # builds lsgd, and torch needs it anyway
+    pip_install setuptools uv # setuptools builds lsgd, and torch needs it anyway
     install_cpu_torch
-    pip_install --no-build-isolation --editable ".${extras:+[$extras]}"
+    install_packages --no-build-isolation --editable ".${extras:+[$extras]}"
     printf '%s\n' "$wanted" >"$stamp"
 )
 
@@ -63,8 +63,14 @@ make_environment() (
 install_cpu_torch() {
     local pin
     ! command -v nvidia-smi >/dev/null && pin=$(grep '^torch==' constraints.txt) || return 0
-    "$python" -m pip install "$pin" --no-deps --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10 \
-        --disable-pip-version-check >&2 || say "torch's CPU build cannot be fetched there; pip takes the one that it finds"
+    "$python" -m pip install "$pin" --no-deps --no-compile --index-url https://download.pytorch.org/whl/cpu --retries 0 \
+        --timeout 10 --disable-pip-version-check >&2 || say "torch's CPU build cannot be fetched there; pip takes the one that it finds"
+}
+
+# With uv, which takes a tenth of pip's time; with pip where packages come from an index that only pip knows.
+install_packages() {
+    "$python" -m uv pip install "$@" --python "$python" --constraint constraints.txt >&2 ||
+        { say "uv cannot install that; pip tries it" && pip_install "$@"; }
 }
 
 pip_install() {
