@@ -32,7 +32,7 @@ def quick(name: str, folder: Path, *arguments: str, size: str = "--quick", **var
     """Run a benchmark with --quick, or in another size, and return what it has written."""
     result = folder / "result.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", size, "--json", str(result), *arguments]
-    environ = {**os.environ, **LIGHT, "OMP_NUM_THREADS": "1", **variables}
+    environ = {**os.environ, **LIGHT, "DRAWS": "1", "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
