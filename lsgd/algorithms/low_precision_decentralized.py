@@ -64,12 +64,12 @@ class LowPrecisionDecentralizedSGD(Algorithm):
     ``z = W_rr x + sum_j W_rj x_j - x + (x_now - x)`` and sends Q(z). Then ``x ← x + Q(z)``, which becomes the model,
     and ``x_j ← x_j + Q(z_j)`` for each neighbor.
 
-    A worker's x and its neighbors' copies of x change by the same operation on the same bytes, so they stay equal bit
-    for bit. A generation begins by sending x to the neighbors at full precision.
+    A worker's x and its neighbors' copies of x change by the same operation on the same bytes, so they stay
+    bit-identical. A generation begins by sending x to the neighbors at full precision.
 
-    With ``hierarchical``, nodes are the members: x_now is the mean over the node's workers, its first worker exchanges
-    with the neighbors, and Q(z) is broadcast inside. The weights preserve the mean over workers, also if nodes have
-    different numbers of them. A non-finite model is excluded from the node's mean; if all are, x replaces the mean.
+    With ``hierarchical``, nodes take the place of workers: x_now is the mean over the node's workers, its first worker
+    exchanges with the neighbors, and Q(z) is broadcast inside. The weights preserve the mean over workers even if nodes
+    have different numbers of them. A non-finite model is excluded from the node's mean; if all are, x is used instead.
     """
 
     settings: LowPrecisionDecentralizedSettings
@@ -119,7 +119,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         copy_all(parameters, self.model)
 
     def _mean(self, parameters: Flat, group: Group, order: Round) -> list[Tensor] | None:
-        """Return the node's mean model (or this worker's); None if none is finite."""
+        """Return the node's mean model (or this worker's model); None if no model is finite."""
         sums, models = empty_sums(parameters), 1
         contribute(parameters, sums, group, order.id)
         if self.settings.hierarchical:
@@ -169,6 +169,6 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         return {"model": self.model, "copies": dict(self.copies)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the model and the neighbors' copies; a new generation exchanges them again."""
+        """Restore the model and the neighbors' copies, which the next generation exchanges again."""
         self.model = clones(state["model"])
         self.copies = {j: clones(copy) for j, copy in state["copies"].items()}

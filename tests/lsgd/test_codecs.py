@@ -153,11 +153,11 @@ def test_a_payload_of_another_kind_is_refused(codec):
     payload = payload_of(codec, x)
     others = [other for other in ALL if other != codec]
     for other in others:
-        with pytest.raises(ProtocolError, match="this payload is of 448 elements in"):
+        with pytest.raises(ProtocolError, match="this payload has 448 elements in"):
             decoded(other, payload, 448)
     for numel in (0, 447, 449):
         for verb in (codec.decode, codec.decode_add):
-            with pytest.raises(ProtocolError, match="this payload is of 448 elements in"):
+            with pytest.raises(ProtocolError, match="this payload has 448 elements in"):
                 verb(payload, torch.empty(numel))
     for part in (payload[:16], payload[:-1], payload[:HEADER_NBYTES]):
         with pytest.raises(ProtocolError, match="bytes came"):
@@ -179,7 +179,7 @@ def test_members_with_different_codecs_do_not_learn_garbage():
             if group.rank == 1:
                 changed.append((before != worker.model).any())
 
-    with pytest.raises(ProtocolError, match=r"minmax8 with the parameters 64, 0, but .* 65, 0 is expected"):
+    with pytest.raises(ProtocolError, match=r"minmax8 with the parameters 64, 0, but .* 65, 0 were expected"):
         simulate([1, 1], member)
     assert changed == [False]
 
