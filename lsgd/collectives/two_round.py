@@ -28,14 +28,13 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-def chunk_bounds(numel: int, size: int, block: int | None) -> list[int]:
+def chunk_bounds(numel: int, size: int, unit: int) -> list[int]:
     """Return where each of ``size`` chunks of a vector begins, and where the last one ends.
 
-    Chunks differ by at most one block, and consist of whole blocks except at the end of the vector.
+    Chunks differ by at most ``unit`` elements, and are multiples of it except at the end of the vector.
     """
-    unit = block or 1
-    blocks = -(-numel // unit)
-    return [min(blocks * rank // size * unit, numel) for rank in range(size + 1)]
+    units = -(-numel // unit)
+    return [min(units * rank // size * unit, numel) for rank in range(size + 1)]
 
 
 class QuantizedAllReduce:
