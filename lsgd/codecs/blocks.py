@@ -29,6 +29,9 @@ class Blockwise(Codec):
     Kernels (:mod:`lsgd.kernels.few_bits`) process what they can, with the same bytes as the methods here.
     """
 
+    family: ClassVar[str]
+    """Which kernels of :mod:`lsgd.kernels.few_bits` process it."""
+
     def nbytes(self, numel: int) -> int:
         """Return the bytes of the header and all parts."""
         return HEADER_NBYTES + sum(self.sizes(numel))
@@ -68,7 +71,7 @@ class Blockwise(Codec):
 
     def _path(self, device: torch.device, numel: int) -> tuple[kernels.few_bits.Path | None, int]:
         """Return the kernels for a device, if any, and how many of ``numel`` elements they process."""
-        path = self.path(device.type) if numel else None
+        path = kernels.few_bits.path(device.type, self.family, self.unit, *self.form) if numel else None
         return path, 0 if path is None else path.takes(numel)
 
     def _pieces(
@@ -93,9 +96,10 @@ class Blockwise(Codec):
         """Return the bytes of each part; needs no torch."""
         raise NotImplementedError
 
-    def path(self, device: str) -> kernels.few_bits.Path | None:
-        """Return the kernels for a type of device, if any."""
-        raise NotImplementedError
+    @property
+    def form(self) -> tuple[float | None, ...]:
+        """What the kernels depend on besides :attr:`unit`."""
+        return ()
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Write the parts of ``x``, float32, whose last block may be shorter."""
@@ -117,6 +121,7 @@ class ScaledBlocks(Blockwise):
         scale_block: elements that share a scale; a power of two, 8 … 65536.
     """
 
+    family: ClassVar[str] = "levels"
     near: ClassVar[float] = 1.0
     far: ClassVar[float] = 0.0
     threshold: ClassVar[float | None] = None
@@ -137,10 +142,10 @@ class ScaledBlocks(Blockwise):
         planes = 1 if self.threshold is None else 2
         return [2 * -(-numel // self.scale_block)] + [-(-numel // 8)] * planes
 
-    def path(self, device: str) -> kernels.few_bits.Path | None:
-        """Return the kernels for these levels."""
-        levels = kernels.few_bits.Levels(self.near, self.far, self.threshold)
-        return kernels.few_bits.levels_path(device, levels, self.scale_block)
+    @property
+    def form(self) -> tuple[float | None, ...]:
+        """The levels."""
+        return self.near, self.far, self.threshold
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Choose each element's level by the root mean square of its block, then the scale."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from lsgd.codecs.base import kernels
 from lsgd.codecs.blocks import Blockwise
 from lsgd.errors import ConfigError
 from lsgd.lazy import Tensor, torch
@@ -25,6 +24,7 @@ class MinMax4(Blockwise):
     """
 
     name: ClassVar[str] = "minmax4"
+    family: ClassVar[str] = "minmax4"
 
     block: int = 2048
 
@@ -44,10 +44,6 @@ class MinMax4(Blockwise):
     def sizes(self, numel: int) -> list[int]:
         """Eight bytes per block, half a byte per element."""
         return [8 * -(-numel // self.width(numel)), -(-numel // 2)]
-
-    def path(self, device: str) -> kernels.few_bits.Path | None:
-        """Return the kernels for this block size."""
-        return kernels.few_bits.minmax4_path(device, self.block)
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Choose the nearest code of each element."""

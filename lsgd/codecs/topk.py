@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from lsgd.codecs import blocks
-from lsgd.codecs.base import kernels
 from lsgd.errors import ConfigError
 from lsgd.lazy import Tensor, torch
 
@@ -28,7 +27,7 @@ class TopK(blocks.Blockwise):
     """
 
     name: ClassVar[str] = "topk"
-
+    family: ClassVar[str] = "topk"
     sparse: ClassVar[bool] = True
 
     k: int = 64
@@ -47,9 +46,10 @@ class TopK(blocks.Blockwise):
         kept = -(-numel // CHUNK) * self.k
         return [8 * -(-numel // CHUNK), kept, kept // 2, kept // 8, kept // 8]
 
-    def path(self, device: str) -> kernels.few_bits.Path | None:
-        """Return the kernels for this k."""
-        return kernels.few_bits.topk_path(device, CHUNK, self.k)
+    @property
+    def form(self) -> tuple[float | None, ...]:
+        """``k``."""
+        return (self.k,)
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Choose the elements of each chunk, then their levels."""
