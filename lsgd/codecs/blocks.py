@@ -1,4 +1,4 @@
-"""The base of the codecs in few bits: blocks, sums in a fixed order, 16-bit scales, and bits packed in bytes."""
+"""The base of the low-bit codecs: blocks, sums in a fixed order, 16-bit scales, and bits packed in bytes."""
 
 from __future__ import annotations
 

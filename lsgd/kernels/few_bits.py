@@ -1,4 +1,4 @@
-"""The kernels for the codecs in few bits, compiled at first use, and where there are any."""
+"""The kernels of the low-bit codecs, compiled at first use, on the devices that have any."""
 
 from __future__ import annotations
 
@@ -59,4 +59,4 @@ def path(device: str, family: str, block: int, *form: float | None) -> Path | No
 @functools.cache
 def _warn(device: str, reason: str) -> None:
     """Log once why there are no kernels."""
-    _log.warning("codecs in few bits run in plain torch on %s, ten times slower: %s", device, reason)
+    _log.warning("low-bit codecs run in plain torch on %s, ten times slower: %s", device, reason)

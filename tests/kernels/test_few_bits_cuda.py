@@ -1,4 +1,4 @@
-"""The codecs of few bits on CUDA: their kernels, built for this CPU or on a GPU, make the bytes that torch makes."""
+"""The low-bit codecs on CUDA: their kernels, built for this CPU or on a GPU, make the bytes that torch makes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The base of the kernels for codecs in few bits: launches over blocks, sums in a fixed order, and bits."""
+"""The base of the kernels for low-bit codecs: launches over blocks, sums in a fixed order, and bits."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Job(ctypes.Structure):
         ("counter", ctypes.c_int64),  # next item, taken by atomic addition
         ("items", ctypes.c_int64),
         ("grain", ctypes.c_int64),  # blocks or elements per item
-        ("values", ctypes.c_int64),  # the vector to encode; in codecs in few bits also the one to decode to
+        ("values", ctypes.c_int64),  # the vector to encode; in low-bit codecs also the one to decode to
         ("block", ctypes.c_int64),  # elements per block of the output
         ("blocks", ctypes.c_int64),
         ("scales", ctypes.c_int64),  # this and the next five: parts of the payload

@@ -1,4 +1,4 @@
-"""The codecs in few bits on CUDA: launches the kernels of few_bits.cu.
+"""The low-bit codecs on CUDA: launches the kernels of few_bits.cu.
 
 They produce the same bytes as the codecs do in torch, including those of a shorter last block.
 """
