@@ -38,8 +38,8 @@ class QuantizedState:
     """State of :func:`quantized_hook`: the ranks, how to round, and the residuals.
 
     Args:
-        process_group: the ranks that exchange; all by default. The hook creates a group of its own with the same ranks,
-            so that DDP's collectives never come between its messages. So all ranks must create the state together.
+        process_group: the ranks that exchange; all by default. The state creates a group of its own with the same
+            ranks, which keeps DDP's collectives out of its messages. So all ranks must create it together.
         codec: the codec of the gradients, optionally with parameters (``minmax8:block=512``).
         block: elements that share one range of codes, for codecs in blocks; None: all of a chunk.
         rounding: ``nearest`` or ``stochastic``.
@@ -70,7 +70,7 @@ class QuantizedState:
         group = _TorchGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
         self._all_reduce = QuantizedAllReduce(group, rounding_codec(codec, block or 0, rounding), rounding=rounding)
         self._background = Background()
-        self._under_way = Pipeline()
+        self._pipeline = Pipeline()
         self._waiting: list[Future[Tensor]] = []
         self._failure: Exception | None = None
         # A thread still in C++ code when Python exits aborts the process, so wait for it first.
@@ -105,9 +105,9 @@ class QuantizedState:
         try:
             # After a failure, leftovers of earlier exchanges would be mistaken for later ones.
             if self._failure is None:
-                self._under_way.begin(_completed(stages, gradient, future))
+                self._pipeline.begin(_completed(stages, gradient, future))
                 if is_last:
-                    self._under_way.complete()
+                    self._pipeline.complete()
         except Exception as error:
             self._failure = error
         for other in self._waiting if self._failure is not None else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from lsgd.codecs import CODECS, Codec, codec_of
 from lsgd.errors import ConfigError
@@ -86,14 +86,23 @@ def least_period(exchange_s: float, step_s: float, share: float) -> int:
     return max(1, math.ceil(exchange_s / step_s / share))
 
 
-def interval() -> Any:
-    """Declare the period of an algorithm that by default exchanges every step."""
-    return setting(1, "optimizer steps of a worker, on average, between exchanges", low=1, high=1 << 30)
-
-
 def hierarchical() -> Any:
     """Declare whether the workers of a node average first."""
     return setting(True, "average at full precision inside a node, then exchange between nodes only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gossip(AlgorithmSettings):
+    """Base of the settings of algorithms that exchange models with neighbors, by default every step."""
+
+    islands: ClassVar[bool] = True
+
+    hierarchical: bool = hierarchical()
+    interval: int = setting(1, "optimizer steps of a worker, on average, between exchanges", low=1, high=1 << 30)
+
+    def schedule(self) -> Schedule:
+        """Exchange every ``interval`` steps."""
+        return Schedule(self.interval, self.interval, lockstep=self.interval == 1)
 
 
 def codec(default: str, what: str) -> Any:
@@ -115,7 +124,7 @@ def delay(what: str) -> Any:
 
 def rounding(default: str) -> Any:
     """Declare how a codec rounds."""
-    meaning = "to the nearest code, or without bias at random to one of the two neighbors"
+    meaning = "to the nearest code, or at random to one of the two neighbors, without bias"
     return setting(default, meaning, choices=("nearest", "stochastic"))
 
 

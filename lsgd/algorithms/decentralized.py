@@ -8,13 +8,13 @@ from typing import ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Flat, copy_all, empties
-from lsgd.algorithms.common import hierarchical, interval
+from lsgd.algorithms.common import Gossip
 from lsgd.algorithms.delayed import UNTIL_SETTLED, Delayed
 from lsgd.collectives.group import Group
 from lsgd.collectives.topology import exponential_peer, node_index, shift_one_peer
 from lsgd.lazy import Tensor, no_grad
 from lsgd.protocol.messages import Round
-from lsgd.settings import AlgorithmSettings, Schedule, setting
+from lsgd.settings import setting
 
 ONE_PEER: Mapping[str, Callable[[int, int, int], int | None]] = {
     "exponential": exponential_peer,
@@ -24,24 +24,17 @@ ONE_PEER: Mapping[str, Callable[[int, int, int], int | None]] = {
 
 
 @dataclass(frozen=True)
-class DecentralizedSettings(AlgorithmSettings):
+class DecentralizedSettings(Gossip):
     """Decentralized SGD (arXiv 1705.09056): models are averaged with a peer that changes in every round."""
 
     name: ClassVar[str] = "decentralized"
     summary: ClassVar[str] = "decentralized SGD, models averaged with one peer (arXiv 1705.09056)"
-    islands: ClassVar[bool] = True
 
     peers: str = setting(
         "exponential",
         "whose models are averaged: that of one peer at a distance of 2^k, or shifted by one each time; or all",
         choices=(*ONE_PEER, "all"),
     )
-    hierarchical: bool = hierarchical()
-    interval: int = interval()
-
-    def schedule(self) -> Schedule:
-        """Exchange every ``interval`` steps."""
-        return Schedule(self.interval, self.interval, lockstep=self.interval == 1)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """The model once, unless the worker has a bye; with all peers twice, except the worker's own share."""

@@ -69,12 +69,12 @@ class GradientAlgorithm(Algorithm):
     def __init__(self, settings: GradientSettings) -> None:
         self.settings = settings
         self._results: dict[int, Tensor] = {}
-        self._under_way = Pipeline()
+        self._pipeline = Pipeline()
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Drop the exchanges of the last generation."""
         self._results = {}
-        self._under_way = Pipeline()
+        self._pipeline = Pipeline()
 
     def buckets(self, gradients: Flat) -> list[Tensor]:
         """Return the slices of the flat gradients to exchange, in order."""
@@ -100,7 +100,7 @@ class GradientAlgorithm(Algorithm):
         result = self._results.get(index)
         if result is None or result.shape != gradient.shape:
             result = self._results[index] = torch.empty_like(gradient)
-        self._under_way.begin(self.reduce(gradient, result, index, group, order))
+        self._pipeline.begin(self.reduce(gradient, result, index, group, order))
 
     @no_grad
     def complete(self) -> None:
@@ -109,7 +109,7 @@ class GradientAlgorithm(Algorithm):
         Raises:
             ExchangeError: the exchange failed; the gradients are unchanged.
         """
-        self._under_way.complete()
+        self._pipeline.complete()
 
     @no_grad
     def finish(self, buckets: Flat, group: Group) -> bool:

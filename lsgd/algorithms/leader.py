@@ -51,7 +51,7 @@ class LeaderSettings(Periodic):
     )
     compression: str = codec("none", "changes of the leaders' models")
     block: int = block()
-    delay: int = delay("take over a leader's model")
+    delay: int = delay("apply a leader's model")
 
     def __post_init__(self) -> None:
         if self.period and (self.period < self.local_period or self.period % self.local_period):

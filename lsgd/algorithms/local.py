@@ -59,7 +59,7 @@ class LocalSettings(Periodic):
     fragments: int = setting(
         1, "parts of the model, exchanged in turn: one per round, each once per period", low=1, high=1 << 16, fixed=True
     )
-    delay: int = delay("take over the outer step's model")
+    delay: int = delay("apply the outer step's result")
     keep: float = setting(
         0.5, "with delay: share of its own model that a worker keeps when it takes the common one", low=0, high=1
     )

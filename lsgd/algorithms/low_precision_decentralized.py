@@ -8,29 +8,26 @@ from typing import Any, ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Algorithm, Flat, clones, copy_all, empties
-from lsgd.algorithms.common import block, codec, hierarchical, interval, rounding, rounding_codec
+from lsgd.algorithms.common import Gossip, block, codec, rounding, rounding_codec
 from lsgd.codecs import Codec
 from lsgd.collectives.group import Group
 from lsgd.collectives.topology import complete, mixing_matrix, node_index, ring
 from lsgd.collectives.two_round import seed_of
 from lsgd.lazy import Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
-from lsgd.settings import AlgorithmSettings, Schedule, setting
+from lsgd.settings import setting
 
 _GRAPHS: Mapping[str, Callable[[int], Sequence[tuple[int, ...]]]] = {"ring": ring, "all": complete}
 
 
 @dataclass(frozen=True)
-class LowPrecisionDecentralizedSettings(AlgorithmSettings):
+class LowPrecisionDecentralizedSettings(Gossip):
     """DCD-PSGD (arXiv 1803.06443): neighbors in a fixed graph send the changes of their models in 8 bits."""
 
     name: ClassVar[str] = "low_precision_decentralized"
     summary: ClassVar[str] = "DCD-PSGD, neighbors send model changes in 8 bits (arXiv 1803.06443)"
-    islands: ClassVar[bool] = True
 
     topology: str = setting("ring", "the graph of neighbors", choices=tuple(_GRAPHS))
-    hierarchical: bool = hierarchical()
-    interval: int = interval()
     rounding: str = rounding("stochastic")
     codec: str = codec("minmax8", "changes of models")
     block: int = block()
@@ -41,10 +38,6 @@ class LowPrecisionDecentralizedSettings(AlgorithmSettings):
     def make_codec(self) -> Codec:
         """Return the codec."""
         return rounding_codec(self.codec, self.block, self.rounding)
-
-    def schedule(self) -> Schedule:
-        """Exchange every ``interval`` steps."""
-        return Schedule(self.interval, self.interval, lockstep=self.interval == 1)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """The model's change to each neighbor."""

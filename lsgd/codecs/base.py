@@ -80,7 +80,8 @@ class Codec:
 
     def decode_add(self, payload: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times the vector to ``out``, in float32 or wider; raises like :meth:`decode`."""
-        part = self._decoded(payload, out.numel())
+        part = torch.empty(out.numel(), dtype=torch.float32, device=payload.device)
+        self.decode(payload, part)
         wide = out.to(torch.promote_types(out.dtype, torch.float32))
         out.copy_(wide + part * alpha)
 
@@ -164,11 +165,6 @@ class Codec:
     def element_nbytes(self) -> float:
         """Bytes per element in a large vector."""
         return (self.nbytes(2 * LARGE) - self.nbytes(LARGE)) / LARGE
-
-    def _decoded(self, payload: Tensor, numel: int) -> Tensor:
-        out = torch.empty(numel, dtype=torch.float32, device=payload.device)
-        self.decode(payload, out)
-        return out
 
     def __str__(self) -> str:
         parameters = ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))

@@ -29,13 +29,13 @@ class ErrorFeedback:
         self._next_results: dict[int, Tensor] = {}
 
     def added_to(self, x: Tensor, decay: float = 1.0) -> Tensor:
-        """Return ``x + decay residual``, float32; the exchange subtracts what it sends, and the residual is left."""
+        """Return ``x + decay residual``, float32, from which the exchange subtracts what it sends."""
         if self._next_residual is None:
             self._next_residual = torch.empty_like(self.residual)
         return torch.add(x, self.residual, alpha=decay, out=self._next_residual)
 
     def added_to_result(self, result: Tensor, start: int) -> Tensor:
-        """Add to a result what the last one at ``start`` lost, and return it; the exchange does the same with it."""
+        """Add what the last result at ``start`` lost to ``result`` and return it, for the exchange to do the same."""
         if start in self.results:
             result.add_(self.results[start])
         self._next_results[start] = result

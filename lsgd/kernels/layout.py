@@ -102,18 +102,13 @@ def payload_nbytes(numel: int, *, dtype: torch.dtype = torch.float32, block: int
     return Layout(numel, block, dtype).nbytes
 
 
-def read_header(payload: Tensor) -> bytes:
-    """Copy the header to the host; on a GPU this waits for the stream. The payload must hold 32 bytes."""
-    return bytes(payload[:HEADER_NBYTES].tolist())
-
-
-def parse_header(header: bytes) -> tuple[Layout, int]:
-    """Return the layout and the flags in a header, 32 bytes from a peer.
+def _read_header(payload: Tensor) -> tuple[Layout, int]:
+    """Return the layout and the flags in the header of a peer's payload; on a GPU this waits for the stream.
 
     Raises:
-        ProtocolError: They are not a minmax8 header of this version.
+        ProtocolError: The first 32 bytes are not a minmax8 header of this version.
     """
-    found = Header.parse(header)
+    found = Header.parse(bytes(payload[:HEADER_NBYTES].tolist()))
     if found.codec != CODEC:
         raise ProtocolError(f"this payload has the codec {found.codec}, but {CODEC} is expected")
     if found.first > MAX_BLOCK or found.second:
@@ -167,7 +162,7 @@ class Quantized:
         if payload.numel() < HEADER_NBYTES:
             raise ProtocolError(f"this payload has {payload.numel()} bytes; its header alone has {HEADER_NBYTES}")
         if layout is None or payload.device.type == "cpu":
-            announced, _ = parse_header(read_header(payload))
+            announced, _ = _read_header(payload)
             if layout is not None and announced != layout:
                 raise ProtocolError(f"this payload has {announced}, but {layout} is expected")
             layout = announced
@@ -198,7 +193,7 @@ class Quantized:
             NonFiniteError: The vector contained NaN or Inf.
             ProtocolError: The header does not match the layout.
         """
-        announced, flags = parse_header(read_header(self.payload))
+        announced, flags = _read_header(self.payload)
         if announced != self.layout:
             raise ProtocolError(f"the payload of {name} has {announced}, but {self.layout} is expected")
         if flags & FLAG_NONFINITE:
