@@ -239,7 +239,7 @@ class LocalSGD(Delayed):
         for x, c in self._parts(fragment, parameters, self.common):
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
             changes.append(torch.sub(x, c, out=change) if finite else change.zero_())
-        squares = [0.0, 0.0]  # squared lengths: the mean of the members' changes', and their mean's
+        squares = [0.0, 0.0]  # sums over members: the squared length of their own change, and of the mean
 
         def transfer() -> None:
             own = _squared(changes) if self.settings.rescale and changes else None

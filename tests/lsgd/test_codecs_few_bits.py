@@ -1,4 +1,4 @@
-"""Codecs of few bits: bit by bit what a NumPy implementation of docs/algorithms.md makes, and how far off they are."""
+"""The low-bit codecs: bit by bit what a NumPy implementation of docs/algorithms.md makes, and how far off they are."""
 
 from __future__ import annotations
 
