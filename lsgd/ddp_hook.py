@@ -1,4 +1,4 @@
-"""The two-round all-reduce in a codec as a communication hook of DistributedDataParallel, without any of our servers.
+"""The two-round all-reduce in a codec, as a communication hook of DistributedDataParallel; needs no lsgd servers.
 
 In a script that torchrun starts::
 
@@ -7,10 +7,9 @@ In a script that torchrun starts::
     model = DistributedDataParallel(model)
     model.register_comm_hook(QuantizedState(error_feedback=True), quantized_hook)
 
-Gradients are averaged as ByteGrad does it between nodes (:class:`lsgd.collectives.two_round.QuantizedAllReduce`); every
-rank gets
-the same bits. DDP calls the hook for a bucket as soon as its gradients are there, and the exchange runs beside the
-rest of the backward pass.
+Gradients are averaged as ByteGrad does between nodes (:class:`lsgd.collectives.two_round.QuantizedAllReduce`), and
+every rank gets the same bits. DDP calls the hook for a bucket as soon as its gradients are ready, so the exchange
+overlaps the rest of the backward pass.
 """
 
 import atexit
@@ -32,24 +31,24 @@ from lsgd.errors import ConfigError
 from lsgd.kernels import DEFAULT_BLOCK
 
 END_WITHIN_S = 5.0
-"""How long the exit of a process waits for the exchange's thread, in seconds."""
+"""How long the process waits at exit for the exchange's thread."""
 
 
 class QuantizedState:
     """State of :func:`quantized_hook`: the ranks, how to round, and the residuals.
 
     Args:
-        process_group: the ranks that exchange; all by default. A group of the same ranks is made for the hook alone,
-            so that DDP's own collectives never come between its messages: all ranks must do this together.
-        codec: that gradients travel in, with its parameters (``minmax8:block=512``).
-        block: numbers that share one range of codes, for codecs in blocks; None: all of a chunk.
+        process_group: the ranks that exchange; all by default. The state creates a group of its own with the same
+            ranks, which keeps DDP's collectives out of its messages. So all ranks must create it together.
+        codec: the codec of the gradients, optionally with parameters (``minmax8:block=512``).
+        block: elements that share one range of codes, for codecs in blocks; None: all of a chunk.
         rounding: ``nearest`` or ``stochastic``.
         error_feedback: add what rounding lost to the next gradient. A bucket's residual is dropped when DDP rebuilds
-            the buckets, after the first iteration.
-        seed: of stochastic rounding.
+            the buckets after the first iteration.
+        seed: seed of stochastic rounding.
 
     Raises:
-        ConfigError: torch.distributed is not initialized, or there is no such codec.
+        ConfigError: torch.distributed is not initialized, or the codec is unknown or does not support the rounding.
     """
 
     def __init__(
@@ -71,10 +70,10 @@ class QuantizedState:
         group = _TorchGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
         self._all_reduce = QuantizedAllReduce(group, rounding_codec(codec, block or 0, rounding), rounding=rounding)
         self._background = Background()
-        self._under_way = Pipeline()
+        self._pipeline = Pipeline()
         self._waiting: list[Future[Tensor]] = []
         self._failure: Exception | None = None
-        # Python ends a thread that is still in C++ code at exit by ending the process: let it come out first.
+        # A thread still in C++ code when Python exits aborts the process, so wait for it first.
         atexit.register(self._background.close, END_WITHIN_S)
 
     def average(self, gradient: Tensor, bucket: int, step: int) -> Iterator[None]:
@@ -90,25 +89,25 @@ class QuantizedState:
         feedback.commit(unless=flags.any())
 
     def submit(self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], *, is_last: bool) -> None:
-        """Have the exchange's thread exchange a bucket beside those before it, and on its stream on a GPU.
+        """Have the exchange's thread exchange a bucket along with earlier ones, on a GPU in its own stream.
 
         Args:
-            stages: of the exchange (:class:`lsgd.collectives.pipeline.Pipeline`).
+            stages: the stages of the exchange (:class:`lsgd.collectives.pipeline.Pipeline`).
             gradient: what they exchange.
-            future: that gets the gradient in the end, which may not be before the last bucket is submitted. When an
-                exchange fails, all that have none yet get the error, and so do later ones.
-            is_last: of the iteration.
+            future: gets the gradient at the end, perhaps only after the last bucket is submitted. If an exchange fails,
+                all pending and later futures get the error.
+            is_last: whether this is the iteration's last bucket.
         """
         self._background.start(lambda: self._exchange(stages, gradient, future, is_last), gradient.device)
 
     def _exchange(self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], is_last: bool) -> None:
         self._waiting = [*(other for other in self._waiting if not other.done()), future]
         try:
-            # What is left of the others after a failure would be taken for what comes later.
+            # After a failure, leftovers of earlier exchanges would be mistaken for later ones.
             if self._failure is None:
-                self._under_way.begin(_seen_through(stages, gradient, future))
+                self._pipeline.begin(_completed(stages, gradient, future))
                 if is_last:
-                    self._under_way.complete()
+                    self._pipeline.complete()
         except Exception as error:
             self._failure = error
         for other in self._waiting if self._failure is not None else ():
@@ -131,13 +130,13 @@ def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Ten
     return future
 
 
-def _seen_through(stages: Iterator[None], gradient: Tensor, future: Future[Tensor]) -> Iterator[None]:
+def _completed(stages: Iterator[None], gradient: Tensor, future: Future[Tensor]) -> Iterator[None]:
     yield from stages
     future.set_result(gradient)
 
 
 class _TorchGroup(Group):
-    """A group of torch.distributed, for the quantized all-reduce: it has no other verbs, and no subgroups."""
+    """A group of torch.distributed with only what the quantized all-reduce needs: no other operations or subgroups."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -161,7 +160,7 @@ class _TorchGroup(Group):
 
 
 def _on_host(x: Tensor, *, copy: bool = False) -> Tensor:
-    """Return ``x``, or for one on a GPU a tensor in host memory, which is all that Gloo sends from."""
+    """Return ``x``, or for one on a GPU a tensor in host memory, because Gloo sends from nowhere else."""
     if x.device.type == "cpu":
         return x
     return x.cpu() if copy else torch.empty_like(x, device="cpu")

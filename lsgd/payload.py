@@ -1,4 +1,4 @@
-"""The header of a payload, version 2: which codec wrote it, with which parameters, for how many elements.
+"""The header of a payload, version 2: the codec that wrote it, its parameters, and the number of elements.
 
 Little-endian. docs/kernels.md has the same table.
 
@@ -10,7 +10,7 @@ bytes                     content
 5                         dtype of the vector: 0 float32, 1 float16, 2 bfloat16
 6 - 7                     second parameter of the codec, uint16; zero if it has none
 8 - 15                    number of elements, uint64
-16 - 19                   first parameter of the codec, uint32; of minmax8: elements per block, 0: one block
+16 - 19                   first parameter of the codec, uint32; in minmax8 elements per block, 0: one block
 20 - 23                   flags, uint32; bit 0: the vector contains NaN or Inf
 24 - 31                   name of the codec, ASCII, padded with zeros
 32 -                      what the codec writes
@@ -48,12 +48,12 @@ class Header:
     """The first 32 bytes of a payload.
 
     Attributes:
-        codec: name of the codec, up to 8 ASCII characters.
+        codec: name of the codec, up to 8 ASCII letters and digits.
         numel: elements of the vector.
         first: first parameter of the codec, 32 bits.
         second: second parameter, 16 bits.
         dtype: index in ``DTYPE_NAMES`` of the vector's dtype.
-        flags: see the table above.
+        flags: see the table in this module's docstring.
     """
 
     codec: str
@@ -73,7 +73,7 @@ class Header:
         """Return the header in 32 bytes from a peer.
 
         Raises:
-            ProtocolError: they are not a header of this version.
+            ProtocolError: the bytes are not a header of this version.
         """
         magic, version, dtype, second, numel, first, flags, name = _FORM.unpack(data)
         if magic != MAGIC:
@@ -92,7 +92,7 @@ class Header:
     def refuse_other(self, data: bytes) -> None:
         """Raise ProtocolError if 32 bytes from a peer are not this header; dtype and flags may differ."""
         if _without_dtype_and_flags(data) != self._fixed:
-            raise ProtocolError(f"this payload is of {Header.parse(data)}, but {self} is expected")
+            raise ProtocolError(f"this payload has {Header.parse(data)}, but {self} were expected")
 
     def __str__(self) -> str:
         return f"{self.numel} elements in {self.codec} with the parameters {self.first}, {self.second}"

@@ -35,9 +35,9 @@ class AllReduce(GradientAlgorithm):
     """``g ← mean of all members' g``, in the gradient's dtype."""
 
     def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
-        """Average one bucket; divided first, so that float16 sums do not overflow.
+        """Average one bucket, divided first so that float16 sums do not overflow.
 
-        The pipeline waits for it after it has begun the second bucket after it.
+        The pipeline waits for a bucket once it has begun the second one after it.
         """
         result.copy_(gradient).div_(group.size)
         transfer = group.all_reduce(result)

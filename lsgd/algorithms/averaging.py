@@ -12,22 +12,22 @@ log = logging.getLogger(__name__)
 
 
 def empty_sums(parameters: Flat) -> list[Tensor]:
-    """Return a scratch tensor for each of ``parameters``, one element longer: the last one counts excluded models."""
+    """Return a scratch tensor for each of ``parameters``, with one more element, which counts excluded models."""
     return [x.new_empty(x.numel() + 1) for x in parameters]
 
 
 def contribute(parameters: Flat, sums: Flat, group: Group, round_id: int) -> bool:
-    """Write this worker's model to ``sums``; if it is non-finite, zeros, and a one in the last element.
+    """Write this worker's model to ``sums``; if it is non-finite, zeros with a one in the last element.
 
     Returns:
-        Whether it is finite, in all processes of this member.
+        Whether it is finite in all processes of this member.
 
     Raises:
         ExchangeError: the round has failed in another process of this member.
     """
     finite = group.agree(all_finite(parameters))
     if not finite:
-        log.warning("round %d: this worker's model is not finite; it takes the others'", round_id)
+        log.warning("round %d: this worker's model is not finite and is excluded from the mean", round_id)
     for x, total in zip(parameters, sums, strict=True):
         total[:-1].copy_(x) if finite else total[:-1].zero_()
         total[-1] = 0.0 if finite else 1.0
@@ -38,7 +38,7 @@ def divide(sums: Flat, models: int) -> bool:
     """Turn sums over ``models`` models, including excluded ones, into means.
 
     Returns:
-        Whether any model was finite; if not, nothing is changed.
+        Whether any model was finite; if none was, nothing changes.
     """
     usable = models - int(sums[0][-1])
     for total in sums if usable else ():

@@ -1,4 +1,4 @@
-"""The base of all algorithms: at most three hooks in an iteration, on flat tensors and a Group."""
+"""The base of all algorithms: up to three hooks per iteration, on flat tensors and a Group."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings
 
 Flat: TypeAlias = "Sequence[Tensor]"
-"""All parameters (or gradients) of a model: one contiguous tensor of one dimension for each dtype and device."""
+"""All parameters (or gradients) of a model: one contiguous one-dimensional tensor per dtype and device."""
 
 
 class Algorithm:
     """Base of the algorithms; each overrides the hooks that it needs.
 
     A generation begins with :meth:`reset`. Then every iteration calls the hooks in order, with its round if it has
-    one. An algorithm never sees a model, an optimizer or a socket. It keeps mathematical state only, of the same form
+    one. An algorithm never sees a model, an optimizer or a socket. It keeps only mathematical state, of the same form
     on all members with the same model and settings.
 
     Every exchange works on scratch tensors and commits after its last collective. If a hook raises, parameters,
-    gradients and state are as they were before it. A failed generation may still write into its scratch tensors
-    later, so :meth:`reset` drops them.
+    gradients and state are unchanged. A failed generation may still write into its scratch tensors later, so
+    :meth:`reset` drops them.
     """
 
     settings: AlgorithmSettings
     """Numeric values may change between rounds."""
 
     spans_backward: ClassVar[bool] = False
-    """Whether :meth:`after_backward` completes a round; else :meth:`before_forward` does."""
+    """Whether :meth:`after_backward` completes a round; otherwise :meth:`before_forward` does."""
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
-        """Begin a generation, in its first round: rebuild what depends on the members.
+        """Begin a generation in its first round: rebuild what depends on the members.
 
         Newcomers already have the model of ``round.source``, and all members have its :meth:`shared_state`.
         """
 
     def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
-        """Exchange models, or begin to; called before an iteration's forward pass."""
+        """Exchange models, or begin to; called before the forward pass."""
 
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
-        """Exchange gradients, or write exchanged models back; called between backward pass and optimizer."""
+        """Exchange gradients, or write exchanged models back; called between the backward pass and the optimizer."""
 
     @property
     def acts_after_step(self) -> bool:
-        """Whether the next :meth:`after_step` reads or changes the parameters; else they may be those of before."""
+        """Whether the next :meth:`after_step` reads or changes the parameters; otherwise it may get stale ones."""
         return type(self).after_step is not Algorithm.after_step
 
     def after_step(self, parameters: Flat) -> None:
         """Called after every step of the optimizer."""
 
     def settle(self, parameters: Flat) -> None:
-        """Complete a pending exchange before the group is used for anything else.
+        """Complete a pending exchange, before the group is used for anything else.
 
-        The worker calls it at the start of every round, the final one included.
+        The worker calls it at the start of every round, including the final one.
         """
 
     def shared_state(self) -> Sequence[Tensor]:
-        """Return the tensors that are equal on all members, to be overwritten by those of another member.
+        """Return the tensors that are equal on all members, for the worker to overwrite with another member's.
 
-        The worker sends them from ``round.source`` to all members when a generation begins, before :meth:`reset`.
+        When a generation begins, ``round.source`` sends them to all members before :meth:`reset`.
         """
         return ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by name: tensors (not copies), lists of them, and numbers."""
+        """Return the state by name: tensors (not copied), lists of them, and numbers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, for the same model and settings."""
+        """Restore what :meth:`state_dict` returned for the same model and settings."""
 
 
 def clones(tensors: Flat) -> list[Tensor]:
@@ -85,7 +85,7 @@ def empties(tensors: Flat) -> list[Tensor]:
 
 
 def copy_all(targets: Flat, sources: Flat) -> None:
-    """Overwrite each target by its source."""
+    """Copy each source to its target."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 

@@ -33,8 +33,8 @@ class ByteGradSettings(QuantizedGradientSettings):
 class ByteGrad(QuantizedGradient):
     """Gradients are averaged at full precision inside a node, and in the codec between the nodes' first workers.
 
-    The mean is over workers, however many each node has. With ``hierarchical`` off, or with one worker on every
-    node, all workers exchange in the codec.
+    The mean is over workers, however many each node has. With ``hierarchical`` off, or with one worker on every node,
+    all workers exchange in the codec.
     """
 
     settings: ByteGradSettings
@@ -44,7 +44,7 @@ class ByteGrad(QuantizedGradient):
         return group.across if self.settings.hierarchical else group
 
     def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
-        """Average one bucket inside the node, then between nodes, and broadcast it inside."""
+        """Average one bucket inside the node, then between nodes, and broadcast the result inside."""
         if not self.settings.hierarchical:
             yield from super().reduce(gradient, result, index, group, order)
             return

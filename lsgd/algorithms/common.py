@@ -1,25 +1,25 @@
-"""Settings that several algorithms have, declared once."""
+"""Settings that several algorithms share."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from lsgd.codecs import CODECS, Codec, codec_of
 from lsgd.errors import ConfigError
 from lsgd.settings import AlgorithmSettings, Schedule, setting
 
 EXCHANGE_SHARE = 0.05
-"""Share of the time that exchanges may take by default."""
+"""Share of the time that exchanges may take, by default."""
 
 LONGEST_PERIOD, SMALLEST_RATE = 1 << 20, 1e-30
-"""How long a period becomes at most when the learning rate falls to 0."""
+"""Bounds of :func:`quadratic_period` when the learning rate falls to 0."""
 
 
 def period(between: str = "exchanges", default: int = 64) -> Any:
-    """Declare a period; at ``auto``, which is 0, the server chooses it."""
+    """Declare a period; with ``auto``, which is 0, the server chooses it."""
     return setting(default, f"iterations of a worker, on average, between {between}", low=1, high=1 << 30, auto=True)
 
 
@@ -29,33 +29,33 @@ class Periodic(AlgorithmSettings):
 
     period: int = period()
     warm_share: float = setting(
-        0.0, "share of the run in which the period doubles from 1 to its value; 0: none", low=0, high=0.5
+        0.0, "share of the run, at its start, in which the period doubles from 1 to its value; 0: none", low=0, high=0.5
     )
     closing_share: float = setting(
-        0.0, "share of the run, its last, in which the period falls by halves to 1; 0: none", low=0, high=0.5
+        0.0, "share of the run, at its end, in which the period halves down to 1; 0: none", low=0, high=0.5
     )
     exchange_share: float = setting(
-        EXCHANGE_SHARE, "share of the time that exchanges may take where period is auto", low=0.001, high=0.9
+        EXCHANGE_SHARE, "share of the time that exchanges may take when period is auto", low=0.001, high=0.9
     )
     growth_coefficient: float = setting(
-        0.0, "once the learning rate falls, the period is at least (this / learning rate) squared; 0: it is not", low=0
+        0.0, "once the learning rate falls, keep the period at or above (this / learning rate) squared; 0: off", low=0
     )
 
     def schedule(self) -> Schedule:
-        """Exchange every ``period`` steps; at ``auto`` every step, until a server has said how many."""
+        """Exchange every ``period`` steps; with ``auto`` every step until the server chooses a period."""
         return Schedule(self.period or 1, self.period or 1)
 
     @property
     def time_share(self) -> float:
-        """The setting ``exchange_share`` where the period is ``auto``."""
+        """The setting ``exchange_share`` if the period is ``auto``; otherwise 0."""
         return 0.0 if self.period else self.exchange_share
 
     def with_period(self, period: int) -> Self:
-        """Return the settings with another period, or one as near to it as is valid."""
+        """Return the settings with this period, or the nearest valid one."""
         return dataclasses.replace(self, period=period)
 
     def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
-        """Return the settings with the period for this learning rate or, if the run is on one, that of the ramp."""
+        """Return the settings with the period for this learning rate, shortened if the run is on a ramp."""
         most = self.period if period is None else period
         if rate is not None:
             most = max(most, quadratic_period(self.growth_coefficient, rate))
@@ -65,8 +65,8 @@ class Periodic(AlgorithmSettings):
 def ramp(period: int, progress: float | None, warm_share: float, closing_share: float) -> int:
     """Return the period at a share of the run: powers of two on the two ramps, ``period`` between them.
 
-    On a ramp the period grows with the distance from its end of the run: each power of two p lasts for p times the
-    same share (1 for twice that), so a ramp has about log2(period) times as many rounds as without.
+    On a ramp the period is proportional to the distance from that end of the run: each power of two p lasts for p
+    times the same share (1 for twice that), so a ramp has about log2(period) times as many rounds as it would without.
     """
     if progress is None:
         return period
@@ -82,34 +82,43 @@ def quadratic_period(coefficient: float, rate: float) -> int:
 
 
 def least_period(exchange_s: float, step_s: float, share: float) -> int:
-    """Return the least number of steps between exchanges that keeps these below ``share`` of the time."""
+    """Return the fewest steps between exchanges that keep them below ``share`` of the time."""
     return max(1, math.ceil(exchange_s / step_s / share))
 
 
-def interval() -> Any:
-    """Declare the period of an algorithm that by default exchanges in every step."""
-    return setting(1, "optimizer steps of a worker, on average, between exchanges", low=1, high=1 << 30)
-
-
 def hierarchical() -> Any:
-    """Declare whether workers of a node average first."""
+    """Declare whether the workers of a node average first."""
     return setting(True, "average at full precision inside a node, then exchange between nodes only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gossip(AlgorithmSettings):
+    """Base of the settings of algorithms that exchange models with neighbors, by default every step."""
+
+    islands: ClassVar[bool] = True
+
+    hierarchical: bool = hierarchical()
+    interval: int = setting(1, "optimizer steps of a worker, on average, between exchanges", low=1, high=1 << 30)
+
+    def schedule(self) -> Schedule:
+        """Exchange every ``interval`` steps."""
+        return Schedule(self.interval, self.interval, lockstep=self.interval == 1)
 
 
 def codec(default: str, what: str) -> Any:
     """Declare the codec of ``what``."""
-    meaning = f"codec for {what}, with its parameters: minmax8:block=512"
+    meaning = f"codec for {what}, optionally with parameters: minmax8:block=512"
     return setting(default, meaning, choices=CODECS, valid=codec_of)
 
 
 def block() -> Any:
-    """Declare the parameter that block codecs share."""
+    """Declare the block size of codecs."""
     meaning = "elements that share one range of codes; 0: all elements of a message"
     return setting(2048, meaning, low=0, high=1 << 30, fixed=True)
 
 
 def delay(what: str) -> Any:
-    """Declare how long after a round its result is taken over."""
+    """Declare how long after a round its result is applied."""
     return setting(0, f"{what} this many iterations after its round, to hide the transfer", low=0, fixed=True)
 
 
@@ -120,10 +129,10 @@ def rounding(default: str) -> Any:
 
 
 def rounding_codec(text: str, block: int, rounding: str) -> Codec:
-    """Return the codec of settings that also have a rounding.
+    """Return the codec for these settings.
 
     Raises:
-        ConfigError: the codec does not support this rounding.
+        ConfigError: the codec is unknown or does not support this rounding.
     """
     codec = codec_of(text, block)
     if rounding == "stochastic" and not codec.stochastic:

@@ -7,41 +7,34 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Flat, empties
-from lsgd.algorithms.common import hierarchical, interval
-from lsgd.algorithms.delayed import Delayed
+from lsgd.algorithms.base import Flat, copy_all, empties
+from lsgd.algorithms.common import Gossip
+from lsgd.algorithms.delayed import UNTIL_SETTLED, Delayed
 from lsgd.collectives.group import Group
 from lsgd.collectives.topology import exponential_peer, node_index, shift_one_peer
 from lsgd.lazy import Tensor, no_grad
 from lsgd.protocol.messages import Round
-from lsgd.settings import AlgorithmSettings, Schedule, setting
+from lsgd.settings import setting
 
 ONE_PEER: Mapping[str, Callable[[int, int, int], int | None]] = {
     "exponential": exponential_peer,
     "shift_one": shift_one_peer,
 }
-"""The peer of a unit, by the unit's index, the number of units, and that of the exchange; None: it has a bye."""
+"""The peer of a unit, from the unit's index, the number of units and that of the exchange; None: it has a bye."""
 
 
 @dataclass(frozen=True)
-class DecentralizedSettings(AlgorithmSettings):
+class DecentralizedSettings(Gossip):
     """Decentralized SGD (arXiv 1705.09056): models are averaged with a peer that changes in every round."""
 
     name: ClassVar[str] = "decentralized"
     summary: ClassVar[str] = "decentralized SGD, models averaged with one peer (arXiv 1705.09056)"
-    islands: ClassVar[bool] = True
 
     peers: str = setting(
         "exponential",
-        "whose models are averaged: one peer's at a distance of 2^k, or shifted by one each time; or all",
+        "whose models are averaged: that of one peer at a distance of 2^k, or shifted by one each time; or all",
         choices=(*ONE_PEER, "all"),
     )
-    hierarchical: bool = hierarchical()
-    interval: int = interval()
-
-    def schedule(self) -> Schedule:
-        """Exchange every ``interval`` steps."""
-        return Schedule(self.interval, self.interval, lockstep=self.interval == 1)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """The model once, unless the worker has a bye; with all peers twice, except the worker's own share."""
@@ -54,8 +47,8 @@ class DecentralizedSettings(AlgorithmSettings):
 
 
 def _share_with_peer(peers: str, workers: int) -> float:
-    """Return which share of the workers has a peer, on average over a sweep of the exchanges."""
-    exchanges = (workers - 1).bit_length()  # of shift_one each has as many byes
+    """Return the share of the workers that have a peer, on average over a sweep of exchanges."""
+    exchanges = (workers - 1).bit_length()  # with shift_one every exchange has the same number of byes
     peer_of = ONE_PEER[peers]
     found = [peer_of(rank, workers, s) is not None for s in range(exchanges) for rank in range(workers)]
     return sum(found) / max(1, len(found))
@@ -64,11 +57,11 @@ def _share_with_peer(peers: str, workers: int) -> float:
 class DecentralizedSGD(Delayed):
     """``x ← mean(x, x of the peer) - lr g(x)``: the gradient is that of the model before the exchange.
 
-    The exchange of x begins before the forward pass and runs beside it and the backward pass. Its result is written
-    back just before the optimizer's step. The peer changes in every round, or all are averaged.
+    The exchange of x begins before the forward pass and overlaps it and the backward pass. Its result is written back
+    just before the optimizer's step. The peer changes in every round, or all models are averaged.
 
     With ``hierarchical``, nodes exchange the sums of their workers' models, so the mean is always over workers. A
-    non-finite model is excluded from the mean, and replaced by it.
+    non-finite model is excluded from the mean and replaced by it.
     """
 
     spans_backward: ClassVar[bool] = True
@@ -80,15 +73,9 @@ class DecentralizedSGD(Delayed):
         self.settings = settings
         self._sums: list[Tensor] = []
         self._received: list[Tensor] = []
-        self._changed = False
-
-    @property
-    def exchanging(self) -> bool:
-        """Whether an exchange is pending."""
-        return self._background.busy
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
-        """Forget a pending exchange of the last generation."""
+        """Drop the pending exchange, and allocate memory for those of this generation."""
         super().reset(parameters, group, order)
         self._sums = empty_sums(parameters)
         self._received = empties(self._sums) if self.settings.peers in ONE_PEER else []
@@ -100,26 +87,26 @@ class DecentralizedSGD(Delayed):
             return
         contribute(parameters, self._sums, group, order.id)
 
-        def exchange() -> None:
-            models = self._add_up(group, order)
-            self._changed = models > 1 and divide(self._sums, models)
+        averaged = False
 
-        self._background.start(exchange, parameters[0].device)
+        def exchange() -> None:
+            nonlocal averaged
+            models = self._add_up(group, order)
+            averaged = models > 1 and divide(self._sums, models)
+
+        def write_back(parameters: Flat) -> None:
+            group.agree()
+            if averaged:
+                copy_all(parameters, [mean[:-1] for mean in self._sums])
+
+        self._begin(exchange, write_back, parameters, group, UNTIL_SETTLED)
 
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
         """Wait for the exchange and write the means back."""
         self.settle(parameters)
 
-    def _land(self, parameters: Flat) -> None:
-        """Write the means back."""
-        assert self._group is not None
-        self._group.agree()
-        if self._changed:
-            for x, mean in zip(parameters, self._sums, strict=True):
-                x.copy_(mean[:-1])
-
     def _add_up(self, group: Group, order: Round) -> int:
-        """Replace the sums by those over all models to average; return their number."""
+        """Replace the sums by those over all models to average; return the number of models."""
         if not self.settings.hierarchical:
             return self._between(group, group.rank, [1] * group.size, order)
         sizes = group.node_sizes
@@ -132,12 +119,12 @@ class DecentralizedSGD(Delayed):
         return models
 
     def _between(self, units: Group | None, unit: int, sizes: Sequence[int], order: Round) -> int:
-        """Add the sums of ``unit`` and its peer, or of all units; a unit is a node or a worker.
+        """Add up the sums of ``unit`` and its peer, or of all units; a unit is a node or a worker.
 
         Args:
-            units: the members that exchange; None on a member that only waits for the result.
+            units: the members that exchange; None on a member that only receives the result.
             unit: index of this member's unit.
-            sizes: models in the sum of each.
+            sizes: models in the sum of each unit.
             order: the round of the exchange.
 
         Returns:
@@ -150,7 +137,7 @@ class DecentralizedSGD(Delayed):
             return sum(sizes)
         peer = ONE_PEER[self.settings.peers](unit, len(sizes), order.exchanges)
         if peer is None:
-            if units is not None:  # all members build the group together, also those without a peer
+            if units is not None:  # every member takes part in building the group, with or without a peer
                 units.exchange({}, {})
             return sizes[unit]
         if units is not None:

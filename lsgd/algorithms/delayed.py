@@ -1,4 +1,4 @@
-"""The base of methods that exchange models beside the training, and take the result over later."""
+"""The base of methods that exchange models while training continues, and apply the result later."""
 
 from __future__ import annotations
 
@@ -10,50 +10,56 @@ from lsgd.collectives.group import Group
 from lsgd.lazy import no_grad
 from lsgd.protocol.messages import Round
 
+UNTIL_SETTLED = -1
+"""The delay of a transfer that lands only in :meth:`Delayed.settle`."""
+
 
 class Delayed(Algorithm):
-    """A transfer begins in a round, and lands when it is settled: at once, some steps later, or at the next round."""
+    """A transfer begins in a round and lands later: some steps on, or in :meth:`settle`, whichever comes first."""
+
+    _group: Group
 
     def __init__(self) -> None:
         self._background = Background()
-        self._group: Group | None = None
+        self._land: Callable[[Flat], None] | None = None
         self._steps_left = 0
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
-        """Forget what was under way."""
-        self._background, self._group = Background(), group
+        """Drop the pending transfer."""
+        self._background, self._land = Background(), None
 
-    def _begin(self, transfer: Callable[[], None], parameters: Flat, delay: int) -> None:
-        """Begin a transfer; without a delay, it lands here."""
-        self._steps_left = delay
-        if delay and parameters:
-            self._background.start(transfer, parameters[0].device)
-        else:
+    def _begin(
+        self,
+        transfer: Callable[[], None],
+        land: Callable[[Flat], None],
+        parameters: Flat,
+        group: Group,
+        delay: int,
+    ) -> None:
+        """Begin a transfer; ``land`` applies it to the parameters ``delay`` steps later, with 0 before this returns."""
+        if not delay or not parameters:
             transfer()
-            self._land(parameters)
-
-    def _land(self, parameters: Flat) -> None:
-        """Take over what has arrived."""
-        raise NotImplementedError
+            land(parameters)
+            return
+        self._group, self._land, self._steps_left = group, land, delay
+        self._background.start(transfer, parameters[0].device)
 
     @property
     def acts_after_step(self) -> bool:
-        """Whether the next step is the one after which something may be taken over."""
-        return self._steps_left == 1 and self._background.busy
+        """Whether a transfer may land after the next step."""
+        return self._steps_left == 1 and self._land is not None
 
     @no_grad
     def after_step(self, parameters: Flat) -> None:
-        """Take over what was sent ``delay`` steps ago, if it has arrived in all processes of this member."""
+        """Land the transfer that began ``delay`` steps ago, if it succeeded in all processes of this member."""
         self._steps_left -= 1
-        if self._steps_left or not self._background.busy:
-            return
-        assert self._group is not None
-        if self._group.agree(self._background.succeeded()):
+        if not self._steps_left and self._land is not None and self._group.agree(self._background.succeeded()):
             self.settle(parameters)
 
     @no_grad
     def settle(self, parameters: Flat) -> None:
-        """Take over what is still under way."""
-        if self._background.busy:
+        """Wait for the pending transfer and land it."""
+        land, self._land = self._land, None  # it may hold tensors as large as the model
+        if land is not None:
             self._background.finish()
-            self._land(parameters)
+            land(parameters)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ElasticSettings(Periodic):
-    """EASGD (arXiv 1412.6651): workers and a master model, of which all have a copy, attract each other."""
+    """EASGD (arXiv 1412.6651): workers and a master model, which all of them hold, attract each other."""
 
     name: ClassVar[str] = "elastic"
     summary: ClassVar[str] = "elastic averaging SGD (arXiv 1412.6651)"
@@ -44,7 +44,7 @@ class ElasticSGD(Algorithm):
     """Workers and a master m attract each other (the paper's equations 3 and 5; beta is its n alpha).
 
     A round sets ``x ← x + beta/n (m - x)`` and ``m ← m + beta (mean of x - m)``, both from the old values. There
-    is no master process: every worker has m, and applies the same change.
+    is no master process: every worker holds m and applies the same change.
     """
 
     settings: ElasticSettings
@@ -60,7 +60,7 @@ class ElasticSGD(Algorithm):
             return
         finite = group.agree(all_finite(parameters))
         if not finite:
-            log.warning("round %d: this worker's model is not finite; it takes the master's", order.id)
+            log.warning("round %d: this worker's model is not finite and is replaced by the master", order.id)
         means = empties(self.master)
         for x, m, mean in zip(parameters, self.master, means, strict=True):
             mean.copy_(x if finite else m).div_(group.size)

@@ -1,4 +1,4 @@
-"""What gradient methods share: they replace the gradient of every iteration, bucket by bucket."""
+"""The base of gradient methods, which replace the gradient of every iteration, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GradientSettings(AlgorithmSettings):
 
     bucket_mib: float = setting(
         5.0,
-        "MiB of gradients per bucket, which is exchanged as one message",
+        "MiB of gradients per bucket; each bucket is exchanged as one message",
         low=0.001,
         high=65_536,
         fixed=True,
@@ -33,14 +33,14 @@ class GradientSettings(AlgorithmSettings):
         return Schedule(1, 1, lockstep=True, identical=True)
 
     def obstacle_to_offload(self) -> str:
-        """Return that gradients are exchanged where they are."""
+        """Return that gradients stay on the GPU."""
         return f"{self.name} exchanges gradients, which stay on the GPU; choose a method that exchanges models"
 
 
 def buckets(gradients: Flat, nbytes: int) -> Iterator[Tensor]:
-    """Yield slices of the flat gradients of at most ``nbytes`` bytes, from the last to the first.
+    """Yield slices of the flat gradients, at most ``nbytes`` bytes each, from the last to the first.
 
-    The backward pass completes the gradients of the last layers first. The slices begin at multiples of their size.
+    The backward pass completes the last layers' gradients first. Slices begin at multiples of their size.
     """
     for gradient in reversed(gradients):
         size = max(1, nbytes // gradient.element_size())
@@ -52,9 +52,9 @@ class GradientAlgorithm(Algorithm):
     """Base of the methods that exchange gradients in every iteration.
 
     The order of calls is :meth:`exchange_bucket` once for each bucket, in the same order on all members; then
-    :meth:`complete`; then :meth:`finish`. The first two may run on another thread than the backward pass, one thread
-    at a time. Until :meth:`finish` the gradients stay unchanged, so the next generation can exchange the gradients of
-    a failed iteration again.
+    :meth:`complete`; then :meth:`finish`. The first two may run in a thread other than the backward pass's, one thread
+    at a time. The gradients stay unchanged until :meth:`finish`, so the next generation can exchange those of a failed
+    iteration again.
 
     Several buckets are in flight at a time (:class:`lsgd.collectives.pipeline.Pipeline`).
 
@@ -69,15 +69,15 @@ class GradientAlgorithm(Algorithm):
     def __init__(self, settings: GradientSettings) -> None:
         self.settings = settings
         self._results: dict[int, Tensor] = {}
-        self._under_way = Pipeline()
+        self._pipeline = Pipeline()
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
-        """Forget the exchanges of the last generation."""
+        """Drop the exchanges of the last generation."""
         self._results = {}
-        self._under_way = Pipeline()
+        self._pipeline = Pipeline()
 
     def buckets(self, gradients: Flat) -> list[Tensor]:
-        """Return the slices of the flat gradients to exchange, in this order."""
+        """Return the slices of the flat gradients to exchange, in order."""
         return list(buckets(gradients, int(self.settings.bucket_mib * 2**20)))
 
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
@@ -92,7 +92,7 @@ class GradientAlgorithm(Algorithm):
 
     @no_grad
     def exchange_bucket(self, gradient: Tensor, index: int, group: Group, order: Round) -> None:
-        """Begin to exchange one bucket, and advance those before it; the result is kept until :meth:`finish`.
+        """Begin to exchange one bucket, and advance earlier ones; the result is kept until :meth:`finish`.
 
         Raises:
             ExchangeError: the exchange failed; the gradients are unchanged.
@@ -100,7 +100,7 @@ class GradientAlgorithm(Algorithm):
         result = self._results.get(index)
         if result is None or result.shape != gradient.shape:
             result = self._results[index] = torch.empty_like(gradient)
-        self._under_way.begin(self.reduce(gradient, result, index, group, order))
+        self._pipeline.begin(self.reduce(gradient, result, index, group, order))
 
     @no_grad
     def complete(self) -> None:
@@ -109,17 +109,17 @@ class GradientAlgorithm(Algorithm):
         Raises:
             ExchangeError: the exchange failed; the gradients are unchanged.
         """
-        self._under_way.complete()
+        self._pipeline.complete()
 
     @no_grad
     def finish(self, buckets: Flat, group: Group) -> bool:
-        """Replace the gradients of all buckets, which were exchanged, by the results.
+        """Replace the gradients of all buckets, which have been exchanged, by the results.
 
         Returns:
-            Whether these are finite; equal on all members, and in all processes of a member.
+            Whether these are finite; equal on all members and in all processes of a member.
 
         Raises:
-            ExchangeError: the exchange has failed in another process of this member; the gradients are unchanged.
+            ExchangeError: the exchange failed in another process of this member; the gradients are unchanged.
         """
         finite = group.agree(all_finite([self._results[index] for index in range(len(buckets))]))
         for index, gradient in enumerate(buckets):
@@ -127,8 +127,8 @@ class GradientAlgorithm(Algorithm):
         return finite
 
     def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
-        """Write to ``result`` what replaces ``gradient``, with the same bits on all members.
+        """Write what replaces ``gradient`` to ``result``, bit-identical on all members.
 
-        Yields when only waiting for a transfer is left to do; equally often for every bucket, on all members.
+        Yields whenever it can only wait for a transfer: equally often for every bucket, on all members.
         """
         raise NotImplementedError

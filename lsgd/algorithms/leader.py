@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from lsgd.algorithms.base import Flat, all_finite, clones, copy_all, empties
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LeaderSettings(Periodic):
-    """Leader SGD (arXiv 1905.10395): workers are pulled toward a worker that each round elects."""
+    """Leader SGD (arXiv 1905.10395): each round elects a worker and pulls the others toward its model."""
 
     name: ClassVar[str] = "leader"
     summary: ClassVar[str] = "Leader SGD (arXiv 1905.10395)"
@@ -32,7 +33,7 @@ class LeaderSettings(Periodic):
     islands: ClassVar[bool] = True
 
     period: int = period("global rounds")
-    local_period: int = setting(16, "the same for rounds inside a node; divides period", low=1, high=1 << 30)
+    local_period: int = setting(16, "the same for rounds inside a node; must divide period", low=1, high=1 << 30)
     pull_global: float = setting(0.1, "c2: pull of a global round toward the global leader", low=0, high=1)
     pull_local: float = setting(0.1, "c1: pull of a local round toward the node's leader", low=0, high=1)
     proximal_global: float = setting(
@@ -44,12 +45,13 @@ class LeaderSettings(Periodic):
 
     election: str = setting(
         "random",
-        "who leads: by lot; progress: the lowest loss beside its usual one; probe: on a common batch; loss: the lowest",
+        "who leads: a random worker, or the one with the lowest loss (loss), the lowest loss relative to its usual one "
+        "(progress), or the lowest loss on a common batch (probe)",
         choices=RULES,
     )
     compression: str = codec("none", "changes of the leaders' models")
     block: int = block()
-    delay: int = delay("take over a leader's model")
+    delay: int = delay("apply a leader's model")
 
     def __post_init__(self) -> None:
         if self.period and (self.period < self.local_period or self.period % self.local_period):
@@ -64,13 +66,13 @@ class LeaderSettings(Periodic):
             )
 
     def schedule(self) -> Schedule:
-        """Return its two periods."""
+        """Return the global and the local period."""
         return Schedule(self.period or self.local_period, self.local_period, election=self.election)
 
     def with_period(self, period: int) -> Self:
-        """Return the settings with another period: at most ``local_period``, above ``delay``, or a multiple of it.
+        """Return the settings with this period, rounded up to a multiple of ``local_period``.
 
-        Up to ``local_period`` there are global rounds only.
+        A period of at most ``local_period`` sets both, is raised above ``delay``, and leaves only global rounds.
         """
         if period <= self.local_period:
             period = max(period, self.delay + 1)
@@ -78,7 +80,7 @@ class LeaderSettings(Periodic):
         return dataclasses.replace(self, period=-(-period // self.local_period) * self.local_period)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """One worker sends its model to all others, directly or relayed."""
+        """One worker's model goes to all others, directly or relayed."""
         codec = codec_of(self.compression, self.block)
         return (workers - 1) / workers * numel * codec.element_nbytes / self.schedule().period
 
@@ -88,16 +90,16 @@ class LeaderSettings(Periodic):
 
 
 class LeaderSGD(Delayed):
-    """Workers are pulled toward an elected one (the paper's equation 3 and algorithm 1).
+    """Workers are pulled toward an elected leader (the paper's equation 3 and algorithm 1).
 
     Every local step ends with ``x ← x + p2/period (z_g - x)``, then ``x ← x + p1/local_period (z_l - x)``. A local
     round sets z_l to the model of the node's leader and pulls ``x ← x + c1 (z_l - x)``. A global round does that in
-    every node, then sets z_g to the model of the global leader and pulls ``x ← x + c2 (z_g - x)``. The models are sent
-    as they were before the round's pulls. With one node, or with ``local_period = period``, there is only z_g.
+    every node, then sets z_g to the model of the global leader and pulls ``x ← x + c2 (z_g - x)``. Leaders send their
+    models as they were before the round's pulls. With one node, or with ``local_period = period``, there is only z_g.
 
-    With a codec as ``compression`` a leader sends Q(x - z), and all add it to their z. So z stays the same on all, and
-    the next round corrects what rounding lost. With ``delay``, z is replaced and the pull is made that many steps after
-    the round, or at the next round; a transfer that fails leaves z as it was.
+    With a codec as ``compression``, a leader sends Q(x - z) and all members add it to their z. So all z stay equal, and
+    the next round corrects what rounding lost. With ``delay``, the new z and the pull come that many steps after the
+    round, or at the next round if that is earlier. A failed transfer leaves z unchanged.
     """
 
     settings: LeaderSettings
@@ -107,8 +109,6 @@ class LeaderSGD(Delayed):
         self.settings = settings
         self._global = _LeaderCopy(clones(parameters), settings)
         self._local: _LeaderCopy | None = None
-        self._scope = ""
-        self._round_id = 0
 
     @property
     def global_leader(self) -> list[Tensor]:
@@ -117,17 +117,17 @@ class LeaderSGD(Delayed):
 
     @property
     def local_leader(self) -> list[Tensor]:
-        """The model of the node's leader, as of the last round; empty if there is only one level."""
+        """The model of the node's leader, as of the last round; empty if there are only global rounds."""
         return self._local.model if self._local is not None else []
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
-        """The node's leader starts as the global leader; the first round of a generation is global."""
+        """Start the node's leader from the global one; a generation's first round is global."""
         super().reset(parameters, group, order)
         self._global, self._local = _LeaderCopy(self._global.model, self.settings), None
         self._set_levels(group)
 
     def _set_levels(self, group: Group) -> None:
-        """Have a model of the node's leader where there are local rounds, at first the global leader's."""
+        """Keep a model of the node's leader if there are local rounds; it starts from the global leader's."""
         two_levels = len(group.node_sizes) > 1 and self.settings.local_period < self.settings.period
         if not two_levels:
             self._local = None
@@ -136,13 +136,13 @@ class LeaderSGD(Delayed):
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
-        """Take over the leaders' models and pull toward them, or begin to."""
+        """Begin to send the leaders' models; without a delay, also receive them and pull toward them."""
         if order is None:
             return
         self.settle(parameters)
-        if order.scope == "global":  # the only one that may change the periods
+        if order.scope == "global":  # local rounds never change the periods
             self._set_levels(group)
-        # The global leader also leads its node, so its local pull does not move it. So both models can be sent
+        # The global leader also leads its node, so the local pull does not move it. Hence both models can be sent
         # before either pull, and nothing changes until both have arrived.
         transfers = []
         if self._local is not None:
@@ -158,41 +158,39 @@ class LeaderSGD(Delayed):
             for copy, members, source in transfers:
                 copy.transfer(members, source)
 
-        self._scope, self._round_id = order.scope, order.id
-        self._begin(transfer, parameters, self.settings.delay)
+        self._begin(transfer, partial(self._apply, group, order), parameters, group, self.settings.delay)
 
     @property
     def acts_after_step(self) -> bool:
-        """Whether there are proximal terms, or a leader's model may be taken over."""
+        """Whether there are proximal terms, or leaders' models may land."""
         settings = self.settings
         proximal = settings.proximal_global or (settings.proximal_local and self._local is not None)
         return bool(proximal) or super().acts_after_step
 
     @no_grad
     def after_step(self, parameters: Flat) -> None:
-        """Apply the proximal terms, and take over models sent ``delay`` steps ago."""
+        """Apply the proximal terms, and land the models sent ``delay`` steps ago."""
         settings = self.settings
         _pull(parameters, self.global_leader, settings.proximal_global / settings.period)
         if self._local is not None:
             _pull(parameters, self.local_leader, settings.proximal_local / settings.local_period)
         super().after_step(parameters)
 
-    def _land(self, parameters: Flat) -> None:
-        """Replace the copies by the models that arrived, and pull."""
-        assert self._group is not None
-        is_global, agree = self._scope == "global", self._group.agree
-        local_whole = self._local is not None and agree(self._local.has_arrived())
-        global_whole = is_global and agree(self._global.has_arrived())
-        finite = not is_global or agree(all_finite(parameters))
-        if self._local is not None and self._local.land(f"round {self._round_id}: the node's leader", local_whole):
+    def _apply(self, group: Group, order: Round, parameters: Flat) -> None:
+        """Replace the copies by the models that arrived, and pull toward them."""
+        is_global = order.scope == "global"
+        local_finite = self._local is not None and group.agree(self._local.is_finite())
+        global_finite = is_global and group.agree(self._global.is_finite())
+        own_finite = not is_global or group.agree(all_finite(parameters))
+        if self._local is not None and self._local.land(f"round {order.id}: the node's leader", local_finite):
             _pull(parameters, self.local_leader, self.settings.pull_local)
         if not is_global:
             return
-        arrived = self._global.land(f"round {self._round_id}: the global leader", global_whole)
-        if not finite:  # no pull repairs a NaN
-            log.warning("round %d: this worker's model is not finite; it takes the leader's", self._round_id)
+        landed = self._global.land(f"round {order.id}: the global leader", global_finite)
+        if not own_finite:  # no pull repairs a NaN
+            log.warning("round %d: this worker's model is not finite and is replaced by the leader's", order.id)
             copy_all(parameters, self.global_leader)
-        elif arrived:
+        elif landed:
             _pull(parameters, self.global_leader, self.settings.pull_global)
 
     def shared_state(self) -> list[Tensor]:
@@ -200,7 +198,7 @@ class LeaderSGD(Delayed):
         return self.global_leader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both leaders; the node's is an empty list if there is none."""
+        """Return both leaders; the node's is an empty list if there are only global rounds."""
         return {"global_leader": self.global_leader, "local_leader": self.local_leader}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -211,7 +209,7 @@ class LeaderSGD(Delayed):
 
 
 class _LeaderCopy:
-    """A leader's model, as held by all that are pulled toward it, and in a round the one that comes in its place."""
+    """A leader's model, as held by all that are pulled toward it, and during a round its successor."""
 
     def __init__(self, model: list[Tensor], settings: LeaderSettings) -> None:
         self.model = model
@@ -220,7 +218,7 @@ class _LeaderCopy:
         self._payloads: list[Tensor] = []
 
     def prepare(self, parameters: Flat | None, group: Group) -> None:
-        """Make room for what comes; the leader, which has ``parameters``, copies or encodes them, and may go on."""
+        """Allocate the successor. The leader, which alone passes ``parameters``, copies or encodes them."""
         self._arriving, self._payloads = empties(self.model), []
         if not self._codec.lossless and group.size > 1:
             self._payloads = [self._codec.empty(z.numel(), z.device) for z in self.model]
@@ -234,7 +232,7 @@ class _LeaderCopy:
             self._codec.encode(change.to(torch.float32), payload)
 
     def transfer(self, group: Group, source: int) -> None:
-        """Broadcast what the member ``source`` has prepared."""
+        """Broadcast what member ``source`` has prepared."""
         if not self._payloads:
             for arriving in self._arriving:
                 group.broadcast(arriving, source)
@@ -244,18 +242,18 @@ class _LeaderCopy:
             arriving.copy_(z)
             self._codec.decode_add(payload, arriving)
 
-    def has_arrived(self) -> bool:
-        """Whether what arrived is finite; all members see it equally."""
+    def is_finite(self) -> bool:
+        """Return whether the successor is finite; equal on all members."""
         return all_finite(self._arriving)
 
-    def land(self, whose: str, whole: bool) -> bool:
-        """Replace the model by the one that arrived, if that is finite, and free the room that it took."""
-        arrived, self._arriving, self._payloads = self._arriving, [], []
-        if not whole:
-            log.warning("%s has a model that is not finite; nobody takes it over, and the previous one stays", whose)
-            return False
-        self.model = arrived
-        return True
+    def land(self, whose: str, finite: bool) -> bool:
+        """Replace the model by its successor if that is finite; return whether it is."""
+        if finite:
+            self.model = self._arriving
+        else:
+            log.warning("%s has a model that is not finite; everyone keeps the previous one", whose)
+        self._arriving, self._payloads = [], []
+        return finite
 
 
 def _pull(parameters: Flat, leader: Flat, strength: float) -> None:

@@ -1,12 +1,13 @@
-"""Local SGD (Stich, arXiv 1805.09767), DiLoCo (arXiv 2311.08105), and their relatives of few bits."""
+"""Local SGD (Stich, arXiv 1805.09767), DiLoCo (arXiv 2311.08105), and variants in few bits."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
@@ -26,19 +27,19 @@ from lsgd.settings import Schedule, setting
 log = logging.getLogger(__name__)
 
 PIECE_NUMEL = 1 << 17
-"""Of a change, so many elements are measured at a time."""
+"""Elements of a change that are measured at a time."""
 
 
 def rescale(*, default: bool) -> Any:
-    """Declare whether the mean change is made as long as the workers' own."""
-    return setting(default, "make the mean change as long as the workers' own are; for AdamW above all")
+    """Declare whether the mean change is scaled to the length of the workers' own."""
+    return setting(default, "scale the mean change to the length of the workers' own; above all for AdamW")
 
 
 @dataclass(frozen=True)
 class LocalSettings(Periodic):
-    """Local SGD (arXiv 1805.09767): changes of models are averaged every period, with an optional outer optimizer.
+    """Local SGD (arXiv 1805.09767): the models' changes are averaged every period, with an optional outer optimizer.
 
-    ``rescale = False`` is the paper's: models become their mean.
+    ``rescale = False`` is the paper's method: the models become their mean.
     """
 
     name: ClassVar[str] = "local"
@@ -52,19 +53,19 @@ class LocalSettings(Periodic):
     compression: str = codec("levels2", "the models' changes")
     block: int = block()
     error_decay: float = setting(
-        1.0, "factor of what rounding has lost when the next exchange adds it; 0: no error feedback", low=0, high=1
+        1.0, "factor of what rounding lost when the next exchange adds it back; 0: no error feedback", low=0, high=1
     )
     hierarchical: bool = hierarchical()
     fragments: int = setting(
-        1, "parts of the model, exchanged in turn: each once in a period, one a round", low=1, high=1 << 16, fixed=True
+        1, "parts of the model, exchanged in turn: one per round, each once per period", low=1, high=1 << 16, fixed=True
     )
-    delay: int = delay("take over the outer step's model")
+    delay: int = delay("apply the outer step's result")
     keep: float = setting(
-        0.5, "with delay: share of its own model that a worker keeps when it takes over the common one", low=0, high=1
+        0.5, "with delay: share of its own model that a worker keeps when it takes the common one", low=0, high=1
     )
 
     def __post_init__(self) -> None:
-        if not self.period:  # the servers choose a fitting one
+        if not self.period:  # the servers choose one that fits
             return
         if self.period % self.fragments:
             raise ConfigError(
@@ -87,17 +88,17 @@ class LocalSettings(Periodic):
         return self.fragments * (self.delay + 1)
 
     def with_period(self, period: int) -> Self:
-        """Return the settings with the next multiple of ``fragments`` from this period on, with room for ``delay``."""
+        """Return the settings with this period, rounded up to a multiple of ``fragments`` with room for ``delay``."""
         whole = -(-period // self.fragments) * self.fragments
         return dataclasses.replace(self, period=max(whole, self._least_period))
 
     def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
-        """Return the settings of a stretch, as the base does; between rounds is one fragment's share of a period."""
+        """Return the settings of a stretch; ``period`` counts the iterations between rounds, as the schedule does."""
         return super().at(progress, None if period is None else period * self.fragments, rate)
 
     @property
     def per_contributor(self) -> bool:
-        """Whether each element's sum is divided by the number of members that have sent it."""
+        """Whether each element's sum is divided by the number of members that sent it."""
         return False
 
     def make_codec(self) -> Codec:
@@ -105,7 +106,7 @@ class LocalSettings(Periodic):
         return codec_of(self.compression, self.block)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """The model's change: twice, except the worker's own share, or once to each other worker."""
+        """The model's change twice, except the worker's own share, or once to each other worker."""
         codec, period = self.make_codec(), self.period or self._least_period
         if codec.lossless:
             return 2 * (workers - 1) / workers * numel * codec.element_nbytes / period
@@ -118,7 +119,7 @@ class LocalSettings(Periodic):
 
 @dataclass(frozen=True)
 class DiLoCoSettings(LocalSettings):
-    """DiLoCo (arXiv 2311.08105): local SGD with an outer Nesterov step, which is ``local`` with other defaults."""
+    """DiLoCo (arXiv 2311.08105): local SGD with an outer Nesterov step; ``local`` with other defaults."""
 
     name: ClassVar[str] = "diloco"
     summary: ClassVar[str] = "DiLoCo, local SGD with an outer Nesterov step (arXiv 2311.08105)"
@@ -132,7 +133,7 @@ class DiLoCoSettings(LocalSettings):
 
 @dataclass(frozen=True)
 class SparseSettings(LocalSettings):
-    """SparseLoCo (arXiv 2508.15706): the largest changes of the models, with error feedback; ``local``'s class."""
+    """SparseLoCo (arXiv 2508.15706): the largest changes of the models, with error feedback."""
 
     name: ClassVar[str] = "sparse"
     summary: ClassVar[str] = "SparseLoCo, the largest changes of the models (arXiv 2508.15706)"
@@ -141,11 +142,11 @@ class SparseSettings(LocalSettings):
     rescale: bool = rescale(default=False)
     compression: str = codec("topk", "the models' changes")
     error_decay: float = setting(
-        0.95, "factor of what was not sent when the next exchange adds it; 0: it is dropped", low=0, high=1
+        0.95, "factor of what was not sent when the next exchange adds it back; 0: drop it", low=0, high=1
     )
     divisor: str = setting(
         "members",
-        "by what an element's sum is divided: all members, or those that have sent this element",
+        "what an element's sum is divided by: all members, or those that sent this element",
         choices=("members", "contributors"),
     )
 
@@ -159,32 +160,30 @@ class SparseSettings(LocalSettings):
 
     @property
     def per_contributor(self) -> bool:
-        """As the setting ``divisor`` says."""
+        """Whether ``divisor`` is ``contributors``."""
         return self.divisor == "contributors"
 
 
 class LocalSGD(Delayed):
-    """Workers train alone; a round uses the mean change of their models as pseudo-gradient of an outer step.
+    """Workers train alone; each round uses the mean change of their models as the pseudo-gradient of an outer step.
 
     With c the common model of the last round and d the mean over workers of ``x - c`` (algorithm 1 of DiLoCo, with
     the opposite sign), a round sets ``v ← momentum v + d``, ``c ← c + lr (d + momentum v)`` and ``x ← c``: Nesterov's
     step as in torch.optim.SGD. With ``outer_lr = 1`` and neither momentum nor ``rescale``, c is the mean of the models.
-    Without momentum there is no v; it begins at 0.
+    v starts at 0 and exists only with momentum.
 
-    With ``rescale``, the default of ``local``, d is multiplied by ``sqrt(mean |x - c|² / |d|²)``, which is between 1
-    and the root of the number of workers. Changes that have little in common shorten each other in the mean. An
-    optimizer that divides by the gradients' own size takes longer steps where gradients are averaged, as in
-    synchronous SGD. So this gives back what averaging after its division has taken. The final consensus is the plain
-    mean.
+    With ``rescale``, the default of ``local``, d is multiplied by ``sqrt(mean |x - c|² / |d|²)``, which lies between 1
+    and the root of the number of workers. In the mean, changes with little in common cancel in part. Synchronous SGD
+    averages gradients before an optimizer like AdamW divides by their size, which makes up for that; local SGD
+    averages after the division. The factor restores the length. The final consensus is the plain mean.
 
-    c and v are float32 (float64 for float64 parameters) and equal on all members. d is sent in the model's dtype, or
+    c and v are float32 (float64 for float64 parameters) and equal on all members. d travels in the model's dtype, or
     in the codec of ``compression`` with error feedback: a worker sends ``Q(x - c + decay e)``, and e becomes what Q
     lost. A member keeps e when others come and go.
 
-    With ``fragments``, a round does that for one of so many equal parts of the model, the next round for the next one.
-    With ``delay``, d is of the model at the round, and c changes that many steps later; then
-    ``x ← keep x + (1 - keep) c`` (Streaming DiLoCo, arXiv 2501.18512). A transfer that fails changes nothing, and the
-    part's next round sends what it would have sent.
+    With ``fragments``, each round does that for one of that many equal parts of the model, in turn. With ``delay``, d
+    is taken at the round and c changes that many steps later; then ``x ← keep x + (1 - keep) c`` (Streaming DiLoCo,
+    arXiv 2501.18512). A failed transfer changes nothing; the part's next round sends what this one would have sent.
     """
 
     settings: LocalSettings
@@ -203,15 +202,12 @@ class LocalSGD(Delayed):
                 [ErrorFeedback(place.stop - place.start, x.device) for x, place in zip(parameters, places, strict=True)]
                 for places in self._fragments
             ]
-        self._changes: list[Tensor] = []
         self._mean: CompressedMean | None = None
         self._members: tuple[str, ...] = ()
-        self._order: Round | None = None
-        self._squares: tuple[float, ...] = ()  # lengths of the members' changes and of their mean
 
     @property
     def velocity(self) -> list[Tensor]:
-        """The outer step's velocity, like the common model; empty without momentum."""
+        """The outer step's velocity, with the common model's shapes; empty without momentum."""
         if not self.settings.outer_momentum:
             self._velocity = []
         elif not self._velocity:
@@ -219,9 +215,8 @@ class LocalSGD(Delayed):
         return self._velocity
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
-        """Forget what was under way, and the residuals of results if members have changed."""
+        """Drop the pending transfer and, if members have changed, the residuals of results."""
         super().reset(parameters, group, order)
-        self._changes = []
         if not self._codec.lossless:
             hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
             self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
@@ -232,34 +227,34 @@ class LocalSGD(Delayed):
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
-        """Average a fragment's changes and take the outer step, or begin to."""
+        """Begin to average a fragment's changes; without a delay, also take the outer step."""
         if order is None:
             return
         self.settle(parameters)
         finite = group.agree(all_finite(parameters))
         if not finite:
-            log.warning("round %d: this worker's model is not finite; it takes the common one", order.id)
+            log.warning("round %d: this worker's model is not finite and is replaced by the common one", order.id)
         fragment = order.exchanges % len(self._fragments)
-        changes = self._changes = []
+        changes: list[Tensor] = []
         for x, c in self._parts(fragment, parameters, self.common):
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
             changes.append(torch.sub(x, c, out=change) if finite else change.zero_())
+        squares = [0.0, 0.0]  # sums over members: the squared length of their own change, and of the mean
 
         def transfer() -> None:
-            self._squares = (0.0, 0.0)
             own = _squared(changes) if self.settings.rescale and changes else None
             for index, change in enumerate(changes):
                 self._average(change, fragment, index, group, order)
             if own is not None:
-                squares = torch.stack([own, _squared(changes)])
-                group.all_reduce(squares).wait()  # the mean's, too: members may have summed it in another order
-                self._squares = tuple(squares.tolist())
+                sums = torch.stack([own, _squared(changes)])
+                group.all_reduce(sums).wait()  # the mean's, too: members may have summed it in another order
+                squares[:] = sums.tolist()
 
-        self._order = order
-        self._begin(transfer, parameters, self.settings.delay)
+        land = partial(self._outer_step, group, order, changes, squares)
+        self._begin(transfer, land, parameters, group, self.settings.delay)
 
     def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> None:
-        """Replace ``change`` by its mean over all members, with the same bits on all."""
+        """Replace ``change`` by its mean over all members, bit-identical on all."""
         if self._mean is None:
             change.div_(group.size)
             group.all_reduce(change).wait()
@@ -267,21 +262,21 @@ class LocalSGD(Delayed):
             seed = (self._run, order.id, index)
             self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
 
-    def _land(self, parameters: Flat) -> None:
-        """Take the outer step of a round whose mean has arrived, and take over the common model."""
-        assert self._group is not None and self._order is not None
-        settings, order = self.settings, self._order
+    def _outer_step(
+        self, group: Group, order: Round, changes: Flat, squares: Sequence[float], parameters: Flat
+    ) -> None:
+        """Take the outer step of a round whose mean change has arrived, and replace the model by the common one."""
+        settings = self.settings
         fragment = order.exchanges % len(self._fragments)
-        parts, changes = list(self._parts(fragment, parameters, self.common)), self._changes
-        self._changes = []
-        finite = self._group.agree(all_finite(parameters))
-        if self._group.agree(all_finite(changes)):
+        parts = list(self._parts(fragment, parameters, self.common))
+        finite = group.agree(all_finite(parameters))
+        if group.agree(all_finite(changes)):
             for feedback in self._feedback[fragment] if self._feedback else ():
                 feedback.commit()
             lr, momentum = settings.outer_lr, settings.outer_momentum
             if settings.rescale:
-                own, mean = map(self._group.total, self._squares)
-                factor = _factor(own, mean, self._group.size)
+                own, mean = map(group.total, squares)
+                factor = _factor(own, mean, group.size)
                 for change in changes:
                     change.mul_(factor)
             for (_, c), change in zip(parts, changes, strict=True):
@@ -290,7 +285,7 @@ class LocalSGD(Delayed):
             for (v,), (_, c), change in zip(velocity, parts, changes, strict=False):
                 v.mul_(momentum).add_(change)
                 c.add_(v, alpha=lr * momentum)
-        else:  # so it is on all members
+        else:  # on all members alike
             log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
         if not finite:
             copy_all(parameters, self.common)
@@ -311,7 +306,7 @@ class LocalSGD(Delayed):
         return [*self.common, *self.velocity]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the common model, the outer step's velocity, and what rounding has lost."""
+        """Return the common model, the outer step's velocity, and what rounding lost."""
         feedback = [[each.state_dict() for each in fragment] for fragment in self._feedback]
         members = list(self._members)
         return {"common": self.common, "velocity": self.velocity, "feedback": feedback, "members": members}
@@ -327,15 +322,15 @@ class LocalSGD(Delayed):
 
 
 def _squared(changes: Flat) -> Tensor:
-    """Return the squared length of a change, a piece at a time: each is copied to float64."""
+    """Return the squared length of a change, computed in pieces, each copied to float64."""
     pieces = (x[start : start + PIECE_NUMEL] for x in changes for start in range(0, len(x) or 1, PIECE_NUMEL))
     return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in pieces]).square().sum()
 
 
 def _factor(own: float, mean: float, members: int) -> float:
-    """Return by what a mean change is shorter than the members' own, from their squares: 1 to the root of ``members``.
+    """Return how many times longer the members' own changes are than their mean: 1 to the root of ``members``.
 
-    The last bits of the squares depend on how the model is sharded; those of a float32 factor, all but never.
+    The arguments are squares, whose last bits depend on how the model is sharded. A float32 factor almost never does.
     """
     if not 0 < mean <= own < math.inf:
         return 1.0
@@ -343,6 +338,6 @@ def _factor(own: float, mean: float, members: int) -> float:
 
 
 def _places(parameters: Flat, fragments: int, unit: int) -> list[list[slice]]:
-    """Return where in each tensor each fragment is: equal parts, of whole blocks of a codec."""
+    """Return each fragment's place in each tensor: equal parts, in whole blocks of a codec."""
     bounds = [list(pairwise(chunk_bounds(x.numel(), fragments, unit))) for x in parameters]
     return [[slice(*tensor[fragment]) for tensor in bounds] for fragment in range(fragments)]

@@ -8,29 +8,26 @@ from typing import Any, ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Algorithm, Flat, clones, copy_all, empties
-from lsgd.algorithms.common import block, codec, hierarchical, interval, rounding, rounding_codec
+from lsgd.algorithms.common import Gossip, block, codec, rounding, rounding_codec
 from lsgd.codecs import Codec
 from lsgd.collectives.group import Group
 from lsgd.collectives.topology import complete, mixing_matrix, node_index, ring
 from lsgd.collectives.two_round import seed_of
 from lsgd.lazy import Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
-from lsgd.settings import AlgorithmSettings, Schedule, setting
+from lsgd.settings import setting
 
 _GRAPHS: Mapping[str, Callable[[int], Sequence[tuple[int, ...]]]] = {"ring": ring, "all": complete}
 
 
 @dataclass(frozen=True)
-class LowPrecisionDecentralizedSettings(AlgorithmSettings):
+class LowPrecisionDecentralizedSettings(Gossip):
     """DCD-PSGD (arXiv 1803.06443): neighbors in a fixed graph send the changes of their models in 8 bits."""
 
     name: ClassVar[str] = "low_precision_decentralized"
     summary: ClassVar[str] = "DCD-PSGD, neighbors send model changes in 8 bits (arXiv 1803.06443)"
-    islands: ClassVar[bool] = True
 
     topology: str = setting("ring", "the graph of neighbors", choices=tuple(_GRAPHS))
-    hierarchical: bool = hierarchical()
-    interval: int = interval()
     rounding: str = rounding("stochastic")
     codec: str = codec("minmax8", "changes of models")
     block: int = block()
@@ -41,10 +38,6 @@ class LowPrecisionDecentralizedSettings(AlgorithmSettings):
     def make_codec(self) -> Codec:
         """Return the codec."""
         return rounding_codec(self.codec, self.block, self.rounding)
-
-    def schedule(self) -> Schedule:
-        """Exchange every ``interval`` steps."""
-        return Schedule(self.interval, self.interval, lockstep=self.interval == 1)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """The model's change to each neighbor."""
@@ -64,12 +57,12 @@ class LowPrecisionDecentralizedSGD(Algorithm):
     ``z = W_rr x + sum_j W_rj x_j - x + (x_now - x)`` and sends Q(z). Then ``x ← x + Q(z)``, which becomes the model,
     and ``x_j ← x_j + Q(z_j)`` for each neighbor.
 
-    A worker's x and its neighbors' copies of x change by the same operation on the same bytes, so they stay equal bit
-    for bit. A generation begins by sending x to the neighbors at full precision.
+    A worker's x and its neighbors' copies of x change by the same operation on the same bytes, so they stay
+    bit-identical. A generation begins by sending x to the neighbors at full precision.
 
-    With ``hierarchical``, nodes are the members: x_now is the mean over the node's workers, its first worker exchanges
-    with the neighbors, and Q(z) is broadcast inside. The weights preserve the mean over workers, also if nodes have
-    different numbers of them. A non-finite model is excluded from the node's mean; if all are, x replaces the mean.
+    With ``hierarchical``, nodes take the place of workers: x_now is the mean over the node's workers, its first worker
+    exchanges with the neighbors, and Q(z) is broadcast inside. The weights preserve the mean over workers even if nodes
+    have different numbers of them. A non-finite model is excluded from the node's mean; if all are, x is used instead.
     """
 
     settings: LowPrecisionDecentralizedSettings
@@ -119,7 +112,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         copy_all(parameters, self.model)
 
     def _mean(self, parameters: Flat, group: Group, order: Round) -> list[Tensor] | None:
-        """Return the node's mean model (or this worker's); None if none is finite."""
+        """Return the node's mean model (or this worker's model); None if no model is finite."""
         sums, models = empty_sums(parameters), 1
         contribute(parameters, sums, group, order.id)
         if self.settings.hierarchical:
@@ -169,6 +162,6 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         return {"model": self.model, "copies": dict(self.copies)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the model and the neighbors' copies; a new generation exchanges them again."""
+        """Restore the model and the neighbors' copies, which the next generation exchanges again."""
         self.model = clones(state["model"])
         self.copies = {j: clones(copy) for j, copy in state["copies"].items()}

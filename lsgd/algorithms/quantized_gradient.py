@@ -1,4 +1,4 @@
-"""What ByteGrad and QSGD share: the two-round all-reduce, and residuals that change only when the step is taken."""
+"""The base of ByteGrad and QSGD: the two-round all-reduce, with residuals that change only if the step is taken."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class QuantizedGradientSettings(GradientSettings):
 class QuantizedGradient(GradientAlgorithm):
     """Base of the gradient methods in few bits, with optional error feedback.
 
-    A step that is non-finite on any member leaves the residuals as they were. When the members change, a member keeps
-    those of its own gradients and drops those of the results.
+    A step that is non-finite on any member leaves the residuals unchanged. When the members change, a member keeps
+    the residuals of its own gradients and drops those of results.
     """
 
     settings: QuantizedGradientSettings
@@ -57,7 +57,7 @@ class QuantizedGradient(GradientAlgorithm):
         self._all_reduce: QuantizedAllReduce | None = None
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
-        """Forget what was under way, and the residuals of results if the members have changed."""
+        """Drop the exchanges of the last generation and, if the members have changed, the residuals of results."""
         super().reset(parameters, group, order)
         for feedback in self._feedback.values():
             feedback.begin_generation(same_members=order.generation.members == self._members)
@@ -71,11 +71,11 @@ class QuantizedGradient(GradientAlgorithm):
             )
 
     def quantizing_group(self, group: Group) -> Group | None:
-        """Return the members that exchange payloads; None on a member that does not."""
+        """Return the group of the members that exchange payloads; None on the others."""
         return group
 
     def quantized_mean(self, x: Tensor, result: Tensor, index: int, order: Round) -> Iterator[None]:
-        """Write the quantized mean (or sum, by the settings) of bucket ``index`` to ``result``, in stages."""
+        """Write the quantized mean (or sum, as the settings say) of bucket ``index`` to ``result``, in stages."""
         assert self._all_reduce is not None
         feedback = None
         if self.settings.error_feedback:
@@ -89,7 +89,7 @@ class QuantizedGradient(GradientAlgorithm):
         return self.quantized_mean(gradient, result, index, order)
 
     def finish(self, buckets: Flat, group: Group) -> bool:
-        """Replace the gradients by the results, and the residuals by the new ones if all are finite."""
+        """Replace the gradients by the results and, if all are finite, the residuals by the new ones."""
         finite = super().finish(buckets, group)
         for feedback in self._feedback.values() if finite else ():
             feedback.commit()

@@ -1,6 +1,6 @@
-"""The codecs, one file each: they turn vectors into payloads. Other distributions may register more.
+"""The codecs, one file each, which turn vectors into payloads. Other distributions may register more.
 
-A setting names one, with parameters if needed: ``minmax8``, ``minmax8:block=512``.
+A setting names one, optionally with parameters: ``minmax8``, ``minmax8:block=512``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def codec_of(text: str, block: int | None = None) -> Codec:
 
     Args:
         text: the name; then, after a colon, parameters separated by commas.
-        block: for codecs that have a parameter of this name, if the text does not give it; None: their own default.
+        block: the codec's parameter of this name, if it has one that the text does not set; None: its own default.
 
     Raises:
-        ConfigError: there is no such codec, or it has no such parameter or value.
+        ConfigError: the codec, a parameter or a value does not exist.
     """
     name, colon, rest = text.partition(":")
     if name not in CODECS:

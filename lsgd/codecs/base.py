@@ -1,4 +1,4 @@
-"""The base of all codecs: a few operations on payloads, whose header names the codec."""
+"""The base of all codecs: operations on payloads, whose header names the codec."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from lsgd.payload import DTYPE_NAMES, FLAGS_OFFSET, HEADER_NBYTES, MAX_NAME_NBYT
 if TYPE_CHECKING:
     from lsgd import kernels as kernels
 else:
-    kernels = Lazy("lsgd.kernels")  # which load torch
+    kernels = Lazy("lsgd.kernels")  # they load torch
 
 LARGE = 1 << 24
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Base of the codecs: ways to write a vector as a payload, one contiguous uint8 tensor.
+    """Base of the codecs, which write a vector as a payload: one contiguous uint8 tensor.
 
     A codec is a frozen dataclass; its fields, at most two integers, are its parameters. Each payload's header has the
     name and the parameters. A payload of another codec, other parameters or another number of elements is refused. A
-    new codec needs :meth:`nbytes`, :meth:`encode` and :meth:`decode`. The other operations have defaults made of these,
-    which a codec may replace by faster ones.
+    new codec needs :meth:`nbytes`, :meth:`encode` and :meth:`decode`. The other operations have defaults that call
+    these; a codec may override them with faster ones.
 
-    Vectors are contiguous, of one dimension. Those to encode are float32, float16 or bfloat16; those to decode into may
-    also be float64. Equal input gives equal bytes, and equal bytes decode to equal bits, on every device. NaN and Inf
-    decode to NaN; so may the other elements of their block.
+    Vectors are contiguous and one-dimensional. ``encode`` takes float32, float16 or bfloat16; ``decode`` also writes
+    float64. Equal input gives equal bytes, and equal bytes decode to equal bits, on every device. NaN and Inf decode to
+    NaN; so may the other elements of their block.
     """
 
     name: ClassVar[str]
     """Up to 8 ASCII letters and digits."""
 
     lossless: ClassVar[bool] = False
-    """Whether float32 is unchanged by it, so that a tensor can be sent without a payload."""
+    """Whether it keeps float32 unchanged, so a tensor can be sent without a payload."""
 
     stochastic: ClassVar[bool] = False
-    """Whether it supports stochastic rounding, without bias."""
+    """Whether it supports stochastic, unbiased rounding."""
 
     sparse: ClassVar[bool] = False
-    """Whether most elements of what it decodes are zero."""
+    """Whether most decoded elements are zero."""
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
         name = vars(cls).get("name", "x")
         if not (name.isascii() and name.isalnum() and len(name) <= MAX_NAME_NBYTES):
-            raise ConfigError(f"the name of a codec has up to 8 ASCII letters and digits; {name!r} does not fit")
+            raise ConfigError(f"{name!r} is not a valid codec name; use 1 to 8 ASCII letters and digits")
 
     @property
     def unit(self) -> int:
-        """Elements that are encoded together; a vector is cut into chunks only at multiples of it."""
+        """Elements that are encoded together; vectors are cut into chunks only at multiples of this."""
         return 1
 
     def nbytes(self, numel: int) -> int:
-        """Return the size in bytes of a payload of ``numel`` elements, header included; needs no torch."""
+        """Return the bytes of a payload of ``numel`` elements, including the header; needs no torch."""
         raise NotImplementedError
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
@@ -65,8 +65,8 @@ class Codec:
 
         Args:
             x: the vector.
-            payload: uint8, of ``nbytes(x.numel())`` bytes, at a multiple of 16 bytes; overwritten.
-            seed: key of stochastic rounding, 64 bits; None: nearest. Codecs that are not ``stochastic`` ignore it.
+            payload: uint8, ``nbytes(x.numel())`` bytes, aligned to 16 bytes; overwritten.
+            seed: 64-bit key of stochastic rounding; None: nearest. Codecs that are not ``stochastic`` ignore it.
         """
         raise NotImplementedError
 
@@ -74,18 +74,19 @@ class Codec:
         """Write the vector to ``out``; see :meth:`body`.
 
         Raises:
-            ProtocolError: the payload is not of this codec, these parameters, or ``out.numel()`` elements.
+            ProtocolError: the payload has another codec, other parameters, or not ``out.numel()`` elements.
         """
         raise NotImplementedError
 
     def decode_add(self, payload: Tensor, out: Tensor, alpha: float = 1.0) -> None:
-        """Add ``alpha`` times the vector to ``out``, in float32 or wider; raises as :meth:`decode` does."""
-        part = self._decoded(payload, out.numel())
+        """Add ``alpha`` times the vector to ``out``, in float32 or wider; raises like :meth:`decode`."""
+        part = torch.empty(out.numel(), dtype=torch.float32, device=payload.device)
+        self.decode(payload, part)
         wide = out.to(torch.promote_types(out.dtype, torch.float32))
         out.copy_(wide + part * alpha)
 
     def reduce(self, payloads: Sequence[Tensor], out: Tensor, *, mean: bool) -> None:
-        """Write the sum or mean of vectors to float32 ``out``, added in the given order."""
+        """Write the sum or mean of vectors to float32 ``out``, adding in the given order."""
         self.decode(payloads[0], out)
         for payload in payloads[1:]:
             self.decode_add(payload, out)
@@ -93,7 +94,7 @@ class Codec:
             out.mul_(1.0 / len(payloads))
 
     def reduce_contributors(self, payloads: Sequence[Tensor], out: Tensor) -> None:
-        """Write the sum of vectors to float32 ``out``, each element over the number of those where it is not zero."""
+        """Write the sum of vectors to float32 ``out``, each element over the number of vectors where it is not 0."""
         part, contributors = torch.empty_like(out), torch.zeros_like(out)
         out.zero_()
         for payload in payloads:
@@ -113,20 +114,20 @@ class Codec:
     # ---- for writing codecs ----------------------------------------------------------------------------------
 
     def begin(self, payload: Tensor, x: Tensor) -> Tensor:
-        """Write the header of ``x``'s payload, with its flag for NaN and Inf, and return the rest, to be filled."""
+        """Write the header of ``x``'s payload, with its flag for NaN and Inf, and return the rest of the payload."""
         rest = self.begin_unflagged(payload, x)
         payload[FLAGS_OFFSET] = ~x.isfinite().all()
         return rest
 
     def begin_unflagged(self, payload: Tensor, x: Tensor) -> Tensor:
-        """As :meth:`begin`, but the flag is the caller's to set (:func:`flags_of`)."""
+        """Do the same, but let the caller set the flag (:func:`flags_of`)."""
         dtype = DTYPE_NAMES.index(str(x.dtype).removeprefix("torch."))
         header = torch.frombuffer(bytearray(self.header(x.numel(), dtype).pack()), dtype=torch.uint8)
         payload[:HEADER_NBYTES].copy_(header)
         return payload[HEADER_NBYTES:]
 
     def body(self, payload: Tensor, numel: int) -> Tensor:
-        """Return the bytes after the header of a payload of ``numel`` elements, after :meth:`check`."""
+        """Check a payload of ``numel`` elements and return the bytes after its header."""
         self.check(payload, numel)
         return payload[HEADER_NBYTES:]
 
@@ -142,11 +143,11 @@ class Codec:
     def check(self, payload: Tensor, numel: int) -> None:
         """Refuse a payload that is not what both sides agreed on.
 
-        On a GPU only the length is compared, because reading the header would wait for the stream. Whatever the
-        payload contains, nothing outside it is read.
+        On a GPU this compares only the length, because reading the header would wait for the stream. Whatever the
+        payload contains, decoding reads nothing outside it.
 
         Raises:
-            ProtocolError: it has another length, version, codec, or other parameters.
+            ProtocolError: the payload has another length, version, codec, or other parameters.
         """
         header, nbytes = _expected(self, numel)
         if payload.numel() >= HEADER_NBYTES and payload.device.type == "cpu":
@@ -162,13 +163,8 @@ class Codec:
 
     @property
     def element_nbytes(self) -> float:
-        """Bytes of an element in a large vector."""
+        """Bytes per element in a large vector."""
         return (self.nbytes(2 * LARGE) - self.nbytes(LARGE)) / LARGE
-
-    def _decoded(self, payload: Tensor, numel: int) -> Tensor:
-        out = torch.empty(numel, dtype=torch.float32, device=payload.device)
-        self.decode(payload, out)
-        return out
 
     def __str__(self) -> str:
         parameters = ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
@@ -181,5 +177,5 @@ def _expected(codec: Codec, numel: int) -> tuple[Header, int]:
 
 
 def flags_of(payload: Tensor) -> Tensor:
-    """Return int32, shape (1,), a view into a payload: non-zero if its vector contains NaN or Inf; does not wait."""
+    """Return a view into a payload, int32, shape (1,): non-zero if its vector has NaN or Inf; does not synchronize."""
     return payload[FLAGS_OFFSET : FLAGS_OFFSET + 4].view(torch.int32)

@@ -1,4 +1,4 @@
-"""What codecs of few bits share: blocks of a vector, sums in a fixed order, scales in 16 bits, and bits in bytes."""
+"""The base of the low-bit codecs: blocks, sums in a fixed order, 16-bit scales, and bits packed in bytes."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
 PIECE: Final = 1 << 15
 
 MAX_SCALE: Final = 2.0**127
-"""Scales are at most this, so that a level of up to 1.99 times the scale is finite."""
+"""The largest scale, so that a level of up to 1.99 times the scale is finite."""
 
 _NAN: Final = 0x7FC0
-_GATHER: Final = 0x0102040810204080  # times eight bytes of 0 or 1: their bits, in order, in the highest byte
+_GATHER: Final = 0x0102040810204080  # times eight bytes of 0 or 1 puts their bits, in order, in the highest byte
 _SPREAD: Final = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 
 
 @dataclass(frozen=True)
 class Blockwise(Codec):
-    """Base of the codecs whose payload has several parts, in which each block of the vector has bytes of its own.
+    """Base of the codecs whose payload has several parts, in each of which every block has bytes of its own.
 
-    Kernels (:mod:`lsgd.kernels.few_bits`) take what they can, and make the same bytes as the methods here.
+    Kernels (:mod:`lsgd.kernels.few_bits`) process what they can, with the same bytes as the methods here.
     """
 
+    family: ClassVar[str]
+    """Which kernels of :mod:`lsgd.kernels.few_bits` process it."""
+
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of the header and the parts."""
+        """Return the bytes of the header and all parts."""
         return HEADER_NBYTES + sum(self.sizes(numel))
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
-        """Write what each block becomes."""
+        """Write the parts of each block."""
         numel = x.numel()
         parts = self.begin_unflagged(payload, x).split_with_sizes(self.sizes(numel))
         path, taken = self._path(x.device, numel)
@@ -67,15 +70,15 @@ class Blockwise(Codec):
             piece.copy_(value)
 
     def _path(self, device: torch.device, numel: int) -> tuple[kernels.few_bits.Path | None, int]:
-        """Return the kernels for a device, if there are any, and how many of ``numel`` elements they take."""
-        path = self.path(device.type) if numel else None
+        """Return the kernels for a device, if any, and how many of ``numel`` elements they process."""
+        path = kernels.few_bits.path(device.type, self.family, self.unit, *self.form) if numel else None
         return path, 0 if path is None else path.takes(numel)
 
     def _pieces(
         self, start: int, stop: int, device: torch.device, parts: Sequence[Tensor]
     ) -> Iterator[tuple[slice, *tuple[Tensor, ...]]]:
-        """Yield the elements and the bytes of the parts to work on at a time: on a CPU, what its cache holds."""
-        whole = math.lcm(self.unit, 8)  # so that all parts have whole bytes
+        """Yield the elements, and the bytes of the parts, to work on at a time: on a CPU, what fits into its cache."""
+        whole = math.lcm(self.unit, 8)  # so that every part has whole bytes
         cut = device.type == "cpu" and self.width(stop) == self.unit
         step = max(PIECE // whole, 1) * whole if cut else max(stop - start, 1)
         for first in range(start, stop, step):
@@ -86,29 +89,30 @@ class Blockwise(Codec):
     # ---- for each codec --------------------------------------------------------------------------------------
 
     def width(self, numel: int) -> int:
-        """Return the elements of a block, in a vector of ``numel`` elements."""
+        """Return the elements per block in a vector of ``numel`` elements."""
         return self.unit
 
     def sizes(self, numel: int) -> list[int]:
         """Return the bytes of each part; needs no torch."""
         raise NotImplementedError
 
-    def path(self, device: str) -> kernels.few_bits.Path | None:
-        """Return the kernels for a type of device, if there are any."""
-        raise NotImplementedError
+    @property
+    def form(self) -> tuple[float | None, ...]:
+        """What the kernels depend on besides :attr:`unit`."""
+        return ()
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
-        """Write the parts of ``x``, float32, of which the last block may be shorter."""
+        """Write the parts of ``x``, float32, whose last block may be shorter."""
         raise NotImplementedError
 
     def decode_blocks(self, numel: int, *parts: Tensor) -> Tensor:
-        """Return ``numel`` elements, float32, in rows or not, with any after the end."""
+        """Return ``numel`` elements, float32, in rows or not; more may follow."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class ScaledBlocks(Blockwise):
-    """Base of the codecs that send a bfloat16 scale for each block, and then one or two planes of bits.
+    """Base of the codecs that send a bfloat16 scale per block, then one or two planes of bits.
 
     An element becomes plus or minus ``near`` times its block's scale or, beyond ``threshold`` times the block's root
     mean square, ``far`` times it.
@@ -117,6 +121,7 @@ class ScaledBlocks(Blockwise):
         scale_block: elements that share a scale; a power of two, 8 … 65536.
     """
 
+    family: ClassVar[str] = "levels"
     near: ClassVar[float] = 1.0
     far: ClassVar[float] = 0.0
     threshold: ClassVar[float | None] = None
@@ -137,18 +142,18 @@ class ScaledBlocks(Blockwise):
         planes = 1 if self.threshold is None else 2
         return [2 * -(-numel // self.scale_block)] + [-(-numel // 8)] * planes
 
-    def path(self, device: str) -> kernels.few_bits.Path | None:
-        """Return those for these levels."""
-        levels = kernels.few_bits.Levels(self.near, self.far, self.threshold)
-        return kernels.few_bits.levels_path(device, levels, self.scale_block)
+    @property
+    def form(self) -> tuple[float | None, ...]:
+        """The levels."""
+        return self.near, self.far, self.threshold
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
-        """Choose the level of each element by the root mean square of its block, then the scale."""
+        """Choose each element's level by the root mean square of its block, then the scale."""
         scales, signs, *fars = parts
         rows = rows_of(x, self.scale_block)
         magnitudes = rows.abs().to(torch.float64)
         counts = counts_of(rows, x.numel())
-        # The scale with the least square error for these levels: exact where all elements are alike.
+        # The scale with the least square error for these levels; exact if all magnitudes are equal.
         products, squares = sums_of(magnitudes) * self.near, counts * self.near**2
         if self.threshold is not None:
             rms = (sums_of(magnitudes.square()) / counts).sqrt()
@@ -170,20 +175,20 @@ class ScaledBlocks(Blockwise):
 
 
 def rows_of(x: Tensor, width: int) -> Tensor:
-    """Return ``x``, shape (blocks, width), with zeros after its end."""
+    """Return ``x`` in rows, shape (blocks, width), padded with zeros."""
     blocks = -(-x.numel() // width)
     return torch.nn.functional.pad(x, (0, blocks * width - x.numel())).view(blocks, width)
 
 
 def counts_of(rows: Tensor, numel: int) -> Tensor:
-    """Return how many of the ``numel`` elements each row holds, float64, shape (blocks,)."""
+    """Return how many of ``numel`` elements each row holds, float64, shape (blocks,)."""
     blocks, width = rows.shape
     starts = torch.arange(blocks, dtype=torch.float64, device=rows.device) * width
     return (numel - starts).clamp(max=width)
 
 
 def sums_of(rows: Tensor) -> Tensor:
-    """Return the sum of each row, whose length is a power of two; added in halves, so equal on every device."""
+    """Return the sum of each row, whose length is a power of two; added in halves, so bit-identical on all devices."""
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
@@ -191,9 +196,9 @@ def sums_of(rows: Tensor) -> Tensor:
 
 
 def write_scales(scales: Tensor, out: Tensor) -> None:
-    """Write float64 scales as bfloat16 to ``out``, uint8; NaN for those that are not finite."""
+    """Write float64 scales as bfloat16 to ``out``, uint8; NaN for non-finite ones."""
     out.view(torch.bfloat16).copy_(scales.clamp(max=MAX_SCALE).to(torch.float32))
-    out.view(torch.int16).masked_fill_(~scales.isfinite(), _NAN)  # devices differ in the NaN that they write
+    out.view(torch.int16).masked_fill_(~scales.isfinite(), _NAN)  # devices write different NaNs
 
 
 def write_bits(bits: Tensor, out: Tensor) -> None:
@@ -203,7 +208,7 @@ def write_bits(bits: Tensor, out: Tensor) -> None:
 
 
 def read_bits(data: Tensor, width: int) -> Tensor:
-    """Return the bits in ``data`` as bool, shape (blocks, width), with undefined ones after the end."""
+    """Return the bits in ``data`` as bool, shape (blocks, width); those after the end are undefined."""
     blocks = -(-8 * data.numel() // width)
     bits = torch.empty(blocks * width, dtype=torch.bool, device=data.device)
     eights = (data.to(torch.int64) * 0x0101010101010101 & _SPREAD).view(torch.uint8)

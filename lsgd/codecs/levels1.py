@@ -1,4 +1,4 @@
-"""1 bit an element: its sign, times the mean magnitude of a block (Karimireddy et al., arXiv 1901.09847)."""
+"""1 bit per element: its sign, times the block's mean magnitude (Karimireddy et al., arXiv 1901.09847)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lsgd.codecs.blocks import ScaledBlocks
 
 @dataclass(frozen=True)
 class Levels1(ScaledBlocks):
-    """The sign times a block's mean magnitude.
+    """The sign times the block's mean magnitude.
 
-    After the header: a bfloat16 for each block, then the bits of the signs (1: below zero). A block with NaN or Inf
-    has the scale NaN.
+    After the header: a bfloat16 scale per block, then the sign bits (1: negative). A block with NaN or Inf has the
+    scale NaN.
 
     Args:
         scale_block: elements that share a scale; a power of two, 8 … 65536.

@@ -1,4 +1,4 @@
-"""2 bits an element: a sign, and one of two levels times the scale of a block."""
+"""2 bits per element: a sign, and one of two levels times the block's scale."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lsgd.codecs.blocks import ScaledBlocks
 
 @dataclass(frozen=True)
 class Levels2(ScaledBlocks):
-    """±0.4528 or ±1.5104 times a block's scale.
+    """±0.4528 or ±1.5104 times the block's scale.
 
-    After the header: a bfloat16 for each block, the bits of the signs (1: below zero), those of the levels (1: far).
-    A block with NaN or Inf has the scale NaN. docs/algorithms.md has the arithmetic.
+    After the header: a bfloat16 scale per block, the sign bits (1: negative), and the level bits (1: far). A block with
+    NaN or Inf has the scale NaN. docs/algorithms.md has the arithmetic.
 
     Args:
         scale_block: elements that share a scale; a power of two, 8 … 65536.
@@ -21,7 +21,7 @@ class Levels2(ScaledBlocks):
 
     name: ClassVar[str] = "levels2"
 
-    # The quantizer of a normal distribution with the least mean square error (Lloyd, Max; IRE Trans. IT-6, 1960).
+    # The quantizer with the least mean square error for a normal distribution (Lloyd, Max; IRE Trans. IT-6, 1960).
     near: ClassVar[float] = 0.4528
     far: ClassVar[float] = 1.5104
     threshold: ClassVar[float | None] = 0.9816

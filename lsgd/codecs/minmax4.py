@@ -1,11 +1,10 @@
-"""4 bits an element, between the least and the greatest of a block."""
+"""4 bits per element, between the least and the greatest element of a block."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from lsgd.codecs.base import kernels
 from lsgd.codecs.blocks import Blockwise
 from lsgd.errors import ConfigError
 from lsgd.lazy import Tensor, torch
@@ -15,16 +14,17 @@ UNITS: Final = 15
 
 @dataclass(frozen=True)
 class MinMax4(Blockwise):
-    """Half a byte an element and eight bytes a block; rounds to nearest, half to even.
+    """Half a byte per element and eight bytes per block; rounds to nearest, half to even.
 
     After the header: for each block half of its least element and half of its unit, two float32; then the codes, the
-    first of two in the low bits. Halves, so that no difference overflows. A block with NaN or Inf has NaN for both.
+    first of two in the low bits. Halving prevents overflow in differences. A block with NaN or Inf has NaN for both.
 
     Args:
         block: elements that share one range of codes; 0: the whole vector.
     """
 
     name: ClassVar[str] = "minmax4"
+    family: ClassVar[str] = "minmax4"
 
     block: int = 2048
 
@@ -38,16 +38,12 @@ class MinMax4(Blockwise):
         return self.block or 1
 
     def width(self, numel: int) -> int:
-        """The whole vector where ``block`` is 0."""
+        """Return ``block``; if that is 0, the whole vector."""
         return self.block or max(numel, 1)
 
     def sizes(self, numel: int) -> list[int]:
-        """Eight bytes a block, half a byte an element."""
+        """Eight bytes per block, half a byte per element."""
         return [8 * -(-numel // self.width(numel)), -(-numel // 2)]
-
-    def path(self, device: str) -> kernels.few_bits.Path | None:
-        """Return those for this size of blocks."""
-        return kernels.few_bits.minmax4_path(device, self.block)
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Choose the nearest code of each element."""
@@ -68,7 +64,7 @@ class MinMax4(Blockwise):
         data.copy_(pairs[0::2] | pairs[1::2] << 4)
 
     def decode_blocks(self, numel: int, *parts: Tensor) -> Tensor:
-        """Return the value of each code."""
+        """Return each code's value."""
         scales, data = parts
         lo, unit = scales.view(torch.float32).view(-1, 2).split(1, dim=1)  # type: ignore[no-untyped-call]
         codes = torch.zeros(lo.numel(), self.width(numel), device=data.device)

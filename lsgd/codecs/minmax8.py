@@ -1,4 +1,4 @@
-"""8 bits an element, between the least and the greatest of a block, with the kernels of :mod:`lsgd.kernels`."""
+"""8 bits per element, between the least and the greatest element of a block, with :mod:`lsgd.kernels`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lsgd.payload import HEADER_NBYTES, aligned
 
 @dataclass(frozen=True)
 class MinMax8(Codec):
-    """One byte an element and eight a block; docs/kernels.md has the arithmetic.
+    """One byte per element and eight per block; docs/kernels.md has the arithmetic.
 
     Args:
         block: elements that share one range of codes; 0: the whole vector.
@@ -35,7 +35,7 @@ class MinMax8(Codec):
         return self.block or 1
 
     def nbytes(self, numel: int) -> int:
-        """Return the same as ``lsgd.kernels.payload_nbytes``, without torch."""
+        """Return what ``lsgd.kernels.payload_nbytes`` does, without torch."""
         blocks = -(-numel // (self.block or max(numel, 1)))
         return HEADER_NBYTES + aligned(8 * blocks) + aligned(numel)
 

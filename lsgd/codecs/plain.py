@@ -18,7 +18,7 @@ class Float32(Codec):
     lossless: ClassVar[bool] = True
 
     def nbytes(self, numel: int) -> int:
-        """Four bytes an element."""
+        """Four bytes per element."""
         return HEADER_NBYTES + 4 * numel
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
@@ -32,12 +32,12 @@ class Float32(Codec):
 
 @dataclass(frozen=True)
 class Float16(Codec):
-    """float16: values above 65,504 count as infinite, those below 6e-8 become zero."""
+    """float16: magnitudes above 65,504 count as infinite, those below 6e-8 become zero."""
 
     name: ClassVar[str] = "float16"
 
     def nbytes(self, numel: int) -> int:
-        """Two bytes an element."""
+        """Two bytes per element."""
         return HEADER_NBYTES + 2 * numel
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:

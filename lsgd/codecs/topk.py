@@ -1,4 +1,4 @@
-"""The largest elements of each chunk, with 14 bits each (as in SparseLoCo, arXiv 2508.15706)."""
+"""The largest elements of each chunk, in 14 bits each (as in SparseLoCo, arXiv 2508.15706)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from lsgd.codecs import blocks
-from lsgd.codecs.base import kernels
 from lsgd.errors import ConfigError
 from lsgd.lazy import Tensor, torch
 
@@ -17,18 +16,18 @@ CHUNK: Final = 4096
 class TopK(blocks.Blockwise):
     """The ``k`` elements of each 4,096 with the greatest magnitudes, as one of two levels and a sign; the others zero.
 
-    Of equal magnitudes the first are taken. Those above the mean of the k magnitudes are far, and each level is the
-    mean of its own. After the header, each for all chunks: the two levels, near and far, as float32; the low 8 bits of
-    the indices; their high 4 bits, the first of two in the low half of a byte; the bits of the signs (1: below zero);
-    those of the levels (1: far). The elements of a chunk are in the order of their indices. A chunk with NaN or Inf has
-    a near level of NaN.
+    Among equal magnitudes the first win. Magnitudes above the mean of all k are far, the others near, and each level is
+    the mean of its group. After the header, each for all chunks: the two levels, near and far, as float32; the low 8
+    bits of the indices; their high 4 bits, the first of two in the low half of a byte; the sign bits (1: negative); the
+    level bits (1: far). A chunk's elements are in the order of their indices. A chunk with NaN or Inf has the near
+    level NaN.
 
     Args:
-        k: elements kept of a chunk; a power of two, 8 … 2048.
+        k: elements kept per chunk; a power of two, 8 … 2048.
     """
 
     name: ClassVar[str] = "topk"
-
+    family: ClassVar[str] = "topk"
     sparse: ClassVar[bool] = True
 
     k: int = 64
@@ -43,19 +42,20 @@ class TopK(blocks.Blockwise):
         return CHUNK
 
     def sizes(self, numel: int) -> list[int]:
-        """8 bytes a chunk, and 14 bits for each element that is kept."""
+        """8 bytes per chunk, and 14 bits per element kept."""
         kept = -(-numel // CHUNK) * self.k
         return [8 * -(-numel // CHUNK), kept, kept // 2, kept // 8, kept // 8]
 
-    def path(self, device: str) -> kernels.few_bits.Path | None:
-        """Return those for this k."""
-        return kernels.few_bits.topk_path(device, CHUNK, self.k)
+    @property
+    def form(self) -> tuple[float | None, ...]:
+        """``k``."""
+        return (self.k,)
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Choose the elements of each chunk, then their levels."""
         levels, low, high, signs, fars = parts
         rows = blocks.rows_of(x, CHUNK)
-        # Keys that differ: the bits of a magnitude, above its distance from the end.
+        # Distinct keys: the bits of a magnitude, above its distance from the chunk's end.
         distances = torch.arange(CHUNK - 1, -1, -1, device=rows.device)
         keys = ((rows.view(torch.int32) & 0x7FFFFFFF).to(torch.int64) << 12 | distances).topk(self.k).values
         index = (CHUNK - 1 - (keys & (CHUNK - 1))).sort(1).values
@@ -74,7 +74,7 @@ class TopK(blocks.Blockwise):
         blocks.write_bits(far, fars)
 
     def decode_blocks(self, numel: int, *parts: Tensor) -> Tensor:
-        """Return the levels where they belong, and zeros elsewhere."""
+        """Return the levels in their places, and zeros elsewhere."""
         levels, low, high, signs, fars = parts
         near, far = levels.view(torch.float32).view(-1, 2).split(1, dim=1)  # type: ignore[no-untyped-call]
         index = torch.stack([high & 15, high >> 4], 1).view(-1, self.k).to(torch.int64) << 8

@@ -1,1 +1,1 @@
-"""Groups of workers and what they do together, on tensors."""
+"""Groups of workers, and their collectives on tensors."""

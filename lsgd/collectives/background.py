@@ -1,4 +1,4 @@
-"""Work beside the training thread: exchanges that run during forward and backward passes."""
+"""A thread for exchanges that overlap the forward and backward passes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lsgd.lazy import torch
 
 
 class Background:
-    """Calls in order, in one thread, and on one CUDA stream where there is one. After one that fails none is made.
+    """Makes calls in order in one thread, and on one CUDA stream if there is a GPU. A failed call cancels later ones.
 
-    The thread begins with the first call and ends with this object. It is a daemon: an exchange that hangs until its
-    deadline does not keep a process from ending.
+    The thread starts with the first call and ends with this object. It is a daemon, so an exchange that hangs until
+    its deadline does not keep the process from ending.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a call was started and not yet waited for."""
+        """Whether :meth:`finish` is due for a call."""
         return self._last is not None
 
     def start(self, call: Callable[[], None], device: torch.device) -> None:
-        """Run ``call`` after those before it, and after what the current stream of ``device`` was given so far."""
+        """Run ``call`` after earlier calls, and after what is already queued on the current stream of ``device``."""
         if device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream, before, done = self._stream, self._last, Future[None]()
@@ -40,7 +40,7 @@ class Background:
             try:
                 if before is not None:
                     before.result()
-                with torch.no_grad(), torch.cuda.stream(stream):  # does nothing with None
+                with torch.no_grad(), torch.cuda.stream(stream):  # None changes nothing
                     if stream is not None and ready is not None:
                         stream.wait_event(ready)
                     call()
@@ -57,11 +57,11 @@ class Background:
         self._calls.put(run)
 
     def succeeded(self) -> bool:
-        """Wait for all calls; return whether none has raised anything. :meth:`finish` is still due."""
+        """Wait for all calls and return whether none has raised. :meth:`finish` is still due."""
         return self._last is None or self._last.exception() is None
 
     def finish(self) -> None:
-        """Wait for all calls, and make the current stream wait for theirs; raise what the first that failed raised."""
+        """Wait for all calls, and make the current stream wait for theirs; raise the first call's error."""
         succeeded, last, self._last = self.succeeded(), self._last, None
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
@@ -69,7 +69,7 @@ class Background:
             last.result()
 
     def close(self, within_s: float) -> None:
-        """End the thread after all calls, and wait for that."""
+        """End the thread after all calls, and wait up to ``within_s`` seconds for that."""
         self._calls.put(None)
         if self._thread is not None:
             self._thread.join(within_s)
@@ -78,4 +78,4 @@ class Background:
 def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (run := calls.get()) is not None:
         run()
-        del run  # and with it what the call has of the object that started it
+        del run  # and its references to the object that started it

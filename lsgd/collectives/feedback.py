@@ -1,4 +1,4 @@
-"""Error feedback: what rounding loses in one exchange is added to the next one."""
+"""Error feedback: the next exchange adds back what rounding lost in the last one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lsgd.lazy import Tensor, torch
 class ErrorFeedback:
     """What rounding has lost of a tensor on one member (DoubleSqueeze, arXiv 1905.05957, algorithm 1).
 
-    An exchange writes new residuals beside the present ones, and :meth:`commit` replaces these. So an exchange that
-    fails changes nothing.
+    An exchange writes new residuals beside the current ones, and :meth:`commit` swaps them in. So a failed exchange
+    changes nothing.
 
     Args:
         numel: elements of the tensor.
-        device: of the tensor.
+        device: the tensor's.
 
     Attributes:
-        residual: what this member's own contributions have lost so far, float32, like the tensor.
-        results: the same of the results that this member has rounded for all, by where in the tensor each begins.
+        residual: what this member's own contributions have lost, float32, shape (numel,).
+        results: what the results that this member rounded for all have lost, by where in the tensor each begins.
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
@@ -35,17 +35,17 @@ class ErrorFeedback:
         return torch.add(x, self.residual, alpha=decay, out=self._next_residual)
 
     def added_to_result(self, result: Tensor, start: int) -> Tensor:
-        """Add to a result what the last one that began at ``start`` has lost; return ``result``, kept as above."""
+        """Add what the last result at ``start`` lost to ``result`` and return it, for the exchange to do the same."""
         if start in self.results:
             result.add_(self.results[start])
         self._next_results[start] = result
         return result
 
     def commit(self, unless: Tensor | None = None) -> None:
-        """Replace the residuals by those of the exchange that has ended.
+        """Replace the residuals by those of the completed exchange.
 
         Args:
-            unless: a boolean on the tensor's device; if true, the residuals stay as they are.
+            unless: a boolean on the tensor's device; if true, the residuals stay unchanged.
         """
         if self._next_residual is None:
             return
@@ -59,13 +59,13 @@ class ErrorFeedback:
         self._next_results = {}
 
     def begin_generation(self, *, same_members: bool) -> None:
-        """Forget an exchange under way and, unless the members are the same, the residuals of results."""
+        """Drop a pending exchange and, unless the members are the same, the residuals of results."""
         self._next_residual, self._next_results = None, {}
         if not same_members:
             self.results = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals (not copies)."""
+        """Return the residuals, not copied."""
         return {"residual": self.residual, "results": dict(self.results)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

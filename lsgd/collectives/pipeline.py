@@ -1,9 +1,9 @@
-"""Exchanges in stages, several under way at a time."""
+"""Exchanges in stages, several in flight at a time."""
 
 from collections.abc import Iterator
 
 UNDER_WAY = 3
-"""Exchanges under way at a time, one in each stage."""
+"""Exchanges in flight at a time, one in each stage."""
 
 _DONE = object()
 
@@ -11,34 +11,34 @@ _DONE = object()
 class Pipeline:
     """Exchanges whose stages overlap: the link carries one while another waits for the latency of its messages.
 
-    An exchange is an iterator that yields where nothing is left to do but to wait for what travels. Each one that
-    begins takes those before it one stage further, so that members which begin the same ones in the same order do the
-    same in the same order, whatever each of them is busy with: all of them yield equally often on all members.
+    An exchange is an iterator that yields whenever it can only wait for a transfer, equally often on all members.
+    Starting an exchange advances all earlier ones by one stage. So members that start the same exchanges in the same
+    order issue their collectives in the same order, whatever their speed.
     """
 
     def __init__(self) -> None:
-        self._under_way: list[Iterator[None]] = []
+        self._in_flight: list[Iterator[None]] = []
 
     def begin(self, stages: Iterator[None]) -> None:
-        """Begin an exchange, and go on with those before it.
+        """Begin an exchange, and advance all earlier ones.
 
         Raises:
-            ExchangeError: one of them failed on the network; none of those under way is of use any more.
+            ExchangeError: one of them failed on the network; all exchanges in flight are lost.
         """
-        self._under_way.append(stages)
-        self._go_on()
+        self._in_flight.append(stages)
+        self._advance()
 
     def complete(self) -> None:
-        """See all through that are under way.
+        """Complete all exchanges in flight.
 
         Raises:
-            ExchangeError: one failed on the network.
+            ExchangeError: one of them failed on the network.
         """
-        while self._under_way:
-            self._go_on()
+        while self._in_flight:
+            self._advance()
 
-    def _go_on(self) -> None:
-        """Take all one stage further, the one that was begun last before the others."""
-        under_way, self._under_way = self._under_way, []
-        left = [stages for stages in reversed(under_way) if next(stages, _DONE) is not _DONE]
-        self._under_way = left[::-1]
+    def _advance(self) -> None:
+        """Advance all by one stage, the newest first; drop all of them if one fails."""
+        in_flight, self._in_flight = self._in_flight, []
+        left = [stages for stages in reversed(in_flight) if next(stages, _DONE) is not _DONE]
+        self._in_flight = left[::-1]

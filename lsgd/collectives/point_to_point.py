@@ -1,4 +1,4 @@
-"""Messages between two members of a torch process group, in pieces: what Gloo needs to fill a link."""
+"""Messages between two members of a torch process group, cut into pieces so that Gloo fills the link."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 
 PIECE_NBYTES = 64 << 10
 MAX_PIECES = 16
-"""A message between two workers travels in up to 16 pieces of at least 64 KiB, all receives posted first: Gloo then
-comes within 5 % of the link's throughput, against 30 to 100 % over it for one large message (measured)."""
+"""A message between two workers travels in up to 16 pieces of at least 64 KiB, with all receives posted first.
+Then Gloo takes at most 5 % longer than the link's bandwidth allows; with one large message 30 to 100 % (measured)."""
 
 RELAYED_PIECES = 8
-"""A message that all members pass on to each other has up to so many pieces for each, if that is more than 16: the
-last member then has it an eighth later than the second."""
+"""A message that members pass along has up to this many pieces per member, if that is more than 16. So the last member
+gets it an eighth later than the second."""
 
 
 class Exchange:
-    """Point-to-point messages under way: pieces of a few tensors, every receive posted before the first send.
+    """Point-to-point messages in flight: a few tensors in pieces, with every receive posted before the first send.
 
     Args:
-        group: over which they go.
-        sends: by the rank that they go to.
-        receives: by the rank that they come from.
-        together: the GPU of NCCL, which runs one message after the other, so that two members would wait for each
-            other's first one, unless they are given to it in one go; None: not NCCL.
+        group: the process group.
+        sends: tensors by the rank that they go to.
+        receives: tensors by the rank that they come from.
+        together: NCCL's GPU; None for other backends. NCCL runs messages one after the other, so two members would wait
+            for each other's first one, unless NCCL gets all of them in one batch.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class Exchange:
             self._works = [group._end_coalescing(together)]
 
     def wait(self) -> None:
-        """Wait until all are sent and received."""
+        """Wait until all messages are sent and received."""
         for work in self._works:
             work.wait()
 
 
 class Relay:
-    """A message on its way from ``source`` to all in the order of ranks; each sends a piece on as soon as it is there.
+    """A message that travels from ``source`` to all in rank order; each member forwards a piece once it has it.
 
-    Members of a node have consecutive ranks, so that it enters and leaves each node once.
+    Members of a node have consecutive ranks, so the message enters and leaves each node once.
     """
 
     def __init__(self, group: dist.ProcessGroup, tensor: Tensor, source: int, rank: int, size: int) -> None:
@@ -71,7 +71,7 @@ class Relay:
         ]
 
     def wait(self) -> None:
-        """Wait until it has arrived and is passed on."""
+        """Wait until the message has arrived and is forwarded."""
         sent = []
         for tag, piece in enumerate(self._pieces):
             if self._received:

@@ -1,6 +1,6 @@
-"""Workers and their Group as threads of one process: for tests, and for more workers than there are cores.
+"""Workers and their Group as threads of one process: for tests, and for more workers than cores.
 
-Four workers that train with Leader SGD, and no server::
+Four workers train with Leader SGD, without a server::
 
     def member(group: SimulatedGroup) -> float:
         model = nn.Linear(8, 1)
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class _Mail:
-    """Tensors under way between members, by sender and receiver."""
+    """Tensors in transit between members, by sender and receiver."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -75,10 +75,7 @@ class _Mail:
 
 
 class SimulatedGroup(Group):
-    """One member's view of a simulated group; see :class:`lsgd.collectives.group.Group` for the verbs.
-
-    ``sent_nbytes`` counts what this member has sent, its subgroups included.
-    """
+    """One member's view of a simulated group; :class:`lsgd.collectives.group.Group` describes the operations."""
 
     def __init__(self, mail: _Mail, name: str, members: Sequence[int], rank: int, node_sizes: Sequence[int]) -> None:
         self._mail = mail
@@ -92,12 +89,12 @@ class SimulatedGroup(Group):
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that this member has sent so far, in this group and its subgroups."""
+        """Bytes that this member has sent in this group and its subgroups."""
         return self._own_nbytes + sum(group.sent_nbytes for group in self._subgroups.values())
 
     @property
     def aside(self) -> "SimulatedGroup":
-        """The same members once more, for exchanges beside an algorithm's own that may be under way."""
+        """A second group of the same members, for use while an algorithm's own exchange is in flight."""
         return self._subgroup("aside", list(range(self.size)), one_node=False)
 
     def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> "SimulatedGroup":
@@ -144,9 +141,9 @@ class SimulatedGroup(Group):
 
 
 def simulate(node_sizes: Sequence[int], member: Callable[[SimulatedGroup], T], *, timeout_s: float = 60.0) -> list[T]:
-    """Run ``member(group)`` for each rank in a thread of its own and return the results in rank order.
+    """Run ``member(group)`` for each rank in its own thread and return the results in rank order.
 
-    When one raises, the others' exchanges fail at once with ExchangeError, and the first error is raised here.
+    If one raises, the others' exchanges fail at once with ExchangeError, and the first error is raised here.
     """
     size = sum(node_sizes)
     mail = _Mail(timeout_s)
@@ -168,45 +165,48 @@ def simulate(node_sizes: Sequence[int], member: Callable[[SimulatedGroup], T], *
 
 
 def generation_of(node_sizes: Sequence[int], number: int = 1) -> Generation:
-    """Return the generation of workers on nodes of these sizes, over Gloo."""
+    """Return a generation of workers on nodes of these sizes, over Gloo."""
     places = [(node, index) for node, size in enumerate(node_sizes) for index in range(size)]
     return Generation.of(number, places, "gloo")
 
 
 def steps_at(speed: float, steps: int) -> int:
-    """Return how many steps a worker of this speed over the mean makes while the mean worker makes ``steps``.
+    """Return how many steps a worker takes while the mean worker takes ``steps``, given its speed over the mean.
 
     Raises:
-        ConfigError: that is no whole number, and all must come to a round at the same time.
+        ConfigError: it is not a positive whole number, but all workers must reach a round at the same time.
     """
     own = speed * steps
     if own < 1 or own != int(own):
-        raise ConfigError(f"a worker of {speed:g} times the mean speed makes {own:g} of {steps} steps: choose others")
+        raise ConfigError(
+            f"a worker of {speed:g} times the mean speed takes {own:g} steps while the mean worker takes {steps}; "
+            f"choose a speed and a period whose product is a positive whole number"
+        )
     return int(own)
 
 
 class SimulatedWorker:
-    """A worker that trains with an algorithm of lsgd and without servers: what the client does in an iteration.
+    """A worker that trains with one of lsgd's algorithms and without servers: what the client does in an iteration.
 
-    Rounds come before every ``period``-th and ``local_period``-th step of the algorithm's schedule, for a worker of
-    another ``speed`` so many times as many, and its rule elects who leads, as with servers. If it is known how many
-    ``steps`` the mean worker makes, the period has the same ramps as with servers.
+    Rounds come before every ``period``-th and ``local_period``-th step, as in the algorithm's schedule; a worker of
+    another ``speed`` takes that many times as many steps between them. Leaders are elected as with servers. If
+    ``steps`` is given, the period has the same ramps as with servers.
 
     Args:
         group: all workers.
-        settings: of the algorithm.
-        parameters: the model's, as one-dimensional tensors; see :meth:`of_model`.
-        gradients: of the same shapes; what the backward pass adds to.
-        optimizer: of the parameters.
-        buffers: of the model, to be averaged in global rounds (batch-norm's statistics).
-        steps: that the mean worker makes in all; 0: unknown.
-        run: from which the seeds of stochastic rounding and of elections are made.
-        probe: returns the loss on a batch that all workers have in common, for elections by it.
-        speed: over the mean speed of all workers; times a period, it is a whole number of steps.
-        flat: of the model, if ``parameters`` are its buffers.
+        settings: the algorithm's settings.
+        parameters: the model's parameters as one-dimensional tensors; see :meth:`of_model`.
+        gradients: tensors of the same shapes, to which the backward pass adds.
+        optimizer: the parameters' optimizer.
+        buffers: the model's buffers that global rounds average (batch-norm's statistics).
+        steps: the mean worker's steps in the whole run; 0: unknown.
+        run: what the seeds of stochastic rounding and of elections are derived from.
+        probe: returns the loss on a batch common to all workers, for elections by probe.
+        speed: relative to the mean speed of all workers; times a period, it must be a whole number of steps.
+        flat: the model's flat parameters, if ``parameters`` are its buffers.
 
     Raises:
-        ConfigError: the election needs a probe, or the speed does not fit the periods.
+        ConfigError: the period is ``auto``, the election needs a probe, or the speed does not fit the periods.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class SimulatedWorker:
         flat: FlatParameters | None = None,
     ) -> None:
         if settings.time_share:
-            raise ConfigError("simulated workers have no network whose time could be measured: set a period")
+            raise ConfigError("simulated workers have no network to measure; set a period")
         self.group = group
         self._flat = flat
         self.parameters = parameters
@@ -236,14 +236,14 @@ class SimulatedWorker:
         self._fallen = Fallen()
         self._planned, self._steps_in_all, self._speed = settings, steps, speed
         self._stretch_began = 0  # the step of the last global round
-        self._take_up(settings)
+        self._apply(settings)
         self._buffers = () if self._schedule.lockstep else buffers
         self._losses: deque[float] = deque(maxlen=self._schedule.local_period)
-        self._usual: list[float | None] = [None] * group.size  # as the server keeps it of each worker
+        self._usual: list[float | None] = [None] * group.size  # each worker's usual loss, as the server keeps it
         self._run = run
         self._probe = probe if self._schedule.election == "probe" else None
         if self._schedule.election == "probe" and probe is None:
-            raise ConfigError("the election goes by a probe, and this worker has none; give it one with probe=...")
+            raise ConfigError("the election needs a probe, and this worker has none; pass one with probe=...")
         self._rounds = self._global_rounds = 0
 
     @classmethod
@@ -262,7 +262,7 @@ class SimulatedWorker:
     ) -> Self:
         """Return a worker that trains ``model``, whose parameters and gradients move into flat tensors.
 
-        The probe is called without gradients, and with the model in evaluation mode. With ``offload``, the algorithm
+        The probe is called without gradients and with the model in evaluation mode. With ``offload``, the algorithm
         works on a copy of the parameters, as with the setting of that name.
         """
         flat = FlatParameters(model, offload=offload)
@@ -274,10 +274,10 @@ class SimulatedWorker:
         return cls(group, settings, flat.buffers, gradients, optimizer, buffers=floating_buffers(model), **options)
 
     def step(self, compute_loss: Callable[[], Tensor]) -> float:
-        """Make one step, after a round if one is due, and return its loss.
+        """Take one step, after a round if one is due, and return its loss.
 
         Args:
-            compute_loss: makes the forward pass of the next batch and returns its loss, one number.
+            compute_loss: runs the forward pass on the next batch and returns its loss, one number.
         """
         order, since = None, self.steps - self._stretch_began
         if since % self._local_period == 0 or since % self._period == 0:
@@ -294,26 +294,26 @@ class SimulatedWorker:
         return self.iterate(order, compute_loss)
 
     def _begin_stretch(self) -> None:
-        """Take up the settings that hold up to the next global round."""
+        """Apply the settings that hold until the next global round."""
         self._stretch_began = self.steps
         in_all = self._steps_in_all * self._speed
         rate = self._fallen.rate([self.optimizer]) if self.steps else None
         self.algorithm.settings = self._planned.at(self.steps / in_all if in_all else None, rate=rate)
-        self._take_up(self.algorithm.settings)
+        self._apply(self.algorithm.settings)
 
-    def _take_up(self, settings: AlgorithmSettings) -> None:
+    def _apply(self, settings: AlgorithmSettings) -> None:
         self._schedule = schedule = settings.schedule()
         self._period, self._local_period = (steps_at(self._speed, n) for n in (schedule.period, schedule.local_period))
 
     def begin(self, order: Round) -> None:
-        """Begin a generation: take over the state that all share from the source, and reset the algorithm."""
+        """Begin a generation: copy the shared state from the source, and reset the algorithm."""
         with self._current():
             for tensor in self.algorithm.shared_state():
                 self.group.broadcast(tensor, order.source)
             self.algorithm.reset(self.parameters, self.group, order)
 
     def iterate(self, order: Round | None, compute_loss: Callable[[], Tensor]) -> float:
-        """Make one step with this round, or with none, and return its loss."""
+        """Take one step, with this round or without one, and return its loss."""
         with self._current():
             self.algorithm.before_forward(self.parameters, self.group, order)
         for gradient in self.gradients:
@@ -331,7 +331,7 @@ class SimulatedWorker:
         return self._losses[-1]
 
     def _current(self) -> AbstractContextManager[None]:
-        """Have the parameters and the model the same values, inside and after it."""
+        """Give the parameters and the model the same values, inside the context and after it."""
         return nullcontext() if self._flat is None else self._flat.current()
 
     def mean_loss(self) -> float:
@@ -340,7 +340,7 @@ class SimulatedWorker:
         return mean if math.isfinite(mean) else math.inf
 
     def _electing_loss(self) -> float:
-        """Return the loss with which it stands in an election: its batches', or its probe's once it has trained."""
+        """Return this worker's loss for elections: its batches', or its probe's once it has trained."""
         loss = self._probe() if self._probe is not None and self.steps else self.mean_loss()
         return loss if math.isfinite(loss) else math.inf
 

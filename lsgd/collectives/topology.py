@@ -1,4 +1,4 @@
-"""Who stands where: ranks, nodes and (for decentralized methods) neighbors."""
+"""Ranks, nodes and, for decentralized methods, neighbors."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -22,10 +22,10 @@ def node_ranks(rank: int, node_sizes: Sequence[int]) -> range:
 
 
 def shift_one_peer(rank: int, size: int, exchanges: int) -> int | None:
-    """Return the peer of ``rank`` in the exchange number ``exchanges`` (from 0), None for whoever has a bye.
+    """Return the peer of ``rank`` in exchange number ``exchanges`` (from 0); None if ``rank`` has a bye.
 
-    The lower half meets the upper half, each time shifted by one (Bagua's ``shift_one``). Where ``size`` is odd,
-    rank ``exchanges mod size`` stays alone, so that everyone does in turn, and the others are renumbered.
+    The lower half meets the upper half, each time shifted by one (Bagua's ``shift_one``). If ``size`` is odd, the bye
+    goes to rank ``exchanges mod size``, so everyone has it in turn, and the others are renumbered.
     """
     if size % 2:
         bye = exchanges % size
@@ -41,11 +41,11 @@ def _shift_one(rank: int, half: int, shift: int) -> int:
 
 
 def exponential_peer(rank: int, size: int, exchanges: int) -> int | None:
-    """Return the peer of ``rank`` in the exchange number ``exchanges`` (from 0), None for whoever has a bye.
+    """Return the peer of ``rank`` in exchange number ``exchanges`` (from 0); None if ``rank`` has a bye.
 
     The one-peer exponential graph (Ying et al., arXiv 2110.13363) in its symmetric form: each sweep pairs ranks that
-    differ in one bit, from the highest bit to the lowest. Where ``size`` is a power of two, a sweep makes the exact
-    mean. Else whoever finds no peer has a bye, and ranks are renumbered by ``size // 2`` from sweep to sweep.
+    differ in one bit, from the highest bit to the lowest. If ``size`` is a power of two, a sweep computes the exact
+    mean. Otherwise a rank without a peer has a bye, and ranks shift by ``size // 2`` from sweep to sweep.
     """
     bits = (size - 1).bit_length()
     if not bits:
@@ -57,25 +57,25 @@ def exponential_peer(rank: int, size: int, exchanges: int) -> int | None:
 
 
 def ring(size: int) -> list[tuple[int, ...]]:
-    """Return the neighbors of each rank in a ring: those before and after it, once if they are the same."""
+    """Return the neighbors of each rank in a ring: the ranks before and after it, once if they are the same."""
     return [tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank})) for rank in range(size)]
 
 
 def complete(size: int) -> list[tuple[int, ...]]:
-    """Return the neighbors of each rank where everyone is everyone's neighbor."""
+    """Return the neighbors of each rank in a complete graph: all others."""
     return [tuple(other for other in range(size) if other != rank) for rank in range(size)]
 
 
 def mixing_matrix(neighbors: Sequence[Sequence[int]], workers: Sequence[int]) -> list[list[float]]:
-    """Return Metropolis weights W for a connected graph of nodes: row r has the weights of what r averages.
+    """Return Metropolis weights W for a connected graph of nodes: row r has the weights with which r averages.
 
-    Rows add up to 1, and ``workers[r] W[r][s] = workers[s] W[s][r]``, so that averaging with W keeps the mean over
-    all workers; with as many workers everywhere, W is symmetric and doubly stochastic. A weight between neighbors is
-    ``min(workers) / ((1 + max(degrees)) workers[r])``: 1/3 in a ring, 1/2 between two.
+    Rows add up to 1, and ``workers[r] W[r][s] = workers[s] W[s][r]``, so averaging with W keeps the mean over all
+    workers. If all nodes have the same number of workers, W is symmetric and doubly stochastic. A weight between
+    neighbors is ``min(workers) / ((1 + max(degrees)) workers[r])``: 1/3 in a ring, 1/2 between two nodes.
 
     Args:
-        neighbors: neighbors of each node.
-        workers: workers on each node.
+        neighbors: the neighbors of each node.
+        workers: the number of workers on each node.
     """
     size = len(neighbors)
     matrix = [[0.0] * size for _ in range(size)]

@@ -1,4 +1,4 @@
-"""The two-round all-reduce in a codec (ByteGrad's of Bagua, arXiv 2107.01499), as one collective on a Group."""
+"""The two-round all-reduce in a codec (from Bagua's ByteGrad, arXiv 2107.01499), as one collective on a Group."""
 
 from __future__ import annotations
 
@@ -14,54 +14,53 @@ from lsgd.lazy import Tensor, torch
 
 MAX_SEGMENTS = 4
 SEGMENT_CHUNK_NUMEL = 1 << 18
-"""A tensor is reduced in up to four segments, whose chunks, one for each member, have about so many numbers or more."""
+"""A tensor is reduced in up to four segments, whose chunks, one per member, have about this many elements or more."""
 
 STAGES = 3
-"""Into which an all-reduce is divided."""
+"""Stages of an all-reduce."""
 
 
 def seed_of(*parts: object) -> int:
-    """Return a seed of stochastic rounding for what ``parts`` name (run, round, rank, stage, tensor): 64 bits.
+    """Return a 64-bit seed of stochastic rounding for what ``parts`` name (run, round, rank, stage, tensor).
 
-    Errors of members, rounds and tensors average out only if each has a seed of its own.
+    Rounding errors average out only if every member, round and tensor has a seed of its own.
     """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-def chunk_bounds(numel: int, size: int, block: int | None) -> list[int]:
+def chunk_bounds(numel: int, size: int, unit: int) -> list[int]:
     """Return where each of ``size`` chunks of a vector begins, and where the last one ends.
 
-    Chunks differ by at most one block, and consist of whole blocks but for the end of the vector.
+    Chunks differ by at most ``unit`` elements, and are multiples of it except at the end of the vector.
     """
-    unit = block or 1
-    blocks = -(-numel // unit)
-    return [min(blocks * rank // size * unit, numel) for rank in range(size + 1)]
+    units = -(-numel // unit)
+    return [min(units * rank // size * unit, numel) for rank in range(size + 1)]
 
 
 class QuantizedAllReduce:
     """Sum or average of a flat tensor over all members of a group; every member decodes the same bytes.
 
-    1. The tensor is cut into one chunk per member, and each chunk encoded.
+    1. Each member cuts the tensor into one chunk per member and encodes each chunk.
     2. Member i gets everyone's chunk i, decodes and adds them up in float32, and encodes the result.
-    3. All get all results and decode them.
+    3. All members get all results and decode them.
 
-    A large tensor is cut into segments first, and so is done one part after the other: while one travels, the next is
-    encoded or the last decoded.
+    A large tensor is first cut into segments, which overlap: while one travels, the next is encoded or the last
+    decoded.
 
-    A member sends ``2 (n - 1) / n`` of the tensor's numbers in the codec, and a header of 32 bytes per chunk of a
-    segment. NaN and Inf travel as the flag of a payload: where they stood, and in the rest of their blocks, becomes
-    NaN on all members alike. A single member keeps its numbers as they are.
+    A member sends ``2 (n - 1) / n`` of the tensor's elements in the codec, and a header of 32 bytes per chunk of a
+    segment. NaN and Inf travel as a payload's flag: they, and maybe the rest of their blocks, become NaN on all members
+    alike. A single member keeps its elements unchanged.
 
-    With error feedback both roundings have one (DoubleSqueeze, arXiv 1905.05957, algorithm 1): that of a member's own
-    numbers, and that of the results for the chunks that it owns, one of each segment.
+    Error feedback covers both roundings (DoubleSqueeze, arXiv 1905.05957, algorithm 1): that of a member's own
+    elements, and that of the results for the chunks that it owns, one per segment.
 
     Args:
         group: the members.
-        codec: of the payloads; where the whole vector is one block, that is a segment's chunk.
+        codec: of the payloads; if its block is the whole vector, that means a segment's chunk.
         rounding: ``nearest`` or ``stochastic``.
         average: whether to divide by the number of members.
-        contributors: with error feedback, divide each element by the number of members that have sent one other than
-            zero instead.
+        contributors: with error feedback, divide each element by the number of members that sent another value than
+            zero.
     """
 
     def __init__(
@@ -94,15 +93,15 @@ class QuantizedAllReduce:
             x: contiguous, one dimension, float32, float16, bfloat16 or float64 (which is rounded to float32); the
                 same size and dtype on all members. Not changed, unless it is ``out``.
             out: like ``x``, of any of these dtypes; may be ``x``.
-            seed: what the rounding's seed is made from, besides segment, rank, stage and chunk.
-            feedback: of a tensor like ``x``; the caller commits it.
-            decay: by which its errors shrink before they are added to ``x``.
+            seed: what the rounding's seed is derived from, besides segment, rank, stage and chunk.
+            feedback: for a tensor like ``x``; the caller commits it.
+            decay: factor of the residual that is added to ``x``.
 
         Returns:
-            int32, shape (1,): not zero if some member's ``x`` held NaN or Inf; equal on all members of two or more.
+            int32, shape (1,): non-zero if a member's ``x`` had NaN or Inf, equal on all members; 0 with one member.
 
         Raises:
-            ExchangeError: it failed on the network; ``out`` is undefined.
+            ExchangeError: the network failed; ``out`` is undefined.
         """
         stages = self.stages(x, out, seed, feedback, decay)
         while True:
@@ -120,11 +119,11 @@ class QuantizedAllReduce:
         feedback: ErrorFeedback | None = None,
         decay: float = 1.0,
     ) -> Generator[None, None, Tensor]:
-        """Do the same in three stages, and yield between them, while payloads travel; return the same in the end.
+        """Do the same in three stages: yield between them, while payloads travel, and return the same at the end.
 
-        Several tensors may be under way, so that one travels while another waits for the latency of its messages: on
-        all members the same ones, with their stages in the same order, and so that what was begun first is waited for
-        first (:class:`lsgd.collectives.group.Transfer`). ``x``, ``out`` and ``feedback`` belong to it until it ends.
+        Several tensors may be in flight, so that one travels while another waits for the latency of its messages. All
+        members run the same stages in the same order and wait for transfers in the order in which they began
+        (:class:`lsgd.collectives.pipeline.Pipeline`). ``x``, ``out`` and ``feedback`` belong to this until it ends.
         """
         if feedback is not None:
             x = feedback.added_to(x, decay)
@@ -158,7 +157,7 @@ class QuantizedAllReduce:
         return found
 
     def _encode(self, x: Tensor, segment: _Segment, seed: tuple[object, ...], *, keep_error: bool) -> None:
-        """Write the payloads of one segment; leave in ``x`` what their rounding loses, if that is wanted."""
+        """Write the payloads of one segment; with ``keep_error``, leave in ``x`` what rounding lost."""
         me, start = self.group.rank, segment.chunks[0].start
         for rank, (payload, place) in enumerate(zip(segment.sent, segment.chunks, strict=True)):
             chunk = x[place]
@@ -167,7 +166,7 @@ class QuantizedAllReduce:
                 self.codec.decode_add(payload, chunk, alpha=-1.0)
 
     def _reduce(self, segment: _Segment, seed: tuple[object, ...], feedback: ErrorFeedback | None) -> None:
-        """Write the payload of this member's chunk of the result, and note what its rounding loses."""
+        """Write the payload of this member's chunk of the result, and note what rounding lost."""
         me, mean = self.group.rank, self.average
         place, payload = segment.chunks[me], segment.gathered[me]
         key = self._key(*seed, segment.chunks[0].start, me, 1)
@@ -195,7 +194,7 @@ class QuantizedAllReduce:
 
 
 class _Segment:
-    """A part of a tensor, from ``start`` to ``end``: its chunks and their payloads."""
+    """A tensor's elements from ``start`` to ``end``: their chunks and payloads."""
 
     def __init__(self, start: int, end: int, device: torch.device, group: Group, codec: Codec) -> None:
         bounds = chunk_bounds(end - start, group.size, codec.unit)

@@ -1,6 +1,6 @@
 """8-bit min-max quantization: one specification, and two fast paths (CPU, CUDA) with the same bits.
 
-:mod:`~lsgd.kernels.reference` is the definition; docs/kernels.md describes the payload. Importing it compiles
+:mod:`~lsgd.kernels.reference` is the definition; docs/kernels.md describes the payload. Importing this compiles
 nothing.
 """
 

@@ -1,4 +1,4 @@
-"""The public operations: they check arguments, allocate outputs, and choose the path by the tensor's device."""
+"""The public operations: they check arguments, allocate outputs, and choose the path by device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Reduction = Literal["sum", "mean"]
 
 @functools.cache
 def path_for(device_type: str) -> ReferencePath:
-    """Return the fastest path that works here for this type of device, determined at the first call.
+    """Return the fastest path that works here for a type of device, determined at the first call.
 
-    If the fast path is not available, the reason and the remedy are logged once, and the reference is returned.
+    If the fast path is not available, log the reason and the remedy once, and return the reference.
     """
     if device_type == "cpu":
         try:
@@ -34,14 +34,14 @@ def path_for(device_type: str) -> ReferencePath:
             return CpuPath()
         except (ImportError, OSError, RuntimeError) as error:
             remedy = "; pip install llvmlite" if isinstance(error, ImportError) else ""
-            _log.warning("the 8-bit kernels on the CPU run in plain torch, ten times slower: %s%s", error, remedy)
+            _log.warning("the 8-bit kernels run in plain torch on the CPU, ten times slower: %s%s", error, remedy)
     elif device_type == "cuda":
         try:
             from lsgd.kernels.cuda.path import CudaPath
 
             return CudaPath()
         except (ImportError, OSError, RuntimeError) as error:
-            _log.warning("the 8-bit kernels on CUDA run in plain torch, several times slower: %s", error)
+            _log.warning("the 8-bit kernels run in plain torch on CUDA, several times slower: %s", error)
     return ReferencePath()
 
 
@@ -53,7 +53,7 @@ def quantize(
     seed: int = 0,
     out: Tensor | Quantized | None = None,
 ) -> Quantized:
-    """Quantize a tensor to 8 bits per element, with one range for each block of elements.
+    """Quantize a tensor to 8 bits per element, with one range per block of elements.
 
     NaN or Inf in x does not raise here, because that would wait for a GPU. It sets the payload's flag, and its block
     decodes to NaN. :meth:`Quantized.check` raises.
@@ -62,8 +62,8 @@ def quantize(
         x: float32, float16 or bfloat16, any shape; read as one flat vector, copied first if it is not contiguous.
         block: Elements per block; None: the whole vector is one block.
         rounding: ``nearest``, half to even, or ``stochastic``, which is unbiased.
-        seed: Key of the stochastic rounding, 0 to 2**64 - 1; with the same seed, element i always rounds alike,
-            so give every member, round and tensor a seed of its own.
+        seed: Key of stochastic rounding, 0 to 2**64 - 1. The same seed always rounds element i the same way, so give
+            every member, round and tensor its own.
         out: Where to write: a payload of the right size on x's device, or the result of an earlier call for a vector
             of the same layout. Then nothing is allocated.
 
@@ -88,7 +88,7 @@ def dequantize(q: Quantized, *, out: Tensor | None = None) -> Tensor:
         out: Where to write: contiguous, q.numel elements of any shape, float32, float16 or bfloat16, on q's device.
 
     Returns:
-        ``out``, or a new tensor of shape (q.numel,) and of the dtype that was quantized.
+        ``out``, or a new tensor of shape (q.numel,) and the dtype that was quantized.
 
     Raises:
         ConfigError: out does not fit.
@@ -102,7 +102,7 @@ def dequantize(q: Quantized, *, out: Tensor | None = None) -> Tensor:
 
 
 def dequantize_add(q: Quantized, out: Tensor, *, alpha: float = 1.0) -> Tensor:
-    """Add alpha times the decoded vector to a tensor, in place, in one pass: out += alpha * decoded.
+    """Add alpha times the decoded vector to a tensor in place, in one pass: out += alpha * decoded.
 
     Args:
         q: The vector.
@@ -121,12 +121,12 @@ def dequantize_add(q: Quantized, out: Tensor, *, alpha: float = 1.0) -> Tensor:
 
 
 def dequantize_reduce(qs: Sequence[Quantized], *, op: Reduction = "mean", out: Tensor | None = None) -> Tensor:
-    """Decode the same chunk of several members and add them up, in one pass.
+    """Decode the same chunk of several members and add them up in one pass.
 
     Args:
-        qs: One quantized chunk for each member, at least one, alike in numel and block; added in this order.
+        qs: One quantized chunk per member, at least one, with equal numel and block; added in this order.
         op: ``sum``, or ``mean``: the float32 sum times float32(1 / members).
-        out: float32, contiguous, of that many elements and any shape, on their device.
+        out: float32, contiguous, as many elements in any shape, on the same device.
 
     Returns:
         ``out``, or a new float32 tensor of shape (numel,).
@@ -157,15 +157,15 @@ def dequantize_reduce_quantize(
     """Do :func:`dequantize_reduce` and quantize the result, without writing it out in between.
 
     Args:
-        qs: One quantized chunk for each member, at least one, alike in numel and block; added in this order.
+        qs: One quantized chunk per member, at least one, with equal numel and block; added in this order.
         op: ``sum`` or ``mean``.
-        block: Elements per block of the result; it may differ from the chunks'.
+        block: Elements per block of the result; may differ from the chunks'.
         rounding: As in :func:`quantize`.
         seed: As in :func:`quantize`.
         out: As in :func:`quantize`, for a float32 vector of the chunks' numel.
 
     Returns:
-        The quantized reduction, of dtype float32: byte for byte what ``quantize(dequantize_reduce(qs))`` gives.
+        The quantized reduction, dtype float32: the same bytes as ``quantize(dequantize_reduce(qs))``.
 
     Raises:
         ConfigError: The chunks differ, an argument is out of range, or out does not fit.
@@ -192,12 +192,12 @@ def _weight(qs: Sequence[Quantized], op: str) -> float:
     if op not in ("sum", "mean"):
         raise ConfigError(f"op must be 'sum' or 'mean', but is {op!r}")
     if not qs:
-        raise ConfigError("there is nothing to reduce: no quantized chunk was given")
+        raise ConfigError("there is nothing to reduce: qs is empty")
     first = qs[0]
     for q in qs[1:]:
         same = q.numel == first.numel and q.layout.block == first.layout.block
         if not same or q.payload.device != first.payload.device:
-            raise ConfigError(f"chunks to reduce must be alike, but here are {first} and {q}")
+            raise ConfigError(f"the chunks to reduce differ: {first} and {q}")
     return 1.0 if op == "sum" else ctypes.c_float(1.0 / len(qs)).value
 
 
@@ -217,8 +217,8 @@ def _output_payload(layout: Layout, out: Tensor | Quantized | None, device: torc
 def _check_output(out: Tensor, q: Quantized) -> None:
     if out.dtype not in DTYPES or not out.is_contiguous() or out.numel() != q.numel:
         raise ConfigError(
-            f"out must be contiguous, of {q.numel} elements, float32, float16 or bfloat16, but is {out.dtype} of "
+            f"out must be contiguous float32, float16 or bfloat16 with {q.numel} elements, but is {out.dtype} of "
             f"shape {tuple(out.shape)}, {'' if out.is_contiguous() else 'not '}contiguous"
         )
     if out.device != q.payload.device:
-        raise ConfigError(f"out is on {out.device}, but the payload on {q.payload.device}")
+        raise ConfigError(f"out is on {out.device}, but the payload is on {q.payload.device}")

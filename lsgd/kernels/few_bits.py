@@ -1,21 +1,24 @@
-"""The kernels for codecs of few bits, compiled at first use; none where the device or its compiler does not do."""
+"""The kernels of the low-bit codecs, compiled at first use, on the devices that have any."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from collections.abc import Container, Mapping, Sequence
+from typing import Final, Protocol
 
 from torch import Tensor
 
 LEVELS_BLOCKS: Final = tuple(1 << i for i in range(6, 12))
-"""Sizes of blocks of levels for which there are kernels; larger ones would be too much straight code."""
+"""Block sizes of the levels codecs that have kernels; larger ones would need too much straight-line code."""
 
-MINMAX_BLOCKS: Final = range(64, (1 << 15) + 1, 64)
-"""The same for ``minmax4``."""
+_KERNELS: Final[Mapping[str, tuple[str, Container[int]]]] = {
+    "levels": ("LevelsPath", LEVELS_BLOCKS),
+    "minmax4": ("MinMax4Path", range(64, (1 << 15) + 1, 64)),
+    "topk": ("TopKPath", (4096,)),
+}
+"""The class of each family's kernels, and the block sizes that it supports."""
 
 _log = logging.getLogger(__name__)
 
@@ -23,66 +26,37 @@ _log = logging.getLogger(__name__)
 class Path(Protocol):
     """The kernels of one codec on one device.
 
-    ``parts`` are those of a payload after its header, uint8, as the codec cuts them. ``flags`` is int32; it becomes 1
-    if a number is not finite, and else stays. Whole vectors of float32 are read and written.
+    ``parts`` are a payload's parts after its header, uint8. ``flags`` is int32; a non-finite element sets it to 1.
+    Vectors are contiguous float32.
     """
 
     def takes(self, numel: int) -> int:
-        """Return how many of ``numel`` elements, the first, the kernels work on: a number of whole blocks, or all."""
+        """Return how many of ``numel`` elements, from the first, the kernels process: whole blocks, or all."""
 
     def encode(self, x: Tensor, parts: Sequence[Tensor], flags: Tensor) -> None:
-        """Write what ``x`` becomes."""
+        """Write the parts of ``x``."""
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, alpha: float | None = None) -> None:
         """Write the vector to ``out``, or add ``alpha`` times it."""
 
 
-@dataclass(frozen=True)
-class Levels:
-    """What a block's elements become: plus or minus ``near`` times its scale, or, beyond a threshold, ``far`` times it.
-
-    Args:
-        threshold: times the block's root mean square; None: all are near.
-    """
-
-    near: float = 1.0
-    far: float = 0.0
-    threshold: float | None = None
-
-
 @functools.cache
-def levels_path(device: str, levels: Levels, block: int) -> Path | None:
-    """Return the kernels for blocks of this size; None if there are none for it, or none work on this device."""
-    return _path(device, "levels", "LevelsPath", levels, block) if block in LEVELS_BLOCKS else None
-
-
-@functools.cache
-def minmax4_path(device: str, block: int) -> Path | None:
-    """The same for ``minmax4``."""
-    return _path(device, "minmax4", "MinMax4Path", block) if block in MINMAX_BLOCKS else None
-
-
-@functools.cache
-def topk_path(device: str, chunk: int, k: int) -> Path | None:
-    """The same for those that keep ``k`` elements of each chunk."""
-    return _path(device, "topk", "TopKPath", chunk, k)
-
-
-def _path(device: str, codec: str, name: str, *form: Any) -> Path | None:
-    """Return the kernels of this class, made for this form of blocks; None, and a warning, if they do not work."""
-    modules = {"cpu": f"lsgd.kernels.cpu.{codec}", "cuda": "lsgd.kernels.cuda.few_bits"}
-    if device not in modules:
+def path(device: str, family: str, block: int, *form: float | None) -> Path | None:
+    """Return a family's kernels for one block size and form; None if there are none, with a warning if they fail."""
+    modules = {"cpu": f"lsgd.kernels.cpu.{family}", "cuda": "lsgd.kernels.cuda.few_bits"}
+    name, blocks = _KERNELS[family]
+    if device not in modules or block not in blocks:
         return None
     try:
-        path: Path = getattr(importlib.import_module(modules[device]), name)(*form)
+        made: Path = getattr(importlib.import_module(modules[device]), name)(block, *form)
     except (ImportError, OSError, RuntimeError) as error:
         remedy = "; pip install llvmlite" if isinstance(error, ImportError) and device == "cpu" else ""
-        warn(device, f"{error}{remedy}")
+        _warn(device, f"{error}{remedy}")
         return None
-    return path
+    return made
 
 
 @functools.cache
-def warn(device: str, reason: str) -> None:
-    """Log why there are no kernels, once."""
-    _log.warning("codecs of few bits run in plain torch on %s, ten times slower: %s", device, reason)
+def _warn(device: str, reason: str) -> None:
+    """Log once why there are no kernels."""
+    _log.warning("low-bit codecs run in plain torch on %s, ten times slower: %s", device, reason)

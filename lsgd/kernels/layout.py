@@ -4,11 +4,11 @@
 bytes                     content
 ========================  =====================================================================================
 0 - 31                    the header (:mod:`lsgd.payload`), with the elements per block as first parameter
-32 -                      for each block ``lo`` and ``unit``, two float32; then zeros up to a multiple of 16
-codes_offset -            one uint8 code for each element; then zeros up to a multiple of 16
+32 -                      ``lo`` and ``unit`` of each block, two float32; then zeros up to a multiple of 16
+codes_offset -            one uint8 code per element; then zeros up to a multiple of 16
 ========================  =====================================================================================
 
-A block with NaN or Inf has ``lo`` NaN, ``unit`` 0 and codes 0, so all of it decodes to NaN.
+A block with NaN or Inf has ``lo`` NaN, ``unit`` 0 and codes 0, so it decodes to NaN.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class NonFiniteError(LsgdError, ArithmeticError):
-    """A quantized vector contained NaN or Inf; its payload is flagged, and those blocks have no codes."""
+    """A quantized vector contained NaN or Inf; its payload is flagged, and those blocks decode to NaN."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of the payload of one vector; equal layouts have interchangeable payloads.
+    """The layout of a vector's payload; payloads of equal layouts are interchangeable.
 
     Attributes:
         numel: Elements of the vector.
-        block: Elements per block, or None when the whole vector is one block.
+        block: Elements per block; None: the whole vector is one block.
         dtype: float32, float16 or bfloat16: the vector's dtype, and the default dtype of decoding.
 
     Raises:
-        ConfigError: One of the three is out of range.
+        ConfigError: One of these is out of range.
     """
 
     numel: int
@@ -60,7 +60,7 @@ class Layout:
 
     @cached_property
     def block_numel(self) -> int:
-        """Elements of every block but the last, which may be shorter; at least 1."""
+        """Elements per block, at least 1; the last block may be shorter."""
         return self.block or max(self.numel, 1)
 
     @cached_property
@@ -75,7 +75,7 @@ class Layout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the payload; a multiple of 16, so that the rows of a matrix of payloads stay aligned."""
+        """Bytes of the payload; a multiple of 16, so rows of a matrix of payloads stay aligned."""
         return self.codes_offset + aligned(self.numel)
 
     @cached_property
@@ -102,20 +102,15 @@ def payload_nbytes(numel: int, *, dtype: torch.dtype = torch.float32, block: int
     return Layout(numel, block, dtype).nbytes
 
 
-def read_header(payload: Tensor) -> bytes:
-    """Copy the header to the host; on a GPU this waits for the stream. The payload must hold 32 bytes."""
-    return bytes(payload[:HEADER_NBYTES].tolist())
-
-
-def parse_header(header: bytes) -> tuple[Layout, int]:
-    """Return the layout and the flags in a header, 32 bytes from a peer.
+def _read_header(payload: Tensor) -> tuple[Layout, int]:
+    """Return the layout and the flags in the header of a peer's payload; on a GPU this waits for the stream.
 
     Raises:
-        ProtocolError: They are not a header of this version.
+        ProtocolError: The first 32 bytes are not a minmax8 header of this version.
     """
-    found = Header.parse(header)
+    found = Header.parse(bytes(payload[:HEADER_NBYTES].tolist()))
     if found.codec != CODEC:
-        raise ProtocolError(f"this payload is of the codec {found.codec}, but {CODEC} is expected")
+        raise ProtocolError(f"this payload has the codec {found.codec}, but {CODEC} is expected")
     if found.first > MAX_BLOCK or found.second:
         raise ProtocolError(f"the header of this payload has parameters that {CODEC} does not define")
     return Layout(found.numel, found.first or None, DTYPES[found.dtype]), found.flags
@@ -125,20 +120,20 @@ def check_payload_tensor(payload: Tensor, what: str) -> None:
     """Refuse a tensor that cannot contain a payload.
 
     Raises:
-        ConfigError: It is not a one-dimensional contiguous uint8 tensor that starts at a multiple of 16 bytes.
+        ConfigError: It is not a contiguous one-dimensional uint8 tensor aligned to 16 bytes.
     """
     if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
         raise ConfigError(
-            f"{what} must be a contiguous uint8 tensor of one dimension, but is {payload.dtype} of shape "
+            f"{what} must be a contiguous one-dimensional uint8 tensor, but is {payload.dtype} of shape "
             f"{tuple(payload.shape)}, {'' if payload.is_contiguous() else 'not '}contiguous"
         )
     if payload.data_ptr() % ALIGNMENT or payload.storage_offset() % 4:
-        raise ConfigError(f"{what} must start at a multiple of {ALIGNMENT} bytes; clone() it, or pad its buffer")
+        raise ConfigError(f"{what} must be aligned to {ALIGNMENT} bytes; clone() it, or pad its buffer")
 
 
 @dataclass(slots=True, eq=False)
 class Quantized:
-    """A quantized vector: its payload, which is all that is sent, and its layout.
+    """A quantized vector: its payload, which alone is sent, and its layout.
 
     Attributes:
         payload: uint8, shape (layout.nbytes,).
@@ -152,11 +147,11 @@ class Quantized:
     def from_payload(cls, payload: Tensor, *, layout: Layout | None = None) -> Quantized:
         """Read a payload that came from a peer.
 
-        On a GPU, reading the header waits for the stream. With ``layout``, which both sides know already, nothing is
-        read: the length is compared, so every access stays inside, and :meth:`check` compares the header later.
+        On a GPU, reading the header waits for the stream. With ``layout``, which both sides already know, only the
+        length is compared there, so every access stays inside; :meth:`check` compares the header later.
 
         Args:
-            payload: uint8, one dimension, contiguous, starting at a multiple of 16 bytes; kept, not copied.
+            payload: uint8, one-dimensional, contiguous, aligned to 16 bytes; kept, not copied.
             layout: The layout that the payload must have.
 
         Raises:
@@ -167,9 +162,9 @@ class Quantized:
         if payload.numel() < HEADER_NBYTES:
             raise ProtocolError(f"this payload has {payload.numel()} bytes; its header alone has {HEADER_NBYTES}")
         if layout is None or payload.device.type == "cpu":
-            announced, _ = parse_header(read_header(payload))
+            announced, _ = _read_header(payload)
             if layout is not None and announced != layout:
-                raise ProtocolError(f"this payload is of {announced}, but {layout} is expected")
+                raise ProtocolError(f"this payload has {announced}, but {layout} is expected")
             layout = announced
         if payload.numel() != layout.nbytes:
             raise ProtocolError(
@@ -185,24 +180,24 @@ class Quantized:
 
     @property
     def flags(self) -> Tensor:
-        """int32, shape (1,), a view into the payload: non-zero if the vector contains NaN or Inf; does not wait."""
+        """A view into the payload, int32, shape (1,): non-zero if the vector has NaN or Inf; does not synchronize."""
         return self.payload[FLAGS_OFFSET : FLAGS_OFFSET + 4].view(torch.int32)
 
     def check(self, name: str) -> None:
-        """Check that the payload has the right header, and finite values; on a GPU this waits for the stream.
+        """Check that the payload has the right header and finite values; on a GPU this waits for the stream.
 
         Args:
-            name: The name of the vector, for the message.
+            name: The vector's name, for the message.
 
         Raises:
             NonFiniteError: The vector contained NaN or Inf.
             ProtocolError: The header does not match the layout.
         """
-        announced, flags = parse_header(read_header(self.payload))
+        announced, flags = _read_header(self.payload)
         if announced != self.layout:
-            raise ProtocolError(f"the payload of {name} is of {announced}, but {self.layout} is expected")
+            raise ProtocolError(f"the payload of {name} has {announced}, but {self.layout} is expected")
         if flags & FLAG_NONFINITE:
-            raise NonFiniteError(f"{name} holds NaN or Inf")
+            raise NonFiniteError(f"{name} has NaN or Inf")
 
     def __repr__(self) -> str:
         return f"Quantized({self.layout}, device={str(self.payload.device)!r})"

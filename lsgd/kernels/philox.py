@@ -1,4 +1,4 @@
-"""Philox4x32-7, the counter-based generator of the stochastic rounding, in plain torch.
+"""Philox4x32-7, the counter-based generator for stochastic rounding, in plain torch.
 
 Seven rounds are the fewest that pass BigCrush; the paper's default is ten.
 
@@ -24,13 +24,13 @@ def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the four 32-bit words of each call, as int64.
 
     Args:
-        counter: int64, any shape, not negative; the two high words of the 128-bit counter are zero.
+        counter: int64, any shape, not negative; the upper two words of the 128-bit counter are zero.
         seed: The 64-bit key.
     """
     words = (counter & _MASK, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter))
     keys = (seed & _MASK, seed >> 32)
     for _ in range(ROUNDS):
-        # An int64 product wraps; the bits that the mask and the shift keep are those of the unsigned product.
+        # An int64 product wraps; the bits that mask and shift keep are those of the unsigned product.
         product0 = words[0] * MULTIPLIERS[0]
         product1 = words[2] * MULTIPLIERS[1]
         words = (
@@ -44,7 +44,7 @@ def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def dither(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
-    """Return 16 random bits for each of the elements start to stop, int32 in 0..65535, shape (stop - start,).
+    """Return 16 random bits for each element from start to stop, int32 in 0..65535, shape (stop - start,).
 
     Element i takes lane i % 8 of call i // 8; lane k is half k % 2 (the low one first) of word k // 2.
     """

@@ -1,17 +1,17 @@
 """The 8-bit min-max quantizer in plain torch, on any device: the definition that the fast paths match bit by bit.
 
-A vector is cut into blocks. With lo and hi the least and the greatest element of a block, all in float32::
+A vector is cut into blocks. With lo and hi the least and greatest element of a block, all in float32::
 
-    unit = (hi - lo) / 255                    zero when that is below the least normal float32, 2**-126
-    t    = (x - lo) * (1 / unit)              1 / unit is zero when unit is zero
+    unit = (hi - lo) / 255                    zero if that is below the least normal float32, 2**-126
+    t    = (x - lo) * (1 / unit)              1 / unit is zero if unit is zero
     code = round(t)                           nearest, half to even; t is the exact product
     code = (round(t * 65536) + r) >> 16       stochastic: floor(t + r / 65536), r 16 random bits of the element
     decoded = lo + code * unit
 
 Each operation is rounded once, to the nearest float32, except the exact product, which a fused multiply-add computes.
-With it ``|decoded - x|`` stays within ``unit / 2 * (1 + 2**-15)`` plus two ulps of ``max |x|``; without it, not always.
-The bound needs a range of at least 255 * 2**-126; smaller ranges decode to lo. There are 256 codes and 255 units. A
-block with ``max(|lo|, |hi|) >= 2**126``, whose differences could overflow, is halved before and doubled after.
+It keeps ``|decoded - x|`` within ``unit / 2 * (1 + 2**-15)`` plus two ulps of ``max |x|``; without it the error can be
+larger. The bound needs a range of at least 255 * 2**-126; smaller ranges decode to lo. There are 256 codes and 255
+units. A block with ``max(|lo|, |hi|) >= 2**126``, whose differences could overflow, is halved before and doubled after.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HALF_OF_MAX: Final = torch.finfo(torch.float32).max / 2
 
 
 def _block_scales(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return unit, 1 / unit of the halved block (or 0), and the factor 1 or 0.5; all float32 of lo's shape."""
+    """Return unit, 1 / unit of the scaled block (or 0), and the scaling factor 1 or 0.5; all float32, lo's shape."""
     factor = torch.where(torch.maximum(lo.abs(), hi.abs()) >= BIG, 0.5, 1.0)
     # A division by a Python number is a multiplication by its inverse on some devices, so divide by a tensor.
     unit = (hi * factor - lo * factor) / torch.full_like(lo, LEVELS)
@@ -44,18 +44,18 @@ def _block_scales(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _encode(x: Tensor, first: int, seed: int | None) -> tuple[Tensor, Tensor]:
-    """Quantize rows, each a block, the first element being ``first`` of the vector; seed None: nearest.
+    """Quantize rows, each of them a block.
 
     Args:
         x: float32, shape (rows, block).
         first: Index in the vector of the first element of the first row.
-        seed: The key of stochastic rounding.
+        seed: Key of stochastic rounding; None: nearest.
 
     Returns:
         Scales, float32 of shape (rows, 2), and codes, uint8 of x's shape.
     """
-    lo, hi = torch.aminmax(x, dim=1)  # NaN if there is one in the row
-    lo, hi = lo + 0.0, hi + 0.0  # turns -0 into +0, so that the bits do not depend on which was found first
+    lo, hi = torch.aminmax(x, dim=1)  # NaN if the row has one
+    lo, hi = lo + 0.0, hi + 0.0  # turns -0 into +0, so the bits do not depend on which was found first
     finite = lo.isfinite() & hi.isfinite()
     unit, inverse, factor = _block_scales(lo, hi)
     difference = x * factor[:, None] - (lo * factor)[:, None]
@@ -78,7 +78,7 @@ def _decode(codes: Tensor, lo: Tensor, unit: Tensor) -> Tensor:
 
 
 def _rows(layout: Layout) -> Iterator[tuple[slice, slice]]:
-    """Yield where the whole blocks and their elements are, then the same of a shorter last block."""
+    """Yield the places of all whole blocks and of their elements, then those of a shorter last block."""
     blocks = layout.numel // layout.block_numel
     whole = blocks * layout.block_numel
     if blocks:
@@ -98,9 +98,9 @@ def decode(q: Quantized) -> Tensor:
 
 
 class ReferencePath:
-    """Every operation in plain torch; the other paths derive from it and replace what they make faster.
+    """Every operation in plain torch; the other paths derive from it and override what they do faster.
 
-    Arguments have been checked; :mod:`lsgd.kernels.dispatch` says what they are.
+    :mod:`lsgd.kernels.dispatch` describes the arguments, and has checked them.
     """
 
     name = "reference"
@@ -125,7 +125,7 @@ class ReferencePath:
     def dequantize_add(self, q: Quantized, out: Tensor, alpha: float) -> None:
         """Add alpha times the decoded vector to out, computed in float32."""
         flat = out.view(-1)
-        # The product is a tensor of its own: add_(..., alpha=alpha) fuses the two roundings into one.
+        # Not add_(..., alpha=alpha), which fuses the two roundings into one.
         flat.copy_(flat.to(torch.float32) + decode(q) * alpha)
 
     def dequantize_reduce(self, qs: Sequence[Quantized], out: Tensor, weight: float) -> None:

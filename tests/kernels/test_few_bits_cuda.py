@@ -1,4 +1,4 @@
-"""The codecs of few bits on CUDA: their kernels, built for this CPU or on a GPU, make the bytes that torch makes."""
+"""The low-bit codecs on CUDA: their kernels, built for this CPU or on a GPU, make the bytes that torch makes."""
 
 import math
 
@@ -31,12 +31,11 @@ def kernels(request, monkeypatch):
         pytest.importorskip("cupy")
         return lambda used: "cuda" if used else "cpu"
     launch = request.getfixturevalue("on_host")
-    paths = {"levels_path": on_cuda.LevelsPath, "minmax4_path": on_cuda.MinMax4Path, "topk_path": on_cuda.TopKPath}
+    classes = {"levels": on_cuda.LevelsPath, "minmax4": on_cuda.MinMax4Path, "topk": on_cuda.TopKPath}
 
     def use(used):
-        for name, path in paths.items():
-            made = (lambda device, *rest, path=path: path(*rest, launch=launch)) if used else (lambda *_: None)
-            monkeypatch.setattr(few_bits, name, made)
+        made = (lambda device, family, *form: classes[family](*form, launch=launch)) if used else (lambda *_: None)
+        monkeypatch.setattr(few_bits, "path", made)
         return "cpu"
 
     return use
@@ -92,7 +91,7 @@ def test_numbers_that_are_not_finite(kernels, text, bad):
 
 def test_all_sizes_of_blocks_have_a_kernel(on_host):
     for block in few_bits.LEVELS_BLOCKS:
-        path = on_cuda.LevelsPath(few_bits.Levels(), block, launch=on_host)
+        path = on_cuda.LevelsPath(block, 1.0, 0.0, None, launch=on_host)
         scales, signs = torch.zeros(2, dtype=torch.uint8), torch.ones(block // 8, dtype=torch.uint8)
         path.encode(torch.full((block,), 1.5), [scales, signs], torch.zeros(1, dtype=torch.int32))
         assert scales.view(torch.bfloat16).item() == 1.5 and not signs.any()

@@ -94,13 +94,13 @@ def test_arguments_that_are_refused(x):
         (lambda: quantize(x, block=0), "block"),
         (lambda: quantize(x.double()), "float64"),
         (lambda: quantize(x, out=torch.empty(5000, dtype=torch.uint8)), "bytes"),
-        (lambda: quantize(x, out=torch.empty(7000, dtype=torch.uint8)[1:]), "out must start"),
+        (lambda: quantize(x, out=torch.empty(7000, dtype=torch.uint8)[1:]), "out must be aligned"),
         (lambda: dequantize(q, out=torch.empty(4999)), "5000 elements"),
         (lambda: dequantize(q, out=torch.empty(10000)[::2]), "contiguous"),
         (lambda: dequantize_add(q, torch.empty(5000, dtype=torch.float64)), "float64"),
         (lambda: dequantize_reduce([]), "nothing"),
         (lambda: dequantize_reduce([q], op="max"), "'max'"),
-        (lambda: dequantize_reduce([q, quantize(x, block=7)]), "alike"),
+        (lambda: dequantize_reduce([q, quantize(x, block=7)]), "chunks to reduce differ"),
         (lambda: dequantize_reduce([q], out=torch.empty(5000, dtype=torch.float16)), "float32"),
     ]:
         with pytest.raises(ConfigError, match=message):

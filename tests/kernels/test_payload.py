@@ -128,7 +128,7 @@ def test_tensors_that_cannot_hold_a_payload():
 def test_check_names_the_tensor():
     q = quantize(torch.tensor([1.0, float("inf")]))
     assert int(q.flags) == 1
-    with pytest.raises(NonFiniteError, match=r"layer1\.weight holds NaN or Inf"):
+    with pytest.raises(NonFiniteError, match=r"layer1\.weight has NaN or Inf"):
         q.check("layer1.weight")
     fine = quantize(X)
     fine.check("layer1.weight")

@@ -153,11 +153,11 @@ def test_a_payload_of_another_kind_is_refused(codec):
     payload = payload_of(codec, x)
     others = [other for other in ALL if other != codec]
     for other in others:
-        with pytest.raises(ProtocolError, match="this payload is of 448 elements in"):
+        with pytest.raises(ProtocolError, match="this payload has 448 elements in"):
             decoded(other, payload, 448)
     for numel in (0, 447, 449):
         for verb in (codec.decode, codec.decode_add):
-            with pytest.raises(ProtocolError, match="this payload is of 448 elements in"):
+            with pytest.raises(ProtocolError, match="this payload has 448 elements in"):
                 verb(payload, torch.empty(numel))
     for part in (payload[:16], payload[:-1], payload[:HEADER_NBYTES]):
         with pytest.raises(ProtocolError, match="bytes came"):
@@ -179,7 +179,7 @@ def test_members_with_different_codecs_do_not_learn_garbage():
             if group.rank == 1:
                 changed.append((before != worker.model).any())
 
-    with pytest.raises(ProtocolError, match=r"minmax8 with the parameters 64, 0, but .* 65, 0 is expected"):
+    with pytest.raises(ProtocolError, match=r"minmax8 with the parameters 64, 0, but .* 65, 0 were expected"):
         simulate([1, 1], member)
     assert changed == [False]
 
@@ -230,7 +230,7 @@ def test_a_codec_that_cannot_round_at_random_says_so(settings):
 
 
 def test_names_and_parameters_that_do_not_fit_a_header():
-    with pytest.raises(ConfigError, match="8 ASCII letters and digits; 'much too long' does not fit"):
+    with pytest.raises(ConfigError, match="'much too long' is not a valid codec name"):
         type("Long", (Codec,), {"name": "much too long"})
     with pytest.raises(ConfigError, match="at most two parameters"):
         payload_of(Sign(1 << 32), torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Codecs of few bits: bit by bit what a NumPy implementation of docs/algorithms.md makes, and how far off they are."""
+"""The low-bit codecs: bit by bit what a NumPy implementation of docs/algorithms.md makes, and how far off they are."""
 
 from __future__ import annotations
 
@@ -165,8 +165,7 @@ def test_vectors_of_several_pieces(text, numel):
 
 
 def without_kernels(monkeypatch) -> None:
-    for name in ("levels_path", "minmax4_path", "topk_path"):
-        monkeypatch.setattr(few_bits, name, lambda *_: None)
+    monkeypatch.setattr(few_bits, "path", lambda *_: None)
 
 
 def made_of(codec: Codec, x: torch.Tensor, alpha: float) -> tuple[list[torch.Tensor], int]:
@@ -239,7 +238,7 @@ def no_llvmlite(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "llvmlite" or name in users]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "llvmlite", None)
-    answers = (few_bits.levels_path, few_bits.minmax4_path, few_bits.topk_path, few_bits.warn)
+    answers = (few_bits.path, few_bits._warn)
     for cached in answers:
         cached.cache_clear()
     yield

@@ -43,7 +43,7 @@ def all_reduce(xs, *, block=16, rounding="nearest", average=True, feedback=None,
 @pytest.mark.parametrize("numel", [0, 1, 5, 16, 100, 1000])
 @pytest.mark.parametrize("block", [16, None])
 def test_every_chunk_is_whole_blocks(size, numel, block):
-    bounds = chunk_bounds(numel, size, block)
+    bounds = chunk_bounds(numel, size, block or 1)
     assert bounds[0] == 0 and bounds[-1] == numel and len(bounds) == size + 1
     lengths = np.diff(bounds)
     assert lengths.min() >= 0 and lengths.max() - lengths.min() <= (block or 1)
@@ -65,7 +65,7 @@ def test_against_the_reference(size, rounding, average, block):
     first = [[decode(p) for p in recording.sent("all_to_all")[0]] for _, recording, _ in results]
     second = [decode(recording.sent("all_gather")[0][0]) for _, recording, _ in results]
     for x, chunks in zip(xs, first, strict=True):
-        exact = np.split(x.double().numpy(), chunk_bounds(333, size, block)[1:-1])
+        exact = np.split(x.double().numpy(), chunk_bounds(333, size, block or 1)[1:-1])
         assert all(close_to(d, e, rounding) for d, e in zip(chunks, exact, strict=True))
     for rank, result in enumerate(second):
         total = sum(chunks[rank].values for chunks in first)
@@ -201,7 +201,7 @@ def test_a_large_tensor_is_reduced_in_segments(monkeypatch, size, average, block
         lost = result_residuals(feedback, parts[0].numel())
         return [out for out, _, _ in results], feedback, lost, len(results[0][1].sent("all_to_all"))
 
-    bounds = chunk_bounds(1003, 4, block)
+    bounds = chunk_bounds(1003, 4, block or 1)
     alone = [outs_of([x[start:end].clone() for x in xs]) for start, end in pairwise(bounds)]
     monkeypatch.setattr(quantized, "SEGMENT_CHUNK_NUMEL", 1003 // size // 4)
     outs, feedback, lost, calls = outs_of([x.clone() for x in xs])

@@ -113,7 +113,7 @@ def test_the_probe_elects_by_what_it_returns_and_not_by_the_losses():
     def without(group):
         worker_of(group, LeaderSettings(election="probe"), nn.Linear(3, 1))
 
-    with pytest.raises(ConfigError, match="give it one with probe="):
+    with pytest.raises(ConfigError, match="pass one with probe="):
         simulate((1,), without)
 
 
@@ -150,7 +150,7 @@ def test_a_speed_that_fits_no_period_is_refused():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         SimulatedWorker.of_model(group, NotingSettings(), model, optimizer, speed=0.75)
 
-    with pytest.raises(ConfigError, match=r"0\.75 times the mean speed makes 1\.5 of 2 steps"):
+    with pytest.raises(ConfigError, match=r"0\.75 times the mean speed takes 1\.5 steps while the mean worker takes 2"):
         simulate((1,), member)
 
 

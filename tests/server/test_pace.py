@@ -320,7 +320,7 @@ def test_a_server_that_is_started_again_goes_on_with_what_was_measured() -> None
 
 def test_simulated_workers_refuse_auto() -> None:
     model = nn.Linear(2, 1)
-    with pytest.raises(ConfigError, match=r"simulated workers have no network .*: set a period"):
+    with pytest.raises(ConfigError, match=r"simulated workers have no network .*; set a period"):
         simulate(
             (1,), lambda g: SimulatedWorker.of_model(g, LocalSettings(period=0), model, optim.SGD(model.parameters()))
         )

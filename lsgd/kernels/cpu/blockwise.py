@@ -1,4 +1,4 @@
-"""What kernels for codecs of few bits share: launches over the blocks of a vector, sums in a fixed order, and bits."""
+"""The base of the kernels for low-bit codecs: launches over blocks, sums in a fixed order, and bits."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor
 
 from lsgd.kernels.cpu.ir import F32, I8, I64, Kernel, Value
 from lsgd.kernels.cpu.job import ITEM_ELEMENTS, Job, JobView, add_entry
-from lsgd.kernels.cpu.machine import Machine, usable_host
+from lsgd.kernels.cpu.machine import compiled, usable_host
 from lsgd.kernels.few_bits import Path
 
 LANES: Final = 8  # float64 in a vector
-GROUP: Final = 64  # elements whose bits make one word
-LINE: Final = 16  # elements in a line of the cache
+GROUP: Final = 64  # elements whose bits form one word
+LINE: Final = 16  # elements in a cache line
+INFINITY: Final = 0x7F800000  # the bits of float32; those of NaN are greater
 
 Body = Callable[[Kernel, JobView, Value], None]
 
 
 class BlockKernels(Path):
-    """Compiled kernels that work on one block after the other, on torch's threads; each codec emits its own.
+    """Compiled kernels that process one block after the other, on torch's threads; each codec emits its own.
 
     Args:
-        block: elements of a block, at most :data:`lsgd.kernels.cpu.job.ITEM_ELEMENTS`.
-        parts: the arrays of the job that hold a payload's parts.
+        block: elements per block, at most :data:`lsgd.kernels.cpu.job.ITEM_ELEMENTS`.
+        parts: the job's arrays that hold a payload's parts.
     """
 
     def __init__(self, block: int, *parts: str) -> None:
@@ -45,8 +46,8 @@ class BlockKernels(Path):
 
         for name, body in bodies.items():
             add_entry(self.module, name, partial(on_item, body))
-        self._machine = Machine(str(self.module), *usable_host())
-        del self.module  # it is large, and all of it is compiled
+        self._address = compiled(str(self.module), *usable_host())
+        del self.module  # it is large and no longer needed
 
     def emit_encode(self, k: Kernel, job: JobView, number: Value) -> None:
         """Emit the code that encodes block ``number``."""
@@ -57,11 +58,11 @@ class BlockKernels(Path):
         raise NotImplementedError
 
     def takes(self, numel: int) -> int:
-        """Return the elements of the whole blocks."""
+        """Return the elements of all whole blocks."""
         return numel // self.block * self.block
 
     def encode(self, x: Tensor, parts: Sequence[Tensor], flags: Tensor) -> None:
-        """Write what whole blocks become."""
+        """Write the parts of whole blocks."""
         self._run("encode", x, parts, flags=flags.data_ptr())
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, alpha: float | None = None) -> None:
@@ -73,17 +74,17 @@ class BlockKernels(Path):
         arrays = {name: part.data_ptr() for name, part in zip(self.parts, parts, strict=True)}
         job = Job(grain=grain, blocks=blocks, values=values.data_ptr(), **arrays, **others)
         job.items = -(-blocks // grain)
-        job.run(self._machine, kernel, values.numel())
+        job.run(self._address(kernel), values.numel())
 
 
 def totals(block: int, leaf: Callable[[int], list[Value]]) -> list[Value]:
-    """Add up a block's elements in halves: element i and i + block / 2, then i + block / 4, ...; scalars.
+    """Add up a block's elements in halves: elements i and i + block / 2, then i and i + block / 4, ...; scalars.
 
-    ``leaf`` returns a vector of elements, or several that are added up beside each other.
+    ``leaf(v)`` returns the block's vector ``v``, or several vectors that are added up separately.
     """
 
     def folded(vectors: int, v: int) -> list[Value]:
-        """Vector ``v`` of those that are left when so many are."""
+        """Return vector ``v`` once ``vectors`` of them are left."""
         if vectors == block // LANES:
             return leaf(v)
         halves = folded(2 * vectors, v), folded(2 * vectors, v + vectors)
@@ -93,7 +94,7 @@ def totals(block: int, leaf: Callable[[int], list[Value]]) -> list[Value]:
 
 
 def fetch(k: Kernel, values: Value, element: Value | int) -> None:
-    """Prefetch a group of float32; past the end does no harm."""
+    """Prefetch a group of float32; addresses past the end do no harm."""
     for line in range(0, GROUP, LINE):
         k.prefetch(k.offset(values, F32, element + line))
 
@@ -105,7 +106,7 @@ def word_of(truths: Value) -> Value:
 
 
 def store_bits(k: Kernel, truths: Value, base: Value, element: int) -> Value:
-    """Store truth values as the bits of the elements from ``element`` on, and return them as one word."""
+    """Store truth values as bits, from that of ``element`` on, and return them as one word."""
     nbytes = truths.width // 8
     k.store(truths.convert("bitcast", I8, nbytes), base, element // 8)
     return word_of(truths)

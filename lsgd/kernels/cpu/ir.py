@@ -1,13 +1,13 @@
 """A small language for vector kernels: Python operators that emit LLVM instructions through llvmlite.
 
-A :class:`Value` is a number or a vector of numbers in the kernel that is being built; ``a * b + c`` on values emits
+A :class:`Value` is a number or a vector of numbers in the kernel under construction; ``a * b + c`` on values emits
 the instructions. Floating-point operations are emitted plainly, so that LLVM neither fuses nor reorders them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from llvmlite import ir
@@ -23,12 +23,12 @@ POINTER: Final = ir.PointerType()
 
 
 def vector(element: Any, width: int) -> Any:
-    """Return the type of ``width`` elements; a scalar's for width 1."""
+    """Return the type of a vector of ``width`` elements; of a scalar for width 1."""
     return element if width == 1 else ir.VectorType(element, width)
 
 
 def _operator(integer: str, floating: str = "") -> Callable[[Value, Value | float], Value]:
-    """Return the method that emits this instruction, or that one for float32."""
+    """Return a method that emits ``integer``, or ``floating`` for floating-point values."""
 
     def emit(self: Value, other: Value | float) -> Value:
         instruction = getattr(self.kernel.builder, floating if self.element in (F32, F64) else integer)
@@ -38,7 +38,7 @@ def _operator(integer: str, floating: str = "") -> Callable[[Value, Value | floa
 
 
 class Value:
-    """A scalar or a vector in the kernel under construction; Python numbers beside it become constants."""
+    """A scalar or a vector in the kernel under construction; Python operands become constants."""
 
     def __init__(self, kernel: Kernel, raw: Any) -> None:
         self.kernel = kernel
@@ -70,7 +70,7 @@ class Value:
     __rshift__ = _operator("lshr")  # zeros from the left
 
     def compare(self, how: str, other: Value | float) -> Value:
-        """Return a truth value for each element; integers compare with their sign, NaN makes it false."""
+        """Return a truth value per element; integers are signed, and NaN compares false."""
         builder, operand = self.kernel.builder, self._operand(other)
         emit = builder.fcmp_ordered if self.element in (F32, F64) else builder.icmp_signed
         return Value(self.kernel, emit(how, self.raw, operand))
@@ -79,7 +79,7 @@ class Value:
         return Value(self.kernel, self.kernel.builder.not_(self.raw))
 
     def where(self, yes: Value | float, no: Value) -> Value:
-        """Choose for each element of this truth value."""
+        """Select by each element of this truth value."""
         return Value(self.kernel, self.kernel.builder.select(self.raw, no._operand(yes), no.raw))
 
     def minimum(self, other: Value | float) -> Value:
@@ -93,7 +93,7 @@ class Value:
         return self.compare(">", right).where(self, right)
 
     def clamp(self, least: float, greatest: float) -> Value:
-        """Return the value moved into the range."""
+        """Clamp each element to the range."""
         return self.maximum(least).minimum(greatest)
 
     def splat(self, width: int) -> Value:
@@ -105,7 +105,7 @@ class Value:
         return Value(kernel, one).shuffle([0] * width)
 
     def shuffle(self, lanes: Sequence[int], other: Value | None = None) -> Value:
-        """Return the lanes named, those of ``other`` numbered after this vector's own."""
+        """Return the given lanes; those of ``other`` are numbered after this vector's own."""
         second = ir.Constant(self.raw.type, ir.Undefined) if other is None else other.raw
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
         return Value(self.kernel, self.kernel.builder.shuffle_vector(self.raw, second, mask))
@@ -136,15 +136,15 @@ class Value:
         return self._intrinsic("sqrt", "f64")
 
     def ones(self) -> Value:
-        """Return how many bits of an int64 scalar are set."""
+        """Return the number of one bits of an int64 scalar."""
         return Value(self.kernel, self.kernel.builder.ctpop(self.raw))
 
     def trailing_zeros(self) -> Value:
-        """Return how many bits of an int64 scalar, which is not 0, are clear below the lowest that is set."""
+        """Return the number of zero bits below the lowest one bit of an int64 scalar, which is not 0."""
         return Value(self.kernel, self.kernel.builder.cttz(self.raw, ir.Constant(ir.IntType(1), 1)))
 
     def _intrinsic(self, name: str, element: str, *others: Any) -> Value:
-        """Call LLVM's function of this name on the value and others of its type."""
+        """Call LLVM's intrinsic of this name on the value and others of its type."""
         kind = self.raw.type
         full = f"llvm.{name}.{element}" if self.width == 1 else f"llvm.{name}.v{self.width}{element}"
         function = self.kernel.declare(full, ir.FunctionType(kind, [kind] * (1 + len(others))))
@@ -167,7 +167,7 @@ class Variable:
         self.set(initial)
 
     def get(self) -> Value:
-        """Return the present value."""
+        """Return the current value."""
         return Value(self._kernel, self._kernel.builder.load(self._slot, typ=self._type))
 
     def set(self, value: Value) -> None:
@@ -189,7 +189,7 @@ class Kernel:
         self.arguments = [Value(self, argument) for argument in self.function.args]
 
     def declare(self, name: str, kind: Any) -> Any:
-        """Return the function of that name and type, declared in the module once."""
+        """Return the function of that name and type, declared at most once in the module."""
         known = self.module.globals.get(name)
         return ir.Function(self.module, kind, name) if known is None else known
 
@@ -199,7 +199,7 @@ class Kernel:
         return Value(self, ir.Constant(vector(element, width), literal))
 
     def stack(self, element: Any, count: int) -> Value:
-        """Return a pointer to room for ``count`` elements, aligned to 64 bytes, that lives as long as the call."""
+        """Return a pointer to memory for ``count`` elements, aligned to 64 bytes, which lives as long as the call."""
         with self.builder.goto_entry_block():
             room = self.builder.alloca(ir.ArrayType(element, count))
         room.align = 64
@@ -212,20 +212,20 @@ class Kernel:
         return Value(self, self.builder.gep(base.raw, [raw], source_etype=element))
 
     def load(self, base: Value, element: Any, index: Value | int = 0, width: int = 1) -> Value:
-        """Load ``width`` elements from element ``index`` on, aligned as one element."""
+        """Load ``width`` elements from element ``index`` on, aligned like one element."""
         pointer = self.offset(base, element, index).raw
         loaded = self.builder.load(pointer, align=_alignment(element), typ=vector(element, width))
         return Value(self, loaded)
 
     def store(self, value: Value, base: Value, index: Value | int = 0, *, stream: bool = False) -> None:
-        """Store a value at element ``index`` of an array; ``stream``: past the caches, aligned to 64 bytes."""
+        """Store a value at element ``index`` of an array; with ``stream`` past the caches, aligned to 64 bytes."""
         pointer = self.offset(base, value.element, index).raw
         instruction = self.builder.store(value.raw, pointer, align=64 if stream else _alignment(value.element))
         if stream:
             instruction.set_metadata("nontemporal", self.module.add_metadata([ir.Constant(I32, 1)]))
 
     def prefetch(self, pointer: Value) -> None:
-        """Ask for the cache line at an address, which need not be valid, to be read again later."""
+        """Prefetch the cache line at an address, which need not be valid."""
         kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
         read, keep, data = (ir.Constant(I32, number) for number in (0, 3, 1))
         self.builder.call(self.declare("llvm.prefetch.p0", kind), [pointer.raw, read, keep, data])
@@ -234,21 +234,17 @@ class Kernel:
         """Call another kernel of the module."""
         self.builder.call(callee, [argument.raw for argument in arguments])
 
-    @contextmanager
-    def branch(self, condition: Value) -> Iterator[None]:
-        """Run what the body emits only if the condition holds."""
-        with self.builder.if_then(condition.raw):
-            yield
+    def branch(self, condition: Value) -> AbstractContextManager[Any]:
+        """Run the body only if the condition holds."""
+        return self.builder.if_then(condition.raw)  # type: ignore[no-any-return]
 
-    @contextmanager
-    def either(self, condition: Value) -> Iterator[tuple[Any, Any]]:
-        """Two bodies, ``with then: ...`` and ``with otherwise: ...``, of which one runs."""
-        with self.builder.if_else(condition.raw) as bodies:
-            yield bodies
+    def either(self, condition: Value) -> AbstractContextManager[tuple[Any, Any]]:
+        """Run one of two bodies, ``with then: ...`` and ``with otherwise: ...``."""
+        return self.builder.if_else(condition.raw)  # type: ignore[no-any-return]
 
     @contextmanager
     def loop(self, start: Value | int, stop: Value | int, step: int = 1) -> Iterator[Value]:
-        """Count an int64 from start while it is below stop."""
+        """Loop over int64 from start while below stop."""
         first = start if isinstance(start, Value) else self.constant(start, I64)
         index = Variable(first)
         with self.repeat() as leave_unless:
@@ -258,7 +254,7 @@ class Kernel:
 
     @contextmanager
     def repeat(self) -> Iterator[Callable[[Value], None]]:
-        """Loop until the condition handed to the yielded function is false."""
+        """Loop until the condition passed to the yielded function is false."""
         top = self.builder.append_basic_block()
         done = self.builder.append_basic_block()
         self.builder.branch(top)
@@ -279,10 +275,10 @@ class Kernel:
 
 
 def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., ir.Function]]:
-    """Make a method that emits a kernel return it, emitted in the object's ``module`` when it is first asked for.
+    """Turn a method that emits a kernel into one that returns it, emitted into the object's ``module`` on first use.
 
-    The method is called with the kernel, with its arguments, which have these types, and with what tells variants of
-    it apart, which whoever asks for the kernel gives by keyword.
+    The method gets the kernel, the kernel's arguments, which have these types, and any keyword arguments, which tell
+    the kernel's variants apart.
     """
 
     def decorate(emit: Callable[..., None]) -> Callable[..., ir.Function]:
@@ -297,6 +293,13 @@ def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., ir.
         return emitted
 
     return decorate
+
+
+def bfloat16_bits(x: Value, valid: Value) -> Value:
+    """Round float32 to bfloat16, half to even, as int16; NaN where not ``valid``."""
+    bits = x.convert("bitcast", I32)
+    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+    return valid.where(rounded, x.kernel.constant(0x7FC0, I32, x.width)).convert("trunc", I16)
 
 
 def _alignment(element: Any) -> int:

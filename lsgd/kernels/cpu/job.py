@@ -1,6 +1,6 @@
-"""The jobs of the CPU path's threads: each is a row of 64-bit words that says what to read and what to write.
+"""The jobs of the CPU path's threads: rows of 64-bit words that say what to read and what to write.
 
-The threads of a job, however many, take its items off ``counter`` until none is left.
+A job's threads, however many, take items from ``counter`` until none is left.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from llvmlite import ir
 
 from lsgd.kernels.cpu import openmp
 from lsgd.kernels.cpu.ir import F32, F64, I8, I32, I64, POINTER, Kernel, Value
-from lsgd.kernels.cpu.machine import IS_X86, Machine
+from lsgd.kernels.cpu.machine import IS_X86
 
 ITEM_ELEMENTS: Final = 1 << 15  # what a thread takes at a time
-SERIAL_ELEMENTS: Final = 1 << 15  # below this, waking other threads does not pay off
+SERIAL_ELEMENTS: Final = 1 << 15  # up to this, waking other threads does not pay off
 _DEFAULT_MXCSR: Final = 0x1F80  # round to nearest even, keep subnormal numbers
 
 
 class Job(ctypes.Structure):
-    """What one kernel launch works on; every field takes eight bytes, arrays are addresses."""
+    """What one kernel launch works on; every field has eight bytes, and arrays are addresses."""
 
     _fields_ = (
         ("counter", ctypes.c_int64),  # next item, taken by atomic addition
         ("items", ctypes.c_int64),
         ("grain", ctypes.c_int64),  # blocks or elements per item
-        ("values", ctypes.c_int64),  # the vector to encode; in codecs of few bits also where to decode to
-        ("block", ctypes.c_int64),  # elements per block of what is written
+        ("values", ctypes.c_int64),  # the vector to encode; in low-bit codecs also the one to decode to
+        ("block", ctypes.c_int64),  # elements per block of the output
         ("blocks", ctypes.c_int64),
-        ("scales", ctypes.c_int64),  # of the payload, and its other parts
+        ("scales", ctypes.c_int64),  # this and the next five: parts of the payload
         ("codes", ctypes.c_int64),
         ("low", ctypes.c_int64),
         ("high", ctypes.c_int64),
@@ -40,7 +40,7 @@ class Job(ctypes.Structure):
         ("flags", ctypes.c_int64),
         ("alpha", ctypes.c_double),
         # Only in minmax8:
-        ("source", ctypes.c_int64),  # what is read, a number of tiles.py or jobs.PAYLOADS
+        ("source", ctypes.c_int64),  # what to read: a kind in tiles.py, or jobs.PAYLOADS
         ("stride", ctypes.c_int64),  # bytes of an element of the vector
         ("members", ctypes.c_int64),  # number of payloads
         ("payloads", ctypes.c_int64),  # array of their addresses
@@ -53,16 +53,16 @@ class Job(ctypes.Structure):
         ("partials", ctypes.c_int64),  # jobs.STATE_FLOATS for each segment of the big block
         ("stochastic", ctypes.c_int64),
         ("seed", ctypes.c_uint64),
-        ("out", ctypes.c_int64),  # decoding: where to, as what (a source's number), set or add
+        ("out", ctypes.c_int64),  # decoding: where to, the kind of its elements, and whether to add
         ("out_kind", ctypes.c_int64),
         ("add", ctypes.c_int64),
         ("stream", ctypes.c_int64),  # bypass the caches
     )
 
-    def run(self, machine: Machine, kernel: str, numel: int) -> None:
-        """Have torch's threads run a kernel, which works on ``numel`` elements; return when all have."""
+    def run(self, kernel: int, numel: int) -> None:
+        """Run the kernel at an address on torch's threads, for ``numel`` elements, and wait for them."""
         threads = 1 if numel <= SERIAL_ELEMENTS else min(torch.get_num_threads(), self.items)
-        openmp.run(machine.address(kernel), ctypes.addressof(self), threads=threads)
+        openmp.run(kernel, ctypes.addressof(self), threads=threads)
 
 
 class JobView:
@@ -75,11 +75,11 @@ class JobView:
         return self._load(name, I64)
 
     def real(self, name: str) -> Value:
-        """Return a floating-point field, as float32."""
+        """Return a floating-point field as float32."""
         return self._load(name, F64).convert("fptrunc", F32)
 
     def address(self, name: str, byte: Value | int = 0) -> Value:
-        """Return the address ``byte`` bytes after where an array begins."""
+        """Return the address ``byte`` bytes into an array."""
         return self._kernel.offset(self._load(name, I64).convert("inttoptr", POINTER), I8, byte)
 
     def _load(self, name: str, element: ir.Type) -> Value:
@@ -87,9 +87,9 @@ class JobView:
 
 
 def add_entry(module: ir.Module, name: str, emit: Callable[[Kernel, JobView, Value], None]) -> None:
-    """Add the public function ``name(job)``: threads take items until none is left; ``emit`` emits the work on one.
+    """Add the public function ``name(job)``, which takes items until none is left; ``emit`` emits the work on one.
 
-    It computes with the default rounding mode, whatever the thread's own is, and restores that.
+    It computes in the default rounding mode and restores the thread's own.
     """
     inner = Kernel(module, f"{name}_items", [POINTER])
     job = JobView(inner)

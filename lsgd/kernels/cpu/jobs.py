@@ -1,6 +1,6 @@
-"""The kernels of minmax8 for CPUs: what they do with a job.
+"""The CPU kernels of minmax8: how they process a job.
 
-An item is processed in tiles of at most ``TILE`` elements, small enough to stay in the L1 cache between the pass that
+They process an item in tiles of at most ``TILE`` elements, small enough to stay in the L1 cache between the pass that
 finds a block's range and the pass that writes its codes.
 """
 
@@ -17,8 +17,8 @@ from lsgd.kernels.philox import LANES
 from lsgd.kernels.reference import BIG, SMALLEST_UNIT
 
 TILE: Final = 2048
-PAYLOADS: Final = 3  # the source that is not FLOAT32, FLOAT16 or BFLOAT16
-STATE_FLOATS: Final = 4  # lo, hi, NaN if not finite, nothing
+PAYLOADS: Final = 3  # a source besides FLOAT32, FLOAT16 and BFLOAT16
+STATE_FLOATS: Final = 4  # lo, hi, NaN if not finite, unused
 MAX_SEGMENTS: Final = 256
 
 
@@ -35,7 +35,7 @@ class Jobs:
 
     @kernel(POINTER, POINTER, I64, I64, POINTER, I64, F32)
     def decode_range(self, k: Kernel, *arguments: Value) -> None:
-        """(job, payload, start, n, out, add, alpha): decode the elements start to start + n of a payload."""
+        """(job, payload, start, n, out, add, alpha): decode elements start to start + n of a payload."""
         _, payload, start, n, out, add, alpha = arguments
         job = JobView(k)
         block, stream, stop = job.payload_block, job.stream, start + n
@@ -46,7 +46,7 @@ class Jobs:
             here = place.get()
             number = here / block
             end = ((number + 1) * block).minimum(stop)
-            scale = k.offset(payload, F32, number * 2 + 8)  # behind the header's eight words
+            scale = k.offset(payload, F32, number * 2 + 8)  # after the header's eight words
             lo, unit = (k.load(scale, F32, i) for i in (0, 1))
             tile = (k.offset(codes, I8, here), end - here, lo, unit, k.offset(out, F32, here - start), alpha, stream)
             with k.either(add.compare("!=", 0)) as (then, otherwise):
@@ -58,7 +58,7 @@ class Jobs:
 
     @kernel(POINTER, I64, I64, POINTER, POINTER)
     def fill(self, k: Kernel, pointer: Value, start: Value, n: Value, scratch: Value, slot: Value) -> None:
-        """Store in slot where the source's n elements lie as float32."""
+        """Read n elements of the source, and store in slot where they are as float32."""
         job = JobView(k)
         source = job.source
         k.store(scratch, slot)
@@ -77,7 +77,7 @@ class Jobs:
 
     @kernel(POINTER, POINTER, I64, POINTER)
     def close_block(self, k: Kernel, pointer: Value, state: Value, number: Value, constants: Value) -> None:
-        """From a block's range, write its scales, its flag and the encoder's constants."""
+        """From a block's range, write its scales, the flag and the encoder's constants."""
         job = JobView(k)
         lo, hi = (k.load(state, F32, i) + 0.0 for i in (0, 1))
         bad = k.load(state, F32, 2)
@@ -97,7 +97,7 @@ class Jobs:
 
     @kernel(POINTER, POINTER, I64, I64, POINTER, POINTER)
     def encode_tile(self, k: Kernel, *arguments: Value) -> None:
-        """(job, values, start, n, constants, dither): write the codes of a tile; dither is room for its bits."""
+        """(job, values, start, n, constants, dither): write a tile's codes; dither is memory for random bits."""
         _, values, start, n, constants, room = arguments
         job = JobView(k)
         codes = k.offset(job.address("codes"), I8, start)
@@ -140,7 +140,7 @@ class Jobs:
             k.store(k.load(rooms.state, F32, i), job.address("partials"), item * STATE_FLOATS + i)
 
     def finish(self, k: Kernel, job: JobView, item: Value) -> None:
-        """Put all ranges of one big block together, and write the codes of ``grain`` of its elements."""
+        """Combine all ranges of one big block, and write the codes of ``grain`` of its elements."""
         rooms = _Rooms(k)
         rooms.clear(k)
         with k.loop(0, job.items) as segment:
@@ -178,14 +178,14 @@ class Jobs:
             k.call(self.fill(), k.arguments[0], place, n, k.offset(job.address("out"), F32, place), slot)
 
     def _range_of(self, k: Kernel, start: Value, stop: Value, rooms: _Rooms) -> None:
-        """Emit the pass that takes the elements start to stop into the state."""
+        """Emit the pass that finds the range of elements start to stop."""
         with k.loop(start, stop, TILE) as place:
             n = (stop - place).minimum(TILE)
             k.call(self.fill(), k.arguments[0], place, n, rooms.tile, rooms.slot)
             k.call(self.tiles.minmax(), k.load(rooms.slot, POINTER), n, rooms.state)
 
     def _codes_of(self, k: Kernel, start: Value, stop: Value, rooms: _Rooms, refill: Value) -> None:
-        """Emit the pass that writes the codes of the elements start to stop."""
+        """Emit the pass that writes the codes of elements start to stop."""
         with k.loop(start, stop, TILE) as place:
             n = (stop - place).minimum(TILE)
             with k.branch(refill):
@@ -195,12 +195,12 @@ class Jobs:
 
 
 class _Rooms:
-    """Room on the stack for a tile and its random bits, and for what is known of its block."""
+    """Stack memory for a tile and its random bits, and for its block's range and constants."""
 
     def __init__(self, k: Kernel) -> None:
         self.tile = k.stack(F32, TILE)
         self.dither = k.stack(I16, TILE + 2 * WIDTH)
-        self.slot = k.stack(POINTER, 1)  # where the elements are: in the tile, or where they came from
+        self.slot = k.stack(POINTER, 1)  # where the elements are: in the tile, or in the source
         self.state, self.constants = k.stack(F32, STATE_FLOATS), k.stack(F32, STATE_FLOATS)
 
     def clear(self, k: Kernel) -> None:

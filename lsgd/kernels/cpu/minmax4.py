@@ -1,35 +1,30 @@
-"""Vector kernels for the codec with 4 bits between the least and the greatest of a block.
+"""Vector kernels for the codec with 4 bits between the least and the greatest element of a block.
 
-They make, byte by byte, what :mod:`lsgd.codecs.minmax4` makes in torch. The second pass over a block finds it in the L1
-cache, and fetches what comes later.
+They produce the same bytes as :mod:`lsgd.codecs.minmax4` in torch. The second pass over a block finds it in the L1
+cache, and prefetches later blocks.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from lsgd.kernels.cpu.blockwise import GROUP, BlockKernels, fetch
+from lsgd.kernels.cpu.blockwise import GROUP, INFINITY, BlockKernels, fetch
 from lsgd.kernels.cpu.ir import F32, I8, I16, I32, Kernel, Value, Variable
 from lsgd.kernels.cpu.job import JobView
+from lsgd.kernels.reference import HALF_OF_MAX
 
-AHEAD: Final = 4096  # elements: how far ahead to fetch
-_HALF_OF_MAX: Final = float.fromhex("0x1.fffffep126")
+AHEAD: Final = 4096  # elements: the prefetch distance
 _UNITS: Final = 15
-_INFINITY: Final = 0x7F800000  # the bits of float32; those of NaN are greater
 
 
 class MinMax4Path(BlockKernels):
-    """The kernels for blocks of one size.
-
-    Args:
-        block: elements of a block, one of :data:`lsgd.kernels.few_bits.MINMAX_BLOCKS`.
-    """
+    """The kernels for one block size."""
 
     def __init__(self, block: int) -> None:
         super().__init__(block, "scales", "codes")
 
     def emit_encode(self, k: Kernel, job: JobView, number: Value) -> None:
-        """Find the least and the greatest of a block, then the codes."""
+        """Find the block's least and greatest element, then the codes."""
         block = self.block
         values = job.address("values", number * (4 * block))
         least, greatest = (Variable(k.constant(limit, F32, GROUP)) for limit in (float("inf"), float("-inf")))
@@ -39,7 +34,7 @@ class MinMax4Path(BlockKernels):
             least.set(x.minimum(least.get()))
             greatest.set(x.maximum(greatest.get()))
             most.set(most.get().maximum(x.magnitude().convert("bitcast", I32)))
-        finite = most.get().reduce(Value.maximum).compare("<", _INFINITY)
+        finite = most.get().reduce(Value.maximum).compare("<", INFINITY)
         lo = least.get().reduce(Value.minimum) * 0.5 + 0.0
         unit = (greatest.get().reduce(Value.maximum) * 0.5 - lo) / float(_UNITS)
         scales, nan = job.address("scales", number * 8), k.constant(float("nan"), F32)
@@ -47,7 +42,7 @@ class MinMax4Path(BlockKernels):
             k.store(finite.where(scale, nan), scales, i)
         with k.branch(~finite):
             k.store(k.constant(1, I32), job.address("flags"))
-        # What is divided by infinity has code 0, and so has NaN.
+        # Dividing by infinity gives code 0, also for NaN.
         infinite = k.constant(float("inf"), F32)
         divisor = finite.where(unit.compare(">", 0.0).where(unit, infinite), infinite)
         codes = job.address("codes", number * (block // 2))
@@ -59,7 +54,7 @@ class MinMax4Path(BlockKernels):
             k.store((pairs | (pairs >> 4)).convert("trunc", I8), codes, start >> 1)
 
     def emit_decode(self, k: Kernel, job: JobView, number: Value, *, add: bool) -> None:
-        """Write what the codes mean."""
+        """Write the values of the codes."""
         block = self.block
         out, codes = job.address("values", number * (4 * block)), job.address("codes", number * (block // 2))
         lo, unit = (k.load(job.address("scales", number * 8), F32, i) for i in (0, 1))
@@ -67,7 +62,7 @@ class MinMax4Path(BlockKernels):
             pairs = k.load(codes, I8, start >> 1, GROUP // 2).convert("zext", I16)
             code = ((pairs | (pairs << 4)) & 0x0F0F).convert("bitcast", I8, GROUP).convert("zext", I32)
             value = code.convert("sitofp", F32) * unit + lo
-            for limit, beyond in ((-_HALF_OF_MAX, "<"), (_HALF_OF_MAX, ">")):  # NaN stays
+            for limit, beyond in ((-HALF_OF_MAX, "<"), (HALF_OF_MAX, ">")):  # keeps NaN
                 value = value.compare(beyond, limit).where(limit, value)
             value = value * 2.0
             if add:

@@ -1,6 +1,6 @@
-"""Run a compiled function on the threads that torch computes with.
+"""Runs a compiled function on torch's own threads.
 
-A second OpenMP runtime would compete with torch's for the cores: the idle threads of each spin while the other's
+A second OpenMP runtime would compete with torch's for the cores, because idle threads of one spin while the other's
 work. So the entry point is looked up through torch's own library, which finds the runtime that torch is linked with
 (GNU's, LLVM's and Intel's all export it).
 """
@@ -23,12 +23,12 @@ _Parallel = Callable[[int, int, int, int], None]
 
 @functools.cache
 def parallel_region() -> _Parallel | None:
-    """Return the entry point of torch's OpenMP runtime, or None, with one warning, if it cannot be found."""
+    """Return the entry point of torch's OpenMP runtime; None, with one warning, if it is not found."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(library)).GOMP_parallel
     except (OSError, AttributeError) as error:
-        _log.warning("the kernels run on one thread: torch's OpenMP runtime was not found (%s)", error)
+        _log.warning("the kernels run on one thread, because torch's OpenMP runtime was not found: %s", error)
         return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     function.restype = None
@@ -36,12 +36,12 @@ def parallel_region() -> _Parallel | None:
 
 
 def run(function: int, data: int, *, threads: int) -> None:
-    """Call the function at an address once on each of ``threads`` threads, and return when all have returned.
+    """Call a function once on each of ``threads`` threads, and return when all calls have.
 
     Args:
         function: Address of a ``void (*)(void *)``.
         data: Address passed to every call.
-        threads: How many; 1 calls it on this thread.
+        threads: Number of threads; with 1, this thread makes the call.
     """
     parallel = parallel_region() if threads > 1 else None
     if parallel is None:

@@ -1,7 +1,7 @@
 """The fast CPU path: vector kernels that llvmlite compiles for this machine, on torch's own threads.
 
-Nothing is compiled, and llvmlite is not imported, before the first vector on a CPU; that first call takes about half a
-second. docs/performance/kernels.md says why this path was chosen and what else was measured.
+The first vector on a CPU imports llvmlite and compiles, which takes about half a second.
+docs/performance/kernels.md says why this path was chosen and what else was measured.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from lsgd.kernels.cpu.job import ITEM_ELEMENTS, Job
 from lsgd.kernels.cpu.jobs import MAX_SEGMENTS, PAYLOADS, STATE_FLOATS, TILE, Jobs
-from lsgd.kernels.cpu.machine import Machine, usable_host
+from lsgd.kernels.cpu.machine import compiled, usable_host
 from lsgd.kernels.cpu.tiles import BFLOAT16, FLOAT16, FLOAT32
 from lsgd.kernels.layout import Layout, Quantized
 from lsgd.kernels.reference import ReferencePath
 from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
 
-BIG_BLOCK: Final = 1 << 18  # above this, the threads share a block
-STREAM_NBYTES: Final = 8 << 20  # larger outputs bypass the caches, which they would only flush
+BIG_BLOCK: Final = 1 << 18  # above this, threads share a block
+STREAM_NBYTES: Final = 8 << 20  # outputs from this size bypass the caches, which they would only flush
 _KINDS: Final = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 
 
@@ -30,7 +30,7 @@ class CpuPath(ReferencePath):
     """The operations on CPU tensors, faster.
 
     Args:
-        cpu: Compile for this processor instead of the host's, by LLVM's name (``haswell``: AVX2 without AVX-512).
+        cpu: LLVM's name of the processor to compile for (``haswell``: AVX2 without AVX-512); by default the host's.
 
     Raises:
         ImportError: llvmlite is not installed, or too old.
@@ -40,7 +40,7 @@ class CpuPath(ReferencePath):
     name = "cpu"
 
     def __init__(self, *, cpu: str | None = None) -> None:
-        self._machine = Machine(str(Jobs().module), *(usable_host() if cpu is None else (cpu, "")))
+        self._address = compiled(str(Jobs().module), *(usable_host() if cpu is None else (cpu, "")))
 
     def quantize(self, x: Tensor, layout: Layout, payload: Tensor, seed: int | None) -> None:
         """As the reference does."""
@@ -83,7 +83,7 @@ class CpuPath(ReferencePath):
         else:
             job.grain = max(1, ITEM_ELEMENTS // layout.block_numel)
             job.items = -(-layout.blocks // job.grain)
-            job.run(self._machine, "blocks", layout.numel)
+            job.run(self._address("blocks"), layout.numel)
 
     def _encode_big_blocks(self, job: Job, layout: Layout) -> None:
         partials = (ctypes.c_float * (MAX_SEGMENTS * STATE_FLOATS))()
@@ -96,7 +96,7 @@ class CpuPath(ReferencePath):
             job.items = -(-numel // job.grain)
             for kernel in ("partial", "finish"):
                 job.counter = 0
-                job.run(self._machine, kernel, numel)
+                job.run(self._address(kernel), numel)
 
     def _decode(self, q: Quantized, out: Tensor, alpha: float | None) -> None:
         job = _reading((q,), 1.0)
@@ -104,7 +104,7 @@ class CpuPath(ReferencePath):
         job.out_kind = _KINDS[out.dtype]
         job.add = alpha is not None
         job.alpha = alpha or 0.0
-        # Stores that bypass the caches need addresses at multiples of 64, in every block.
+        # Stores that bypass the caches need 64-byte alignment, in every block.
         aligned = job.out % 64 == 0 and q.layout.block_numel % 16 == 0
         large = q.numel * out.element_size() >= STREAM_NBYTES
         job.stream = aligned and large and out.dtype == torch.float32
@@ -113,11 +113,11 @@ class CpuPath(ReferencePath):
     def _run(self, kernel: str, job: Job) -> None:
         job.grain = ITEM_ELEMENTS
         job.items = -(-job.numel // ITEM_ELEMENTS)
-        job.run(self._machine, kernel, job.numel)
+        job.run(self._address(kernel), job.numel)
 
 
 def _reading(qs: Sequence[Quantized], weight: float) -> Job:
-    """Return a job whose source are payloads."""
+    """Return a job that reads payloads."""
     job, layout = Job(), qs[0].layout
     addresses = (ctypes.c_int64 * len(qs))(*[q.payload.data_ptr() for q in qs])
     job.payloads = ctypes.addressof(addresses)
@@ -132,7 +132,7 @@ def _reading(qs: Sequence[Quantized], weight: float) -> Job:
 
 
 def _write_frame(base: int, layout: Layout) -> None:
-    """Write what the kernels do not: the header, and the zeros after the scales and after the codes."""
+    """Write what the kernels leave out: the header, and the zeros after the scales and after the codes."""
     ctypes.memmove(base, layout.header, HEADER_NBYTES)
     behind_scales = HEADER_NBYTES + 8 * layout.blocks
     ctypes.memset(base + behind_scales, 0, layout.codes_offset - behind_scales)

@@ -1,6 +1,6 @@
-"""The innermost loops of the CPU path: each works on one tile, a run of elements that fits into the L1 cache.
+"""The innermost loops of the CPU path: each processes one tile, a run of elements that fits into the L1 cache.
 
-They are LLVM code, built at first use, so no compiler and no binary is needed. The arithmetic is that of
+They are LLVM code, built at first use, so they need neither a compiler nor binaries. The arithmetic is that of
 :mod:`lsgd.kernels.reference`, operation by operation.
 """
 
@@ -11,15 +11,29 @@ from typing import Final
 
 from llvmlite import ir
 
-from lsgd.kernels.cpu.ir import F16, F32, I8, I16, I32, I64, POINTER, Kernel, Value, Variable, kernel, vector
+from lsgd.kernels.cpu.ir import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    POINTER,
+    Kernel,
+    Value,
+    Variable,
+    bfloat16_bits,
+    kernel,
+    vector,
+)
 from lsgd.kernels.philox import KEY_STEPS, LANES, MULTIPLIERS, ROUNDS
 from lsgd.kernels.reference import BIG, BIG_UNIT, HALF_OF_MAX, LEVELS
 
 WIDTH: Final = 64
 NEAR_ELEMENTS: Final = 1024  # prefetch distance in a pass that only reads,
-FAR_ELEMENTS: Final = 4096  # and in the pass that writes codes, where memory is idle
+FAR_ELEMENTS: Final = 4096  # and in the pass that writes codes, which leaves the memory idle
 FLOAT32, FLOAT16, BFLOAT16 = range(3)
-COMBINE: Final = (Value.minimum, Value.maximum, Value.__add__)  # how lo, hi and bad of two states become one
+COMBINE: Final = (Value.minimum, Value.maximum, Value.__add__)  # combine lo, hi and bad of two states
 
 _ROUND: Final = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits of a float32
 _ROUND_BITS: Final = 0x4B400000
@@ -35,14 +49,14 @@ def _spans(kernel: Kernel, n: Value, width: int, body: Callable[[Value, int], No
 
 
 class Tiles:
-    """The tile kernels of one LLVM module, each emitted when it is first asked for."""
+    """The tile kernels of one LLVM module, each emitted on first use."""
 
     def __init__(self, module: ir.Module) -> None:
         self.module = module
 
     @kernel(POINTER, I64, POINTER)
     def minmax(self, k: Kernel, values: Value, n: Value, state: Value) -> None:
-        """Take n float32 into state's lo and hi; any NaN or Inf makes state[2] NaN."""
+        """Update state's lo and hi with n float32; any NaN or Inf makes state[2] NaN."""
         carried = [Variable(k.load(state, F32, i)) for i in range(3)]
 
         def take(seen: list[Variable], x: Value) -> None:
@@ -65,7 +79,7 @@ class Tiles:
             k.store(variable.get(), state, i)
 
     def _prefetch(self, k: Kernel, values: Value, index: Value, width: int) -> None:
-        """Prefetch the float32 some way after the current vector; past the end does no harm."""
+        """Prefetch float32 ahead of the current vector; addresses past the end do no harm."""
         for line in range(0, width - 1, 16):
             k.prefetch(k.offset(values, F32, index + (NEAR_ELEMENTS + line)))
 
@@ -76,7 +90,7 @@ class Tiles:
 
     @kernel(POINTER, I64, I64, I64)
     def dither(self, k: Kernel, out: Value, call: Value, count: Value, seed: Value) -> None:
-        """Write count * 64 random uint16, the lanes of Philox calls from call on."""
+        """Write count * 64 random uint16, the lanes of Philox calls from ``call`` on."""
         mask, calls = 0xFFFFFFFF, WIDTH // LANES
         keys = [(seed & mask), (seed >> 32)]
         schedule = [[(keys[j] + r * KEY_STEPS[j]) & mask for j in (0, 1)] for r in range(ROUNDS)]
@@ -84,7 +98,7 @@ class Tiles:
         with k.loop(0, count) as index:
             counter = (call + index * calls).splat(calls) + lanes
             zero = k.constant(0, I64, calls)
-            # Each 64-bit lane carries a 32-bit word below bits that do not matter.
+            # Each 64-bit lane carries a 32-bit word; its upper bits do not matter.
             words = [counter, counter >> 32, zero, zero]
             for key in schedule:
                 product0 = (words[0] & mask) * MULTIPLIERS[0]
@@ -95,7 +109,7 @@ class Tiles:
                     (product0 >> 32) ^ words[3] ^ key[1],
                     product0,
                 ]
-            # Not by shifts: LLVM would fold them into the multiplications, to whole 64-bit ones, which are slow.
+            # Not shifts: LLVM would fold them into the multiplications, as full 64-bit ones, which are slow.
             halves = [word.convert("bitcast", I32, 2 * calls) for word in words]
             pairs = [lane for even in range(0, 2 * calls, 2) for lane in (even, even + 2 * calls)]
             low, high = (halves[j].shuffle(pairs, halves[j + 1]).convert("bitcast", I64, calls) for j in (0, 2))
@@ -106,8 +120,8 @@ class Tiles:
     def encode(self, k: Kernel, *arguments: Value, stochastic: bool) -> None:
         """(values, n, constants, codes, dither, origin, stride): write n codes.
 
-        The constants are lo * factor, 1 / unit and factor. As the passes over a tile leave the memory idle, this one
-        fetches what comes later: elements of ``stride`` bytes, the first of the tile at ``origin``.
+        The constants are lo * factor, 1 / unit and factor. This pass leaves the memory idle, so it prefetches later
+        elements; they have ``stride`` bytes, and the tile's first one is at ``origin``.
         """
         values, n, constants, codes, dither, origin, stride = arguments
         lo, inverse, factor = (k.load(constants, F32, i) for i in range(3))
@@ -187,9 +201,6 @@ class Tiles:
             if kind == FLOAT16:
                 k.store(x.convert("fptrunc", F16), out, index)
             else:
-                bits = x.convert("bitcast", I32)
-                rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
-                number = x.compare("==", x)
-                k.store(number.where(rounded, k.constant(0x7FC0, I32, width)).convert("trunc", I16), out, index)
+                k.store(bfloat16_bits(x, x.compare("==", x)), out, index)
 
         _spans(k, n, WIDTH, body)

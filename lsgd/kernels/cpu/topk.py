@@ -1,18 +1,27 @@
 """Vector kernels for the codec that keeps the largest elements of each chunk.
 
-They make, byte by byte, what :mod:`lsgd.codecs.topk` makes in torch. A chunk stays in the L1 cache for the several
-passes over it. The code for the elements that are kept is straight: one program for each ``k``.
+They produce the same bytes as :mod:`lsgd.codecs.topk` in torch. A chunk stays in the L1 cache for all passes over it.
+The code for the kept elements has no loops, so each ``k`` has a program of its own.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from lsgd.kernels.cpu.blockwise import GROUP, LANES, BlockKernels, fetch, load_bits, store_bits, totals, word_of
+from lsgd.kernels.cpu.blockwise import (
+    GROUP,
+    INFINITY,
+    LANES,
+    BlockKernels,
+    fetch,
+    load_bits,
+    store_bits,
+    totals,
+    word_of,
+)
 from lsgd.kernels.cpu.ir import F32, F64, I8, I16, I32, I64, POINTER, Kernel, Value, Variable, kernel
 from lsgd.kernels.cpu.job import JobView
 
-_INFINITY: Final = 0x7F800000  # the bits of float32; those of NaN are greater
 _NAN: Final = 0x7FC00000
 
 
@@ -20,28 +29,28 @@ class TopKPath(BlockKernels):
     """The kernels for one ``k``.
 
     Args:
-        chunk: elements of which k are kept; a power of two, at most 4096.
-        k: a power of two from 8 to half a chunk.
+        chunk: elements per chunk; a power of two, at most 4096.
+        k: elements kept per chunk; a power of two from 8 to half a chunk.
     """
 
     def __init__(self, chunk: int, k: int) -> None:
         self._kept = k
         self._width = min(GROUP, k)
-        self._starts = range(0, k, self._width)  # of the groups of the elements that are kept
+        self._starts = range(0, k, self._width)  # of the groups of kept elements
         super().__init__(chunk, "scales", "low", "high", "signs", "fars")
 
     def emit_encode(self, k: Kernel, job: JobView, number: Value) -> None:
-        """Find the least magnitude to keep, then the elements, then their levels."""
+        """Find the least magnitude to keep, then the kept elements, then their levels."""
         values, arrays = job.address("values", number * (4 * self.block)), self._arrays(job, number)
         found, indices, kept = k.stack(I32, 3), k.stack(I16, self._kept + 1), k.stack(F32, self._kept + 1)
         k.call(self.find(), values, found)
-        with k.branch(k.load(found, I32, 2).compare(">=", _INFINITY)):
+        with k.branch(k.load(found, I32, 2).compare(">=", INFINITY)):
             k.store(k.constant(1, I32), job.address("flags"))
         k.call(self.gather(), values, found, indices, kept)
         k.call(self.describe(), indices, kept, *arrays)
 
     def emit_decode(self, k: Kernel, job: JobView, number: Value, *, add: bool) -> None:
-        """Write zeros, and the levels where they belong; to add, do that in the cache first."""
+        """Write zeros, and the levels in their places; to add, first do that in the cache."""
         out, arrays = job.address("values", number * (4 * self.block)), self._arrays(job, number)
         indices, kept = k.stack(I16, self._kept), k.stack(F32, self._kept)
         room = k.stack(F32, self.block) if add else out
@@ -55,17 +64,17 @@ class TopKPath(BlockKernels):
                 k.store(sums, out, start)
 
     def _arrays(self, job: JobView, number: Value) -> list[Value]:
-        """Return where a chunk's levels, low and high bits of indices, bits of signs and of levels are."""
+        """Return the addresses of a chunk's levels, low and high index bits, sign bits and level bits."""
         nbytes = (8, self._kept, self._kept // 2, self._kept // 8, self._kept // 8)
         return [job.address(name, number * size) for name, size in zip(self.parts, nbytes, strict=True)]
 
     @kernel(POINTER, POINTER)
     def find(self, k: Kernel, values: Value, found: Value) -> None:
-        """Store a magnitude's bits, how many are greater, and the greatest of all.
+        """Store the bits of a magnitude, the number of greater ones, and the bits of the greatest one.
 
-        Fewer than k are greater, and with those equal to it they are k at least; or k are greater.
+        Either k magnitudes are greater, or fewer are but at least k are greater or equal.
         """
-        # Of each of k parts of the chunk the greatest is not below the least of these.
+        # Cut into k parts, the chunk has k magnitudes that are not below the least of the parts' maxima.
         parts = max(1, self._kept // GROUP)
         least = Variable(k.constant(0x7FFFFFFF, I32, GROUP))
         most = Variable(k.constant(0, I32, GROUP))
@@ -76,7 +85,7 @@ class TopKPath(BlockKernels):
             least.set(least.get().minimum(greatest.get()))
             most.set(most.get().maximum(greatest.get()))
         top = most.get().reduce(Value.maximum)
-        # Above ``low`` are k at least; above ``high`` are ``above``, at most k.
+        # At least k magnitudes are above ``low``; ``above`` are above ``high``, at most k.
         low, high = Variable(least.get().reduce(Value.minimum) - 1), Variable(top)
         above = Variable(k.constant(0, I32))
         with k.repeat() as leave_unless:
@@ -97,12 +106,12 @@ class TopKPath(BlockKernels):
 
     @kernel(POINTER, POINTER, POINTER, POINTER)
     def gather(self, k: Kernel, values: Value, found: Value, indices: Value, kept: Value) -> None:
-        """Store k elements and where they are: of those equal to the least, the first.
+        """Store k elements and their indices; of those equal to the least, the first ones.
 
         Both arrays have room for one more.
         """
         least = k.load(found, I32, 0)
-        left = Variable(k.constant(self._kept, I32) - k.load(found, I32, 1))  # how many equal ones to take
+        left = Variable(k.constant(self._kept, I32) - k.load(found, I32, 1))  # number of equal ones to take
         number = Variable(k.constant(0, I64))
         with k.loop(0, self.block, GROUP) as start:
             fetch(k, values, start + self.block)
@@ -115,7 +124,7 @@ class TopKPath(BlockKernels):
                 lane = word.get().trailing_zeros()
                 k.store((start + lane).convert("trunc", I16), indices, number.get())
                 k.store(k.load(values, F32, start + lane), kept, number.get())
-                # One that is equal, when no more are to be taken, is overwritten by the next.
+                # The next element overwrites an equal one once no more of those are wanted.
                 tie = ((equal >> lane) & 1).convert("trunc", I32)
                 taken = tie.compare("<=", left.get().maximum(0))
                 number.set(number.get() + taken.convert("zext", I64))
@@ -124,7 +133,7 @@ class TopKPath(BlockKernels):
 
     @kernel(*[POINTER] * 7)
     def describe(self, k: Kernel, *arguments: Value) -> None:
-        """(indices, kept, levels, low, high, signs, fars): write what k elements become."""
+        """(indices, kept, levels, low, high, signs, fars): encode k elements."""
         indices, kept, levels, low, high, signs, fars = arguments
 
         def magnitudes(start: int, width: int) -> Value:
@@ -157,7 +166,7 @@ class TopKPath(BlockKernels):
 
     @kernel(*[POINTER] * 7)
     def spread(self, k: Kernel, *arguments: Value) -> None:
-        """(indices, kept, levels, low, high, signs, fars): read the k elements, and where they are."""
+        """(indices, kept, levels, low, high, signs, fars): decode k elements and their indices."""
         indices, kept, levels, low, high, signs, fars = arguments
         near, far = (k.load(levels, I32, i).splat(self._width) for i in (0, 1))
         for start in self._starts:
@@ -171,7 +180,7 @@ class TopKPath(BlockKernels):
 
     @kernel(POINTER, F32, POINTER, POINTER)
     def scatter(self, k: Kernel, out: Value, filler: Value, indices: Value, kept: Value) -> None:
-        """Fill a chunk, and write the k elements."""
+        """Fill a chunk, then write the k elements."""
         with k.loop(0, self.block, GROUP) as start:
             k.store(filler.splat(GROUP), out, start)
         with k.loop(0, self._kept) as i:
@@ -179,5 +188,5 @@ class TopKPath(BlockKernels):
 
 
 def _magnitudes(k: Kernel, values: Value, start: Value) -> Value:
-    """Return the bits of a group of magnitudes, which are in the order of these."""
+    """Return the bits of a group of magnitudes; they compare as the magnitudes do."""
     return k.load(values, I32, start, GROUP) & 0x7FFFFFFF

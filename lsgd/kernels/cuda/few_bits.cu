@@ -1,10 +1,10 @@
-// The codecs of few bits on CUDA: the arithmetic of lsgd/codecs, operation by operation, so that payloads are equal to
-// the bit. It is compiled without fused multiply-adds (-fmad=false), so plain operators round as they do in torch.
+// The low-bit codecs on CUDA: the arithmetic of lsgd/codecs, operation by operation, so payloads are bit-identical.
+// It is compiled without fused multiply-adds (-fmad=false), so plain operators round as they do in torch.
 //
-// No header is included: NVRTC then needs nothing but itself. All arguments are long long or float; pointers and doubles
-// travel as the bits of a long long.
+// It includes no headers, so NVRTC needs nothing else. All arguments are long long or float; pointers and doubles are
+// passed as the bits of a long long.
 //
-// A warp works on one block of the vector, element i being in lane i mod 32; on a chunk of topk, a thread block.
+// A warp processes one block of the vector, with element i in lane i mod 32; in topk a thread block processes a chunk.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -20,7 +20,7 @@ typedef long long i64;
 
 struct Block {
   i64 number, start;
-  int count, lane;  // count: elements, none after the end of the vector
+  int count, lane;  // count: elements, 0 after the end of the vector
 };
 
 __device__ __forceinline__ Block block_of_warp(i64 numel, i64 block) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void put(float value, float* out, float alpha, i64 ad
 
 // ---- levels1 and levels2 --------------------------------------------------------------------------------------------
 
-// Add up COUNT vectors, STRIDE apart, from v on: the first and the one in the middle, and so on, in halves.
+// Add up COUNT vectors, STRIDE apart, from v on, in halves.
 template <int COUNT, int STRIDE>
 struct Halves {
   template <class Leaf>
@@ -50,7 +50,7 @@ struct Halves<1, STRIDE> {
   }
 };
 
-// The sum of what ``leaf`` gives for each of a block's vectors of 32 elements, in halves; the same in all lanes.
+// The sum of ``leaf(v)`` over the block's vectors of 32 elements, added in halves; the same in all lanes.
 template <int VECTORS, class Leaf>
 __device__ __forceinline__ double sum_in_halves(const Leaf& leaf) {
   double sum = Halves<VECTORS, 1>::sum(leaf, 0);
@@ -58,11 +58,11 @@ __device__ __forceinline__ double sum_in_halves(const Leaf& leaf) {
   return sum;
 }
 
-// Write the bits that ``bit`` gives for each of a block's vectors.
+// Write the bits ``bit(v)`` of each of the block's vectors.
 template <int VECTORS, class Bit>
 __device__ __forceinline__ void write_bits(u8* out, Block block, Bit bit) {
 #pragma unroll
-  for (int first = 0; first < VECTORS; first += 8) {  // of which each lane writes a byte
+  for (int first = 0; first < VECTORS; first += 8) {  // of eight vectors each lane writes a byte
     u32 mine = 0;
 #pragma unroll
     for (int v = first; v < first + 8 && v < VECTORS; ++v) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void encode_levels(const float* x, u16* scales, u8* s
 EACH_BLOCK(encode_levels1, false)
 EACH_BLOCK(encode_levels2, true)
 
-// fars 0: all are near.
+// fars is 0 if all elements are near.
 extern "C" __global__ void decode_levels(i64 scales, i64 signs, i64 fars, i64 out, i64 numel, i64 block_numel,
                                          float near, float far, float alpha, i64 add) {
   Block block = block_of_warp(numel, block_numel);
@@ -153,7 +153,7 @@ extern "C" __global__ void encode_minmax4(i64 x, i64 scales, i64 codes, i64 flag
     hi = fmaxf(hi, __shfl_xor_sync(ALL, hi, distance));
   }
   bad = __ballot_sync(ALL, bad) != 0;
-  lo = lo * .5f + 0.f;  // halves, so that no difference overflows; -0 becomes +0
+  lo = lo * .5f + 0.f;  // halving prevents overflow; -0 becomes +0
   float unit = (hi * .5f - lo) / 15.f;
   if (!block.lane) {
     float* scale = (float*)scales + 2 * block.number;
@@ -161,7 +161,7 @@ extern "C" __global__ void encode_minmax4(i64 x, i64 scales, i64 codes, i64 flag
     scale[1] = bad ? __uint_as_float(NAN_BITS) : unit + 0.f;
     if (bad) atomicOr((u32*)flags, 1u);
   }
-  float divisor = !bad && unit > 0.f ? unit : INFINITE;  // by which all have code 0, and so has NaN
+  float divisor = !bad && unit > 0.f ? unit : INFINITE;  // which gives code 0, also for NaN
   auto code = [&](int i) { return (u32)__float2int_rn(fminf(fmaxf((from[i] * .5f - lo) / divisor, 0.f), 15.f)); };
   u8* to = (u8*)codes + block.start / 2;
   for (int pair = block.lane; 2 * pair < block.count; pair += 32)
@@ -176,7 +176,7 @@ extern "C" __global__ void decode_minmax4(i64 scales, i64 codes, i64 out, i64 nu
   for (int k = block.lane; k < block.count; k += 32) {
     i64 i = block.start + k;
     float value = (float)((((const u8*)codes)[i / 2] >> (4 * (k & 1))) & 15) * unit + lo;
-    value = value < -HALF_OF_MAX ? -HALF_OF_MAX : value > HALF_OF_MAX ? HALF_OF_MAX : value;  // NaN stays
+    value = value < -HALF_OF_MAX ? -HALF_OF_MAX : value > HALF_OF_MAX ? HALF_OF_MAX : value;  // keeps NaN
     put(value * 2.f, (float*)out + i, alpha, add);
   }
 }
@@ -186,14 +186,14 @@ extern "C" __global__ void decode_minmax4(i64 scales, i64 codes, i64 out, i64 nu
 #define CHUNK 4096
 #define THREADS 256
 #define WARPS (THREADS / 32)
-#define EACH (CHUNK / THREADS)  // elements of a thread
+#define EACH (CHUNK / THREADS)  // elements per thread
 #define WORDS (CHUNK / 32)
 #define MOST_KEPT (CHUNK / 2)
 
 __device__ __forceinline__ int block_sum(int value) {
   __shared__ int parts[WARPS];
   for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(ALL, value, distance);
-  __syncthreads();  // the parts of the sum before have been read
+  __syncthreads();  // all threads have read the previous sum's parts
   if (!(threadIdx.x & 31)) parts[threadIdx.x / 32] = value;
   __syncthreads();
   int total = 0;
@@ -201,7 +201,7 @@ __device__ __forceinline__ int block_sum(int value) {
   return total;
 }
 
-// The sum of ``count`` numbers, a power of two, in halves; they are overwritten.
+// The sum of ``count`` numbers, a power of two, added in halves; overwrites them.
 __device__ __forceinline__ double block_sum_in_halves(double* numbers, int count) {
   for (int half = count / 2; half; half /= 2) {
     __syncthreads();
@@ -213,7 +213,7 @@ __device__ __forceinline__ double block_sum_in_halves(double* numbers, int count
   return total;
 }
 
-// Of those that a bit is set for, the number before each word; of two kinds at once, in the high and the low half.
+// The number of one bits before each word, for two bit sets at once: in the upper and the lower half of ``before``.
 __device__ __forceinline__ void count_before(const u32* high, const u32* low, u32* before) {
   int word = (int)threadIdx.x;
   u32 own = word < WORDS ? (u32)__popc(high[word]) << 16 | (u32)__popc(low[word]) : 0, sum = own;
@@ -249,7 +249,7 @@ extern "C" __global__ void encode_topk(i64 x, i64 levels, i64 low, i64 high, i64
   }
   if (bad) atomicOr((u32*)flags, 1u);
 
-  // Magnitudes are in the order of their bits. Find the least that is kept, bit by bit.
+  // Magnitudes compare as their bits do. Find the least one to keep, bit by bit.
   u32 least = 0;
   for (int bit = 30; bit >= 0; --bit) {
     u32 tried = least | 1u << bit;
@@ -258,7 +258,7 @@ extern "C" __global__ void encode_topk(i64 x, i64 levels, i64 low, i64 high, i64
     if (block_sum(many) >= k) least = tried;
   }
 
-  // Those that are greater, and of those that are equal the first, in the order of their indices.
+  // Keep the greater ones, and the first of the equal ones, in the order of their indices.
   int many = 0;
   for (int r = 0; r < EACH; ++r) {
     u32 magnitude = value[r] & 0x7fffffffu;

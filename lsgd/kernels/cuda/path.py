@@ -1,7 +1,7 @@
-"""The CUDA path: the kernels of quantize.cu, compiled by CuPy at first use and kept in its disk cache.
+"""The CUDA path: the kernels of quantize.cu, which CuPy compiles at first use and keeps in its disk cache.
 
-Tensors are passed as addresses: nothing is copied, and everything is queued on torch's current stream of the tensor's
-device. This is the only module that imports CuPy.
+Kernels get the tensors' addresses, so nothing is copied, and run on torch's current stream of the tensors' device. This
+is the only module that imports CuPy.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ COMPILE_OPTIONS: Final = ("-std=c++14", "-fmad=false")
 ELEMENTS: Final = 8  # per thread and step
 THREADS: Final = 256
 MAX_THREADS: Final = 1024
-CHUNKS: Final = 4  # of ELEMENTS, which a thread can keep in registers
-# The ranges of this many segments fit into the codes of a block that is too big for one thread block's registers.
+CHUNKS: Final = 4  # of ELEMENTS that a thread can keep in registers
+# The ranges of this many segments fit into the codes of any block too big for one thread block's registers.
 MAX_SEGMENTS: Final = 1024
 ELEMENTS_PER_DECODER: Final = 16
 
@@ -43,7 +43,7 @@ class Launch(Protocol):
 
 @dataclass(frozen=True)
 class _Stream:
-    """A stream's handle, in the form that CuPy 14 and later take."""
+    """A stream's handle, in the form that CuPy 14 and later accept."""
 
     handle: int
 
@@ -59,13 +59,13 @@ class CupyLaunch:
 
     Raises:
         ImportError: CuPy is not installed.
-        RuntimeError: CuPy is for another CUDA than torch's, or sees no GPU.
+        RuntimeError: CuPy is built for a CUDA version other than torch's, or finds no GPU.
     """
 
     def __init__(self, source: str | None = None) -> None:
         version = torch.version.cuda
         if version is None:
-            raise RuntimeError("this build of torch has no CUDA (ROCm, perhaps), so CuPy cannot work with it")
+            raise RuntimeError("this build of torch has no CUDA (perhaps it is for ROCm), so CuPy cannot work with it")
         major = int(version.split(".")[0])
         remedy = f"pip install cupy-cuda{major}x"
         try:
@@ -105,11 +105,11 @@ class CudaPath(ReferencePath):
     """The operations on CUDA tensors, faster.
 
     Args:
-        launch: How kernels are started; CuPy's way unless given.
+        launch: How to launch kernels; by default with CuPy.
 
     Raises:
         ImportError: CuPy is not installed.
-        RuntimeError: CuPy does not fit torch.
+        RuntimeError: CuPy does not match torch, or finds no GPU.
     """
 
     name = "cuda"
@@ -136,7 +136,7 @@ class CudaPath(ReferencePath):
             source, keep = _payloads(qs, weight)
             grid = -(-out.numel() // (THREADS * ELEMENTS))
             self._launch(out.device, "dequantize_reduce", grid, THREADS, (*source, out.data_ptr(), out.numel()))
-            del keep  # the stream orders its reuse behind the kernel
+            del keep  # the stream reuses it only after the kernel
 
     def dequantize_reduce_quantize(
         self, qs: Sequence[Quantized], weight: float, layout: Layout, payload: Tensor, seed: int | None
@@ -144,7 +144,7 @@ class CudaPath(ReferencePath):
         """As the reference does."""
         source, keep = _payloads(qs, weight)
         self._encode("payloads", source, layout, payload, seed)
-        del keep  # the stream orders its reuse behind the kernels
+        del keep  # the stream reuses it only after the kernels
 
     def _encode(
         self,
@@ -172,7 +172,7 @@ class CudaPath(ReferencePath):
         if block <= MAX_THREADS * ELEMENTS * CHUNKS:
             quantize(0, layout.blocks, min(block, numel))
             return
-        last = numel % block  # a shorter last block that may not have room for its segments' ranges
+        last = numel % block  # a shorter last block, which may not have room for its segments' ranges
         big = layout.blocks - (0 < last <= MAX_THREADS * ELEMENTS * CHUNKS)
         if big:
             segments = min(MAX_SEGMENTS, -(-min(block, numel) // (THREADS * ELEMENTS)))
@@ -198,14 +198,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _shift(block: int) -> int:
-    """Return log2(block), or -1 where block is no power of two."""
+    """Return log2(block), or -1 if block is not a power of two."""
     return block.bit_length() - 1 if block & (block - 1) == 0 else -1
 
 
 def _payloads(qs: Sequence[Quantized], weight: float) -> tuple[tuple[int | float, ...], Tensor | None]:
-    """Return a source's seven arguments for payloads at equal distances, and a tensor to keep alive for them.
+    """Return a source's seven arguments for payloads, and a tensor to keep alive for them.
 
-    The rows of one receive buffer have equal distances. Other payloads are copied together first.
+    The kernels need payloads at equal distances, like rows of a receive buffer. Others are first copied together.
     """
     layout = qs[0].layout
     addresses = [q.payload.data_ptr() for q in qs]

@@ -1,9 +1,9 @@
-// The 8-bit min-max quantizer on CUDA: the arithmetic of reference.py, operation by operation, so that payloads are equal
-// to the bit. Every operation that rounds is spelled as an intrinsic, so that nothing is fused but what is meant to be.
+// The 8-bit min-max quantizer on CUDA: the arithmetic of reference.py, operation by operation, so payloads are
+// bit-identical. Every rounding operation is an intrinsic, so the compiler fuses nothing by itself.
 //
-// No header is included: NVRTC then needs nothing but itself. All arguments are long long or float, pointers included.
+// It includes no headers, so NVRTC needs nothing else. All arguments are long long or float, including pointers.
 //
-// A thread works on eight neighbouring elements: 16-byte loads, one 8-byte store of codes, one Philox call.
+// A thread processes eight neighboring elements: 16-byte loads, one 8-byte store of codes, one Philox call.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #define LANES 8
-#define BIG 8.507059173023462e+37f       // 2**126: a block with such a value is halved, as its range could overflow
+#define BIG 8.507059173023462e+37f       // 2**126: blocks with values from here on are halved, because their range could overflow
 #define BIG_UNIT 3.3230699894622897e+35f // 2**118
 #define HALF_OF_MAX 1.7014117331926443e+38f
 #define SMALLEST_UNIT 1.1754943508222875e-38f // 2**-126
@@ -57,7 +57,7 @@ __device__ __forceinline__ void narrow(float value, Bfloat& out) {
   out.bits = value == value ? (u16)((bits + ((bits >> 16) & 1) + 0x7fff) >> 16) : (u16)0x7fc0;
 }
 
-// The block of an element; shift is log2(block), or negative where block is no power of two.
+// The block of an element; shift is log2(block), or negative if block is not a power of two.
 __device__ __noinline__ i64 divide(i64 index, i64 block) { return index / block; }
 __device__ __forceinline__ i64 block_of(i64 index, i64 block, i64 shift) {
   return shift >= 0 ? index >> shift : divide(index, block);
@@ -70,7 +70,7 @@ struct Dither {
   __device__ __forceinline__ u32 lane(int k) const { return (word[k >> 1] >> (16 * (k & 1))) & 0xffff; }
 };
 
-// Philox4x32-7 (Salmon et al., SC 2011): eight times 16 bits for the elements 8 * call to 8 * call + 7.
+// Philox4x32-7 (Salmon et al., SC 2011): 16 bits for each of the elements 8 * call to 8 * call + 7.
 __device__ __forceinline__ Dither philox(u64 call, u64 seed) {
   u32 a = (u32)call, b = (u32)(call >> 32), c = 0, d = 0, key0 = (u32)seed, key1 = (u32)(seed >> 32);
 #pragma unroll
@@ -88,7 +88,7 @@ __device__ __forceinline__ Dither philox(u64 call, u64 seed) {
   return dither;
 }
 
-// The same for eight elements that do not begin at a multiple of eight.
+// The same for eight elements from an index that is not a multiple of eight.
 __device__ __noinline__ Dither straddling(u64 index, u64 seed) {
   Dither low = philox(index / LANES, seed), high = philox(index / LANES + 1, seed), dither = {};
   for (int k = 0; k < 8; ++k) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ Eight load_eight(const T* from) {
   return eight;
 }
 
-// A vector in memory; what follows its address is there for Payloads, to be built from the same arguments.
+// A vector in memory. The unused members let it be built from the same arguments as Payloads.
 template <class T>
 struct Vector {
   typedef T Data;
@@ -129,7 +129,7 @@ struct Vector {
     for (int k = 0; k < count; ++k) eight.value[k] = widen(from[k]);
     return eight;
   }
-  // Load elements index to index + count, at most eight.
+  // Load count elements, at most eight, from index on.
   __device__ __forceinline__ Eight load(i64 index, int count) const {
     const T* from = data + index;
     return count == 8 && ((u64)from & 15) == 0 ? load_eight(from) : load_slowly(from, count);
@@ -144,7 +144,7 @@ __device__ __forceinline__ float decode(u32 code, float2 scale) {
   return __fadd_rn(scale.x, __fmul_rn((float)code, scale.y));
 }
 
-// The weighted sum of the vectors in several payloads, which lie stride bytes apart.
+// The weighted sum of the vectors in several payloads, stride bytes apart.
 struct Payloads {
   typedef u8 Data;
   const u8* first;
@@ -201,7 +201,7 @@ struct Range {
   }
 };
 
-// The range of all threads of the block together, in every thread.
+// The combined range of all threads of the block, in every thread.
 __device__ __forceinline__ Range block_range(Range mine) {
   __shared__ float least[32], greatest[32];
   for (int distance = 16; distance; distance >>= 1) {
@@ -226,7 +226,7 @@ struct Encoder {
   float lo, inverse, factor;  // lo times factor, 1 / unit of the block times factor
   int bad;
 
-  // From a block's range; one thread, the writer, also writes the block's scales and the payload's flag.
+  // Initialize from a block's range; one thread, the writer, also writes the block's scales and the payload's flag.
   __device__ __forceinline__ void close(Range range, u8* payload, i64 number, bool writer) {
     float least = __fadd_rn(range.lo, 0.f), greatest = __fadd_rn(range.hi, 0.f);  // -0 becomes +0
     factor = fmaxf(fabsf(least), fabsf(greatest)) >= BIG ? .5f : 1.f;
@@ -241,7 +241,7 @@ struct Encoder {
     if (bad) atomicOr((u32*)(payload + FLAGS_OFFSET), 1u);
   }
 
-  // From the scales that were written; the factor only has to prevent overflow, codes do not depend on it.
+  // Initialize from the block's scales; the factor only has to prevent overflow, codes do not depend on it.
   __device__ __forceinline__ void reopen(const u8* payload, i64 number) {
     float2 scale = ((const float2*)(payload + HEADER_NBYTES))[number];
     factor = fabsf(scale.x) >= BIG || scale.y >= BIG_UNIT ? .5f : 1.f;
@@ -263,7 +263,7 @@ struct Encoder {
     return ((u32)min(max(fixed, 0), 255 << 16) + random) >> 16;
   }
 
-  // Write the codes of elements index to index + count, at most eight.
+  // Write the codes of count elements, at most eight, from index on.
   template <bool STOCHASTIC>
   __device__ __forceinline__ void store(const float* value, i64 index, int count, u8* codes, u64 seed) const {
     u32 code_of[8];
@@ -285,7 +285,7 @@ __device__ __forceinline__ int up_to_eight(i64 count) { return (int)(count < 0 ?
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-// One thread block per block of the vector, which is read once and kept in registers: up to 8 * CHUNKS per thread.
+// One thread block per block of the vector, which is read once into registers: up to 8 * CHUNKS elements per thread.
 template <class Source, int CHUNKS, bool STOCHASTIC>
 __device__ __forceinline__ void quantize(Source source, u8* payload, i64 first, i64 numel, i64 block, i64 codes_offset,
                                          u64 seed) {
@@ -313,12 +313,12 @@ __device__ __forceinline__ void quantize(Source source, u8* payload, i64 first, 
   }
 }
 
-// Room for the ranges of a big block's segments, until its codes are written over them.
+// Memory for the ranges of a big block's segments, until its codes overwrite them.
 __device__ __forceinline__ float4* partials_of(u8* payload, i64 start, i64 codes_offset) {
   return (float4*)(((u64)(payload + codes_offset + start) + 15) & ~(u64)15);
 }
 
-// Big blocks, first pass: thread blocks segments * i to segments * i + segments - 1 find ranges in block i.
+// Big blocks, first pass: thread blocks segments * i to segments * i + segments - 1 find the ranges in block i.
 template <class Source>
 __device__ __forceinline__ void find_ranges(Source source, u8* payload, i64 numel, i64 block, i64 codes_offset,
                                             i64 segments) {
@@ -338,7 +338,7 @@ __device__ __forceinline__ void find_ranges(Source source, u8* payload, i64 nume
   if (threadIdx.x == 0) partials_of(payload, start, codes_offset)[segment] = partial;
 }
 
-// Big blocks, last pass: the codes, with the scales that close_blocks wrote.
+// Big blocks, last pass: write the codes, with the scales that close_blocks wrote.
 template <class Source, bool STOCHASTIC>
 __device__ __forceinline__ void write_codes(Source source, u8* payload, i64 numel, i64 block, i64 codes_offset,
                                             i64 segments, u64 seed) {
@@ -353,7 +353,7 @@ __device__ __forceinline__ void write_codes(Source source, u8* payload, i64 nume
   }
 }
 
-// Big blocks, between the two: one thread block per block.
+// Big blocks, second pass: combine the ranges, with one thread block per block.
 extern "C" __global__ void close_blocks(i64 payload, i64 block, i64 codes_offset, i64 segments) {
   const float4* partials = partials_of((u8*)payload, blockIdx.x * block, codes_offset);
   Range range;
@@ -368,7 +368,7 @@ extern "C" __global__ void close_blocks(i64 payload, i64 block, i64 codes_offset
   encoder.close(block_range(range), (u8*)payload, blockIdx.x, threadIdx.x == 0);
 }
 
-// What the other kernels leave alone: the header, and the zeros behind the scales and behind the codes.
+// Write what the other kernels leave out: the header, and the zeros after the scales and after the codes.
 extern "C" __global__ void write_frame(i64 payload, i64 word0, i64 word1, i64 word2, i64 word3, i64 scales_end,
                                        i64 codes_offset, i64 codes_end, i64 nbytes) {
   i64 words[4] = {word0, word1, word2, word3};
@@ -378,7 +378,7 @@ extern "C" __global__ void write_frame(i64 payload, i64 word0, i64 word1, i64 wo
   if (codes_end + threadIdx.x < nbytes) bytes[codes_end + threadIdx.x] = 0;
 }
 
-// Four elements per thread and step, so that neighbouring threads write neighbouring 16 bytes.
+// Four elements per thread and step, so neighboring threads write neighboring 16 bytes.
 template <class T>
 struct alignas(4 * sizeof(T)) Four {
   T element[4];
@@ -433,7 +433,7 @@ extern "C" __global__ void dequantize_reduce(i64 first, i64 stride, i64 members,
   for (int k = 0; k < count; ++k) to[k] = eight.value[k];
 }
 
-// The names that Python calls. Every kernel that reads a source takes all of its seven arguments.
+// The kernels that Python launches. Each one that reads a source takes all of its seven arguments.
 #define SOURCE_PARAMETERS                                                                                              \
   i64 values, i64 stride, i64 members, i64 payload_block, i64 shift, i64 payload_codes, float weight
 #define SOURCE (Source{(const Source::Data*)values, stride, members, payload_block, shift, payload_codes, weight})
