@@ -20,7 +20,7 @@ from lsgd.client.groups import connections, gloo, store
 from lsgd.client.groups.torch_group import TorchGroup
 from lsgd.errors import ExchangeError
 
-from ..integration.running import until
+from ..integration.running import LIGHT, until
 from ._forming import published
 from .bench import Switchboard
 from .test_groups import every_verb, run
@@ -340,6 +340,7 @@ def test_a_process_that_ends_while_a_group_forms_keeps_its_exit_code() -> None:
     said = subprocess.run(
         [sys.executable, "-m", "tests.client._forming", "2"],
         cwd=Path(__file__).parents[2],
+        env={**os.environ, **LIGHT},
         capture_output=True,
         text=True,
         timeout=150,

@@ -694,6 +694,7 @@ class TestDevices:
     def nvidia_smi(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
         """Put a driver of this version with two GPUs on the machine."""
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setenv("PYTHONPATH", LIGHT["PYTHONPATH"])
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         return lambda version: program(tmp_path, "nvidia-smi", f"echo {version}; echo {version}")
 

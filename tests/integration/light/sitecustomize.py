@@ -1,6 +1,6 @@
 """For processes that a test starts: less is loaded, so that they start in half the time.
 
-torch's first optimizer and its process groups load no compiler, which takes as long as all of torch; whatever else wants
+torch's first optimizer and its process groups load no compiler, which takes as long as all of torch; who wants more of
 it gets it. Garbage is seldom looked for, because imports leave none. A launcher draws no ``curve.png`` at the end of a
 run, unless there is a variable ``DRAWS``: matplotlib takes as long as a worker's part in a short run.
 """
