@@ -1,6 +1,7 @@
 """The layers of the package: each imports only from those before it. And what only one module may touch."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -199,3 +200,14 @@ def names(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Attribute):
             head, _, rest = ast.unparse(node).partition(".")
             yield f"{full.get(head) or head}.{rest}"
+
+
+def test_the_map_in_the_docs_names_every_module() -> None:
+    """docs/design.md: a folder's line names what is in it, unless these are one file each."""
+    drawn = re.search(r"^```\n(lsgd/ .*?)^```", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.S | re.M)
+    assert drawn
+    rooms = re.split(r"^ *(\w+)/ ", drawn[1], flags=re.M)
+    for folder, words in zip(rooms[1::2], rooms[2::2], strict=True):
+        (place,) = [PACKAGE] if folder == "lsgd" else [p for p in PACKAGE.rglob(folder) if p.is_dir()][:1]
+        modules = {path.stem for path in place.glob("[a-z]*.py")}
+        assert modules and ("one file each" in words or modules <= set(re.findall(r"\w+", words))), folder
