@@ -211,7 +211,7 @@ def test_a_wrapped_optimizer_is_joined(here, wrap) -> None:
         (lambda model: SimpleNamespace(optimizer="sgd"), r"not a types\.SimpleNamespace; pass"),
         (lambda model: model.parameters(), r"not a torch\.nn\.parameter\.Parameter"),
         (lambda model: None, r"not a builtins\.NoneType"),
-        (lambda model: [], "was given no optimizer"),
+        (lambda model: [], "got no optimizer"),
     ],
 )
 def test_what_is_no_optimizer_is_refused_before_the_join(here, given, message) -> None:
