@@ -1,4 +1,4 @@
-"""Process groups on torch.distributed, built anew for each generation."""
+"""Groups on torch.distributed, rebuilt for each generation."""
 
 import datetime
 import time
@@ -26,12 +26,12 @@ class TorchGroup(WorkerGroup):
     """A Group (:class:`lsgd.collectives.group.Group`) on a torch process group; subgroups are built when first used.
 
     Args:
-        build: makes the process group of some ranks of the generation under a name.
+        build: returns a process group with this name of these ranks of the generation.
         members: its members.
         timeout_s: deadline of each verb.
         transport: ``nccl`` or ``gloo``.
-        device: that tensors made for the group's sake are best on.
-        connections: the sockets of the group that this one is a part of; None for a whole one.
+        device: best device for tensors that are created only for the group.
+        connections: the sockets of the group that this one is a part of; None: it is a whole group.
         traffic: counts what this member sends and receives.
     """
 
@@ -57,11 +57,11 @@ class TorchGroup(WorkerGroup):
         return TorchGroup(self._build, members, self._timeout_s, *shared)
 
     def cut(self) -> None:
-        """Make whatever waits in this group or its subgroups fail at once; may be called by another thread."""
+        """Make everything that waits in this group or its subgroups fail at once; safe from any thread."""
         self._connections.cut()
 
     def close(self) -> None:
-        """Drop the process groups, so that peers which wait for this member fail at once."""
+        """Drop the process groups, so that peers waiting for this member fail at once."""
         for group in self._subgroups.values():
             group.close()
         self._group = None
@@ -85,7 +85,7 @@ class TorchGroup(WorkerGroup):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace ``tensor`` by that of ``source``.
 
-        Over Gloo, a large one goes from each member to the next, piece by piece, and so leaves each node once. Gloo's
+        Over Gloo, a large tensor goes from each member to the next, piece by piece, so it leaves each node once. Gloo's
         own broadcast is a tree of whole messages: four hosts take three times as long as one transfer.
         """
         host = self._staged(tensor)
@@ -125,7 +125,7 @@ class TorchGroup(WorkerGroup):
         return Transfer(wait)
 
     def _staged(self, tensor: Tensor, *, copy: bool = True) -> Tensor:
-        """Return ``tensor``, or in host memory a copy of one that this group's transport cannot send from the GPU."""
+        """Return ``tensor``, or its copy in host memory if this group's transport cannot use the GPU's."""
         return tensor if self.transport == "nccl" else to_host(tensor, copy=copy)
 
     @property
@@ -133,7 +133,7 @@ class TorchGroup(WorkerGroup):
         return datetime.timedelta(seconds=self._timeout_s)
 
     def _begin(self, what: str, start: Callable[[dist.ProcessGroup], Any], *, sent: int, received: int) -> Transfer:
-        """Start what ``start`` returns, something with a ``wait()``; a group of one has nothing to do.
+        """Call ``start``, which returns an object with ``wait()``; a group of one has nothing to do.
 
         ``sent`` and ``received``: bytes of tensors that this member sends and receives.
         """
@@ -156,7 +156,7 @@ class TorchGroup(WorkerGroup):
 
     @contextmanager
     def _failing(self, what: str, started_at: float) -> Iterator[None]:
-        """Have what torch raises end the group, as an ExchangeError."""
+        """If torch raises an error, close the group and raise an ExchangeError."""
         try:
             yield
         except (RuntimeError, ConnectionAbortedError) as error:
@@ -167,7 +167,7 @@ class TorchGroup(WorkerGroup):
 
 
 def torch_group(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> TorchGroup:
-    """Return the group of all members over Gloo or NCCL; the rest as for :func:`lsgd.client.groups.form.form`."""
+    """Return the group of all members over Gloo or NCCL, as for :func:`lsgd.client.groups.form.form`."""
     address, device, timeout_s = membership.join.address, membership.device, membership.plan.run.exchange_timeout_s
     store = store_of(generation, membership)
     connections = Connections(when_cut=store.end)
@@ -183,7 +183,7 @@ def torch_group(generation: Generation, membership: Membership, traffic: Traffic
             nccl = dist.ProcessGroupNCCL(named, rank, len(ranks), options)
             group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
             group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-            # Messages that are given to NCCL in one go want a communicator that all members have opened together.
+            # Batched messages need a communicator that all members have opened together.
             with connections.around():
                 group.allreduce([torch.zeros(1, device=device)]).wait()
             return group
