@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from lsgd.errors import ConfigError, DetachedError
-from lsgd.shards import Reshard, local, move, room_of, shards
 from lsgd.shards import layout as in_words
+from lsgd.shards import local, move, reshard, room_of, sharded_modules, shards
 
 ALIGNMENT_NBYTES = 64
 """Every parameter starts at a multiple of this in its buffer: a cache line, and a CPU's widest vector."""
@@ -59,7 +59,7 @@ class Layout:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        Reshard(model)()
+        reshard(sharded_modules(model))
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise ConfigError("the model has no parameter with requires_grad: there is nothing to train")
@@ -74,7 +74,8 @@ class Layout:
             self.slots.append(Slot(name, parameter, buffer, self.lengths[buffer]))
             kept = self.kept.get(id(parameter))
             room = local(parameter).numel() if kept is None else room_of(kept)
-            self.lengths[buffer] += _padded(room, parameter.element_size())
+            unit = ALIGNMENT_NBYTES // parameter.element_size()
+            self.lengths[buffer] += -(-room // unit) * unit
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return views of buffers with this layout, shaped like the parameters, in the order of ``slots``."""
@@ -99,9 +100,9 @@ class FlatParameters:
 
     def __init__(self, model: nn.Module, *, offload: bool = False, layout: Layout | None = None) -> None:
         self.model = model
-        self._reshard = Reshard(model)
-        self._reshard()
-        self._layout = placed = layout or Layout(model)
+        self._sharded = sharded_modules(model)
+        reshard(self._sharded)
+        self.layout = placed = layout or Layout(model)
         self.slots = placed.slots
         self._note_links()
         self._offload = offload
@@ -132,20 +133,17 @@ class FlatParameters:
     @contextmanager
     def current(self) -> Iterator[None]:
         """Keep buffers and parameters equal inside and afterwards; an error inside leaves the parameters as before."""
-        self._reshard()
-        self._copy(into_buffers=True)
+        reshard(self._sharded)
+        for parameter, view in self._copied:
+            view.copy_(local(parameter).detach())
         yield
         self.write_back()
 
     @torch.no_grad()
-    def _copy(self, *, into_buffers: bool) -> None:
-        for parameter, view in self._copied:
-            target, source = (view, local(parameter)) if into_buffers else (local(parameter), view)
-            target.copy_(source)
-
     def write_back(self) -> None:
         """Copy the buffers back to the parameters that are not views of them."""
-        self._copy(into_buffers=False)
+        for parameter, view in self._copied:
+            local(parameter).copy_(view)
 
     def check(self) -> None:
         """Check that the model still has the joined parameters, in their buffers, and trains no others.
@@ -153,7 +151,7 @@ class FlatParameters:
         Raises:
             DetachedError: a parameter's training would not be exchanged.
         """
-        self._reshard()
+        reshard(self._sharded)
         for slot, address in zip(self.slots, self._addresses, strict=True):
             if local(slot.parameter).data_ptr() != address:
                 raise _detached(slot.name, "replaced")
@@ -183,10 +181,6 @@ class FlatParameters:
                 raise _detached(name, "replaced" if name in joined.values() else "added")
         for address in joined.keys() - {id(parameter) for parameter in named.values()}:
             raise _detached(joined[address], "removed")
-
-    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Return views of other buffers with the same layout, shaped like the parameters, in the order of ``slots``."""
-        return self._layout.views(buffers)
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
@@ -234,11 +228,6 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         raise ConfigError(f"the parameter {name} is {what}; only dense parameters in real memory can be exchanged")
     if not parameter.is_floating_point():
         raise ConfigError(f"the parameter {name} is {parameter.dtype}; only floating-point parameters can be exchanged")
-
-
-def _padded(numel: int, element_size: int) -> int:
-    unit = ALIGNMENT_NBYTES // element_size
-    return -(-numel // unit) * unit
 
 
 def _view(buffer: Tensor, offset: int, like: Tensor, *, apart: bool = True) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def mesh_of(model: nn.Module) -> Any:
     Raises:
         ConfigError: it is sharded in a way that islands do not support.
     """
-    Reshard(model)()
+    reshard(sharded_modules(model))
     named: list[tuple[str, Any]] = list(model.named_parameters())
     sharded = [(name, parameter) for name, parameter in named if is_sharded(parameter)]
     if not sharded:
@@ -90,21 +90,16 @@ def mesh_of(model: nn.Module) -> Any:
     return mesh
 
 
-class Reshard:
-    """Makes FSDP2 drop gathered parameters: an evaluation leaves the root module's in place of the shards.
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that FSDP2 shards."""
+    kind = _loaded("torch.distributed.fsdp", "FSDPModule")
+    return [m for m in model.modules() if kind is not None and isinstance(m, kind)]
 
-    Args:
-        model: perhaps sharded.
-    """
 
-    def __init__(self, model: nn.Module) -> None:
-        kind = _loaded("torch.distributed.fsdp", "FSDPModule")
-        self._modules: list[Any] = [m for m in model.modules() if kind is not None and isinstance(m, kind)]
-
-    def __call__(self) -> None:
-        """Reshard all modules."""
-        for module in self._modules:
-            module.reshard()
+def reshard(modules: Iterable[Any]) -> None:
+    """Make FSDP2 drop gathered parameters: an evaluation leaves the root module's in place of the shards."""
+    for module in modules:
+        module.reshard()
 
 
 def room_of(kept: Any) -> int:
@@ -147,7 +142,7 @@ def shards(model: nn.Module) -> dict[int, Any]:
 
 
 def _kept(model: nn.Module) -> Iterator[Any]:
-    for module in Reshard(model)._modules:
+    for module in sharded_modules(model):
         state = module._get_fsdp_state()
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
         for group in groups:
@@ -195,7 +190,7 @@ def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters and persistent buffers by name, not copied; sharded parameters stay sharded."""
-    Reshard(model)()
+    reshard(sharded_modules(model))
     return {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
 
 

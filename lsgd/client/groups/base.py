@@ -85,13 +85,10 @@ class WorkerGroup(Group):
     def __init__(self, members: Members, timeout_s: float, traffic: Traffic | None = None) -> None:
         self._members = members
         self._subgroups: dict[str, WorkerGroup] = {}
-        self._name = members.name
-        self._ranks = tuple(members.ranks)
-        self._names = tuple(members.names)
         self._timeout_s = timeout_s
         self._traffic = traffic or Traffic()
         self.rank = members.rank
-        self.size = len(self._ranks)
+        self.size = len(members.ranks)
         self.node_sizes = tuple(members.node_sizes)
 
     def subset(self, name: str, ranks: Sequence[int]) -> "WorkerGroup":

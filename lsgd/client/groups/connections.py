@@ -81,7 +81,8 @@ class Connections:
         thread = threading.Thread(target=_finish, args=(built, build), name="lsgd-build", daemon=True)
         self._threads.add(thread)
         self._callers.add(threading.current_thread())
-        _end_at_exit(self)
+        _watched.add(self)
+        _register()
         thread.start()
         ends: list[Future[Any]] = [built, self._cut]
         try:
@@ -316,11 +317,6 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 
 
 _watched: weakref.WeakSet[Connections] = weakref.WeakSet()
-
-
-def _end_at_exit(connections: Connections) -> None:
-    _watched.add(connections)
-    _register()
 
 
 @functools.cache

@@ -50,6 +50,7 @@ class TorchGroup(WorkerGroup):
         self.transport = transport
         self._build = build
         self._group: dist.ProcessGroup | None = None
+        self._timeout = datetime.timedelta(seconds=timeout_s)
         self._connections = connections or Connections()
 
     def _group_of(self, members: Members) -> "TorchGroup":
@@ -101,12 +102,12 @@ class TorchGroup(WorkerGroup):
 
         sent = 0 if (self.rank + 1) % self.size == source else host.nbytes  # from each to the next
         received = 0 if self.rank == source else host.nbytes
-        self._begin(f"broadcast from {self._names[source]}", start, sent=sent, received=received).wait()
+        self._begin(f"broadcast from {self._members.names[source]}", start, sent=sent, received=received).wait()
         if self.rank != source:
             from_host(host, tensor)
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
-        peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
+        peers = ", ".join(self._members.names[rank] for rank in sorted({*sends, *receives}))
         outgoing = {rank: self._staged(tensor) for rank, tensor in sends.items()}
         incoming = {rank: self._staged(tensor, copy=False) for rank, tensor in receives.items()}
         together = self.device if self.transport == "nccl" else None
@@ -128,10 +129,6 @@ class TorchGroup(WorkerGroup):
         """Return ``tensor``, or its copy in host memory if this group's transport cannot use the GPU's."""
         return tensor if self.transport == "nccl" else to_host(tensor, copy=copy)
 
-    @property
-    def _timeout(self) -> datetime.timedelta:
-        return datetime.timedelta(seconds=self._timeout_s)
-
     def _begin(self, what: str, start: Callable[[dist.ProcessGroup], Any], *, sent: int, received: int) -> Transfer:
         """Call ``start``, which returns an object with ``wait()``; a group of one has nothing to do.
 
@@ -143,7 +140,7 @@ class TorchGroup(WorkerGroup):
         started_at = time.monotonic()
         with self._failing(what, started_at):
             if self._group is None:
-                self._group = self._connections.watch(lambda: self._build(self._name, self._ranks))
+                self._group = self._connections.watch(lambda: self._build(self._members.name, self._members.ranks))
             work = start(self._group)
 
         def wait() -> None:

@@ -36,7 +36,7 @@ class GradientExchange:
         self._complete = complete
         self._slots = flat.slots
         self._gradients = [torch.zeros_like(x) for x in flat.buffers]
-        views = flat.views(self._gradients)
+        views = flat.layout.views(self._gradients)
         self._views = [sharded_like(slot.parameter, view) for slot, view in zip(flat.slots, views, strict=True)]
         self._padding = [_padding(flat, index) for index in range(len(flat.buffers))]
         self._buckets = algorithm.buckets(self._gradients)

@@ -110,7 +110,7 @@ class Schedules:
     run: RunSettings
     optimizers: Sequence[torch.optim.Optimizer]
     island: Island
-    _schedules: dict[int, Schedule] = field(default_factory=dict)  # by the optimizer's index
+    _schedules: dict[torch.optim.Optimizer, Schedule] = field(default_factory=dict)
 
     def add(self, optimizers: Sequence[torch.optim.Optimizer], schedule: Schedule) -> None:
         """Let the learning rates of some optimizers follow a schedule from now on, instead of an earlier one.
@@ -123,18 +123,17 @@ class Schedules:
                 "worker.schedule needs a run with an end, but the plan has neither iterations nor seconds; add "
                 "--iterations or --seconds to lsgd-server --global, or one of them to the plan file"
             )
-        places = [i for o in optimizers for i, own in enumerate(self.optimizers) if own is o]
-        if len(places) < len(optimizers):
+        if any(optimizer not in self.optimizers for optimizer in optimizers):
             raise ConfigError(
                 "worker.schedule got an optimizer that this worker did not join with; pass the optimizer or the list "
                 "that Worker.join got"
             )
-        self._schedules |= dict.fromkeys(places, schedule)
+        self._schedules |= dict.fromkeys(optimizers, schedule)
         self.follow()
 
     def follow(self) -> None:
         """Set the next iteration's learning rates."""
         if self._schedules:
             progress = self.island.share("sets learning rates", lambda: self.progress.share(ahead=0.5))
-            for place, schedule in self._schedules.items():
-                schedule.set(self.optimizers[place], progress)
+            for optimizer, schedule in self._schedules.items():
+                schedule.set(optimizer, progress)

@@ -127,7 +127,7 @@ class TcpGroup(WorkerGroup):
         """
         if self.size == 1:
             return
-        what, taking = f"broadcast from {self._names[source]}", self.rank != source
+        what, taking = f"broadcast from {self._members.names[source]}", self.rank != source
         if self.size == 2 or tensor.nbytes < self.size * PIECE_NBYTES:
             sends = {} if taking else dict.fromkeys(self._others, tensor)
             self._begin(what, sends, {source: tensor} if taking else {}).wait()
@@ -157,7 +157,7 @@ class TcpGroup(WorkerGroup):
         staged.finish()
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
-        peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
+        peers = ", ".join(self._members.names[rank] for rank in sorted({*sends, *receives}))
         return self._begin(f"exchange with {peers}", sends, receives)
 
     def _begin(self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
@@ -183,7 +183,7 @@ class TcpGroup(WorkerGroup):
         self._traffic.add(_nbytes(sends), _nbytes(receives))
         with self._failing(what, started_at):
             puts = [*self._puts(self._mesh.from_, receives), *self._puts(self._mesh.to, sends)]
-            work.start(puts, f"{self._name} {what.partition(' ')[0]}")
+            work.start(puts, f"{self._members.name} {what.partition(' ')[0]}")
 
         def wait() -> None:
             with self._failing(what, started_at):
@@ -192,7 +192,8 @@ class TcpGroup(WorkerGroup):
         return _Started(wait, work.release)
 
     def _puts(self, line: Callable[[int], Line], tensors: Mapping[int, Tensor]) -> list[tuple[Line, memoryview]]:
-        return [(line(self._ranks[rank]), _bytes_of(tensor)) for rank, tensor in tensors.items() if tensor.numel()]
+        ranks = self._members.ranks
+        return [(line(ranks[rank]), _bytes_of(tensor)) for rank, tensor in tensors.items() if tensor.numel()]
 
     @contextmanager
     def _failing(self, what: str, started_at: float) -> Iterator[None]:
