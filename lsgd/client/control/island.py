@@ -85,10 +85,10 @@ class Island:
         Raises:
             ElsewhereError: the round has failed in another process.
         """
-        said = self.gather("votes in a round", (value, ""))
-        if reason := next((reason for _, reason in said if reason), ""):
+        votes = self.gather("votes in a round", (value, ""))
+        if reason := next((reason for _, reason in votes if reason), ""):
             raise ElsewhereError(f"it failed in another process of this worker: {reason}")
-        return [value for value, _ in said]
+        return [value for value, _ in votes]
 
     def agree(self, ok: bool = True) -> bool:
         """Return whether ``ok`` holds in all processes; raise as :meth:`poll`."""
@@ -210,20 +210,20 @@ class _Peer:
             LsgdError: it has left the run, makes another call, or makes none in time.
         """
         try:
-            came = self._received.get(timeout=None if math.isinf(within_s) else within_s)
+            received = self._received.get(timeout=None if math.isinf(within_s) else within_s)
         except queue.Empty:
             raise LsgdError(
                 f"{self._name} of this island does not come: this one {tag[1]}, and has waited {within_s:g} s; "
                 f"{_TOGETHER}"
             ) from None
-        if came is None:
+        if received is None:
             raise self._lost
-        if came[0] != tag:
+        if received[0] != tag:
             raise LsgdError(
-                f"this process {tag[1]} (call {tag[0]}), but {self._name} of its island {came[0][1]} (call "
-                f"{came[0][0]}); {_TOGETHER}"
+                f"this process {tag[1]} (call {tag[0]}), but {self._name} of its island {received[0][1]} (call "
+                f"{received[0][0]}); {_TOGETHER}"
             )
-        return came[1]
+        return received[1]
 
     def close(self) -> None:
         """Say that this process leaves the island, and end the connection."""
@@ -288,16 +288,16 @@ def island_of(model: nn.Module) -> Island:
 def _connect(group: dist.ProcessGroup, rank: int, size: int) -> list[tuple[int, Connection]]:
     """Return connections with their ranks, in order: the head's to all others, and another process's to the head."""
     folder = socket_folder() if rank == 0 else Path()
-    told = [(socket.gethostname(), str(folder / "island"))]
+    place = [(socket.gethostname(), str(folder / "island"))]
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             if rank == 0:
-                listener.bind(told[0][1])
+                listener.bind(place[0][1])
                 listener.listen(size)
                 listener.settimeout(CONNECT_WITHIN_S)
-            dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group)
+            dist.broadcast_object_list(place, dist.get_global_rank(group, 0), group)
             if rank != 0:
-                return [(0, _call(*told[0], rank))]
+                return [(0, _call(*place[0], rank))]
             return sorted((_accept(listener) for _ in range(size - 1)), key=lambda accepted: accepted[0])
     finally:
         if rank == 0:

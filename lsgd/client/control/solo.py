@@ -69,9 +69,9 @@ class Solo:
         while not all((self._folder / name).exists() for name in (SOCKET_NAME, GLOBAL_SOCKET_NAME)):
             failed = self._process.poll() is not None or is_given(self.address, Notice.GIVEN_UP)
             if failed or time.monotonic() > deadline_s:
-                said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+                lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
                 raise JoinError(
-                    f"this script's own servers do not start: {' '.join(said[-3:]) or 'no output'}; "
+                    f"this script's own servers do not start: {' '.join(lines[-3:]) or 'no output'}; "
                     f"start it with: {launch_line()}"
                 )
             time.sleep(_LOOK_EVERY_S)

@@ -43,13 +43,13 @@ class Asking:
         self._grants = Grants(membership.plan.run.lookahead)
         self._ahead: Expected | None = None  # the answer to the request for more
         self._last = False  # requests are for a round only, without an iteration
-        self._said = 0  # iterations completed, as of the last request
+        self._reported = 0  # iterations completed, as of the last request
 
     def next(self) -> bool:
         """Take the next iteration that was granted ahead; return False if there is none."""
-        granted, progress, said = self._island.share("begins a step", self._next)
+        granted, progress, done = self._island.share("begins a step", self._next)
         if progress is not None:
-            self.progress.answered(progress, said)
+            self.progress.answered(progress, done)
         return granted
 
     def _next(self) -> tuple[bool, float | None, int]:
@@ -62,7 +62,7 @@ class Asking:
         if self._channel.recalled():
             self._forget_ahead()
             self._grants.give_back()  # the next message says so
-        return self._grants.next(), progress, self._said
+        return self._grants.next(), progress, self._reported
 
     def request(self, silence_s: float | None) -> Go | Stop:
         """Ask for an iteration and return the answer; repeats the same request until :meth:`take`.
@@ -71,28 +71,27 @@ class Asking:
             silence_s: how long the servers may be silent; None: as in the plan.
         """
         loss = self._mean_loss()
-        self._said = self._tally.done
+        self._reported = self._tally.done
         return self._island.share("asks for an iteration", lambda: self._request(loss, silence_s))
 
     def _mean_loss(self) -> float | None:
         """Return the mean loss of this worker's processes; None if none has one."""
-        told = self._island.gather("asks for an iteration", (self._standing.loss(), self._tally.done))
-        if len({done for _, done in told}) > 1:
+        reports = self._island.gather("asks for an iteration", (self._standing.loss(), self._tally.done))
+        if len({done for _, done in reports}) > 1:
             raise LsgdError(
                 f"{self._who[0]}: the processes of this island have completed "
-                f"{', '.join(str(done) for _, done in told)} iterations; all of them must step the optimizer, or skip "
-                f"the step, together"
+                f"{', '.join(str(done) for _, done in reports)} iterations; all of them must step the optimizer, or "
+                f"skip the step, together"
             )
-        losses = [loss for loss, _ in told if loss is not None]
+        losses = [loss for loss, _ in reports if loss is not None]
         return sum(losses) / len(losses) if losses else None
 
     def _request(self, loss: float | None, silence_s: float | None) -> Go | Stop:
         seq = self._grants.seq
         expected, self._ahead = self._ahead, None
-        request = self._make_request(seq, loss)
         with self._tally.spending("waiting"):
             answer: Go | Stop = self._channel.ask(
-                request,
+                self._make_request(seq, loss),
                 expected or (lambda m: isinstance(m, Go | Stop) and m.seq == seq),
                 what=f"{self._who[0]} waits for its next iteration",
                 silence_s=silence_s,
@@ -103,10 +102,10 @@ class Asking:
         """Accept an answer whose round is done; return whether it grants an iteration, or the run has ended."""
         if isinstance(answer, Stop):
             self.stopped = True
-            self.progress.answered(1.0, self._said)
+            self.progress.answered(1.0, self._reported)
             logger.info("%s stops after %d iterations: %s", self._who[0], self._tally.done, answer.reason)
             return False
-        self.progress.answered(answer.progress, self._said)
+        self.progress.answered(answer.progress, self._reported)
         return self._island.share("takes an iteration", lambda: self._grants.take(answer))
 
     def want_only_round(self) -> None:
@@ -163,8 +162,6 @@ class Asking:
 
     def _make_request(self, seq: int, loss: float | None, *, ahead: bool = False) -> Request:
         tally = self._tally
-        self._said = tally.done
-        said = (tally.done, tally.committed, tally.dropped)
-        if ahead:  # leave out what only rounds use
-            return Request(*self._who, seq, *said, loss=None, ahead=True, last=self._last)
-        return Request(*self._who, seq, *said, loss, last=self._last, rate=self._standing.rate())
+        self._reported = tally.done
+        rate = None if ahead else self._standing.rate()  # only rounds use it
+        return Request(*self._who, seq, tally.done, tally.committed, tally.dropped, loss, ahead, self._last, rate)

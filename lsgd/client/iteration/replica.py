@@ -93,8 +93,8 @@ class Replica:
         if not text or text == self._text:
             return False
         settings = algorithm_of(json.loads(text), "the server's round")
-        anew = not same_form(settings, self.algorithm.settings)
-        if anew:
+        fresh = not same_form(settings, self.algorithm.settings)
+        if fresh:
             self.algorithm = settings.create(self.flat.buffers, self._run_id)
         self.algorithm.settings, self._text = settings, text
         resumed, self._resumed = self._resumed, None
@@ -102,7 +102,7 @@ class Replica:
             device = self.flat.buffers[0].device
             moved = _pytree.tree_map_only(Tensor, lambda x: x.to(device), resumed[1])
             self.algorithm.load_state_dict(self.algorithm.state_dict() | moved)  # the checkpoint may lack some entries
-        return anew
+        return fresh
 
     def drop_gradients(self) -> None:
         """Drop the gradients, so that an optimizer's step changes nothing."""

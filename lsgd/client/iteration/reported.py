@@ -92,14 +92,14 @@ class Logged:
         Raises:
             ConfigError: a name or a number is invalid, or there are too many names.
         """
-        told = self.numbers | {_name(name): _number(name, value) for name, value in numbers.items()}
-        told = {name: number for name, number in told.items() if math.isfinite(number)}
-        if len(told) > MAX_LOGGED:
+        merged = self.numbers | {_name(name): _number(name, value) for name, value in numbers.items()}
+        merged = {name: number for name, number in merged.items() if math.isfinite(number)}
+        if len(merged) > MAX_LOGGED:
             raise ConfigError(
-                f"log() takes at most {MAX_LOGGED} names in a run, not {len(told)}: leave some out "
-                f"({', '.join(list(told)[-3:])}, ...)"
+                f"log() takes at most {MAX_LOGGED} names in a run, not {len(merged)}: leave some out "
+                f"({', '.join(list(merged)[-3:])}, ...)"
             )
-        self.numbers = told
+        self.numbers = merged
 
 
 def _name(name: object) -> str:

@@ -82,5 +82,5 @@ class Incoming(Line):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
         self._loop.arm(connection.fileno(), select.EPOLLIN)
 
-    def _holds_some(self, connection: socket.socket) -> bool:
+    def _has_buffered(self, connection: socket.socket) -> bool:
         return bool(self._ahead) or (isinstance(connection, ssl.SSLSocket) and connection.pending() > 0)

@@ -81,7 +81,7 @@ class Line:
     def serve(self) -> None:
         """Move what can be moved without waiting."""
         with self._lock:
-            self._advance(hear=True)
+            self._advance(check=True)
 
     def watch(self) -> None:
         """Check that the connection still works; called now and then."""
@@ -135,14 +135,14 @@ class Line:
         self._drop()
         self._lost()
 
-    def _advance(self, *, hear: bool = False) -> None:
+    def _advance(self, *, check: bool = False) -> None:
         if (connection := self._connection) is None:
             return
         try:
             moved = 0
-            if hear:
-                self._hear(connection)
-            while self._parcels and (moved < TURN_NBYTES or self._holds_some(connection)):
+            if check:
+                self._check_closed(connection)
+            while self._parcels and (moved < TURN_NBYTES or self._has_buffered(connection)):
                 count = self._move(connection, self._rest)
                 moved += count
                 self._moved += count
@@ -184,9 +184,9 @@ class Line:
         """Make the loop serve this line when there is something to do."""
         raise NotImplementedError
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _check_closed(self, connection: socket.socket) -> None:
         """Notice if the other end has closed the connection."""
 
-    def _holds_some(self, connection: socket.socket) -> bool:
+    def _has_buffered(self, connection: socket.socket) -> bool:
         """Whether bytes have arrived that polling the descriptor does not show."""
         return False

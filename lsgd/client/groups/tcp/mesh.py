@@ -29,7 +29,7 @@ HELLO_WITHIN_S = 10.0
 KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 """After how many seconds an idle connection is probed, how often, and after how many failures it is given up."""
 
-MAX_SAID = 5
+MAX_REFUSALS = 5
 """How many refused connections are logged."""
 
 Pair = tuple[int, int]
@@ -77,7 +77,7 @@ class Mesh:
         self._ways: dict[Pair, Way | None] = {}  # how their connections are made; None: by the other member
         self._lock = threading.Lock()
         self._over = False
-        self._said = 0
+        self._refusals = 0
         self._service: Service | None = None
 
     def gather(self) -> None:
@@ -203,8 +203,8 @@ class Mesh:
                     connection.send(hello.answer(door.nonce, line.renew()))
             line.connect(connection, received)
         except (OSError, TimeoutError) as error:
-            if self._said < MAX_SAID and not self._over:
-                self._said += 1
+            if self._refusals < MAX_REFUSALS and not self._over:
+                self._refusals += 1
                 why = str(error) or f"it did not say who it is within {HELLO_WITHIN_S:g} s"
                 logger.warning("refused a connection from %s to the port for tensors: %s", origin, why)
 

@@ -119,7 +119,7 @@ class Outgoing(Line):
         moving = select.EPOLLOUT if self._parcels else 0
         self._loop.arm(connection.fileno(), moving | select.EPOLLIN | select.EPOLLRDHUP)
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _check_closed(self, connection: socket.socket) -> None:
         """Notice if the other end, which sends nothing, has closed the connection."""
         with suppress(*WOULD_BLOCK):
             if not connection.recv(1):
