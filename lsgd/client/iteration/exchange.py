@@ -38,8 +38,8 @@ def exchange(replica: Replica, group: WorkerGroup, order: Round) -> None:
 def _exchange_buffers(replica: Replica, group: WorkerGroup, order: Round) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return the model's floating buffers, and the values that the round gives them."""
     buffers, treated = replica.finite.buffers(), replica.run.buffers
-    is_last_enough = replica.lockstep  # every iteration is a round
-    if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or is_last_enough:
+    # In lockstep, every iteration is a round, and averaging them in the consensus is enough.
+    if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or replica.lockstep:
         return (), ()
     flat = torch.cat([wide(b) for b in buffers])
     if treated == "leader":
