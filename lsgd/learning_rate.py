@@ -1,4 +1,4 @@
-"""Learning rates over a run: factors of the base rate, by the share of the run that is made."""
+"""Learning rates over a run: factors of the base rate, by the share of the run that is done."""
 
 import math
 from collections.abc import Iterable
@@ -18,24 +18,26 @@ def check(kind: str, warmup: float, decay: float) -> None:
         ConfigError: one is unknown or out of range.
     """
     if kind not in KINDS:
-        raise ConfigError(f"no schedule is called {kind!r}; {nearest(kind, KINDS)}")
+        raise ConfigError(f"there is no schedule {kind!r}; {nearest(kind, KINDS)}")
     for name, share in (("warmup", warmup), ("decay", decay)):
         if not 0 <= share < 1:
             hint = "; for N steps of M, give N / M" if share >= 1 else ""
-            raise ConfigError(f"{name} = {share:g} is not a share of the run, from 0 to less than 1{hint}")
+            raise ConfigError(f"{name} = {share:g} is not a share of the run from 0 to less than 1{hint}")
     if kind == "wsd" and warmup + decay > 1:
-        raise ConfigError(f"warmup = {warmup:g} and decay = {decay:g} are more than the whole run; lower one of them")
+        raise ConfigError(
+            f"warmup = {warmup:g} and decay = {decay:g} add up to more than the whole run; lower one of them"
+        )
 
 
 def factor(kind: str, progress: float, warmup: float, decay: float) -> float:
     """Return what to multiply the base learning rate by, from 0 to 1.
 
-    It rises in a line from 0 during the warm-up. Then ``wsd`` stays at 1 and falls in a line to 0 in the last part of
-    the run; ``cosine`` falls to 0 as half a cosine (SGDR, arXiv 1608.03983, without restarts); ``linear`` in a line.
+    It rises linearly from 0 during the warm-up. Then ``wsd`` stays at 1 and falls linearly to 0 in the last part of the
+    run; ``cosine`` falls to 0 as half a cosine (SGDR, arXiv 1608.03983, without restarts); ``linear`` falls linearly.
 
     Args:
         kind: of :data:`KINDS`.
-        progress: share of the run that is made, 0 to 1.
+        progress: share of the run that is done, 0 to 1.
         warmup: share of the run that is the warm-up.
         decay: share of the run in which ``wsd`` falls; the others ignore it.
     """
@@ -48,16 +50,16 @@ def factor(kind: str, progress: float, warmup: float, decay: float) -> float:
 
 
 class Fallen:
-    """Follows the learning rate of a worker, and tells it once it has fallen.
+    """Follows a worker's learning rate, and reports it once it has fallen.
 
-    While it rises, as in a warm-up, it says nothing about how far models part.
+    A rising rate, as in a warm-up, says nothing about how far the models diverge.
     """
 
     def __init__(self) -> None:
         self._highest = 0.0
 
     def rate(self, optimizers: Iterable[Any]) -> float | None:
-        """Return the highest learning rate of these torch optimizers now; None if it was never higher before."""
+        """Return the highest current learning rate of these torch optimizers; None if it was never higher."""
         rate = max((float(group["lr"]) for o in optimizers for group in o.param_groups), default=0.0)
         self._highest = max(self._highest, rate)
         return rate if rate < self._highest else None

@@ -1,4 +1,4 @@
-"""The probe: a model's loss on a batch that all workers have in common, by which ``election = "probe"`` elects."""
+"""The probe of ``election = "probe"``: a model's loss on a batch that all workers share."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ from lsgd.errors import ConfigError
 
 @torch.no_grad()
 def probe_loss(model: nn.Module, evaluate: Callable[[], Tensor | float]) -> float:
-    """Return what ``evaluate`` returns, without gradients and in evaluation mode; afterwards modes are as before.
+    """Return the result of ``evaluate``, without gradients and in evaluation mode; restores the modules' modes.
 
     Raises:
-        ConfigError: that is not one number.
+        ConfigError: the result is not one number.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -23,5 +23,5 @@ def probe_loss(model: nn.Module, evaluate: Callable[[], Tensor | float]) -> floa
         for module in training:
             module.training = True
     if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise ConfigError(f"the probe returns its loss as one number, not as a tensor of {tuple(loss.shape)}")
+        raise ConfigError(f"a probe must return its loss as one number, not a tensor of shape {tuple(loss.shape)}")
     return float(loss)

@@ -1,14 +1,14 @@
-"""Parameters that FSDP2 shards (``torch.distributed.fsdp.fully_shard``): the part of each that this process holds.
+"""Parameters sharded by FSDP2 (``torch.distributed.fsdp.fully_shard``): the part of each that this process holds.
 
-FSDP2's private names are in this file only. With them, shards become windows onto flat buffers. Where torch does not
-have them, or not as they are known here, shards are copied into the buffers and back.
+Only this file uses FSDP2's private names. With them, shards become views of flat buffers. If torch lacks them, or they
+work differently, shards are copied into the buffers and back.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,21 +22,21 @@ logger = logging.getLogger("lsgd")
 
 
 def _loaded(module: str, name: str) -> Any:
-    """Return a class of a module that only models with shards have loaded: to import it takes a second."""
+    """Return a class if its module is loaded: only sharded models load it, and importing it takes a second."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is distributed over several processes, this one among them."""
+    """Whether a tensor is distributed over several processes, including this one."""
     kind = _loaded("torch.distributed.tensor", "DTensor")
     return kind is not None and isinstance(tensor, kind)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds, which shares its memory: all of it if it is not sharded."""
+    """Return this process's part of a tensor, which shares its memory; the tensor itself if it is not sharded."""
     if not is_sharded(tensor):
         return tensor
-    held = getattr(tensor, "_local_tensor", None)  # at a hundredth of what the public call takes, in each step
+    held = getattr(tensor, "_local_tensor", None)  # a hundred times faster than the public call, in each step
     if held is None:
         with torch.no_grad():
             held = tensor.to_local()  # type: ignore[attr-defined]
@@ -44,18 +44,18 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def begins(tensor: Tensor) -> list[int]:
-    """Return where in the whole tensor this process's part begins, in each dimension."""
+    """Return where this process's part begins in the whole tensor, for each dimension."""
     starts = [0] * tensor.dim()
     if is_sharded(tensor):
         sharded: Any = tensor
         mesh, dim = sharded.device_mesh, sharded.placements[0].dim
-        chunk = -(-tensor.shape[dim] // mesh.size())  # as torch.chunk
+        chunk = -(-tensor.shape[dim] // mesh.size())  # like torch.chunk
         starts[dim] = min(mesh.get_local_rank() * chunk, tensor.shape[dim])
     return starts
 
 
 def layout(tensor: Tensor) -> str:
-    """Return in words how a tensor is distributed; an empty text: it is not."""
+    """Return in words how a tensor is distributed; empty if it is not."""
     if not is_sharded(tensor):
         return ""
     placements = ", ".join(map(str, tensor.placements))  # type: ignore[attr-defined]
@@ -63,12 +63,12 @@ def layout(tensor: Tensor) -> str:
 
 
 def mesh_of(model: nn.Module) -> Any:
-    """Return the mesh of processes that a model is sharded over; None: it is not sharded.
+    """Return the mesh of processes that a model is sharded over; None if it is not sharded.
 
     Raises:
-        ConfigError: it is, but in a way that islands do not support.
+        ConfigError: it is sharded in a way that islands do not support.
     """
-    Reshard(model)()
+    reshard(sharded_modules(model))
     named: list[tuple[str, Any]] = list(model.named_parameters())
     sharded = [(name, parameter) for name, parameter in named if is_sharded(parameter)]
     if not sharded:
@@ -76,7 +76,7 @@ def mesh_of(model: nn.Module) -> Any:
     if plain := [name for name, parameter in named if not is_sharded(parameter)]:
         raise ConfigError(
             f"the parameter {plain[0]} is not sharded, but {sharded[0][0]} is; call fully_shard on the whole model "
-            f"too, after its parts, and ignore no parameters"
+            f"too, after its parts, without ignored parameters"
         )
     mesh = sharded[0][1].device_mesh
     for name, parameter in sharded:
@@ -84,50 +84,45 @@ def mesh_of(model: nn.Module) -> Any:
         if len(placements) != 1 or not placements[0].is_shard() or parameter.device_mesh != mesh:
             raise ConfigError(
                 f"the parameter {name} is distributed as {layout(parameter)}; an island shards all parameters over one "
-                f"mesh of one dimension: fully_shard(model, mesh=init_device_mesh(device, (processes,))), without "
+                f"one-dimensional mesh: fully_shard(model, mesh=init_device_mesh(device, (processes,))), without "
                 f"tensor parallelism or replicas"
             )
     return mesh
 
 
-class Reshard:
-    """Has FSDP2 forget the parameters that it has gathered: an evaluation leaves the root's in the shards' place.
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that FSDP2 shards."""
+    kind = _loaded("torch.distributed.fsdp", "FSDPModule")
+    return [m for m in model.modules() if kind is not None and isinstance(m, kind)]
 
-    Args:
-        model: perhaps sharded.
-    """
 
-    def __init__(self, model: nn.Module) -> None:
-        kind = _loaded("torch.distributed.fsdp", "FSDPModule")
-        self._modules: list[Any] = [m for m in model.modules() if kind is not None and isinstance(m, kind)]
-
-    def __call__(self) -> None:
-        """Reshard all modules."""
-        for module in self._modules:
-            module.reshard()
+def reshard(modules: Iterable[Any]) -> None:
+    """Make FSDP2 drop gathered parameters: an evaluation leaves the root module's in place of the shards."""
+    for module in modules:
+        module.reshard()
 
 
 def room_of(kept: Any) -> int:
-    """Return the elements that a shard's window needs: FSDP2 gathers shards of equal sizes, the last ones padded."""
+    """Return how many elements a shard needs in a buffer: FSDP2 pads shards to equal sizes."""
     return int(kept._sharded_param_data.numel())
 
 
 def move(kept: Any, buffer: Tensor) -> None:
-    """Make a part of a flat buffer the memory of a shard, of which FSDP2 keeps ``kept``."""
-    data = from_dlpack(buffer)  # a storage of its own
+    """Make a part of a flat buffer the memory of a shard; ``kept`` is FSDP2's record of it."""
+    data = from_dlpack(buffer)  # with its own storage
     data.copy_(kept._sharded_param_data)
     kept._sharded_param_data, kept.sharded_param._local_tensor = data, _window(kept, data)
 
 
 def _window(kept: Any, padded: Tensor) -> Tensor:
-    """Return the shard in its padded memory."""
+    """Return the shard's view of its padded memory."""
     dim = kept.fsdp_placement.dim
     whole = padded.view(kept.padded_sharded_param_size)
     return whole.narrow(dim, 0, kept.sharded_param._local_tensor.size(dim))
 
 
 def shards(model: nn.Module) -> dict[int, Any]:
-    """Return torch's ``FSDPParam`` of each sharded parameter, by its identity; empty where the names are others.
+    """Return torch's ``FSDPParam`` of each sharded parameter, by its identity; empty if torch's names differ.
 
     Raises:
         ConfigError: FSDP2 keeps the shards in host memory.
@@ -137,19 +132,17 @@ def shards(model: nn.Module) -> dict[int, Any]:
         for kept in found.values():
             window = _window(kept, kept._sharded_param_data)
             if window.data_ptr() != kept.sharded_param._local_tensor.data_ptr() or not window.is_contiguous():
-                raise AttributeError("a shard that is no part of its padded one")
+                raise AttributeError("a shard is not a view of its padded memory")
     except (AttributeError, RuntimeError, IndexError) as error:
-        logger.warning(
-            "torch %s keeps shards otherwise than lsgd knows (%s): each round copies them", torch.__version__, error
-        )
+        logger.warning("torch %s keeps shards in an unknown way (%s): each round copies them", torch.__version__, error)
         return {}
     if any(getattr(kept, "offload_to_cpu", False) for kept in found.values()):
-        raise ConfigError("fully_shard with CPUOffloadPolicy is not supported: leave offload_policy out")
+        raise ConfigError("fully_shard with CPUOffloadPolicy is not supported: leave out offload_policy")
     return found
 
 
 def _kept(model: nn.Module) -> Iterator[Any]:
-    for module in Reshard(model)._modules:
+    for module in sharded_modules(model):
         state = module._get_fsdp_state()
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
         for group in groups:
@@ -158,12 +151,12 @@ def _kept(model: nn.Module) -> Iterator[Any]:
 
 
 def local_state(state: Any) -> Any:
-    """Return a copy of a nested state with the local parts of all tensors."""
+    """Return a nested state with each tensor replaced by its local part."""
     return _pytree.tree_map_only(Tensor, local, state)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Have an optimizer take over a state of local parts: those of sharded parameters become sharded again."""
+    """Load a state of local parts into an optimizer; tensors of sharded parameters become sharded again."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = {
         place: {name: _like_state(value, parameters[place]) for name, value in values.items()}
@@ -174,14 +167,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def _like_state(value: Any, parameter: Tensor) -> Any:
-    """Return what an optimizer keeps of a parameter, sharded as that is where it has its shape."""
+    """Return an optimizer's value for a parameter, sharded like the parameter if it has the same shape."""
     if not isinstance(value, Tensor) or not value.dim() or value.shape != local(parameter).shape:
         return value
     return sharded_like(parameter, value.to(parameter.device)) if is_sharded(parameter) else value
 
 
 def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor sharded as a parameter is, whose part here is ``part``; that itself if it is not sharded."""
+    """Return a tensor sharded like a parameter, with ``part`` as this process's part; ``part`` if not sharded."""
     if not is_sharded(parameter):
         return part
     sharded: Any = parameter
@@ -196,16 +189,16 @@ def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and persistent buffers by name, themselves: of sharded ones this process's shards."""
-    Reshard(model)()
+    """Return a model's parameters and persistent buffers by name, not copied; sharded parameters stay sharded."""
+    reshard(sharded_modules(model))
     return {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
 
 
 @torch.no_grad()
 def whole(tensors: Mapping[str, Tensor], *, here: bool) -> dict[str, Tensor]:
-    """Return copies of tensors in host memory, the sharded ones whole; none if they are not wanted here.
+    """Return copies of tensors in host memory, with sharded ones gathered; empty unless ``here``.
 
-    All processes that share them have to call it. They gather one after the other, so no device has more than one.
+    All processes that share the tensors must call it. It gathers one tensor at a time, to save memory.
     """
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -216,9 +209,9 @@ def whole(tensors: Mapping[str, Tensor], *, here: bool) -> dict[str, Tensor]:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of a model's state in host memory; of a sharded one all of it on the first process, none elsewhere.
+    """Return a copy of a model's state in host memory; if sharded, the whole on the first process, empty elsewhere.
 
-    All processes that share the model have to call it.
+    All processes that share the model must call it.
     """
     mesh = mesh_of(model)
     return whole(state_of(model), here=mesh is None or mesh.get_local_rank() == 0)

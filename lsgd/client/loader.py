@@ -1,4 +1,4 @@
-"""The data of a worker: a shard that no other worker has, dealt anew each epoch."""
+"""A worker's data: a shard that no other worker has, dealt again in each epoch."""
 
 import hashlib
 import logging
@@ -19,24 +19,24 @@ logger = logging.getLogger("lsgd")
 T = TypeVar("T")
 
 DIGEST_NBYTES = 1 << 16
-"""How much of each tensor of a batch its digest looks at."""
+"""How many bytes of each tensor go into a batch's digest."""
 
 
 class ShardSampler(Sampler[int]):
     """Indices of this worker's shard.
 
-    Each epoch deals the dataset out to the workers anew, by a permutation that all know. So the shards of an epoch are
-    disjoint and cover the dataset, and each worker sees all of it in time. They follow the membership from the next
-    epoch on. Workers at different epochs, because of their speeds or a late join, may draw the same sample. The
-    processes of an island get equally many samples, so that they make the same steps: of each epoch up to as many
-    as the island has other processes are left out.
+    Each epoch deals out the dataset by a permutation that all workers know. So the shards of an epoch are disjoint and
+    cover the dataset, and in time each worker sees all of it. A change of membership counts from the next epoch on.
+    Workers in different epochs, because of their speeds or a late join, may draw the same sample. The processes of an
+    island get equally many samples, so that they run the same steps; each epoch leaves out at most as many samples as
+    the island has other processes.
 
     Args:
         length: of the dataset.
-        place: returns (rank, world size) of this worker now; in islands, of this process among those of all workers.
+        place: returns the current (rank, world size) of this worker; in islands, of this process among all processes.
         seed: of the permutations; the same on all workers.
-        shuffle: whether to shuffle; without, a shard is in the dataset's order.
-        processes: of this worker's island.
+        shuffle: whether to shuffle; if not, a shard is in the dataset's order.
+        processes: number of processes of this worker's island.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class ShardSampler(Sampler[int]):
         self.shuffle = shuffle
         self._processes = processes
         self.epoch = 0
-        self.consumed = 0  # samples of this epoch that were trained on
-        self.dealt_for = place()  # the rank and world size whose shard this epoch's is
+        self.consumed = 0  # samples of this epoch trained on
+        self.dealt_for = place()  # rank and world size of this epoch's shard
         self._skip = 0
 
     def shard(self) -> Tensor:
@@ -62,7 +62,7 @@ class ShardSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         skip, self._skip = self._skip, 0
-        if self.consumed > skip:  # an epoch that was left early is over: the next one has another order
+        if self.consumed > skip:  # an epoch left early is over: the next one has another order
             self.epoch += 1
         self.consumed = skip
         self.dealt_for = self.place()
@@ -73,23 +73,23 @@ class ShardSampler(Sampler[int]):
         return max(0, self._samples() - self._skip)
 
     def _samples(self) -> int:
-        """Return the samples in this shard: as many as in that of the island's last process, which has the fewest."""
+        """Return the size of this shard: that of the island's last process, which has the fewest samples."""
         rank, size = self.place()
         last = rank - rank % self._processes + self._processes - 1
         return len(range(last, self.length, size))
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far training is: the epoch, and the samples of it that were consumed (not prefetched)."""
+        """Return how far training is: the epoch, and its consumed (not prefetched) samples."""
         return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where :meth:`state_dict` was taken: the next epoch iterated is the rest of that one."""
+        """Continue from a :meth:`state_dict`: the next pass is the rest of that epoch."""
         self.epoch, self.seed = state["epoch"], state["seed"]
         self.consumed = self._skip = state["consumed"]
 
 
 class ShardLoader(DataLoader[Any]):
-    """A DataLoader of this worker's shard, made by ``Worker.loader``; a batch handed out counts as consumed."""
+    """A DataLoader of this worker's shard, made by ``Worker.loader``; every yielded batch counts as consumed."""
 
     sampler: ShardSampler
 
@@ -109,7 +109,7 @@ class ShardLoader(DataLoader[Any]):
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where :meth:`state_dict` was taken."""
+        """Continue from a :meth:`state_dict`."""
         self.sampler.load_state_dict(state)
 
 
@@ -124,31 +124,29 @@ def shard_loader(
     """Return a loader of a worker's shard; ``options`` are DataLoader's.
 
     Raises:
-        ConfigError: the dataset has no length, is too small, or an option is one that sharding decides.
+        ConfigError: the dataset has no length or is too small, or an option is up to the sharding.
     """
     taken = {"sampler", "batch_sampler"} & options.keys()
     if taken:
         raise ConfigError(
-            f"loader() makes the {taken.pop()} itself; with one of your own, make a DataLoader and pass it to batches()"
+            f"loader() makes the {taken.pop()} itself; to use your own, make a DataLoader and pass it to batches()"
         )
     length = getattr(dataset, "__len__", None)
     if length is None:
-        raise ConfigError(
-            "loader() needs a dataset with a length; iterate a stream of your own and pass it to batches()"
-        )
+        raise ConfigError("loader() needs a dataset with a length; for a stream, pass your own iterable to batches()")
     _, size = place()
     if length() < size:
-        raise ConfigError(f"the dataset has {length()} samples for {size} workers; some would have none")
+        raise ConfigError(f"the dataset has {length()} samples for {size} workers; some workers would have none")
     loader = ShardLoader(dataset, sampler=ShardSampler(length(), place, seed, shuffle, processes), **options)
     if len(loader) == 0:
         raise ConfigError(
-            f"the dataset has {length()} samples for {size} workers: with drop_last, that is not one whole batch each"
+            f"the dataset has {length()} samples for {size} workers: with drop_last, no worker has a whole batch"
         )
     return loader
 
 
 def length(loader: object) -> float:
-    """Return how many batches a pass over a loader has, infinity if it does not say."""
+    """Return the number of batches in a pass over a loader; infinity if it has no length."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -156,23 +154,23 @@ def length(loader: object) -> float:
 
 
 def peek(batches: Iterator[T]) -> tuple[list[T], Iterator[T]]:
-    """Return the first of the batches in a list, empty if there is none, and an iterator over all of them."""
+    """Return a list with the first batch, if there is one, and an iterator over all batches."""
     first = list(islice(batches, 1))
     return first, chain(first, batches)
 
 
 class FirstData:
-    """Lets the servers compare what the workers begin with, where it is not sharded here.
+    """Lets the servers compare the workers' first batches, if lsgd does not shard the data.
 
     Args:
-        tell: takes the digest of the first batch.
+        tell: sends the digest of the first batch.
     """
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell: Callable[[str], object] | None = tell
 
     def of(self, loader: Iterable[T], world_size: int) -> Iterator[T]:
-        """Iterate a loader; before the first iteration, tell the digest of data that we do not shard."""
+        """Return an iterator over a loader; at the first call, send the digest if lsgd does not shard the data."""
         source = iter(loader)
         if self._tell is not None and not isinstance(loader, ShardLoader):
             tell, self._tell = self._tell, None
@@ -184,19 +182,19 @@ class FirstData:
 
 
 def warn_if_unsharded(loader: object, world_size: int) -> None:
-    """Log a warning if every worker draws from the whole dataset."""
+    """Warn if every worker draws from the whole dataset."""
     if not isinstance(loader, DataLoader) or isinstance(loader, ShardLoader) or world_size == 1:
         return
     if isinstance(loader.sampler, RandomSampler | SequentialSampler):
         logger.warning(
             "this DataLoader is not sharded: each of the %d workers draws from the whole dataset; "
-            "worker.loader(dataset, ...) gives each a shard of its own",
+            "worker.loader(dataset, ...) gives each its own shard",
             world_size,
         )
 
 
 def digest(batch: object) -> str:
-    """Return a digest of a batch's tensors, or an empty text if it has none."""
+    """Return a digest of a batch's tensors; empty if it has none."""
     hashed = hashlib.blake2b(digest_size=16)
     leaves = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     tensors = [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_nested and leaf.numel()]

@@ -46,12 +46,12 @@ T = TypeVar("T")
 
 
 class Worker:
-    """A member of a run: it asks before each iteration, and carries out the rounds that it is told of.
+    """A member of a run: it asks before each iteration, and carries out the rounds that the servers order.
 
-    It is one process, or several that share a model sharded by FSDP2 (``fully_shard``): an island. All processes of
-    an island make the same calls of its methods, in the same order.
+    It is one process, or an island: several processes that share a model sharded by FSDP2 (``fully_shard``). All
+    processes of an island call the same methods in the same order.
 
-    Made by :meth:`join`; a context manager, which leaves the run at its end::
+    :meth:`join` makes one. It is a context manager, which leaves the run at its end::
 
         with Worker.join(model, optimizer) as worker:
             loader = worker.loader(dataset, batch_size=64)
@@ -61,13 +61,13 @@ class Worker:
                     optimizer.zero_grad(); loss.backward(); optimizer.step()
                     worker.report(loss)
 
-    One iteration is one step in which an optimizer stepped. A step without that (a micro-batch of gradient
-    accumulation, or where GradScaler skipped it) asks nothing and counts nothing.
+    A step in which an optimizer steps is an iteration. Other steps (micro-batches of gradient accumulation, steps
+    that GradScaler skips) need no iteration and do not count.
 
     A loop that is not a ``for`` over batches uses :meth:`begin_step` and :meth:`end_step`.
 
-    If the run has ended with a model that is not finite, the end of the ``with`` block leaves the run, says which
-    tensors, and ends the process with exit code 65 (:class:`lsgd.errors.NonFiniteError`).
+    If the run ended with a non-finite model, the end of the ``with`` block leaves the run, names the tensors, and
+    ends the process with exit code 65 (:class:`lsgd.errors.NonFiniteError`).
     """
 
     def __init__(self, membership: Membership, replica: Replica, steps: Steps, checkpoints: Checkpoints) -> None:
@@ -90,26 +90,26 @@ class Worker:
         checkpoint_dir: Path | None = None,
         extra: Mapping[str, Stateful] | None = None,
     ) -> Self:
-        """Join the run that this machine's local server belongs to, and return when all expected workers have.
+        """Join the run of this machine's local server, and return when all expected workers have joined.
 
         The server's address, this worker's number on the machine and its device come from the variables
-        ``LSGD_LOCAL``, ``LSGD_LOCAL_RANK`` and ``LSGD_DEVICE``, which ``lsgd launch`` sets; else from torchrun's or
-        Slurm's. Join after the model is on its device and in its dtype: the parameters move into flat buffers
-        (the Parameter objects stay), and must stay there.
+        ``LSGD_LOCAL``, ``LSGD_LOCAL_RANK`` and ``LSGD_DEVICE``, which ``lsgd launch`` sets; otherwise from torchrun's
+        or Slurm's. Join after the model is on its device and in its dtype: the parameters move into flat buffers
+        (the Parameter objects stay the same), and must stay there.
 
         Args:
             model: any module with dense floating-point parameters; those that require gradients are exchanged.
             optimizer: the optimizer of these parameters, a wrapper with it as ``.optimizer``, or a list of them.
             timeout_s: longest to wait for the other workers.
-            checkpoint_dir: folder for this run's checkpoints; None: ``checkpoints`` in :attr:`run_dir`, or none are
-                written where there is no such folder.
-            extra: what else belongs into a checkpoint, by name: objects with ``state_dict`` and ``load_state_dict``,
-                such as a GradScaler. With a checkpoint to go on from (``LSGD_RESUME``), they are restored here, as
-                the model and the optimizers are.
+            checkpoint_dir: folder for this run's checkpoints. None: ``checkpoints`` in :attr:`run_dir`; without a
+                run_dir, no checkpoints are written.
+            extra: what else to checkpoint, by name: objects with ``state_dict`` and ``load_state_dict``, such as a
+                GradScaler. If the run resumes from a checkpoint (``LSGD_RESUME``), this call restores them, like
+                the model and the optimizers.
 
         Raises:
-            JoinError: no local server answers within 5 s, the run refuses this worker, or the time is over.
-            RunOverError: the run has ended, or is about to; where the script does not handle it, the process ends with
+            JoinError: no local server answers within 5 s, the run refuses this worker, or ``timeout_s`` has passed.
+            RunOverError: the run has ended, or is about to; if the script does not handle it, the process ends with
                 exit code 0.
             ConfigError: the model, an optimizer, a variable or a checkpoint cannot be used.
         """
@@ -126,7 +126,7 @@ class Worker:
             checkpoints.start(membership.welcome.run)
             flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
             replica = Replica(membership, flat, model, optimizers, checkpoints.finite, checkpoints.algorithm)
-            checkpoints.algorithm = None  # which is the replica's now
+            checkpoints.algorithm = None  # the replica has it now
             return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
 
     # -- what a training loop uses -----------------------------------------------------------------------------
@@ -153,12 +153,12 @@ class Worker:
 
     @property
     def progress(self) -> float:
-        """Share of the whole run that is made, 0 to 1: for schedules of your own (:meth:`schedule` has some)."""
+        """Share of the whole run that is done, 0 to 1, for your own schedules (:meth:`schedule` has some)."""
         return self._steps.asking.progress.share()
 
     @property
     def stopped(self) -> bool:
-        """Whether the run has ended, and the model is the consensus; or whether this worker has left it."""
+        """Whether the run has ended and the model is the consensus, or this worker has left the run."""
         return self._steps.asking.stopped
 
     @property
@@ -168,22 +168,22 @@ class Worker:
 
     @property
     def run_dir(self) -> Path | None:
-        """The folder for results that the launcher made, None without a launcher."""
+        """The results folder that the launcher made; None without a launcher."""
         return self._membership.identity.run_dir
 
     @property
     def algorithm(self) -> AlgorithmSettings:
-        """The algorithm of the run's current phase, with its settings as they are since the last global round."""
+        """The algorithm of the run's current phase, with its settings since the last global round."""
         return self._replica.algorithm.settings
 
     @property
     def iterations(self) -> int:
-        """Iterations that this worker has made, those before the checkpoint that it goes on from included."""
+        """Iterations that this worker has completed, including those before the checkpoint that it resumed from."""
         return self._checkpoints.iterations + self._steps.tally.done
 
     @property
     def consensus_distance(self) -> float | None:
-        """Mean over workers of |x - mean| / |mean| just before the consensus was made; None before."""
+        """Mean over workers of |x - mean| / |mean| just before the consensus; None until then."""
         return self._replica.consensus_distance
 
     @property
@@ -200,20 +200,20 @@ class Worker:
         seed: int = 0,
         **options: Any,
     ) -> loaders.ShardLoader:
-        """Return a DataLoader of this worker's shard of ``dataset``; each process of an island has its part of that.
+        """Return a DataLoader of this worker's shard of ``dataset``; each process of an island gets a part of it.
 
-        Each epoch deals anew: its shards are disjoint, cover the dataset, and follow the membership. The loader's
+        Every epoch deals new shards, which are disjoint, cover the dataset, and follow the membership. The loader's
         ``state_dict()`` says how far training is; it counts batches consumed, not prefetched.
 
         Args:
             dataset: with a length and ``__getitem__``, the same on all workers.
             batch_size: samples in a batch of this worker.
-            shuffle: whether to shuffle the shard; either way each epoch deals anew.
+            shuffle: whether to shuffle the shard; either way every epoch deals new shards.
             seed: of the shards and the shuffling; must be the same on all workers.
-            options: any other argument of torch.utils.data.DataLoader but ``sampler`` and ``batch_sampler``.
+            options: any other argument of torch.utils.data.DataLoader except ``sampler`` and ``batch_sampler``.
 
         Raises:
-            ConfigError: the dataset has no length or fewer samples than there are workers.
+            ConfigError: the dataset has no length, or fewer samples than workers.
         """
         me, island = weakref.ref(self), self._membership.island
 
@@ -227,21 +227,21 @@ class Worker:
         return self._checkpoints.attend(loader)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the loader's batches, each in a step of its own (:meth:`begin_step`, :meth:`end_step`).
+        """Yield the loader's batches, each in its own step (:meth:`begin_step`, :meth:`end_step`).
 
-        Ends with the loader, or for good when the run is stopped; no batch is drawn in vain then. Rounds change the
-        model between iterations only. After the last batch nothing is asked for: there may be a pause between two
-        passes.
+        Ends with the loader, or for good when the run stops; then no drawn batch is wasted. Rounds change the model
+        between iterations only. After the last batch the worker asks for no iteration, because the script may pause
+        between two passes.
 
         Raises:
             DetachedError: a parameter was replaced, or taken from its optimizer, since the join.
-            JoinError: the servers refuse this worker, such as for the data of another one.
-            EvictedError: the run goes on without this worker (exit code 76: ``lsgd launch`` starts it again).
+            JoinError: the servers refuse this worker, for example because it trains on another worker's data.
+            EvictedError: the run continues without this worker (exit code 76: ``lsgd launch`` starts it again).
             ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).
             NoConsensusError: the run has ended for this worker without a consensus (exit code 74).
 
-        The last two have saved this worker's state. Where the script does not handle these three, the end of the
-        ``with`` block ends the process with that exit code.
+        Before the last two are raised, this worker's state is saved. If the script does not handle the last three,
+        the end of the ``with`` block ends the process with that exit code.
         """
         if self.stopped:
             return
@@ -261,22 +261,23 @@ class Worker:
                     return
                 if not left:
                     self._steps.close_step()
-                    more, source = loaders.peek(source)  # than the loader said
+                    more, source = loaders.peek(source)  # more than len() said
                     if not more:
                         return
         finally:
             self._steps.close_step()
 
     def begin_step(self) -> bool:
-        """Begin a step: have an iteration granted, with its round carried out, unless :meth:`end_step` has done so.
+        """Begin a step: get an iteration and carry out its round, unless :meth:`end_step` already has.
 
-        Call it before the step's batch is drawn: a checkpoint counts a batch that is drawn as trained on.
+        Call it before you draw the step's batch: a checkpoint counts every drawn batch as trained on.
 
         Returns:
-            Whether there is a step to make. If not, the run has ended, and the model is the consensus.
+            Whether there is a step to run. If not, the run has ended, and the model is the consensus.
 
         Raises:
-            LsgdError: the last step has not been ended, no optimizer steps, or it has left; else as :meth:`batches`.
+            LsgdError: the last step has not ended, no optimizer steps, or the worker has left; else as
+                :meth:`batches`.
             ConfigError: the plan elects by a probe, and none is registered.
         """
         if not self.stopped:
@@ -284,15 +285,15 @@ class Worker:
         return self._steps.begin()
 
     def end_step(self, loss: Tensor | float | None = None) -> bool:
-        """End a step, after the optimizer's: count it, and have the next iteration granted, with its round.
+        """End a step, after the optimizer's: count it, get the next iteration, and carry out its round.
 
-        To pause, do so before this call: what it was granted would be given back.
+        To pause, do so before this call: a pause gives back what was granted.
 
         Args:
             loss: as for :meth:`report`.
 
         Returns:
-            Whether the run goes on. If not, it has ended, and the model is the consensus.
+            Whether the run continues. If not, it has ended, and the model is the consensus.
 
         Raises:
             LsgdError: no step has begun; else as :meth:`batches`.
@@ -309,14 +310,14 @@ class Worker:
         warmup: float = 0.0,
         decay: float = 0.2,
     ) -> None:
-        """Set the learning rates before each iteration from now on, as the run's progress says.
+        """Set the learning rates before each iteration from now on, by the run's progress.
 
-        That of a parameter group is its base rate times :func:`lsgd.learning_rate.factor`. The base is the rate at the
-        first call; the group keeps it as ``initial_lr``, and so do checkpoints.
+        A parameter group's rate is its base rate times :func:`lsgd.learning_rate.factor`. The base is the rate at the
+        first call; the group and its checkpoints keep it as ``initial_lr``.
 
         Args:
-            optimizer: the one that was joined, or several, perhaps wrapped.
-            kind: ``wsd`` (constant, at last linear to 0), ``cosine`` or ``linear``, each after the warm-up.
+            optimizer: one or several that joined, perhaps wrapped.
+            kind: ``wsd`` (constant, then linear to 0), ``cosine`` or ``linear``, each after the warm-up.
             warmup: share of the run in which the rate rises from 0.
             decay: share of the run in which it falls with ``wsd``.
 
@@ -326,25 +327,25 @@ class Worker:
         self._steps.schedules.add(unwrapped(optimizer), Schedule(kind, warmup, decay))
 
     def report(self, loss: Tensor | float) -> None:
-        """Take in the loss of a batch: the mean of the last ones counts in elections. Never waits for a GPU."""
+        """Record the loss of a batch; elections compare the mean of the last ones. Never waits for a GPU."""
         self._steps.tally.losses.add(loss)
 
     def log(self, numbers: Mapping[str, Tensor | float]) -> None:
-        """Tell numbers of your own by name: the run has the mean over its live workers, and the last of each counts.
+        """Log your own numbers by name. The run shows the mean over its live workers of each one's last number.
 
-        They reach the servers within a second, and so the loggers (``user/NAME``) and the metrics. A tensor on a GPU is
-        waited for, so log now and then and not in each step. One that is not finite counts as none.
+        They reach the servers, the loggers (``user/NAME``) and the metrics within a second. A tensor on a GPU is waited
+        for, so log now and then, not in every step. A non-finite number counts as none.
 
         Args:
             numbers: at most 32 names in all, each of at most 64 letters, digits, ``_``, ``-``, ``.`` and ``/``.
 
         Raises:
-            ConfigError: a name or a number cannot be used, or the names are too many.
+            ConfigError: a name or a number is invalid, or there are too many names.
         """
         self._steps.tally.logged.add(numbers)
 
     def probe(self, evaluate: Callable[[], Tensor | float]) -> None:
-        """Register what ``election = "probe"`` compares: it returns the loss on a batch that all workers have.
+        """Register what ``election = "probe"`` compares: a function that returns the loss on a batch all workers share.
 
         It is called before rounds, without gradients and with the model in evaluation mode.
         """
@@ -352,9 +353,9 @@ class Worker:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only add up gradients: for all micro-batches of an accumulation but the last.
+        """Only add up gradients: for all micro-batches of an accumulation except the last, as in DDP.
 
-        As with DistributedDataParallel. Methods that exchange models need it for more than 128 of them only.
+        Methods that exchange models need it only for more than 128 micro-batches.
         """
         self._steps.useful = True
         gradients = self._steps.rounds.gradients
@@ -369,10 +370,10 @@ class Worker:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Step aside, to evaluate or to save: rounds go on without this worker until its next iteration.
+        """Step aside to evaluate or to save: rounds continue without this worker until its next iteration.
 
-        Pause after the step of a batch, or between two loops: an iteration that was not made is given back.
-        A worker that misses a global round takes over the leader's model when it comes back.
+        Pause after the step of a batch, or between two loops: an iteration that has not run is given back.
+        A worker that misses a global round takes the leader's model when it comes back.
         """
         self._steps.pause()
         yield
@@ -390,22 +391,22 @@ class Worker:
         return dict(json.loads(answer.report))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the whole model in host memory, after the run the consensus.
+        """Return a copy of the whole model in host memory; after the run it is the consensus.
 
         In an island all processes call it; the head gets the model, the others an empty dict.
         """
         return full_state_dict(self._replica.model)
 
     def save(self, folder: Path | str | None = None, *, file_nbytes: int = FILE_NBYTES) -> list[Path]:
-        """Write the whole model to a folder as safetensors files, after the run the consensus; return their paths.
+        """Write the whole model (after the run, the consensus) to a folder as safetensors files; return their paths.
 
-        They are named as Hugging Face's libraries expect it: ``model.safetensors``, or several files and their index.
-        Tied parameters are written once, under the first of their names. One worker saves: ``if worker.rank == 0``. In
-        an island all its processes call it, and the head writes.
+        They have the names that Hugging Face's libraries expect: ``model.safetensors``, or several files and an index.
+        Tied parameters are written once, under their first name. One worker saves: ``if worker.rank == 0``. In an
+        island all processes call it, and the head writes.
 
         Args:
-            folder: made if need be; None: :attr:`run_dir`, or where that is None the current folder.
-            file_nbytes: longest file, in bytes; a longer tensor gets a file of its own.
+            folder: created if missing. None: :attr:`run_dir`; without a run_dir, the current folder.
+            file_nbytes: longest file, in bytes; a longer tensor gets its own file.
 
         Raises:
             ConfigError: ``file_nbytes`` is less than 1.
@@ -417,24 +418,24 @@ class Worker:
         return save_model(self._replica.model, folder, file_nbytes, self._membership.island)
 
     def leader_state_dict(self) -> dict[str, Tensor] | None:
-        """Return the leader's model as it was when the consensus was made, as :meth:`state_dict`; None before."""
+        """Return the leader's model just before the consensus, as :meth:`state_dict` does; None until then."""
         return self._replica.leader_state_dict()
 
     def leave(self) -> bool:
-        """Leave before the end of the run, with what this worker has learnt given to the others.
+        """Leave before the end of the run, after giving the others what this worker has learnt.
 
-        It takes part in the next global round. If all workers leave, that round makes the consensus, as the end of the
-        plan does. If others go on, the model stays as that round has made it. (Where gradients are exchanged, models
-        are identical after each iteration, and there is no such round.)
+        It takes part in the next global round. If all workers leave, that round computes the consensus, as at the end
+        of the plan. If others continue, the model stays as after that round. (Where gradients are exchanged, models
+        are identical after each iteration, so there is no such round.)
 
         Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches().
         """
         if self._open and not self.stopped and not self._steps.finish():
-            self._end(reason="it has made its last round")
+            self._end(reason="it has completed its last round")
         return self._steps.rounds.has_consensus
 
     def _end(self, *, failed: bool = False, reason: str = "") -> None:
-        """Tell the servers that this worker leaves, once; unused grants go back."""
+        """Tell the servers once that this worker leaves; unused grants go back."""
         if not self._open:
             return
         self._open = False
@@ -449,7 +450,7 @@ class Worker:
             message = Leave(*self._membership.who, tally.done, failed, why, tally.committed)
             self._channel.ask(message, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S)
         except (ExchangeError, JoinError, ServerLostError) as error:
-            logger.warning("%s leaves without the servers' knowing: %s", self.name, error)
+            logger.warning("%s leaves, but could not tell the servers: %s", self.name, error)
         finally:
             self._membership.close()
 
@@ -479,7 +480,7 @@ class Worker:
 
 
 def _leave_at_exit(me: "weakref.ref[Worker]") -> None:
-    """Leave for a script that ends without the end of a ``with`` block."""
+    """Leave when a script ends without ending a ``with`` block."""
     worker = me()
     if worker is not None:
         worker._end(reason="its process ended")

@@ -267,7 +267,7 @@ class SimulatedWorker:
         """
         flat = FlatParameters(model, offload=offload)
         gradients = [torch.zeros_like(x) for x in flat.buffers]
-        for slot, view in zip(flat.slots, flat.views(gradients), strict=True):
+        for slot, view in zip(flat.slots, flat.layout.views(gradients), strict=True):
             slot.parameter.grad = view
         evaluate = partial(probe_loss, model, probe) if probe else None
         options: dict[str, Any] = {"steps": steps, "run": run, "probe": evaluate, "speed": speed, "flat": flat}

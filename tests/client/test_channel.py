@@ -132,7 +132,7 @@ def test_a_wait_ends_when_the_launcher_gives_the_servers_up(server, ask) -> None
     server.hears(1)
     server.say(Waiting(1, "for others"))
     notices.give(server.listener.address, notices.Notice.GIVEN_UP)
-    with pytest.raises(ServerLostError, match="and its servers have ended or are given up"):
+    with pytest.raises(ServerLostError, match="and its servers have ended or were given up"):
         answer.result(10)
 
 
@@ -254,7 +254,7 @@ def test_a_message_that_is_none_is_dropped(server, ask, caplog) -> None:
     with caplog.at_level(logging.WARNING, logger="lsgd"):
         server.say(b"junk", go(1))
         assert answer.result(10) == go(1)
-    assert "the local server's message is wrong" in caplog.text
+    assert "invalid message from the local server" in caplog.text
 
 
 def test_messages_keep_their_order_while_the_server_is_away(server, channel, tmp_path) -> None:

@@ -176,7 +176,7 @@ def test_a_model_that_is_not_finite_is_left_out_of_the_consensus(switchboard, ca
     members.run(members.round(final=True))
     assert members.values("linear.weight") == [2.0] * 3
     assert members.values("low.weight") == [2.0] * 3
-    assert "this worker's model is not finite: it is left out of the average" in caplog.messages
+    assert "this worker's model is non-finite: the average leaves it out" in caplog.messages
 
 
 def test_a_newcomer_does_not_weigh_in_the_consensus(switchboard) -> None:
@@ -263,7 +263,7 @@ def test_a_snapshot_is_saved_when_its_round_is_committed(switchboard, tmp_path) 
 def test_without_a_global_round_there_is_nothing_to_save(switchboard, tmp_path) -> None:
     members = Members(switchboard, 1, folder=tmp_path)
     rounds = members.rounds[0]
-    with pytest.raises(ServerLostError, match="nobody there; its state is not saved, since no global round came"):
+    with pytest.raises(ServerLostError, match="nobody there; its state is not saved, because no global round came"):
         with rounds.saving():
             raise ServerLostError("nobody there")
     rounds.carry_out(members.round(count=5))

@@ -84,7 +84,7 @@ def test_tied_parameters_are_there_once() -> None:
 def test_windows_onto_other_buffers_have_the_shapes_and_strides_of_the_model() -> None:
     model = Odd()
     flat = FlatParameters(model)
-    values = dict(zip([s.name for s in flat.slots], flat.views([b.clone() for b in flat.buffers]), strict=True))
+    values = dict(zip([s.name for s in flat.slots], flat.layout.views([b.clone() for b in flat.buffers]), strict=True))
     assert values.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
     for name, value in values.items():
         assert torch.equal(value, model.get_parameter(name))

@@ -255,7 +255,7 @@ def test_a_second_backward_pass_says_what_to_do() -> None:
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     bench = alone(model=nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)))
     bench.arm()
-    with pytest.raises(DetachedError, match=r"gradient of 0\.weight is sparse; AllReduce .* sparse=False"):
+    with pytest.raises(DetachedError, match=r"gradient of 0\.weight is sparse; AllReduce .*sparse=False"):
         bench.model(torch.tensor([1, 2])).sum().backward()
 
 

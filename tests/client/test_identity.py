@@ -50,7 +50,7 @@ def test_the_device_on_a_machine_with_gpus(gpus, environ, expected) -> None:
 def test_the_device_without_gpus(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device(TORCHRUN) == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"LSGD_DEVICE = 'cuda:1', but torch .* can use no GPU here"):
+    with pytest.raises(ConfigError, match=r"LSGD_DEVICE = 'cuda:1', but torch .* finds no usable GPU here"):
         device({"LSGD_DEVICE": "cuda:1"})
     assert gpu_name(torch.device("cpu")) == ""
 
@@ -72,7 +72,7 @@ def test_every_process_has_an_incarnation_of_its_own() -> None:
     [
         ({"LOCAL_RANK": "one"}, "LOCAL_RANK = 'one' is not a whole number"),
         ({"LSGD_LOCAL_RANK": "-1"}, "LSGD_LOCAL_RANK = '-1'"),
-        ({"LSGD_DEVICE": "gpu"}, "LSGD_DEVICE = 'gpu' is no device; write cpu, cuda or cuda:0"),
+        ({"LSGD_DEVICE": "gpu"}, "LSGD_DEVICE = 'gpu' is not a device; write cpu, cuda or cuda:0"),
         ({"LSGD_LOCALRANK": "1"}, "LSGD_LOCALRANK is unknown.*LSGD_LOCAL_RANK"),
     ],
 )

@@ -400,7 +400,7 @@ class TestEnds:
         status, output = node.finish()
         assert status == 0, output
         assert (node.run_dir / "saved0").exists()
-        assert "worker 1 joins too late, and has nothing to do: the run is over: " in output
+        assert "worker 1 joins too late and has nothing to do: the run is over: " in output
 
     def test_the_node_of_a_global_server_that_is_lost_saves_checkpoints(self, start):
         """Another program has taken its port when it is to be started again."""
@@ -423,7 +423,7 @@ class TestEnds:
         taker[-1].close()
         assert status == 2, output
         assert "node0/worker0 ends with exit code 75: " in output
-        assert "its servers have ended or are given up; its state is saved in" in output
+        assert "its servers have ended or were given up; its state is saved in" in output
         saved = {path.name for path in (node.run_dir / "checkpoints").glob("*/*/*.safetensors")}
         assert saved == {"node0-worker0.safetensors", "node0-worker1.safetensors"}
 

@@ -118,7 +118,7 @@ class Stream(IterableDataset):
         (lambda: shard_loader(Stream(), lambda: (0, 1), 0, True, {}), "needs a dataset with a length"),
         (lambda: loader(0, 24), "23 samples for 24 workers"),
         (lambda: loader(sampler=[1]), "makes the sampler itself"),
-        (lambda: loader(0, 8, batch_size=4, drop_last=True), "not one whole batch"),
+        (lambda: loader(0, 8, batch_size=4, drop_last=True), "no worker has a whole batch"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(make, message) -> None:

@@ -37,7 +37,7 @@ def test_a_window_says_why_it_elects_nobody() -> None:
     window.add(1.0)
     assert window.trouble() == ""
     window.add(math.inf)
-    assert window.trouble() == "has reported losses that are not finite (mean inf)"
+    assert window.trouble() == "has reported non-finite losses (mean inf)"
 
 
 def test_a_loss_of_several_numbers_is_refused() -> None:

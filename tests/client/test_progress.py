@@ -121,7 +121,7 @@ def test_the_last_schedule_of_an_optimizer_counts_and_others_are_refused() -> No
     schedules.follow()
     assert one.param_groups[0]["lr"] == pytest.approx(0.1 * 0.49)
     assert other.param_groups[0]["lr"] == pytest.approx(0.1)
-    with pytest.raises(ConfigError, match="an optimizer that this worker has not joined with; pass the one"):
+    with pytest.raises(ConfigError, match="an optimizer that this worker did not join with; pass the optimizer"):
         schedules.add([optimizer_of(0.1)], Schedule("wsd", 0.0, 0.2))
     endless = SimpleNamespace(iterations=0, seconds=0.0)
     with pytest.raises(ConfigError, match="neither iterations nor seconds; add --iterations or --seconds"):

@@ -51,7 +51,7 @@ def test_what_is_sharded_otherwise_is_refused(mesh) -> None:
         mesh_of(partly)
     replicated = made()
     fully_shard(replicated, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
-    with pytest.raises(ConfigError, match=r"distributed as .* one mesh of one dimension"):
+    with pytest.raises(ConfigError, match=r"distributed as .* one one-dimensional mesh"):
         mesh_of(replicated)
     offloaded = made()
     fully_shard(offloaded, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))

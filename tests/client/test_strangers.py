@@ -67,7 +67,7 @@ def test_strangers_are_refused_and_the_members_go_on(caplog) -> None:
         assert all_at_once([first, second], work) == [True, True]
     said = [record.getMessage() for record in caplog.records]
     assert all("refused a connection from 127.0.0.1 to the port for tensors: " in line for line in said)
-    assert any("CERTIFICATE" in line for line in said) and any("says no hello" in line for line in said)
+    assert any("CERTIFICATE" in line for line in said) and any("did not send a member's hello" in line for line in said)
     for connection in idle:
         connection.close()
 

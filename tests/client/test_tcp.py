@@ -187,7 +187,7 @@ def test_members_at_different_verbs_are_told(run) -> None:
         return str(raised.value)
 
     first, second = run((2,), work, timeout_s=5.0)
-    assert "node0/worker0: it is at another verb than this member" in second
+    assert "node0/worker0: it is in a different operation than this member" in second
     assert "node0/worker1" in first
 
 

@@ -259,7 +259,7 @@ def go_back_twice(worker: Worker, loss: torch.Tensor) -> None:
     ("backward", "sparse", "error", "told"),
     [
         (go_back_twice, False, LsgdError, "wrap all but the last one in `with worker.no_sync():`"),
-        (forget_a_loop, False, LsgdError, "no backward pass ran in this iteration, or all of it inside"),
+        (forget_a_loop, False, LsgdError, "no backward pass ran in this iteration, or all ran inside"),
         (lambda worker, loss: None, False, LsgdError, "optimizer.step() before the gradients were exchanged"),
         (lambda worker, loss: loss.backward(), True, DetachedError, "the gradient of 0.weight is sparse"),
     ],

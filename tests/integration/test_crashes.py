@@ -120,7 +120,7 @@ def test_workers_go_on_alone_for_a_while_and_the_count_stays_exact(cluster, dies
     trains(cluster)
     kill(run.server if dies == "global" else local)
     for worker in workers:
-        worker.says(rf"goes on alone for at most 50 iterations: .* the {dies} server at .* silent for")
+        worker.says(rf"continues alone for at most 50 iterations: .* the {dies} server at .* silent for")
     for worker in workers:
         worker.says(r"waits for its next iteration for \d+ s: ")  # it has made all 50
     if dies == "global":
@@ -128,7 +128,7 @@ def test_workers_go_on_alone_for_a_while_and_the_count_stays_exact(cluster, dies
     else:
         local = cluster.start_local()
     for worker in workers:
-        worker.says(r"has made 50 iterations alone; the servers are back")
+        worker.says(r"has completed 50 iterations alone; the servers are back")
     trains(cluster)
     assert finish(cluster, run.server, *workers, local) == steps(cluster)
     assert len({cluster.result(0, index)["model"] for index in (0, 1)}) == 1

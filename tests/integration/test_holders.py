@@ -97,7 +97,7 @@ def test_a_server_without_the_journal_of_the_run_does_not_begin_another(cluster)
     other = cluster.start_global("--workers", "2", listen=cluster.address)
     for worker in workers:
         assert worker.wait() == 75
-        told = f"without its journal. End it, and start it again with the --journal of run {run.run}"
+        told = f"without its journal. Stop it, and start it again with the --journal of run {run.run}"
         assert told in worker.output
         assert "its state is saved in" in worker.output
     other.send(signal.SIGTERM)

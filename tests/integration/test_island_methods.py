@@ -106,7 +106,7 @@ def test_a_gradient_that_is_none_in_one_shard_skips_the_step_of_all(islands) -> 
     unchanged = [before == after for before, after in pairwise(whole_rounds(islands.folder, 0).values())]
     assert unchanged.count(True) == 1
     for process in islands.processes[-4:]:
-        assert process.output.count("a member's gradient is not finite; all skip this step") == 1
+        assert process.output.count("a member's gradient is non-finite; all members skip this step") == 1
 
 
 def test_a_model_that_is_not_finite_in_one_shard_is_left_out_of_gossip(islands) -> None:
@@ -154,9 +154,9 @@ def test_an_island_goes_on_alone_while_its_servers_are_silent(islands) -> None:
     until(lambda: rounds.exists() and rounds.read_text(), "a round is committed")
     server.send(signal.SIGSTOP)
     for process in (head, other):
-        process.says("node0/worker0 goes on alone for at most 20 iterations: ")
+        process.says("node0/worker0 continues alone for at most 20 iterations: ")
     server.send(signal.SIGCONT)
-    head.says(r"node0/worker0 has made \d+ iterations alone; the servers are back")
+    head.says(r"node0/worker0 has completed \d+ iterations alone; the servers are back")
     for process in (head, other):
         process.succeeds()
     assert whole_rounds(islands.folder, 0)

@@ -237,7 +237,7 @@ def test_processes_that_make_different_calls_are_told_so(islands) -> None:
     islands.begin("--algorithm", "local", "--period", "4", workers=1)
     head, other = islands.island(0, "--do", "pause", "--at", "10", "--who", "node0/worker0")
     assert other.wait() == 1
-    assert re.search(r"this process pauses \(call \d+\), and the head of its island \w+ a", other.output)
+    assert re.search(r"this process pauses \(call \d+\), but the head of its island \w+ a", other.output)
     assert "LsgdError" in other.output and head.wait() == 1
 
 

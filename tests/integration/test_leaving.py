@@ -41,7 +41,7 @@ def test_workers_that_all_leave_have_the_consensus(cluster, method, options, ins
 def test_one_that_leaves_has_the_model_of_its_last_round_and_the_others_go_on(cluster, method) -> None:
     server, _ = cluster.start("--workers", "2", "--iterations", "200", "--algorithm", method, *METHODS[method])
     stays, leaves = (cluster.worker("leaves", 0, index, "--after", 10 if index else 1000) for index in (0, 1))
-    assert "leaves after 10 iterations: the run goes on without it, and its model is not the" in leaves.succeeds()
+    assert "leaves after 10 iterations: the run continues without it, and its model is not the" in leaves.succeeds()
     stays.succeeds()
     assert (cluster.result(0, 1)["consensus"], cluster.result(0, 0)["consensus"]) == (False, None)
     assert cluster.result(0, 0)["iterations"] == 190

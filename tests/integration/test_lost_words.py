@@ -16,7 +16,7 @@ def test_a_pause_that_is_not_heard_costs_the_others_their_patience(cluster: Clus
     steps = cluster.folder / "node0-worker1.steps"
     pauses.says("^naps$")  # with its iteration granted
     kill(run.server)
-    pauses.says("node0/worker1 pauses without the servers' knowing, so that others may wait: ")
+    pauses.says("node0/worker1 pauses, but could not tell the servers, so others may wait for it: ")
     run.start_again()
     run.server.says(r"node0/worker1 is evicted from round \d+: the others waited 1 s for it")
     trains(cluster)

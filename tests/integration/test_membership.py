@@ -113,6 +113,6 @@ def test_a_model_that_is_no_number_spoils_no_other(cluster) -> None:
     workers[1].says("poisons its model")
     trains(cluster, 60)
     assert finish(cluster, server, *workers, *locals_) == steps(cluster)
-    assert "this worker's model is not finite: it is left out of the average" in workers[1].output
+    assert "this worker's model is non-finite: the average leaves it out" in workers[1].output
     results = [cluster.result(0, index) for index in (0, 1)]
     assert results[0]["finite"] and results[0]["model"] == results[1]["model"]

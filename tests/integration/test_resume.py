@@ -125,7 +125,7 @@ def test_a_worker_that_loses_its_servers_saves_its_state(cluster) -> None:
     assert worker.wait() == 75
     run, (count,) = newest(cluster)
     path = checkpoint_path(cluster.folder / CHECKPOINTS, run, count, "node0/worker0")
-    assert f"its state is saved in {path}; when the servers can run again, go on from it" in worker.output
+    assert f"its state is saved in {path}; when the servers can run again, resume from it" in worker.output
     servers, workers = start(cluster, 1, *arguments, "--iterations", str(count + 9), **going_on(cluster))
     assert f"goes on after {count} iterations" in finish(servers, workers, count + 9)
 

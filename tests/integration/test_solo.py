@@ -110,8 +110,8 @@ def test_it_trains_by_the_plan_and_says_so_in_one_line(folder, loops) -> None:
     assert f"\nmade {made} 1 5 over" in script.output
     (line,) = re.findall("^.* runs alone.*$", script.output, re.MULTILINE)
     assert line == (
-        "lsgd: no server is given: this script runs alone, as one worker (workers = 4 of its plan does not count); "
-        f"with others: lsgd launch -- python my_script.py{''.join(f' {x}' for x in loops)}"
+        "lsgd: no server found: this script runs alone, as one worker (its plan's workers = 4 is ignored); "
+        f"to run with others: lsgd launch -- python my_script.py{''.join(f' {x}' for x in loops)}"
     )
 
 
@@ -120,7 +120,7 @@ def test_it_trains_by_the_plan_and_says_so_in_one_line(folder, loops) -> None:
 def test_a_script_that_is_killed_leaves_nothing(folder, number) -> None:
     script = Script(folder)
     script.trains()
-    assert "with neither iterations nor seconds in its plan it ends with its loop, or with Ctrl-C" in script.output
+    assert "its plan has no iterations or seconds, so it ends with its loop or Ctrl-C" in script.output
     assert len(script.left()) == 4  # it, both servers, and what guards them
     os.kill(script.process.pid, number)
     assert script.ends() != 0
@@ -138,7 +138,7 @@ def test_a_script_whose_servers_are_killed_ends_soon(folder, killed) -> None:
     os.kill(servers[0] if killed == "a server" else guards[0], signal.SIGKILL)
     assert script.ends() == 75, script.output
     if killed == "a server":
-        assert "its servers have ended or are given up" in script.output
+        assert "its servers have ended or were given up" in script.output
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,14 @@ def test_without_warm_up_and_decay_a_run_begins_at_the_base(kind: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("cosin", 0.1, 0.2), "no schedule is called 'cosin'; did you mean 'cosine'?"),
+        (("cosin", 0.1, 0.2), "there is no schedule 'cosin'; did you mean 'cosine'?"),
         (
             ("wsd", 64, 0.2),
-            "warmup = 64 is not a share of the run, from 0 to less than 1; for N steps of M, give N / M",
+            "warmup = 64 is not a share of the run from 0 to less than 1; for N steps of M, give N / M",
         ),
-        (("wsd", 0.1, -0.2), "decay = -0.2 is not a share of the run, from 0 to less than 1"),
+        (("wsd", 0.1, -0.2), "decay = -0.2 is not a share of the run from 0 to less than 1"),
         (("wsd", math.nan, 0.2), "warmup = nan is not a share"),
-        (("wsd", 0.5, 0.6), "warmup = 0.5 and decay = 0.6 are more than the whole run; lower one of them"),
+        (("wsd", 0.5, 0.6), "warmup = 0.5 and decay = 0.6 add up to more than the whole run; lower one of them"),
     ],
 )
 def test_what_is_no_schedule_is_refused_in_words(arguments: tuple[str, float, float], words: str) -> None:

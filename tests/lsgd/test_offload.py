@@ -68,7 +68,7 @@ def test_the_parameters_stay_where_they_are():
     with torch.no_grad():
         model.first.bias.fill_(3.0)
     with flat.current():
-        assert (flat.views(flat.buffers)[1] == 3).all()
+        assert (flat.layout.views(flat.buffers)[1] == 3).all()
         flat.buffers[0].fill_(4.0)
     assert (model.first.weight == 4).all() and not (model.second.weight == 4).any()
     with pytest.raises(ZeroDivisionError), flat.current():

@@ -274,7 +274,7 @@ def test_another_program_in_its_place_is_told_from_it(relay: Running) -> None:
 
         program = threading.Thread(target=say)
         program.start()
-        with pytest.raises(ConnectionError, match="is no relay of this release"):
+        with pytest.raises(ConnectionError, match="is not a relay of this lsgd release"):
             replace(relay, address=f"tcp://127.0.0.1:{other.getsockname()[1]}").meet(relay.ticket())
         program.join()
     with pytest.raises(ConfigError, match="has an address such as"):

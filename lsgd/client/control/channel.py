@@ -1,4 +1,4 @@
-"""The worker's connection to its node's local server: one socket, and the one thread that owns it."""
+"""The worker's connection to its node's local server: one socket and the thread that owns it."""
 
 import logging
 import math
@@ -40,16 +40,16 @@ from lsgd.protocol.sockets import Connector, Poller, Wakeup
 logger = logging.getLogger("lsgd")
 
 RESEND_S = 1.0
-"""How often an unanswered message is sent again."""
+"""How often an unanswered message is sent again, in seconds."""
 
 SAY_EVERY_S = 10.0
-"""How often a waiting worker says what it waits for."""
+"""How often a waiting worker logs what it waits for, in seconds."""
 
 MAX_OUTBOX = 1000
-"""How many messages are kept for a local server that is away; the oldest go first."""
+"""How many messages are kept while the local server is away; the oldest are dropped first."""
 
 NOTICED_AFTER_S = 3.0
-"""How long a local server is silent before a worker believes the launcher that it has ended."""
+"""How long the local server must be silent before a worker believes the launcher that it has ended, in seconds."""
 
 Totals = tuple[float, float, float, int, int, dict[str, float]]
 """The last six fields of a :class:`Heartbeat`."""
@@ -61,11 +61,11 @@ _RECONNECTING_S = 0.01
 
 @dataclass(eq=False)
 class Expected:
-    """A message that is to come.
+    """A message that has yet to arrive.
 
     Attributes:
-        answer: whether a message is the one.
-        answered: the message, once it is there.
+        answer: returns whether a message is the expected one.
+        answered: the message, once it has arrived.
     """
 
     answer: Callable[[Any], bool]
@@ -75,20 +75,20 @@ class Expected:
 class Channel:
     """Sends messages and waits for their answers; safe to use from several threads.
 
-    The thread also tells the servers every second that this process runs, and takes in what they send unasked: that
-    a generation is over, or that this worker is out of the run.
+    The thread also sends the servers a heartbeat every second, and handles what they send unasked: that a generation
+    is over, or that this worker is out of the run.
 
     Args:
         address: of the local server.
         incarnation: number of this process.
-        silence_s: a wait during which the servers say nothing at all ends after so long.
+        silence_s: longest wait while neither server says anything.
 
     Attributes:
-        global_silence_s: the same for one during which only the local server answers; without an end at first.
-        run: that this worker belongs to; empty before it does.
-        totals: what the heartbeats say; called in the channel's thread.
+        global_silence_s: longest wait while only the local server answers; unlimited at first.
+        run: the run that this worker belongs to; empty before it joins one.
+        totals: returns what the heartbeats say; called in the channel's thread.
         when_over: called in the channel's thread with the number of each generation that is over.
-        pass_down: called there with messages of addresses and generations, which other processes of this worker need.
+        pass_down: called there with messages about addresses and generations, for this worker's other processes.
     """
 
     def __init__(self, address: str, incarnation: int, silence_s: float) -> None:
@@ -121,28 +121,28 @@ class Channel:
         self._thread.start()
 
     def send(self, message: Upward | Where | StatusQuery) -> None:
-        """Send without waiting for anything."""
+        """Send a message without waiting."""
         self.put(encode(message))
 
     def put(self, frame: bytes) -> None:
-        """Send a packed message without waiting for anything."""
+        """Send a packed message without waiting."""
         self._outbox.append(frame)
         self._wakeup.set()
 
     def expect(self, answer: Callable[[Any], bool]) -> Expected:
-        """Keep the first message to come for which ``answer`` holds, until :meth:`ask` or :meth:`forget` takes it."""
+        """Keep the next message for which ``answer`` is true, until :meth:`ask` or :meth:`forget` takes it."""
         expected = Expected(answer)
         with self._changed:
             self._expected.append(expected)
         return expected
 
     def forget(self, expected: Expected) -> None:
-        """Expect a message no more."""
+        """Stop expecting a message."""
         with self._changed:
             self._expected.remove(expected)
 
     def recalled(self) -> bool:
-        """Whether the servers have asked, since the last call, for what was granted ahead."""
+        """Whether the servers have recalled what was granted ahead, since the last call."""
         recalled, self._recalled = self._recalled, False
         return recalled
 
@@ -156,22 +156,22 @@ class Channel:
         silence_s: float | None = None,
         generation: int | None = None,
     ) -> Any:
-        """Send ``message``, again every second, until a message for which ``answer`` holds comes, and return that.
+        """Send ``message`` every second until its answer arrives, and return the answer.
 
         Args:
             message: what to send.
-            answer: whether a message that came is the answer; or what was expected, and may be there already.
-            what: what is waited for, for people.
-            timeout_s: how long at most; None: as long as the servers say that there is something to wait for.
-            silence_s: how long at most while they say nothing, or only that the global one is away; None: the
-                channel's two limits.
-            generation: the wait makes sense only while this generation lasts.
+            answer: returns whether a message is the answer; or an expected message, which may have arrived already.
+            what: what the worker is doing, for people.
+            timeout_s: longest wait; None: as long as the servers say that there is something to wait for.
+            silence_s: longest wait while they say nothing, or only that the global one is away; None: the channel's
+                two limits.
+            generation: give up when this generation is over.
 
         Raises:
-            JoinError: the servers refuse this worker; EvictedError: it is in the run no more; RunOverError: it
+            JoinError: the servers refuse this worker; EvictedError: it is no longer in the run; RunOverError: it
                 joins too late.
             ServerLostError: they were silent for ``silence_s``.
-            ExchangeError: the generation is over, or the time is.
+            ExchangeError: the generation is over, or ``timeout_s`` has passed.
         """
         frame = encode(message)
         expected = answer if isinstance(answer, Expected) else self.expect(answer)
@@ -199,7 +199,7 @@ class Channel:
             self.forget(expected)
 
     def _awaited(self, now: float) -> str:
-        """Return in words what is waited for; what the local server said last counts only while it says something."""
+        """Return in words what is waited for: what the local server last said, unless it has fallen silent."""
         if now - self._heard_at > 3 * RESEND_S:
             return f"the local server at {self.address} has been silent for {now - self._heard_at:.0f} s"
         return self._waits_for or "no word yet"
@@ -213,7 +213,7 @@ class Channel:
         silence_s: float | None,
         generation: int | None,
     ) -> None:
-        """Raise what ends a wait, if something does."""
+        """Raise an error if the wait must end."""
         if self._refused is not None:
             raise self._refused
         if generation in self._over:
@@ -222,7 +222,7 @@ class Channel:
             raise ExchangeError(f"{what} for {timeout_s:g} s: {self._waits_for or 'no answer'}")
         waited = f"{what} for {now - started_at:.0f} s"
         if self.given_up():
-            raise ServerLostError(f"{waited}, and its servers have ended or are given up")
+            raise ServerLostError(f"{waited}, and its servers have ended or were given up")
         if now - self._heard_at > NOTICED_AFTER_S and is_given(self.address, Notice.OVER):
             raise ServerLostError(f"{waited}, and the local server at {self.address} has ended for good")
         if now - self._heard_at > (silence_s or self.silence_s):
@@ -234,28 +234,28 @@ class Channel:
             raise ServerLostError(f"{waited}, and {self._waits_for}")
 
     def given_up(self) -> bool:
-        """Whether the launcher says that no answer will come any more: save what is there, and leave."""
+        """Whether the launcher says that no answer will come: save what there is, and leave."""
         return is_given(self.address, Notice.GIVEN_UP)
 
     def silent_s(self) -> float:
-        """Return for how long the global server has not been heard, in seconds."""
+        """Return how long the global server has been silent, in seconds."""
         return time.monotonic() - self._global_heard_at
 
     def generation_over(self, generation: int) -> str:
-        """Return why a generation is over, or an empty text while it lasts as far as is known."""
+        """Return why a generation is over; empty while it lasts, as far as this worker knows."""
         return self._over.get(generation, "")
 
     def introduce(self, where: Where) -> None:
-        """From now on say every two seconds who this process is: a local server that was started again has to know."""
+        """From now on say every two seconds who this process is: a restarted local server has to know."""
         self._where = encode(where)
 
     def start_heartbeat(self, worker: str) -> None:
-        """From now on tell the servers every second that the process of ``worker`` runs, and the launcher once."""
+        """From now on send heartbeats as ``worker``; also tell the launcher, once."""
         self._worker = worker
         give(self.address, Notice.JOINED, worker)
 
     def close(self) -> None:
-        """Send what is left and end the thread."""
+        """Send what is left, then end the thread."""
         self._closing = True
         self._wakeup.set()
         self._thread.join(5.0)
@@ -290,7 +290,7 @@ class Channel:
             self._wakeup.close()
 
     def _flush(self) -> bool:
-        """Send what waits, as one message; return False if the local server is away, and keep it."""
+        """Send what is queued as one message; if the local server is away, keep it and return False."""
         batch = list(self._outbox)
         if batch and not self._link.send(batch):
             return False
@@ -302,7 +302,7 @@ class Channel:
         try:
             message = decode(frame)
         except ProtocolError as error:
-            logger.warning("the local server's message is wrong: %s", error)
+            logger.warning("invalid message from the local server: %s", error)
             return
         if isinstance(message, Value | GenerationOver):
             self.pass_down(frame)
@@ -318,7 +318,7 @@ class Channel:
             if isinstance(message, Waiting):
                 self._waits_for = message.reason
             elif isinstance(message, Refused):
-                self._refused = self._refused or JoinError(message.reason)  # the first one says why
+                self._refused = self._refused or JoinError(message.reason)  # the first reason counts
             elif isinstance(message, Over):
                 self._refused = self._refused or RunOverError(f"the run is over: {message.reason}")
             elif isinstance(message, Evicted):
@@ -338,5 +338,5 @@ class Channel:
 def _other_run(theirs: str, ours: str) -> str:
     return (
         f"the global server has begun another run ({theirs}) and does not know this one ({ours}): it was started "
-        f"without its journal. End it, and start it again with the --journal of run {ours}"
+        f"without its journal. Stop it, and start it again with the --journal of run {ours}"
     )

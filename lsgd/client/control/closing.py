@@ -1,4 +1,4 @@
-"""What is undone if what it was done for fails."""
+"""Undo something when a later step fails."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Call ``undo`` if the block fails, in whatever way; one that comes to its end keeps what it has made."""
+    """Call ``undo`` if the block raises anything."""
     try:
         yield
     except BaseException:

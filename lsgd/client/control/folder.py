@@ -7,10 +7,10 @@ from pathlib import Path
 from lsgd.errors import ConfigError
 
 SOCKET_NAME = "local"
-"""Of the local server's, in the folder."""
+"""Name of the local server's socket in the folder."""
 
 GLOBAL_SOCKET_NAME = "global"
-"""Of the global server's, where it serves this machine alone."""
+"""Name of the global server's socket, if it serves only this machine."""
 
 _MAX_SOCKET_PATH_NBYTES = 107
 
@@ -19,7 +19,7 @@ def socket_folder() -> Path:
     """Return a new folder that only this user can enter, with a name short enough for a socket in it.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the folder cannot be created.
     """
     base = tempfile.gettempdir()
     if len(os.fsencode(f"{base}/lsgd-12345678/{SOCKET_NAME}")) > _MAX_SOCKET_PATH_NBYTES:
@@ -28,6 +28,6 @@ def socket_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="lsgd-", dir=base))
     except OSError as error:
         raise ConfigError(
-            f"no folder for the sockets of this node can be made in {base}: {error.strerror}; free space there, or "
-            f"name another folder with TMPDIR"
+            f"cannot create a folder for this node's sockets in {base}: {error.strerror}; free space there, or "
+            f"choose another folder with TMPDIR"
         ) from None

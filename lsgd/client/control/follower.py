@@ -1,4 +1,4 @@
-"""What a process of an island that is not its head has instead of a connection to the servers."""
+"""The channel of a process of an island that is not its head: through the head, to the servers."""
 
 import math
 
@@ -8,14 +8,14 @@ from lsgd.protocol.messages import Get, Put, StatusQuery, Upward, Where
 
 
 class FollowerChannel(Channel):
-    """A channel through the head: for the addresses of process groups, and nothing else.
+    """A channel through the head, for the addresses of process groups only; the head says all else for its island.
 
-    The head says all else for its island. The wait for an address ends with its generation or by its own deadline.
+    The wait for an address ends with its generation or at its own deadline.
 
     Args:
         address: of the head's local server.
         incarnation: of the head.
-        island: that this process is of.
+        island: that this process belongs to.
     """
 
     def __init__(self, address: str, incarnation: int, island: ManyProcesses) -> None:
@@ -26,7 +26,7 @@ class FollowerChannel(Channel):
         self._island.take = self._take
 
     def send(self, message: Upward | Where | StatusQuery) -> None:
-        """Have the head pass a message on, if it is about an address."""
+        """Have the head forward a message, if it is about an address."""
         if isinstance(message, Put | Get):
             super().send(message)
 

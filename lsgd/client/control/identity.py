@@ -1,4 +1,4 @@
-"""Who and where this worker is: from our own variables, else torchrun's, else Slurm's."""
+"""Who and where this worker is, from lsgd's variables, else torchrun's, else Slurm's."""
 
 import importlib.metadata
 import os
@@ -26,9 +26,9 @@ class Identity:
         index: its number on the machine.
         incarnation: a random number of this process.
         local_address: of its machine's local server.
-        run_dir: where the launcher wants results, if it started this process.
-        resume: the folder of checkpoints to go on from, if there is one.
-        restarted: it takes the place of a process that died in the same run.
+        run_dir: where the launcher wants results; None without a launcher.
+        resume: the folder of checkpoints to resume from, if any.
+        restarted: it replaces a process that died in the same run.
     """
 
     index: int
@@ -43,7 +43,7 @@ def identify(environ: Mapping[str, str] = os.environ) -> Identity:
     """Return this process's identity.
 
     Raises:
-        ConfigError: a variable is not a whole number, is no device, or is an unknown ``LSGD_`` one.
+        ConfigError: a variable is not a whole number, or starts with ``LSGD_`` and is unknown.
     """
     check_variables(environ)
     run_dir, resume = environ.get("LSGD_RUN_DIR"), environ.get("LSGD_RESUME")
@@ -58,10 +58,10 @@ def identify(environ: Mapping[str, str] = os.environ) -> Identity:
 
 
 def device(environ: Mapping[str, str] = os.environ) -> torch.device:
-    """Return the device that this worker's model belongs on: ``LSGD_DEVICE``, else the GPU of its number, or the CPU.
+    """Return the device for this worker's model: ``LSGD_DEVICE``, else the GPU with its number, else the CPU.
 
     Raises:
-        ConfigError: the variable is no device, or one that torch cannot use here.
+        ConfigError: the variable is not a device, or torch cannot use it here.
     """
     index, text = _index(environ), environ.get("LSGD_DEVICE", "")
     if not text:
@@ -70,16 +70,16 @@ def device(environ: Mapping[str, str] = os.environ) -> torch.device:
     try:
         device = torch.device(text)
     except RuntimeError:
-        raise ConfigError(f"the variable LSGD_DEVICE = {text!r} is no device; write cpu, cuda or cuda:0") from None
+        raise ConfigError(f"the variable LSGD_DEVICE = {text!r} is not a device; write cpu, cuda or cuda:0") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"LSGD_DEVICE = {text!r}, but torch (built for CUDA {torch.version.cuda}) can use no GPU here"
+            f"LSGD_DEVICE = {text!r}, but torch (built for CUDA {torch.version.cuda}) finds no usable GPU here"
         )
     return device
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that members compare when they join; empty texts for what is not there."""
+    """Return the versions that members compare when they join; empty for what is missing."""
     nccl = ""
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ def versions() -> dict[str, str]:
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return the unique name of a GPU, or an empty text for another device."""
+    """Return a GPU's unique name; empty for other devices."""
     if device.type != "cuda":
         return ""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))

@@ -1,9 +1,8 @@
-"""The processes of one worker, which share one sharded model: the first, the head, speaks with the servers for all.
+"""The processes of one worker that share one sharded model; the first, the head, talks to the servers for all.
 
-All of them run the same script. What the head hears it shares, and what each finds they compare. They are on one
-machine, and each of the others has a connection to the head. A thread at each end tells the other every second
-that its process runs. So a process that ends, freezes or hangs ends the island, also where the others wait for it in a
-collective of torch's that has no deadline.
+All run the same script on one machine. The head shares what it hears, and all compare what they find. Each of the
+others has a connection to the head. A thread at each end sends a sign of life every second. So a process that ends,
+freezes or hangs ends the island, even if the others wait for it in a torch collective without a deadline.
 """
 
 from __future__ import annotations
@@ -35,18 +34,19 @@ logger = logging.getLogger("lsgd")
 T = TypeVar("T")
 
 SIZE_VARIABLE = "LSGD_ISLAND"
-"""The variable by which the launcher tells of how many processes a worker is."""
+"""The variable in which the launcher says how many processes a worker has."""
 
 CONNECT_WITHIN_S = 60.0
-"""How long the processes of an island have to connect to the head, in seconds."""
+"""How long an island's processes have to connect to the head, in seconds."""
 
 FIRST_PATIENCE_S = 600.0
-"""How long the head waits for another process to make the same call while they join, in seconds."""
+"""How long the head waits for another process to make the same call during the join, in seconds."""
 
 STUCK_AFTER_S = 5.0
-"""How long a process may take to end after another one of its island has; then its thread ends it, in seconds."""
+"""How long a process may outlive another one of its island before its thread ends it, in seconds."""
 
 BEAT_S = 1.0
+_TOGETHER = "all processes of an island must call the worker's methods together, in the same order"
 
 
 class ElsewhereError(ExchangeError):
@@ -54,11 +54,11 @@ class ElsewhereError(ExchangeError):
 
 
 class Island:
-    """A worker of one process: the island that consists of its head.
+    """A worker of one process: an island of only a head.
 
     Attributes:
         rank: of this process in the island; 0 is the head.
-        size: processes of the island.
+        size: number of processes.
     """
 
     rank = 0
@@ -78,41 +78,41 @@ class Island:
         return [value]
 
     def poll(self, value: T) -> list[T]:
-        """Return on all processes the values of all, by rank, in a round.
+        """Return on all processes the values of all, by rank, during a round.
 
-        All processes commit a round, or none: it, or :meth:`agree`, is called before each commit.
+        A call of this or of :meth:`agree` precedes each commit, so that all processes commit a round, or none.
 
         Raises:
-            ElsewhereError: the round has failed in another one.
+            ElsewhereError: the round has failed in another process.
         """
-        said = self.gather("votes in a round", (value, ""))
-        if reason := next((reason for _, reason in said if reason), ""):
+        votes = self.gather("votes in a round", (value, ""))
+        if reason := next((reason for _, reason in votes if reason), ""):
             raise ElsewhereError(f"it failed in another process of this worker: {reason}")
-        return [value for value, _ in said]
+        return [value for value, _ in votes]
 
     def agree(self, ok: bool = True) -> bool:
         """Return whether ``ok`` holds in all processes; raise as :meth:`poll`."""
         return all(self.poll(ok))
 
     def fail(self, error: ExchangeError) -> None:
-        """Have the other processes' next :meth:`poll` fail, unless one of them has failed this one's."""
+        """Make the next :meth:`poll` of the other processes fail, unless theirs made this one fail."""
         if not isinstance(error, ElsewhereError):
             self.gather("votes in a round", (None, str(error)))
 
     def close(self) -> None:
-        """Be of this island no more; the others' ends are no errors from now on."""
+        """Leave this island: if other processes end from now on, that is no error."""
 
 
 class ManyProcesses(Island):
-    """An island of several processes; all call each method together, in the same order.
+    """An island of several processes, which call the same methods in the same order.
 
     Args:
         mesh: of the processes (``torch.distributed.device_mesh.DeviceMesh``), of one dimension.
 
     Attributes:
-        silence_s: after so long without a sign of another process, the island is lost.
+        silence_s: if another process is silent for longer, the island is lost.
         patience_s: how long the head waits for another process to make the same call.
-        take: on the head, called with what :meth:`pass_up` was given; elsewhere, with what :meth:`pass_down` was.
+        take: called on the head with the frames of :meth:`pass_up`, elsewhere with those of :meth:`pass_down`.
 
     Raises:
         ConfigError: the processes are not on one machine.
@@ -158,13 +158,13 @@ class ManyProcesses(Island):
         self._peers[0].send("frame", frame)
 
     def pass_down(self, frame: bytes) -> None:
-        """Give all others a message of the servers'; one that is gone is noticed elsewhere."""
+        """Give all others a message from the servers; one that is gone is noticed elsewhere."""
         for peer in self._peers:
             with suppress(IslandError):
                 peer.send("frame", frame)
 
     def close(self) -> None:
-        """Be of this island no more; the others' ends are no errors from now on."""
+        """Leave this island: if other processes end from now on, that is no error."""
         for peer in self._peers:
             peer.close()
 
@@ -187,14 +187,14 @@ class _Peer:
         self._sending = threading.Lock()
         self._received: queue.SimpleQueue[tuple[tuple[int, str], Any] | None] = queue.SimpleQueue()
         self._lost: LsgdError = IslandError(f"{name} of this island has ended")
-        self._over = threading.Event()  # on one side or the other: silence is no error any more
+        self._over = threading.Event()  # this side has left the island, so silence is no error
         threading.Thread(target=self._listen, name="lsgd-island", daemon=True).start()
 
     def send(self, kind: str, value: object) -> None:
-        """Send it something.
+        """Send a value.
 
         Raises:
-            IslandError: it is gone.
+            IslandError: the process is gone.
         """
         with self._sending:
             try:
@@ -203,28 +203,27 @@ class _Peer:
                 raise IslandError(f"{self._name} of this island has ended") from None
 
     def receive(self, tag: tuple[int, str], within_s: float) -> Any:
-        """Return what it has sent in the same call.
+        """Return what the process sent in the same call.
 
         Raises:
-            IslandError: it is gone.
-            LsgdError: it has left the run, makes another call, or none in time.
+            IslandError: the process is gone.
+            LsgdError: it has left the run, makes another call, or makes none in time.
         """
         try:
-            came = self._received.get(timeout=None if math.isinf(within_s) else within_s)
+            received = self._received.get(timeout=None if math.isinf(within_s) else within_s)
         except queue.Empty:
             raise LsgdError(
-                f"{self._name} of this island does not come: this one {tag[1]}, and has waited {within_s:g} s; all "
-                f"processes of an island have to call the worker's methods together, in the same order"
+                f"{self._name} of this island does not come: this one {tag[1]}, and has waited {within_s:g} s; "
+                f"{_TOGETHER}"
             ) from None
-        if came is None:
+        if received is None:
             raise self._lost
-        if came[0] != tag:
+        if received[0] != tag:
             raise LsgdError(
-                f"this process {tag[1]} (call {tag[0]}), and {self._name} of its island {came[0][1]} (call "
-                f"{came[0][0]}); all processes of an island have to call the worker's methods together, in the same "
-                f"order"
+                f"this process {tag[1]} (call {tag[0]}), but {self._name} of its island {received[0][1]} (call "
+                f"{received[0][0]}); {_TOGETHER}"
             )
-        return came[1]
+        return received[1]
 
     def close(self) -> None:
         """Say that this process leaves the island, and end the connection."""
@@ -259,7 +258,7 @@ class _Peer:
         except (OSError, EOFError, IslandError):
             self._end(self._lost)
         if not self._over.wait(STUCK_AFTER_S):
-            # The training thread hangs in a collective, perhaps for ever, and nothing else can end it.
+            # The training thread hangs in a collective, perhaps forever, and nothing else can end it.
             logger.error("%s: this process ends with exit code %d", self._lost, IslandError.exit_code)
             logging.shutdown()
             os._exit(IslandError.exit_code)
@@ -273,32 +272,32 @@ def island_of(model: nn.Module) -> Island:
     """Return the processes that share a model; all of them call this.
 
     Raises:
-        ConfigError: it is sharded in a way that is not supported, or not at all where the launcher expects it.
+        ConfigError: the model is sharded in an unsupported way, or not sharded although the launcher expects it.
     """
     mesh = mesh_of(model)
     if mesh is not None and mesh.size() > 1:
         return ManyProcesses(mesh)
     if (size := os.environ.get(SIZE_VARIABLE, "1")) != "1":
         raise ConfigError(
-            f"lsgd launch has started {size} processes for this worker (--processes-per-worker), and its model is not "
+            f"lsgd launch has started {size} processes for this worker (--processes-per-worker), but its model is not "
             f"sharded over them: call fully_shard(model) before Worker.join, or launch with --workers instead"
         )
     return Island()
 
 
 def _connect(group: dist.ProcessGroup, rank: int, size: int) -> list[tuple[int, Connection]]:
-    """Return connections to all others for the head, and to the head for the others, with their ranks, in order."""
+    """Return connections with their ranks, in order: the head's to all others, and another process's to the head."""
     folder = socket_folder() if rank == 0 else Path()
-    told = [(socket.gethostname(), str(folder / "island"))]
+    place = [(socket.gethostname(), str(folder / "island"))]
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             if rank == 0:
-                listener.bind(told[0][1])
+                listener.bind(place[0][1])
                 listener.listen(size)
                 listener.settimeout(CONNECT_WITHIN_S)
-            dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group)
+            dist.broadcast_object_list(place, dist.get_global_rank(group, 0), group)
             if rank != 0:
-                return [(0, _call(*told[0], rank))]
+                return [(0, _call(*place[0], rank))]
             return sorted((_accept(listener) for _ in range(size - 1)), key=lambda accepted: accepted[0])
     finally:
         if rank == 0:
@@ -311,7 +310,7 @@ def _call(host: str, path: str, rank: int) -> Connection:
     except OSError as error:
         raise ConfigError(
             f"process {rank} of this island runs on {socket.gethostname()} and cannot reach the head on {host} "
-            f"({error.strerror}); all processes of an island have to be on one machine, and see the same {path}"
+            f"({error.strerror}); all processes of an island must be on one machine, and see the same {path}"
         ) from None
     connection.send(rank)
     return connection
@@ -328,7 +327,7 @@ def _accept(listener: socket.socket) -> tuple[int, Connection]:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error as another process can raise it."""
+    """Return an error that another process can raise."""
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""How a worker joins a run: it finds its local server, says who it is, and waits to be welcomed."""
+"""How a worker joins a run: it finds its local server, says who it is, and waits for the welcome."""
 
 import contextlib
 import logging
@@ -28,33 +28,33 @@ from lsgd.protocol.sockets import DEFAULT_PORT
 logger = logging.getLogger("lsgd")
 
 FIND_WITHIN_S = 3.5
-"""How long a join looks for the local server, in seconds; to give up takes another one."""
+"""How long a join looks for the local server, in seconds; giving up takes one more."""
 
 SILENCE_S = 20.0
-"""How long a join waits for a sign of the servers after that, in seconds."""
+"""How long the servers may be silent in a join after that, in seconds."""
 
 LEAST_PATIENCE_S = 60.0
-"""How long the head of an island waits at least for another process to make the same call, in seconds."""
+"""How long an island's head waits at least for another process to make the same call, in seconds."""
 
 LEAVE_WITHIN_S = 3.0
-"""How long a worker that leaves waits until the servers know, in seconds."""
+"""How long a leaving worker waits for the servers to acknowledge, in seconds."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A worker's place in a run, and its connection to it.
+    """A worker's place in a run, and its connection to the servers.
 
-    In an island all processes have the same identity, ``join`` and welcome.
+    All processes of an island have the same identity, ``join`` and welcome.
 
     Args:
         identity: of this process.
         device: of its model.
         channel: to the servers.
-        join: what it told them.
-        welcome: what they answered.
+        join: the message that it sent them.
+        welcome: their answer.
         plan: the run's settings.
         island: the processes that are this worker, this one among them.
-        servers: of this process alone, if it has its own.
+        servers: this process's own, if it runs alone.
     """
 
     identity: Identity
@@ -68,11 +68,11 @@ class Membership:
 
     @property
     def who(self) -> tuple[str, int]:
-        """The worker's name and incarnation, with which most of its messages begin."""
+        """The worker's name and incarnation: the first fields of most of its messages."""
         return self.join.worker, self.join.incarnation
 
     def close(self) -> None:
-        """End the connections, and the servers if they are this process's own."""
+        """End the connections, and this process's own servers."""
         self.island.close()
         self.channel.close()
         if self.servers is not None:
@@ -86,15 +86,15 @@ def join_run(
     load: Callable[[str, str, str], Origin],
     island: Island,
 ) -> Membership:
-    """Join the run of this machine's local server, or one alone; see ``Worker.join`` for what it raises.
+    """Join the run of this machine's local server, or run alone; raises as ``Worker.join``.
 
     Args:
         model: the worker's.
         identity: of this process.
         timeout_s: longest to wait for the other workers.
-        load: takes over a checkpoint of the worker of this name with a model of this digest and summary, and returns
+        load: restores the checkpoint of the worker with this name, whose model has this digest and summary; returns
             where it is from.
-        island: the processes that share the model, this one among them; all of them call this.
+        island: the processes that share the model, including this one; all of them call this.
     """
     digest, summary = describe(model)
     device = next(model.parameters()).device
@@ -107,7 +107,7 @@ def join_run(
                 address = servers.address
             channel = _channel(address, identity.incarnation, island)
             opened.callback(channel.close)
-            island.gather("joins", None)  # from here on all can hear what the head passes down
+            island.gather("joins", None)  # from here on all of them hear what the head passes down
             here = island.share("joins", lambda: _find_server(channel, identity))
             channel.silence_s = SILENCE_S
             interface = _interface(here.address)
@@ -131,7 +131,7 @@ def join_run(
             welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island))
             opened.pop_all()
     except RunOverError as error:
-        logger.warning("worker %d joins too late, and has nothing to do: %s", identity.index, error)
+        logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
         raise
     channel.silence_s = channel.global_silence_s = plan.run.server_timeout_s
     channel.run = welcome.run
@@ -148,7 +148,7 @@ def join_run(
 
 
 def _channel(address: str, incarnation: int, island: Island) -> Channel:
-    """Return the channel to the servers, of a process that is not the head of its island through that."""
+    """Return the channel to the servers; processes that are not the head of their island go through the head."""
     if isinstance(island, ManyProcesses) and not island.is_head:
         return FollowerChannel(address, incarnation, island)
     channel = Channel(address, incarnation, FIND_WITHIN_S)
@@ -158,51 +158,51 @@ def _channel(address: str, incarnation: int, island: Island) -> Channel:
 
 
 def unwrapped(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that a worker was given: one or several, each perhaps inside wrappers.
+    """Return the given optimizer or optimizers as a list, without their wrappers.
 
     Raises:
-        ConfigError: one is something else.
+        ConfigError: one is not an optimizer.
     """
     several = isinstance(given, Iterable) and not hasattr(given, "optimizer")
     return [_unwrapped(x) for x in (given if several else [given])]
 
 
 def torch_optimizers(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that a worker joins with, as :func:`unwrapped` does.
+    """Return the optimizers that a worker joins with, without their wrappers.
 
     Raises:
-        ConfigError: there is none, one is something else, or has a parameter that is not the model's.
+        ConfigError: there is none, one is not an optimizer, or one has a parameter that is not the model's.
     """
     optimizers = unwrapped(given)
     if not optimizers:
-        raise ConfigError("Worker.join was given no optimizer, so nothing would be trained; pass a list of one or more")
+        raise ConfigError("Worker.join got no optimizer, so nothing would be trained; pass one, or a list of them")
     known = {id(p) for p in model.parameters()}
     for optimizer in optimizers:
         groups: list[dict[str, Any]] = optimizer.param_groups
         if any(p.requires_grad and id(p) not in known for group in groups for p in group["params"]):
             raise ConfigError(
-                f"{type(optimizer).__name__} has a parameter that is not the model's, so that it would not be "
-                f"exchanged; pass the whole model, and make the optimizer after model.to(...)"
+                f"{type(optimizer).__name__} has a parameter that is not the model's, so it would not be exchanged; "
+                f"pass the whole model, and create the optimizer after model.to(...)"
             )
     return optimizers
 
 
 def _unwrapped(given: Any) -> torch.optim.Optimizer:
-    """Return the innermost optimizer: the one that steps, as wrappers keep it in an attribute of this name."""
+    """Return the innermost optimizer, the one that steps: wrappers keep it in an attribute ``optimizer``."""
     inner = given
     while (held := getattr(inner, "optimizer", None)) is not None:
         inner = held
     if not isinstance(inner, torch.optim.Optimizer):
         kind = type(given)
         raise ConfigError(
-            f"a worker takes a torch.optim.Optimizer, or a wrapper with one in its attribute `optimizer`, and not a "
-            f"{kind.__module__}.{kind.__qualname__}; pass the optimizer of torch that it steps"
+            f"a worker takes a torch.optim.Optimizer, or a wrapper with one in its attribute `optimizer`, not a "
+            f"{kind.__module__}.{kind.__qualname__}; pass the torch optimizer that it steps"
         )
     return inner
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stderr is at the time: a progress bar puts itself in its place while it is shown."""
+    """Writes to the current sys.stderr, which a progress bar replaces while it is shown."""
 
     @property
     def stream(self) -> TextIO:
@@ -214,7 +214,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """Show what lsgd says from this level on even where the program has set up no logging."""
+    """Show lsgd's messages from this level up, even if the program has not set up logging."""
     if logger.handlers or logging.getLogger().handlers:
         return
     handler = _Stderr()
@@ -232,9 +232,9 @@ def _find_server(channel: Channel, identity: Identity) -> Here:
             raise RunOverError("the run is over: its servers on this machine have ended") from None
         raise JoinError(
             f"no local server answers at {channel.address}; start the script with its servers: {launch_line()}; or "
-            f"alone: LSGD_SOLO=1, without LSGD_LOCAL; or by hand on this machine: lsgd-server --local --node N "
-            f"--connect tcp://GLOBAL-SERVER:{DEFAULT_PORT} (and, once, the global one: lsgd-server --global); "
-            f"LSGD_LOCAL names another address"
+            f"alone: LSGD_SOLO=1, without LSGD_LOCAL; or start a server on this machine by hand: lsgd-server --local "
+            f"--node N --connect tcp://GLOBAL-SERVER:{DEFAULT_PORT} (and the global one once: lsgd-server --global); "
+            f"set LSGD_LOCAL for another address"
         ) from None
     channel.introduce(where)
     return here
@@ -243,7 +243,7 @@ def _find_server(channel: Channel, identity: Identity) -> Here:
 def _welcome(channel: Channel, join: Join, timeout_s: float, island: Island) -> tuple[Welcome, Plan]:
     """Return the servers' welcome and the plan in it.
 
-    A worker that lacks its algorithm or codec, or cannot use it, leaves at once, so that nobody waits for it.
+    A worker that lacks or cannot use the plan's algorithm or codec leaves at once, so that nobody waits for it.
     """
     what = f"{join.worker} waits to join"
     try:
@@ -265,7 +265,7 @@ def _welcome(channel: Channel, join: Join, timeout_s: float, island: Island) -> 
 
 
 def _interface(global_address: str) -> Interface:
-    """Return the interface towards the global server; the loopback one if that is on this machine for sure."""
+    """Return the interface towards the global server; loopback if that surely is on this machine."""
     if not global_address.startswith("tcp://"):
         return Interface("127.0.0.1", "lo", "the global server is on this machine")
     return interface_towards(global_address.removeprefix("tcp://").rpartition(":")[0].strip("[]"))

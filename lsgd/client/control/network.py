@@ -1,4 +1,4 @@
-"""Which of this machine's addresses the tensors travel on."""
+"""Which of this machine's addresses tensors travel on."""
 
 import socket
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Interface:
 def interface_towards(host: str) -> Interface:
     """Return the interface that this machine's routes use to reach ``host``.
 
-    The host name of this machine plays no part, so one that resolves to 127.0.1.1 does no harm.
+    This machine's host name plays no part, so it may resolve to 127.0.1.1.
 
     Raises:
         ConfigError: there is no route.

@@ -1,7 +1,7 @@
-"""Both servers of one worker's run, which end with it: ``python -m lsgd.client.control.servers FOLDER PID``.
+"""Both servers of a script that runs alone: ``python -m lsgd.client.control.servers FOLDER PID``.
 
-A process that is killed takes nothing with it by itself, so this one stands between: it sees that its parent is gone,
-and the servers are killed with it (``PR_SET_PDEATHSIG``), however it ends.
+They must not outlive the script, even if it is killed. So this process stands between: it ends when its parent is gone,
+and however it ends, the kernel kills the servers (``PR_SET_PDEATHSIG``).
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from lsgd.client.control.folder import GLOBAL_SOCKET_NAME, SOCKET_NAME
 from lsgd.client.control.notices import Notice, give
 
 LOOK_EVERY_S = 0.2
-"""How often this process looks whether its parent is alive."""
+"""How often this process checks that its parent is alive, in seconds."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _WAKING = (signal.SIGTERM, signal.SIGCHLD)
@@ -24,7 +24,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def serve(folder: Path, parent: int) -> None:
-    """Run the servers until SIGTERM or the end of ``parent``; then delete ``folder``, where their sockets are."""
+    """Run the servers until SIGTERM or the end of ``parent``; then delete ``folder``, which has their sockets."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_WAKING, signal.SIGINT))
     above, address = f"ipc://{folder / GLOBAL_SOCKET_NAME}", f"ipc://{folder / SOCKET_NAME}"
     servers: list[subprocess.Popen[bytes]] = []
@@ -48,7 +48,7 @@ def serve(folder: Path, parent: int) -> None:
 
 
 def _tell(address: str, codes: list[int | None]) -> None:
-    """Tell the worker that no answer will come any more, as the launcher does."""
+    """Tell the worker that no more answers will come, as the launcher does."""
     if any(codes):
         give(address, Notice.GIVEN_UP)
     elif 0 in codes:

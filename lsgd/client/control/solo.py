@@ -1,4 +1,4 @@
-"""A script without servers: it runs alone, as one worker, with servers of its own."""
+"""A script that was started without servers runs alone, as one worker, with its own servers."""
 
 import logging
 import os
@@ -24,19 +24,19 @@ from lsgd.protocol.sockets import default_local_address
 logger = logging.getLogger("lsgd")
 
 START_WITHIN_S = 60.0
-"""How long the servers may take to start."""
+"""How long the servers may take to start, in seconds."""
 
 END_WITHIN_S = 10.0
-"""How long they may take to end."""
+"""How long the servers may take to end, in seconds."""
 
 _LOOK_EVERY_S = 0.01
 
 
 class Solo:
-    """Both servers of this process alone, until :meth:`close` or the end of this process, whatever ends it.
+    """This process's own two servers, until :meth:`close` or the end of the process, however it ends.
 
     Args:
-        environ: this process's variables, which are the plan's too.
+        environ: this process's variables, which may also set the plan.
 
     Attributes:
         address: of the local server.
@@ -69,9 +69,9 @@ class Solo:
         while not all((self._folder / name).exists() for name in (SOCKET_NAME, GLOBAL_SOCKET_NAME)):
             failed = self._process.poll() is not None or is_given(self.address, Notice.GIVEN_UP)
             if failed or time.monotonic() > deadline_s:
-                said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+                lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
                 raise JoinError(
-                    f"the servers for this script alone do not start: {' '.join(said[-3:]) or 'they say nothing'}; "
+                    f"this script's own servers do not start: {' '.join(lines[-3:]) or 'no output'}; "
                     f"start it with: {launch_line()}"
                 )
             time.sleep(_LOOK_EVERY_S)
@@ -88,7 +88,7 @@ class Solo:
 
 
 def is_alone(environ: Mapping[str, str]) -> bool:
-    """Whether this process is to run alone: nobody has told it of a server, or that it is one of several.
+    """Whether this process should run alone: no variable or socket shows a server or other processes.
 
     Raises:
         ConfigError: the variable ``LSGD_SOLO`` is wrong.
@@ -102,7 +102,7 @@ def is_alone(environ: Mapping[str, str]) -> bool:
 
 
 def launch_line() -> str:
-    """Return the line that starts this script with servers."""
+    """Return the command that starts this script with servers."""
     script = sys.argv if sys.argv[0].endswith(".py") else ["my_script.py"]
     return f"lsgd launch -- python {shlex.join(script)}"
 
@@ -115,12 +115,9 @@ def _listens(address: str) -> bool:
 
 
 def _say(run: RunSettings) -> None:
-    number = f" (workers = {run.workers} of its plan does not count)" if run.workers > 1 else ""
-    end = (
-        "; with neither iterations nor seconds in its plan it ends with its loop, or with Ctrl-C: LSGD_ITERATIONS=N "
-        "sets an end"
-    )
+    number = f" (its plan's workers = {run.workers} is ignored)" if run.workers > 1 else ""
+    end = "; its plan has no iterations or seconds, so it ends with its loop or Ctrl-C: LSGD_ITERATIONS=N sets an end"
     logger.warning(
-        "no server is given: this script runs alone, as one worker%s; with others: %s%s",
+        "no server found: this script runs alone, as one worker%s; to run with others: %s%s",
         *(number, launch_line(), "" if run.iterations or run.seconds else end),
     )

@@ -1,1 +1,1 @@
-"""Process groups on torch.distributed, built anew for each generation."""
+"""A generation's groups, over lsgd's own TCP connections, Gloo or NCCL."""

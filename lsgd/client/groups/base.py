@@ -1,4 +1,4 @@
-"""What the groups of a worker have in common, whatever carries their tensors."""
+"""What a worker's groups have in common over any transport."""
 
 import threading
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from lsgd.protocol.messages import Generation
 
 
 class Traffic:
-    """Counts the bytes of tensors that process groups are given to send, and to receive; safe in several threads."""
+    """Counts the bytes of tensors that groups send and receive; safe to use from several threads."""
 
     def __init__(self) -> None:
         self.sent_nbytes = 0
@@ -20,7 +20,7 @@ class Traffic:
         self._lock = threading.Lock()
 
     def add(self, sent_nbytes: int, received_nbytes: int) -> None:
-        """Count what one member sends and receives in a collective."""
+        """Count what this member sends and receives in a collective."""
         with self._lock:
             self.sent_nbytes += sent_nbytes
             self.received_nbytes += received_nbytes
@@ -28,14 +28,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Members:
-    """The members of a group, as one of them sees it.
+    """The members of a group, seen from one of them.
 
     Args:
         name: of the group, unique in its generation.
-        ranks: of the members in the generation, in order.
+        ranks: the members' ranks in the generation, in order.
         names: of the members, for errors.
-        rank: this member's place in ``ranks``.
-        node_sizes: members of each node, in order.
+        rank: this member's index in ``ranks``.
+        node_sizes: number of members on each node, in order.
     """
 
     name: str
@@ -46,17 +46,17 @@ class Members:
 
     @staticmethod
     def of(generation: Generation, worker: str) -> "Members":
-        """Return all members of a generation, as a worker sees it."""
+        """Return all members of a generation, seen from a worker."""
         names = generation.members
         return Members("world", range(len(names)), names, names.index(worker), generation.node_sizes)
 
     @staticmethod
     def apart(names: Sequence[str], rank: int) -> "Members":
-        """Return members of which each has a node of its own."""
+        """Return members that are each on their own node."""
         return Members("world", range(len(names)), names, rank, [1] * len(names))
 
     def some(self, kind: str, ranks: Sequence[int], *, one_node: bool) -> "Members":
-        """Return the members of these ranks, this one among them: all on one node, or each on its own."""
+        """Return the members with these ranks, including this one: all on one node, or each on its own."""
         return Members(
             f"{self.name}/{kind}{ranks[0] if one_node else ''}",
             [self.ranks[rank] for rank in ranks],
@@ -75,7 +75,7 @@ class WorkerGroup(Group):
         traffic: counts what this member sends and receives.
 
     Attributes:
-        device: that tensors made for the group's sake are best on.
+        device: best device for tensors that are created only for the group.
         transport: what carries its tensors, in words.
     """
 
@@ -85,17 +85,14 @@ class WorkerGroup(Group):
     def __init__(self, members: Members, timeout_s: float, traffic: Traffic | None = None) -> None:
         self._members = members
         self._subgroups: dict[str, WorkerGroup] = {}
-        self._name = members.name
-        self._ranks = tuple(members.ranks)
-        self._names = tuple(members.names)
         self._timeout_s = timeout_s
         self._traffic = traffic or Traffic()
         self.rank = members.rank
-        self.size = len(self._ranks)
+        self.size = len(members.ranks)
         self.node_sizes = tuple(members.node_sizes)
 
     def subset(self, name: str, ranks: Sequence[int]) -> "WorkerGroup":
-        """Return the group of some members, in the given order, this one among them; each counts as a node."""
+        """Return the group of some members in this order, including this one; each counts as a node."""
         return self._subgroup(name, list(ranks), one_node=False)
 
     def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> "WorkerGroup":
@@ -108,16 +105,16 @@ class WorkerGroup(Group):
         raise NotImplementedError
 
     def cut(self) -> None:
-        """Make whatever waits in this group or its subgroups fail at once; may be called by another thread."""
+        """Make everything that waits in this group or its subgroups fail at once; safe from any thread."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Drop the connections, so that peers which wait for this member fail at once."""
+        """Drop the connections, so that peers waiting for this member fail at once."""
         raise NotImplementedError
 
 
 def to_host(tensor: Tensor, *, copy: bool = True) -> Tensor:
-    """Return ``tensor`` if it is in host memory, else a pinned tensor like it there; with its numbers if ``copy``."""
+    """Return ``tensor`` if it is in host memory, else a pinned tensor like it; with its values if ``copy``."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -125,6 +122,6 @@ def to_host(tensor: Tensor, *, copy: bool = True) -> Tensor:
 
 
 def from_host(host: Tensor, tensor: Tensor) -> None:
-    """Write to ``tensor`` what has arrived in what :func:`to_host` returned for it."""
+    """Copy to ``tensor`` what has arrived in ``host``, the result of :func:`to_host` for it."""
     if host is not tensor:
         tensor.copy_(host)

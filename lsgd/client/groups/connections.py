@@ -1,12 +1,12 @@
-"""The sockets of process groups: closed to strangers once a group is made, and cut when its generation is over.
+"""The sockets of process groups: closed to strangers once a group is formed, and cut when its generation is over.
 
-Gloo has no way to abort: a collective whose partner is frozen, or whose partner's partner is gone, waits for its
-deadline, and abort() frees nobody. Shutting its sockets down does, on both ends of each.
+Gloo cannot abort: a collective whose partner is frozen, or whose partner's partner is gone, waits for its deadline, and
+abort() frees nobody. Shutting down its sockets does, on both ends.
 
-Which sockets are Gloo's is known surely, whatever other threads open meanwhile: each member publishes the address
-that its group listens on, and Gloo reads the others'. A socket that listens on the address that this member has
-published is Gloo's, so is one that was accepted there, and one whose peer is an address that another member has
-published. No two sockets of this machine can listen on one address, since Gloo does not share its ports.
+The published addresses show which sockets are Gloo's, whatever other threads open meanwhile: each member publishes the
+address that its group listens on, and Gloo reads the others'. A socket is Gloo's if it listens on the address that this
+member published, if it was accepted there, or if its peer is an address that another member published. No other socket
+of this machine can listen on such an address, because Gloo does not share its ports.
 """
 
 import atexit
@@ -30,23 +30,23 @@ Endpoint = tuple[str, int]
 """An IP address and a port."""
 
 END_WITHIN_S = 5.0
-"""How long an end waits for the threads that make groups, in seconds; those of Gloo need some milliseconds."""
+"""How long :meth:`Connections.end` waits for the threads that form groups, in seconds; Gloo's need milliseconds."""
 
 LEAVE_WITHIN_S = 1.0
-"""How long the end of the process waits for a thread that waited for a group, to let go of what Gloo has of it."""
+"""How long the process waits at its end for a thread that waited for a group to release Gloo's objects, in seconds."""
 
-_SO_PEERNAME = 28  # Linux: tells the peer of a connection that is not made yet, too
+_SO_PEERNAME = 28  # Linux: gives the peer even of a connection in progress
 _TURN_S = 0.02
 _KNOCK_WITHIN_S = 1.0
 
 
 @dataclass
 class Forming:
-    """A Gloo group that is being formed: what its members have published of it so far.
+    """A Gloo group in formation: what its members have published so far.
 
     Attributes:
-        own: where this member listens; None: nothing is known yet.
-        numbers: what each of the others sends first when it connects, so that Gloo knows who it is.
+        own: where this member listens; None: unknown so far.
+        numbers: what each of the others sends first when it connects, to tell Gloo who it is.
         peers: where the others listen.
     """
 
@@ -59,7 +59,7 @@ class Connections:
     """The sockets of the process groups of one generation.
 
     Args:
-        when_cut: called when they are cut: ends the waits for what the members publish.
+        when_cut: called when they are cut; ends the waits for what members publish.
     """
 
     def __init__(self, when_cut: Callable[[], None] = lambda: None) -> None:
@@ -67,21 +67,22 @@ class Connections:
         self._inodes: set[int] = set()
         self._forming: list[Forming] = []
         self._threads: set[threading.Thread] = set()
-        self._callers: set[threading.Thread] = set()  # that wait for them
+        self._callers: set[threading.Thread] = set()  # wait for those threads
         self._cut: Future[None] = Future()
 
     def watch(self, build: Callable[[], T]) -> T:
-        """Return what ``build`` returns. It runs in a thread, which a cut ends.
+        """Run ``build`` in a thread, which a cut ends, and return its result.
 
         Raises:
-            ConnectionAbortedError: it was cut before the end of ``build``.
+            ConnectionAbortedError: a cut came before the end of ``build``.
         """
         self._go_on()
         built: Future[T] = Future()
         thread = threading.Thread(target=_finish, args=(built, build), name="lsgd-build", daemon=True)
         self._threads.add(thread)
         self._callers.add(threading.current_thread())
-        _end_at_exit(self)
+        _watched.add(self)
+        _register()
         thread.start()
         ends: list[Future[Any]] = [built, self._cut]
         try:
@@ -94,13 +95,13 @@ class Connections:
             if built.done():
                 self._threads.discard(thread)
             self._callers.discard(threading.current_thread())
-            del built, ends  # an error's traceback leads here: they would keep it, and with it Gloo's sockets
+            del built, ends  # an error's traceback leads here and would keep them alive, with Gloo's sockets
 
     def form(self, forming: Forming, make: Callable[[], T]) -> T:
-        """Return the Gloo group that ``make`` returns; its sockets are known then, and it listens no more.
+        """Return the Gloo group that ``make`` returns, after noting its sockets and closing its port.
 
         Raises:
-            ConnectionAbortedError: it was cut before the end of ``make``.
+            ConnectionAbortedError: a cut came before the end of ``make``.
         """
         self._forming.append(forming)
         try:
@@ -115,7 +116,7 @@ class Connections:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Take all sockets that come meanwhile for the group's: for NCCL, which does not say which ones it opens."""
+        """Count all sockets opened inside as the group's: for NCCL, which does not say which ones it opens."""
         before = {os.fstat(s.fileno()).st_ino for _, s in _sockets()}
         yield
         self._inodes |= {os.fstat(s.fileno()).st_ino for _, s in _sockets()} - before
@@ -126,21 +127,21 @@ class Connections:
             raise ConnectionAbortedError("its generation was over before its process group was built")
 
     def cut(self) -> None:
-        """Shut the connections down: what waits on them, here or on the other side, fails at once."""
+        """Shut down the connections: what waits on them, here or on the other side, fails at once."""
         with suppress(InvalidStateError):  # it was cut before
             self._cut.set_result(None)
         self._when_cut()
         for _, connection in _sockets(self._inodes):
             with suppress(OSError):
-                connection.getpeername()  # raises for one that listens, whose end NCCL might not survive
+                connection.getpeername()  # raises for a listening socket, whose end NCCL might not survive
                 connection.shutdown(socket.SHUT_RDWR)
         self._inodes.clear()
 
     def end(self) -> None:
-        """Cut, and see to it that no thread still makes a group.
+        """Cut, and wait until no thread forms a group.
 
-        A thread that waits in Gloo for a member is no daemon like others: it ends the process with SIGABRT if the
-        interpreter ends first. There is no way to call it back; but what it waits for can be made to come.
+        If the interpreter ends while a daemon thread waits in Gloo for a member, the process dies with SIGABRT. Such a
+        thread cannot be interrupted, but it can be given what it waits for.
         """
         self.cut()
         deadline = time.monotonic() + END_WITHIN_S
@@ -156,21 +157,22 @@ class Connections:
                     return
 
     def end_if_forming(self) -> None:
-        """End, if a group is being made by this process: one that was forked has the sockets, but not the threads."""
+        """End if this process is forming a group; a forked one has the sockets but not the threads."""
         callers = self._callers - {threading.current_thread()}
         if any(thread.is_alive() for thread in tuple(self._threads)):
             self.end()
-        for caller in callers:  # it drops objects of Gloo's, which ends the process if the interpreter ends meanwhile
+        for caller in callers:  # it drops Gloo's objects; if the interpreter ended meanwhile, the process would die
             caller.join(LEAVE_WITHIN_S)
 
 
 def stop_listening(forming: Forming) -> None:
-    """Close the port of a group that is formed. Gloo would take connections in, and keep them, as long as it lives.
+    """Close the port of a formed group; otherwise Gloo would accept and keep connections as long as it lives.
 
-    It has no call for that, so its descriptor gets another socket: one that listens too, since Gloo ends the process
-    if an accept() that is under way fails, but where nobody can come in. Gloo's epoll knows files, not descriptors:
-    it is told, since a process that was forked meanwhile may keep the old one open, and the new one is entered
-    without events, since some releases of Gloo take it out at the end and end the process if it is not there.
+    Gloo has no call for that, so its descriptor gets another socket. That one listens too, because Gloo ends the
+    process if an accept() under way fails, but nobody can connect to it. Gloo's epoll refers to files, not
+    descriptors. So the old file is unregistered, because a forked process may keep it open; and the new one is
+    registered without events, because some releases of Gloo unregister it at the end, and end the process if they
+    cannot.
 
     Raises:
         RuntimeError: there is no such socket.
@@ -184,11 +186,11 @@ def stop_listening(forming: Forming) -> None:
                 if not any([_replace(epoll, descriptor, deaf) for epoll in _epolls()]):
                     os.dup2(deaf.fileno(), descriptor, inheritable=False)
             return
-    raise RuntimeError(f"Gloo should listen on {forming.own}, and no socket of this process does")
+    raise RuntimeError(f"Gloo should listen on {forming.own}, but no socket of this process does")
 
 
 def endpoint(sockaddr: bytes) -> Endpoint:
-    """Return what a ``struct sockaddr_in`` or ``sockaddr_in6`` says, as published or as the kernel gives it.
+    """Return the address in a ``struct sockaddr_in`` or ``sockaddr_in6``, as published or from the kernel.
 
     Raises:
         ValueError: it is neither.
@@ -218,13 +220,13 @@ def _listens(connection: socket.socket) -> bool:
 
 
 def _connects(connection: socket.socket, forming: Forming) -> bool:
-    """Return whether this is a connection of the group, or is to become one."""
+    """Return whether this is a connection of the group, made or in progress."""
     peer = _other_end(connection)
     return peer is not None and (peer in forming.peers or _own_end(connection) == forming.own)
 
 
 def _give_up_connecting(forming: Forming) -> None:
-    """Let attempts to reach a member that does not answer fail."""
+    """Make pending attempts to connect to members fail."""
     for _, connection in _sockets():
         if _other_end(connection) in forming.peers:
             try:
@@ -235,7 +237,7 @@ def _give_up_connecting(forming: Forming) -> None:
 
 
 def _knock(forming: Forming, doors: ExitStack) -> None:
-    """Take the places of those that have not connected: the group is made then, only to be dropped."""
+    """Connect in place of the missing members: then the group is formed, only to be dropped."""
     assert forming.own is not None
     for number in forming.numbers:
         with suppress(OSError):
@@ -252,14 +254,14 @@ def _finish(built: Future[T], build: Callable[[], T]) -> None:
     try:
         built.set_result(build())
     except Exception as error:
-        built.set_exception(error.with_traceback(None))  # whose frames have the group's sockets
+        built.set_exception(error.with_traceback(None))  # its frames hold the group's sockets
 
 
 def _sockets(inodes: set[int] | None = None) -> Iterator[tuple[int, socket.socket]]:
-    """Yield the TCP sockets of this process, or those with these inodes.
+    """Yield this process's TCP sockets, or those with these inodes, as pairs of descriptor and duplicate.
 
-    Each with its descriptor, as a duplicate: another thread may close a descriptor at any time, and the next one that
-    is opened has its number. So what a socket is and does is asked of the duplicate.
+    Another thread may close a descriptor at any time, and the next socket may get its number. So only the duplicate is
+    reliable.
     """
     for descriptor, name in _descriptors():
         if not name.startswith("socket:") or (inodes is not None and int(name[8:-1]) not in inodes):
@@ -283,7 +285,7 @@ def _epolls() -> Iterator[select.epoll]:
 def _replace(epoll: select.epoll, descriptor: int, deaf: socket.socket) -> bool:
     try:
         epoll.unregister(descriptor)
-    except OSError:  # it does not have it
+    except OSError:  # it does not watch it
         return False
     os.dup2(deaf.fileno(), descriptor, inheritable=False)
     epoll.register(descriptor, 0)
@@ -291,10 +293,10 @@ def _replace(epoll: select.epoll, descriptor: int, deaf: socket.socket) -> bool:
 
 
 def _duplicate(descriptor: int) -> socket.socket:
-    """Return a duplicate of a socket, which stays as it is.
+    """Return a duplicate of a socket without changing the socket.
 
     Raises:
-        OSError: it is gone, and another descriptor may have taken its number.
+        OSError: it is gone, and another file may have taken its number.
     """
     duplicate = os.dup(descriptor)
     try:
@@ -303,7 +305,7 @@ def _duplicate(descriptor: int) -> socket.socket:
     except OSError:
         os.close(duplicate)
         raise
-    if socket.getdefaulttimeout() is not None:  # Python has just made it non-blocking, for its owner too
+    if socket.getdefaulttimeout() is not None:  # Python has just made both non-blocking
         os.set_blocking(duplicate, blocking)
     return connection
 
@@ -317,17 +319,12 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 _watched: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
-def _end_at_exit(connections: Connections) -> None:
-    _watched.add(connections)
-    _register()
-
-
 @functools.cache
 def _register() -> None:
     atexit.register(_end_all)
 
 
 def _end_all() -> None:
-    """Leave no thread that makes a group to the end of the interpreter."""
+    """End all threads that form groups before the interpreter ends."""
     for connections in tuple(_watched):
         connections.end_if_forming()

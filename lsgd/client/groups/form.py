@@ -1,4 +1,4 @@
-"""The group of a generation, over the transport that the servers have chosen."""
+"""The group of a generation, over the transport that the servers chose."""
 
 from functools import partial
 
@@ -17,10 +17,10 @@ from lsgd.protocol.tickets import Ticket
 
 
 def form(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> WorkerGroup:
-    """Return the group of all members of ``generation``, as the worker of ``membership`` sees it.
+    """Return the group of all members of ``generation``, for the worker of ``membership``.
 
-    ``traffic`` counts what it sends and receives. Every verb, and the building of each group, has the deadline that
-    the plan gives. Over TCP it knows then where all members are, and needs the servers no more.
+    ``traffic`` counts what it sends and receives. Every verb, and building each group, has the plan's deadline. Over
+    TCP the group then knows where all members are, and no longer needs the servers.
 
     Raises:
         ExchangeError: a member does not come, or the generation is over.

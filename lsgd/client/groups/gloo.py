@@ -1,8 +1,8 @@
-"""Process groups over Gloo whose members have proved to each other who they are.
+"""Process groups over Gloo whose members prove to each other who they are.
 
-Gloo takes whoever connects first, and says a small number, for a member. So with its address each member publishes a
-nonce in the store, which strangers cannot read; and when all are connected, each sends to each other one, over the
-connection that they have, what only those can compute who have read both nonces. Nothing else is sent before that.
+Gloo accepts whoever connects first and sends a small number. So each member publishes a nonce with its address in the
+store, which strangers cannot read. Once connected, each pair of members exchanges proofs that only a reader of both
+nonces can compute. Nothing else is sent before that.
 """
 
 import datetime
@@ -20,7 +20,7 @@ from lsgd.client.groups.connections import Connections, Endpoint, Forming, endpo
 from lsgd.collectives.pipeline import UNDER_WAY
 
 Meeting = TCPStore
-"""A key-value store of one process that others connect to, where there is no global server: for ``lsgd doctor``."""
+"""A key-value store for members without a global server, as in ``lsgd doctor``: others connect to one process."""
 
 NONCE_NBYTES = 16
 PROOF_NBYTES = 32
@@ -35,16 +35,16 @@ def gloo_group(
     timeout_s: float,
     connections: Connections,
 ) -> dist.ProcessGroup:
-    """Return a process group over Gloo on the interface of ``address``; its members meet in ``store`` by its name.
+    """Return a process group over Gloo on the interface of ``address``; its members meet in ``store`` under its name.
 
     Args:
-        store: where they meet; who can read it can take a member's place.
+        store: where they meet; whoever can read it can take a member's place.
         name: of the group, unique in the store.
         rank: of this member.
         names: of all members, in order, for errors.
-        address: of this machine, that the group's connections are made to.
-        timeout_s: deadline of what the group does.
-        connections: takes note of the connections.
+        address: of this machine, to which the others connect.
+        timeout_s: deadline of the group's operations.
+        connections: keeps track of the connections.
 
     Raises:
         ConnectionAbortedError: the connections were cut.
@@ -64,11 +64,11 @@ def gloo_group(
 
 
 class Introductions(Store):
-    """What the members of a Gloo group publish of themselves, through another store: an address, and with it a nonce.
+    """A store in which the members of a Gloo group publish their addresses, each with a nonce, through another store.
 
     Args:
         store: the other store.
-        name: of the group: its keys begin so.
+        name: of the group, and the prefix of its keys.
         rank: of this member.
 
     Attributes:
@@ -91,7 +91,7 @@ class Introductions(Store):
         self._store.set(f"{self._name}/{key}", self.nonces[self._rank] + data)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Return a member's address, waiting for it."""
+        """Wait for a member's address, and return it."""
         data = self._store.get(f"{self._name}/{key}")
         nonce, address = data[:NONCE_NBYTES], data[NONCE_NBYTES:]
         rank = int(key.rpartition("/")[2])
@@ -107,10 +107,10 @@ class Introductions(Store):
 
 
 def listens_on(published: bytes) -> tuple[Endpoint, Sequence[int]]:
-    """Return where a member's Gloo listens, and the number that each other member says there first, by its rank.
+    """Return where a member's Gloo listens, and the number that each other member sends there first, by rank.
 
-    Gloo publishes: length and text of the host's name, length and bytes of a C structure that begins with a
-    ``sockaddr_storage``, and the numbers, all in the machine's own order of bytes.
+    Gloo publishes the length and text of the host's name, the length and bytes of a C structure that begins with a
+    ``sockaddr_storage``, and the numbers, all in the machine's byte order.
 
     Raises:
         RuntimeError: this release of Gloo publishes something else.
@@ -124,19 +124,19 @@ def listens_on(published: bytes) -> tuple[Endpoint, Sequence[int]]:
         return endpoint(address[:size]), [number for (number,) in struct.iter_unpack("=q", address[size:])]
     except (struct.error, ValueError, OverflowError) as error:
         raise RuntimeError(
-            f"Gloo of torch {torch.__version__} publishes an address in a form that is not known here: {error}"
+            f"Gloo of torch {torch.__version__} publishes an address in an unknown form: {error}"
         ) from None
 
 
 def proof(nonces: Mapping[int, bytes], sender: int, receiver: int) -> bytes:
-    """Return what shows ``receiver`` that ``sender`` has read both nonces: new for each group, and for each way."""
+    """Return the proof to ``receiver`` that ``sender`` has read both nonces; different for each group and direction."""
     return hashlib.blake2b(
         nonces[sender] + nonces[receiver] + struct.pack("=qq", sender, receiver), digest_size=PROOF_NBYTES
     ).digest()
 
 
 def _prove(group: dist.ProcessGroup, nonces: Mapping[int, bytes], rank: int, names: Sequence[str]) -> None:
-    """Prove to each other member who this one is, and have it do the same."""
+    """Prove to each other member who this one is, and check its proof."""
     others = [r for r in range(len(names)) if r != rank]
     received = {r: torch.empty(PROOF_NBYTES, dtype=torch.uint8) for r in others}
     receiving = {r: group.recv([received[r]], r, 0) for r in others}
@@ -146,9 +146,7 @@ def _prove(group: dist.ProcessGroup, nonces: Mapping[int, bytes], rank: int, nam
         try:
             receiving[r].wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{names[r]} has not proved that it is at the other end: {str(error).splitlines()[0]}"
-            ) from None
+            raise RuntimeError(f"{names[r]} has not proved its identity: {str(error).splitlines()[0]}") from None
         if not hmac.compare_digest(bytes(received[r].tolist()), proof(nonces, r, rank)):
             raise RuntimeError(
                 f"another process has taken the place of {names[r]}: its proof is wrong; let only the run's machines "

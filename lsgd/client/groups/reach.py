@@ -1,11 +1,11 @@
-"""Whether the members of a generation can reach each other: looked at before their process groups are built.
+"""Tests whether the members of a generation can reach each other, before their groups are built.
 
-A group that cannot connect fails by its deadline, on whichever member waits first, and says nothing of the others. So
-each member opens a port, publishes it through the servers, and calls those that Gloo would have it call; whom it
-did not reach it publishes too. Then all members know which pairs are broken.
+A group that cannot connect fails at its deadline, on whichever member waits first, and says nothing about the others.
+So each member opens a port, publishes it through the servers, calls the members that Gloo would have it call, and
+publishes which ones it did not reach. Then all members know which pairs are broken.
 
-Over TCP connections of lsgd's own it is enough that one of two can dial the other, or that both reach the relay. There
-all call all, and what they find is how their connections come to be.
+For lsgd's own TCP connections it is enough that one of two members can dial the other, or that both reach the relay. So
+there all members call all others, and the results decide how each connection is made.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from lsgd.errors import BrokenLinksError, ExchangeError
 from lsgd.protocol.messages import Generation
 
 PROBE_WITHIN_S = 5.0
-"""How long a member has to be reached, in seconds; ``exchange_timeout_s`` if that is less."""
+"""How long it may take to reach a member, in seconds; ``exchange_timeout_s`` if that is less."""
 
 ROWS_WITHIN_S = 2.0
-"""How much longer than that it takes at most until a member has published whom it reached, in seconds."""
+"""How long after that a member may take to publish whom it reached, in seconds."""
 
 MESSAGE_NBYTES = 8 << 10
-"""What each side of a call sends: more than one packet, so that a link which loses large ones shows."""
+"""What each side of a call sends: more than one packet, to detect a link that loses large ones."""
 
 MAX_CALLS = 128
-"""Most calls that are made, and most that are answered, at a time."""
+"""Most calls made at a time, and most answered."""
 
 MAX_PAIRS = 8192
-"""Most broken pairs that are reported."""
+"""Most broken pairs reported."""
 
 _NONCE_NBYTES = 16
 _RANK_NBYTES = 4
@@ -49,7 +49,7 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True)
 class Door:
-    """Where a member answers calls: address, port, and the nonce that a call begins with."""
+    """Where a member answers calls: address, port, and the nonce with which calls begin."""
 
     address: str
     port: int
@@ -67,20 +67,20 @@ class Door:
 
 
 class Row(NamedTuple):
-    """What a member has found: the ranks that it did not reach, and whether it has seen that it reaches the relay."""
+    """What a member found: the ranks that it did not reach, and whether it saw that it reaches the relay."""
 
     missed: Collection[int]
     relay: bool = False
 
 
 def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
-    """See whether all members of a generation reach each other; each of them has to call this.
+    """Test whether all members of a generation can reach each other; every member must call this.
 
     Returns:
-        nodes of which the first cannot dial the second, one pair after the other, as ``Generation.missed`` has them.
+        pairs of nodes of which the first cannot dial the second, as a flat list like ``Generation.missed``.
 
     Raises:
-        BrokenLinksError: some do not. All members that have heard of each other in time find the same.
+        BrokenLinksError: some cannot. All members that heard of each other in time find the same pairs.
         ExchangeError: a member did not come, or the generation is over.
     """
     names, join, channel = generation.members, membership.join, membership.channel
@@ -94,12 +94,13 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
     with open_door(join.address) as (listener, door):
         store.set(f"door/{me}", door.published())
         doors = [door if rank == me else Door.of(store.get(f"door/{rank}")) for rank in range(size)]
-        # The processes of an island dial each other directly: their head alone looks, and has no word for the others.
-        both, eithers = generation.transport != "gloo", generation.transport == "tcp" and membership.island.size == 1
-        calls = [rank for rank in range(size) if rank != me and (both or calls_first(doors, me, rank))]
-        callers = [rank for rank in range(size) if rank != me and (both or calls_first(doors, rank, me))]
+        all_call = generation.transport != "gloo"
+        # Only an island's head probes, and does not tell the other processes: so theirs must dial both ways.
+        one_way = generation.transport == "tcp" and membership.island.size == 1
+        calls = [rank for rank in range(size) if rank != me and (all_call or calls_first(doors, me, rank))]
+        callers = [rank for rank in range(size) if rank != me and (all_call or calls_first(doors, rank, me))]
         over = partial(channel.generation_over, generation.number)
-        made = Calls(listener, me, doors, membership.welcome.relay if eithers else "")
+        made = Calls(listener, me, doors, membership.welcome.relay if one_way else "")
         row = Row(made.make(calls, callers, within_s, over), made.reaches_relay)
     store.set(f"missed/{me}", json.dumps(row))
     rows = {me: row}
@@ -110,37 +111,37 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
         except ExchangeError:
             if channel.generation_over(generation.number):
                 raise
-            continue  # it may be frozen, or dead: its lease or the exchange will tell
+            continue  # it may be frozen or dead: its lease or the exchange will show
         rows[rank] = Row(*json.loads(published))
-    if pairs := broken_pairs(rows, eithers=eithers)[:MAX_PAIRS]:
+    if pairs := broken_pairs(rows, one_way=one_way)[:MAX_PAIRS]:
         words = ", ".join(f"{names[a]} and {names[b]}" for a, b in pairs[:4])
         more = f" (and {len(pairs) - 4} more pairs)" if len(pairs) > 4 else ""
         raise BrokenLinksError(f"{words} cannot reach each other{more}", tuple(rank for pair in pairs for rank in pair))
     return missed_nodes(rows, generation)
 
 
-def broken_pairs(rows: Mapping[int, Row], *, eithers: bool = False) -> list[tuple[int, int]]:
-    """Return the pairs that cannot exchange, of members whose rows are known.
+def broken_pairs(rows: Mapping[int, Row], *, one_way: bool = False) -> list[tuple[int, int]]:
+    """Return the pairs of members that cannot exchange, as far as their rows are known.
 
     Args:
-        rows: by rank. A member that published none says nothing about its links.
-        eithers: it is enough that one reaches the other, or that both reach the relay.
+        rows: by rank. Without a member's row its links are unknown.
+        one_way: it is enough that one of two reaches the other, or that both reach the relay.
     """
     missed = {(a, b) for a, row in rows.items() for b in row.missed if b in rows and b != a}
-    if eithers:
+    if one_way:
         missed = {(a, b) for a, b in missed if (b, a) in missed and not (rows[a].relay and rows[b].relay)}
     return sorted({(min(pair), max(pair)) for pair in missed})
 
 
 def missed_nodes(rows: Mapping[int, Row], generation: Generation) -> tuple[int, ...]:
-    """Return the nodes of which a member of the first did not reach one of the second, one pair after the other."""
+    """Return pairs of nodes in which a member of the first did not reach one of the second, as a flat list."""
     home = generation.homes
     missed = {(home[a], home[b]) for a, row in rows.items() for b in row.missed if b in rows}
     return tuple(node for pair in sorted(missed) if pair[0] != pair[1] for node in pair)
 
 
 def calls_first(doors: Sequence[Door], one: int, other: int) -> bool:
-    """Whether Gloo would have ``one`` connect to ``other``: the higher address does; of equal ones, the higher rank."""
+    """Whether Gloo would make ``one`` connect to ``other``: the higher address connects; if equal, the higher rank."""
     return (_packed(doors[one].address), one) > (_packed(doors[other].address), other)
 
 
@@ -149,38 +150,38 @@ def _packed(address: str) -> bytes:
 
 
 def family(address: str) -> socket.AddressFamily:
-    """Return the family of an address in numbers."""
+    """Return the family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 @contextmanager
 def open_door(address: str) -> Iterator[tuple[socket.socket, Door]]:
-    """Listen on an address, at a port that the system chooses, until the end of the block.
+    """Listen on an address, at a port that the system chooses, inside the block.
 
     Raises:
-        ExchangeError: that cannot be.
+        ExchangeError: it cannot listen there.
     """
     try:
         listener = socket.create_server((address, 0), family=family(address), backlog=MAX_CALLS)
     except OSError as error:
-        raise ExchangeError(f"nothing can listen on {address}: {error}") from error
+        raise ExchangeError(f"cannot listen on {address}: {error}") from error
     with listener:
         listener.setblocking(False)
         yield listener, Door(address, listener.getsockname()[1], secrets.token_bytes(_NONCE_NBYTES))
 
 
 class Calls:
-    """The calls of one member: it makes some, and answers each that has its nonce with the same bytes.
+    """One member's calls: it calls others, and answers each call that has its nonce with the same bytes.
 
     Args:
-        listener: behind this member's own door; closed in the end.
-        me: its rank.
+        listener: behind this member's own door; closed at the end.
+        me: this member's rank.
         doors: of all members.
         relay: address of the relay that may help; empty: there is none.
 
     Attributes:
-        missed: by the rank that was called and not reached, why.
-        reaches_relay: whether this member has seen that it does; it looks if it has missed somebody.
+        missed: why a rank that was called was not reached.
+        reaches_relay: whether this member saw that it reaches the relay; it looks if it missed somebody.
     """
 
     def __init__(self, listener: socket.socket, me: int, doors: Sequence[Door], relay: str = "") -> None:
@@ -196,17 +197,17 @@ class Calls:
     def make(
         self, calls: Sequence[int], callers: Collection[int], within_s: float, over: Callable[[], object]
     ) -> list[int]:
-        """Call some ranks and answer others; return those that were called and not reached.
+        """Call some ranks and answer others; return the ranks that were called but not reached.
 
         Args:
-            calls: the ranks to call.
-            callers: those that will call.
+            calls: ranks to call.
+            callers: ranks that will call.
             within_s: how long it may take.
-            over: whether nobody is interested any more.
+            over: whether to give up.
         """
         self.missed = dict.fromkeys(calls, f"no answer within {within_s:g} s")
         self._awaited = set(callers)
-        with ThreadPoolExecutor(1) as thread:  # this one may have an event loop already: a notebook's
+        with ThreadPoolExecutor(1) as thread:  # the calling thread may run an event loop, as in a notebook
             thread.submit(asyncio.run, self._make(time.monotonic() + within_s, over)).result()
         return sorted(self.missed)
 
@@ -256,10 +257,10 @@ class Calls:
             self._came.clear()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._answered) >= MAX_CALLS:  # strangers: a member is done in a few round trips
+        if len(self._answered) >= MAX_CALLS:  # by strangers: a member is done in a few round trips
             self._answered.pop(0).transport.abort()
         self._answered.append(writer)
-        writer.transport.set_write_buffer_limits(0)  # so that drain() waits for all of it
+        writer.transport.set_write_buffer_limits(0)  # makes drain() wait until all is sent
         try:
             message = await reader.readexactly(_NONCE_NBYTES)
             if message == self._doors[self._me].nonce:

@@ -8,7 +8,7 @@ from lsgd.client.control.closing import on_error
 from lsgd.protocol.tickets import GREETING_NBYTES, MAGIC, MET, Ticket, place_of
 
 RELAY_NBYTES = 16 << 20
-"""So many bytes that the relay's system has acknowledged may be in its buffers: 6 and 4 MiB, as Linux has them."""
+"""Most bytes that the relay's system has acknowledged but may still buffer; Linux's buffers are 6 and 4 MiB."""
 
 _AGAIN_S = 0.25
 
@@ -21,8 +21,8 @@ class Meet:
         relay: its address, ``tcp://host:port``.
         ticket: of this side.
         secret: of the run.
-        nonce: of the target's door: what the hello is proved with.
-        between_nbytes: that the relay may have, and lose.
+        nonce: of the target's door; proves the hello.
+        between_nbytes: most bytes that the relay may hold, and lose.
     """
 
     relay: str
@@ -33,14 +33,14 @@ class Meet:
 
     @property
     def answers(self) -> bool:
-        """Whether this end is the server of TLS, and answers the hello: the target does, as if it had been dialled."""
+        """Whether this end is the TLS server and answers the hello: the target is, as if it had been dialled."""
         return self.ticket.of_target
 
     async def open(self) -> socket.socket:
-        """Return a connection to the other side, when that is there; not blocking, and with nothing said on it yet.
+        """Wait for the other side, and return a non-blocking connection to it on which nothing has been sent.
 
         Raises:
-            OSError: there is no relay at present, or it refuses the ticket.
+            OSError: there is no relay at the moment, or it refuses the ticket.
         """
         connection, greeting = await _dial(self.relay)
         with on_error(connection.close):
@@ -51,7 +51,7 @@ class Meet:
 
 
 async def until_it_greets(relay: str) -> None:
-    """Wait until a relay answers at an address: it may be being started again."""
+    """Wait until a relay answers at an address; it may be restarting."""
     while True:
         try:
             connection, _ = await _dial(relay)
@@ -65,7 +65,7 @@ async def until_it_greets(relay: str) -> None:
 async def _dial(relay: str) -> tuple[socket.socket, bytes]:
     """Return a new connection to a relay, and its greeting."""
     if not relay:
-        raise ConnectionError("a relay is needed, and the servers know of none (lsgd-server --global --relay-address)")
+        raise ConnectionError("a relay is needed, but the servers know of none (lsgd-server --global --relay-address)")
     loop, (host, port) = asyncio.get_running_loop(), place_of(relay)
     family, _, _, _, place = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
     connection = socket.socket(family, socket.SOCK_STREAM)
@@ -73,17 +73,17 @@ async def _dial(relay: str) -> tuple[socket.socket, bytes]:
         connection.setblocking(False)
         try:
             await loop.sock_connect(connection, place)
-        except ConnectionRefusedError:  # it may be being started again, so this is not for good
+        except ConnectionRefusedError:  # it may be restarting, so another type of error: callers try again
             raise ConnectionError(f"nothing listens at the relay's address {relay}") from None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         greeting = await _read(connection, GREETING_NBYTES)
         if not greeting.startswith(MAGIC):
-            raise ConnectionError(f"what listens at {relay} is no relay of this release of lsgd")
+            raise ConnectionError(f"what listens at {relay} is not a relay of this lsgd release")
     return connection, greeting
 
 
 async def _read(connection: socket.socket, nbytes: int) -> bytes:
-    """Return so many bytes; fewer, if the other side hangs up."""
+    """Return the next ``nbytes``, or fewer if the other side hangs up."""
     data = b""
     while len(data) < nbytes and (more := await asyncio.get_running_loop().sock_recv(connection, nbytes - len(data))):
         data += more

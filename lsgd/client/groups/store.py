@@ -11,24 +11,23 @@ from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation, Get, Put, Value
 
 REPUBLISH_S = 3.0
-"""How often a member publishes its own values again while it waits for others', in seconds."""
+"""How often a waiting member publishes its own values again, in seconds."""
 
 _ENDED = object()
 
 
 def store_of(generation: Generation, membership: Membership) -> "ServerStore":
-    """Return the store in which the group of a generation meets; of islands, those with the same shard of the model."""
+    """Return the store in which a generation's group meets; in islands, the processes with the same shard."""
     shard, timeout_s = membership.island.rank, membership.plan.run.exchange_timeout_s
     prefix = f"shard{shard}/" if shard else ""
     return ServerStore(membership.channel, *membership.who, generation.number, timeout_s, prefix)
 
 
 class ServerStore(Store):
-    """A key-value store that lives in the global server, for one generation.
+    """A key-value store for one generation in the global server.
 
-    torch's process groups find their members' addresses through it. It needs no port of its own, and a wait in it
-    ends as soon as the generation does. A key has one value: what was read once is not asked for again. Keys with
-    another ``prefix`` are others.
+    Groups find their members' addresses through it. It needs no port of its own, and a wait ends as soon as the
+    generation does. A key's value never changes, so it is fetched only once. Each ``prefix`` has its own keys.
     """
 
     def __init__(
@@ -46,19 +45,19 @@ class ServerStore(Store):
         self._ended = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Publish ``value``; waits until the server has it."""
+        """Publish ``value``, without waiting."""
         key, data = self._prefix + key, value.encode() if isinstance(value, str) else bytes(value)
         self._own[key] = data
         self._channel.send(Put(*self._identity, key, data))
 
     def get(self, key: str) -> bytes:
-        """Return the value of ``key``, waiting for it."""
+        """Wait for the value of ``key``, and return it."""
         key = self._prefix + key
         if (known := self._own.get(key, self._read.get(key))) is not None:
             return known
         deadline = time.monotonic() + self._timeout_s
         while True:
-            for own, data in self._own.items():  # a server that was started again has forgotten them
+            for own, data in self._own.items():  # a restarted server has lost them
                 self._channel.send(Put(*self._identity, own, data))
             left_s = deadline - time.monotonic()
             try:
@@ -95,7 +94,7 @@ class ServerStore(Store):
             self.get(key)
 
     def end(self) -> None:
-        """Make every wait for a value fail, within a quarter of a second; may be called by another thread."""
+        """Make every wait for a value fail within a quarter of a second; safe from any thread."""
         self._ended = True
         for expected in tuple(self._awaited):
             expected.answered = _ENDED

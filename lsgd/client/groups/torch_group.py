@@ -1,4 +1,4 @@
-"""Process groups on torch.distributed, built anew for each generation."""
+"""Groups on torch.distributed, rebuilt for each generation."""
 
 import datetime
 import time
@@ -26,12 +26,12 @@ class TorchGroup(WorkerGroup):
     """A Group (:class:`lsgd.collectives.group.Group`) on a torch process group; subgroups are built when first used.
 
     Args:
-        build: makes the process group of some ranks of the generation under a name.
+        build: returns a process group with this name of these ranks of the generation.
         members: its members.
         timeout_s: deadline of each verb.
         transport: ``nccl`` or ``gloo``.
-        device: that tensors made for the group's sake are best on.
-        connections: the sockets of the group that this one is a part of; None for a whole one.
+        device: best device for tensors that are created only for the group.
+        connections: the sockets of the group that this one is a part of; None: it is a whole group.
         traffic: counts what this member sends and receives.
     """
 
@@ -50,6 +50,7 @@ class TorchGroup(WorkerGroup):
         self.transport = transport
         self._build = build
         self._group: dist.ProcessGroup | None = None
+        self._timeout = datetime.timedelta(seconds=timeout_s)
         self._connections = connections or Connections()
 
     def _group_of(self, members: Members) -> "TorchGroup":
@@ -57,11 +58,11 @@ class TorchGroup(WorkerGroup):
         return TorchGroup(self._build, members, self._timeout_s, *shared)
 
     def cut(self) -> None:
-        """Make whatever waits in this group or its subgroups fail at once; may be called by another thread."""
+        """Make everything that waits in this group or its subgroups fail at once; safe from any thread."""
         self._connections.cut()
 
     def close(self) -> None:
-        """Drop the process groups, so that peers which wait for this member fail at once."""
+        """Drop the process groups, so that peers waiting for this member fail at once."""
         for group in self._subgroups.values():
             group.close()
         self._group = None
@@ -85,7 +86,7 @@ class TorchGroup(WorkerGroup):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace ``tensor`` by that of ``source``.
 
-        Over Gloo, a large one goes from each member to the next, piece by piece, and so leaves each node once. Gloo's
+        Over Gloo, a large tensor goes from each member to the next, piece by piece, so it leaves each node once. Gloo's
         own broadcast is a tree of whole messages: four hosts take three times as long as one transfer.
         """
         host = self._staged(tensor)
@@ -101,12 +102,12 @@ class TorchGroup(WorkerGroup):
 
         sent = 0 if (self.rank + 1) % self.size == source else host.nbytes  # from each to the next
         received = 0 if self.rank == source else host.nbytes
-        self._begin(f"broadcast from {self._names[source]}", start, sent=sent, received=received).wait()
+        self._begin(f"broadcast from {self._members.names[source]}", start, sent=sent, received=received).wait()
         if self.rank != source:
             from_host(host, tensor)
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
-        peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
+        peers = ", ".join(self._members.names[rank] for rank in sorted({*sends, *receives}))
         outgoing = {rank: self._staged(tensor) for rank, tensor in sends.items()}
         incoming = {rank: self._staged(tensor, copy=False) for rank, tensor in receives.items()}
         together = self.device if self.transport == "nccl" else None
@@ -125,15 +126,11 @@ class TorchGroup(WorkerGroup):
         return Transfer(wait)
 
     def _staged(self, tensor: Tensor, *, copy: bool = True) -> Tensor:
-        """Return ``tensor``, or in host memory a copy of one that this group's transport cannot send from the GPU."""
+        """Return ``tensor``, or its copy in host memory if this group's transport cannot use the GPU's."""
         return tensor if self.transport == "nccl" else to_host(tensor, copy=copy)
 
-    @property
-    def _timeout(self) -> datetime.timedelta:
-        return datetime.timedelta(seconds=self._timeout_s)
-
     def _begin(self, what: str, start: Callable[[dist.ProcessGroup], Any], *, sent: int, received: int) -> Transfer:
-        """Start what ``start`` returns, something with a ``wait()``; a group of one has nothing to do.
+        """Call ``start``, which returns an object with ``wait()``; a group of one has nothing to do.
 
         ``sent`` and ``received``: bytes of tensors that this member sends and receives.
         """
@@ -143,7 +140,7 @@ class TorchGroup(WorkerGroup):
         started_at = time.monotonic()
         with self._failing(what, started_at):
             if self._group is None:
-                self._group = self._connections.watch(lambda: self._build(self._name, self._ranks))
+                self._group = self._connections.watch(lambda: self._build(self._members.name, self._members.ranks))
             work = start(self._group)
 
         def wait() -> None:
@@ -156,7 +153,7 @@ class TorchGroup(WorkerGroup):
 
     @contextmanager
     def _failing(self, what: str, started_at: float) -> Iterator[None]:
-        """Have what torch raises end the group, as an ExchangeError."""
+        """If torch raises an error, close the group and raise an ExchangeError."""
         try:
             yield
         except (RuntimeError, ConnectionAbortedError) as error:
@@ -167,7 +164,7 @@ class TorchGroup(WorkerGroup):
 
 
 def torch_group(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> TorchGroup:
-    """Return the group of all members over Gloo or NCCL; the rest as for :func:`lsgd.client.groups.form.form`."""
+    """Return the group of all members over Gloo or NCCL, as for :func:`lsgd.client.groups.form.form`."""
     address, device, timeout_s = membership.join.address, membership.device, membership.plan.run.exchange_timeout_s
     store = store_of(generation, membership)
     connections = Connections(when_cut=store.end)
@@ -183,7 +180,7 @@ def torch_group(generation: Generation, membership: Membership, traffic: Traffic
             nccl = dist.ProcessGroupNCCL(named, rank, len(ranks), options)
             group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
             group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-            # Messages that are given to NCCL in one go want a communicator that all members have opened together.
+            # Batched messages need a communicator that all members have opened together.
             with connections.around():
                 group.allreduce([torch.zeros(1, device=device)]).wait()
             return group

@@ -1,1 +1,1 @@
-"""An iteration of a worker: its turn, its round, its gradients."""
+"""A worker's iteration: its grant, its round, its gradients."""

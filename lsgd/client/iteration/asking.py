@@ -14,7 +14,7 @@ from lsgd.protocol.messages import Go, Pause, Paused, Request, Stop
 logger = logging.getLogger("lsgd")
 
 PAUSE_WITHIN_S = 3.0
-"""How long a worker that pauses waits until the servers know, in seconds."""
+"""How long a pausing worker waits for the servers to acknowledge, in seconds."""
 
 
 class Asking:
@@ -24,12 +24,12 @@ class Asking:
 
     Args:
         membership: its place in the run.
-        tally: what it has done, which every request says.
-        standing: its loss, which requests that may open a round say.
+        tally: what it has done, for every request.
+        standing: its loss, for requests that may open a round.
 
     Attributes:
-        progress: share of the run that is made.
-        stopped: the run has ended, for this worker at least.
+        progress: share of the run that is done.
+        stopped: whether the run has ended, at least for this worker.
     """
 
     def __init__(self, membership: Membership, tally: Tally, standing: Standing) -> None:
@@ -42,18 +42,18 @@ class Asking:
         self._standing = standing
         self._grants = Grants(membership.plan.run.lookahead)
         self._ahead: Expected | None = None  # the answer to the request for more
-        self._last = False  # what is asked for is a round, and no iteration
-        self._said = 0  # iterations that it has made, as of the last request
+        self._last = False  # requests are for a round only, without an iteration
+        self._reported = 0  # iterations completed, as of the last request
 
     def next(self) -> bool:
-        """Take the next of the iterations that were granted ahead; return False if there is none."""
-        granted, progress, said = self._island.share("begins a step", self._next)
+        """Take the next iteration that was granted ahead; return False if there is none."""
+        granted, progress, done = self._island.share("begins a step", self._next)
         if progress is not None:
-            self.progress.answered(progress, said)
+            self.progress.answered(progress, done)
         return granted
 
     def _next(self) -> tuple[bool, float | None, int]:
-        """Do so; return whether there is one, and the progress that an answer said, as of how many iterations."""
+        """Return whether there was one, the progress that an answer reported (or None), and as of which iteration."""
         progress = None
         if self._ahead is not None and (go := self._ahead.answered) is not None:
             progress = go.progress
@@ -62,36 +62,36 @@ class Asking:
         if self._channel.recalled():
             self._forget_ahead()
             self._grants.give_back()  # the next message says so
-        return self._grants.next(), progress, self._said
+        return self._grants.next(), progress, self._reported
 
     def request(self, silence_s: float | None) -> Go | Stop:
-        """Ask for an iteration and return the answer; the same request is asked again until it is taken.
+        """Ask for an iteration and return the answer; repeats the same request until :meth:`take`.
 
         Args:
-            silence_s: longest that the servers may be silent; None: as the plan has it.
+            silence_s: how long the servers may be silent; None: as in the plan.
         """
         loss = self._mean_loss()
-        self._said = self._tally.done
+        self._reported = self._tally.done
         return self._island.share("asks for an iteration", lambda: self._request(loss, silence_s))
 
     def _mean_loss(self) -> float | None:
-        """Return the mean loss of this worker's processes; None: none has one."""
-        told = self._island.gather("asks for an iteration", (self._standing.loss(), self._tally.done))
-        if len({done for _, done in told}) > 1:
+        """Return the mean loss of this worker's processes; None if none has one."""
+        reports = self._island.gather("asks for an iteration", (self._standing.loss(), self._tally.done))
+        if len({done for _, done in reports}) > 1:
             raise LsgdError(
-                f"{self._who[0]}: the processes of this island have made {', '.join(str(done) for _, done in told)} "
-                f"iterations; all of them have to step the optimizer, or skip the step, together"
+                f"{self._who[0]}: the processes of this island have completed "
+                f"{', '.join(str(done) for _, done in reports)} iterations; all of them must step the optimizer, or "
+                f"skip the step, together"
             )
-        losses = [loss for loss, _ in told if loss is not None]
+        losses = [loss for loss, _ in reports if loss is not None]
         return sum(losses) / len(losses) if losses else None
 
     def _request(self, loss: float | None, silence_s: float | None) -> Go | Stop:
         seq = self._grants.seq
         expected, self._ahead = self._ahead, None
-        request = self._make_request(seq, loss)
         with self._tally.spending("waiting"):
             answer: Go | Stop = self._channel.ask(
-                request,
+                self._make_request(seq, loss),
                 expected or (lambda m: isinstance(m, Go | Stop) and m.seq == seq),
                 what=f"{self._who[0]} waits for its next iteration",
                 silence_s=silence_s,
@@ -99,44 +99,44 @@ class Asking:
         return answer
 
     def take(self, answer: Go | Stop) -> bool:
-        """Take in an answer whose round is done; return whether it grants an iteration: else the run has ended."""
+        """Accept an answer whose round is done; return whether it grants an iteration, or the run has ended."""
         if isinstance(answer, Stop):
             self.stopped = True
-            self.progress.answered(1.0, self._said)
+            self.progress.answered(1.0, self._reported)
             logger.info("%s stops after %d iterations: %s", self._who[0], self._tally.done, answer.reason)
             return False
-        self.progress.answered(answer.progress, self._said)
+        self.progress.answered(answer.progress, self._reported)
         return self._island.share("takes an iteration", lambda: self._grants.take(answer))
 
     def want_only_round(self) -> None:
-        """Give back all that is granted; the next request is for a round alone, after which this worker leaves."""
+        """Give back all grants; the next request is only for a round, after which this worker leaves."""
         self._forget_ahead()
         self._grants.withdraw()
         self._grants.next()
         self._last = True
 
     def ask_ahead(self) -> None:
-        """Ask for more iterations if few enough are left, and wait for nothing."""
+        """If few iterations are left, ask for more without waiting."""
         if self._island.is_head and self._grants.wants_more():
             seq = self._grants.seq + 1
             self._ahead = self._channel.expect(lambda m: isinstance(m, Go | Stop) and m.seq == seq)
-            self._channel.send(self._make_request(seq, None, ahead=True))  # a loss is looked at in rounds only
+            self._channel.send(self._make_request(seq, None, ahead=True))  # only rounds use a loss
 
     def remind(self) -> float:
-        """Send the unanswered request again without waiting; return for how many seconds the servers were silent."""
+        """Repeat the unanswered request without waiting; return how long the servers have been silent, in seconds."""
         loss = self._mean_loss()
-        return self._island.share("goes on alone", lambda: self._remind(loss))
+        return self._island.share("continues alone", lambda: self._remind(loss))
 
     def _remind(self, loss: float | None) -> float:
         self._channel.send(self._make_request(self._grants.seq, loss))
         return self._channel.silent_s()
 
     def given_up(self) -> bool:
-        """Whether no answer will come any more."""
-        return self._island.share("goes on alone", self._channel.given_up)
+        """Whether the servers will never answer again."""
+        return self._island.share("continues alone", self._channel.given_up)
 
     def pause(self) -> None:
-        """Give back all that is granted, and say that others need not wait until the next request."""
+        """Give back all grants, and tell the others not to wait until the next request."""
         self._island.share("pauses", self._pause)
 
     def _pause(self) -> None:
@@ -152,7 +152,8 @@ class Asking:
                 timeout_s=PAUSE_WITHIN_S,
             )
         except (ExchangeError, JoinError, ServerLostError) as error:
-            logger.warning("%s pauses without the servers' knowing, so that others may wait: %s", self._who[0], error)
+            me = self._who[0]
+            logger.warning("%s pauses, but could not tell the servers, so others may wait for it: %s", me, error)
 
     def _forget_ahead(self) -> None:
         if self._ahead is not None:
@@ -161,8 +162,6 @@ class Asking:
 
     def _make_request(self, seq: int, loss: float | None, *, ahead: bool = False) -> Request:
         tally = self._tally
-        self._said = tally.done
-        said = (tally.done, tally.committed, tally.dropped)
-        if ahead:  # what is looked at in rounds only is left out
-            return Request(*self._who, seq, *said, loss=None, ahead=True, last=self._last)
-        return Request(*self._who, seq, *said, loss, last=self._last, rate=self._standing.rate())
+        self._reported = tally.done
+        rate = None if ahead else self._standing.rate()  # only rounds use it
+        return Request(*self._who, seq, tally.done, tally.committed, tally.dropped, loss, ahead, self._last, rate)

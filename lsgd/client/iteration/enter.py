@@ -1,4 +1,4 @@
-"""How a worker enters a round: the group of the generation, the round's algorithm, and the model for newcomers."""
+"""How a worker enters a round: the generation's group, the round's algorithm, and the model for newcomers."""
 
 import io
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger("lsgd")
 
 @dataclass(eq=False)
 class Entrance:
-    """Leads into rounds, and keeps the process groups of the present generation.
+    """Enters rounds, and keeps the process groups of the current generation.
 
     Args:
         membership: this worker's place in the run.
@@ -30,8 +30,8 @@ class Entrance:
         traffic: counts what the groups send and receive.
 
     Attributes:
-        generation: whose group there is; None: there is none.
-        missed: which nodes cannot dial which, where that was found out and the servers do not know it yet.
+        generation: of the current group; None: there is no group.
+        missed: pairs of nodes of which the first cannot dial the second, if the servers have yet to be told.
     """
 
     membership: Membership
@@ -45,17 +45,17 @@ class Entrance:
         self.membership.channel.when_over = self._cut
 
     def whole(self, order: Round) -> Round:
-        """Return an order with the names of its members, which the servers omit when this worker has them."""
+        """Return an order with its members' names, which the servers omit if this worker knows them."""
         generation = self.generation
         if generation is None or order.generation.indices or order.generation.number != generation.number:
             return order
         return replace(order, generation=generation)
 
     def enter(self, order: Round) -> WorkerGroup:
-        """Return the round's group, whose members all have its algorithm, and its newcomers the source's model.
+        """Return the round's group; its members have the round's algorithm, and newcomers the source's model.
 
         Raises:
-            ExchangeError: it failed, and :meth:`leave` is due.
+            ExchangeError: it failed; call :meth:`leave`.
         """
         replica = self.replica
         group, fresh = self._group_of(order)
@@ -67,10 +67,10 @@ class Entrance:
         return group
 
     def leave(self, *, cut: bool = False) -> None:
-        """Drop the process groups, so that members which wait for this worker fail at once.
+        """Drop the process groups, so that members waiting for this worker fail at once.
 
         Args:
-            cut: an exchange may be under way; without its connections it ends now, else dropping it waits for it.
+            cut: abort an exchange that may be under way; otherwise wait for it.
         """
         if self._group is not None:
             if cut:
@@ -79,29 +79,29 @@ class Entrance:
         self._group = self.generation = None
 
     def _cut(self, number: int) -> None:
-        """Free this worker from exchanges of a generation that is over."""
+        """Abort the exchanges of a generation that is over."""
         group, generation = self._group, self.generation
         if group is not None and generation is not None and generation.number == number:
             group.cut()
 
     def _group_of(self, order: Round) -> tuple[WorkerGroup, bool]:
-        """Return the group of a generation, and whether it is new."""
+        """Return the group of the order's generation, and whether it is new."""
         generation = order.generation
         if reason := self.membership.channel.generation_over(generation.number):
             raise ExchangeError(f"generation {generation.number} is over: {reason}")
         if not generation.indices:
-            raise ExchangeError(f"the members of generation {generation.number} are not known here any more")
+            raise ExchangeError(f"this worker no longer knows the members of generation {generation.number}")
         if self._group is not None and self.generation == generation:
             return self._group, False
         self.leave()
         known, island = generation, self.membership.island
-        if order.probe and island.is_head:  # whose links are those of the others
+        if order.probe and island.is_head:  # the others have the same links
             self.missed = probe(generation, self.membership)
             known = replace(generation, missed=self.missed)
         group = self._group = form(known, self.membership, self.traffic)
         group.poll = island.poll if island.size > 1 else None
         self.generation = generation
-        if reason := self.membership.channel.generation_over(generation.number):  # before a cut could find the group
+        if reason := self.membership.channel.generation_over(generation.number):  # a cut until now found no group
             raise ExchangeError(f"generation {generation.number} is over: {reason}")
         logger.info(
             "generation %d: rank %d of %d, over %s on %s",
@@ -110,7 +110,7 @@ class Entrance:
         return group, True
 
     def _begin(self, group: WorkerGroup, order: Round) -> None:
-        """Give newcomers the model of the source and all members the shared state, and reset the algorithm."""
+        """Give newcomers the source's model and all members the shared state, and reset the algorithm."""
         algorithm = self.replica.algorithm
         if order.new and group.rank in (order.source, *order.new):
             ranks = [order.source, *order.new]
@@ -124,7 +124,7 @@ class Entrance:
         algorithm.reset(self.replica.flat.buffers, group, order)
 
     def _take_over(self, group: WorkerGroup, source: int) -> None:
-        """Take the source's model, its frozen parameters and buffers too, and its optimizers' state if so planned."""
+        """Copy the source's model, frozen parameters, buffers, and, if the plan says so, its optimizers' state."""
         replica, taking = self.replica, group.rank != source
         everything = [*replica.flat.buffers, *map(local, replica.flat.frozen), *replica.model.buffers()]
         received = []

@@ -1,4 +1,4 @@
-"""What a round exchanges before the forward pass: the algorithm's part, and the model's buffers; at last, one model."""
+"""What a round exchanges before the forward pass: the algorithm's part and the model's buffers, or the consensus."""
 
 import logging
 import math
@@ -18,10 +18,10 @@ logger = logging.getLogger("lsgd")
 
 
 def exchange(replica: Replica, group: WorkerGroup, order: Round) -> None:
-    """Have the algorithm exchange models, or begin to, and the floating-point buffers beside them.
+    """Let the algorithm exchange models, or begin to; exchange the floating-point buffers as well.
 
-    A global round may heal a non-finite model with those of others; the optimizers' state is then cleared of what
-    would break it again.
+    A global round may replace a non-finite model by finite ones. Then the optimizers' non-finite state is cleared,
+    because it would break the model again.
 
     Raises:
         ExchangeError: it failed; nothing has changed.
@@ -38,8 +38,8 @@ def exchange(replica: Replica, group: WorkerGroup, order: Round) -> None:
 def _exchange_buffers(replica: Replica, group: WorkerGroup, order: Round) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return the model's floating buffers, and the values that the round gives them."""
     buffers, treated = replica.finite.buffers(), replica.run.buffers
-    is_last_enough = replica.lockstep  # every iteration is a round
-    if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or is_last_enough:
+    # In lockstep, every iteration is a round, and averaging them in the consensus is enough.
+    if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or replica.lockstep:
         return (), ()
     flat = torch.cat([wide(b) for b in buffers])
     if treated == "leader":
@@ -50,9 +50,9 @@ def _exchange_buffers(replica: Replica, group: WorkerGroup, order: Round) -> tup
 
 
 def make_consensus(replica: Replica, group: WorkerGroup, order: Round, island: Island) -> None:
-    """Replace every model by the average of all, or by the leader's, and note how far apart they were.
+    """Replace every model by the average of all, or by the leader's, and record how far apart they were.
 
-    Of an island each process does so with its part.
+    Each process of an island does so with its part.
 
     Raises:
         ExchangeError: it failed; nothing has changed.
@@ -71,9 +71,9 @@ def make_consensus(replica: Replica, group: WorkerGroup, order: Round, island: I
 
 
 def mean_of(tensors: Sequence[Tensor], group: WorkerGroup, *, contributes: bool) -> list[Tensor] | None:
-    """Return the means over those members that contribute finite numbers; None if no member does."""
+    """Return the means over the members that contribute finite numbers; None if no member does."""
     if not group.agree(all_finite(tensors)) and contributes:
-        logger.warning("this worker's model is not finite: it is left out of the average")
+        logger.warning("this worker's model is non-finite: the average leaves it out")
         contributes = False
     count = torch.tensor([float(contributes)], device=group.device)
     group.all_reduce(count).wait()
@@ -86,13 +86,13 @@ def mean_of(tensors: Sequence[Tensor], group: WorkerGroup, *, contributes: bool)
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return ``x`` as one row, at float32 or what is wider."""
+    """Return ``x`` as one row, in float32 or wider."""
     return x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _distance(own: Sequence[Tensor], means: Sequence[Tensor], group: WorkerGroup, island: Island) -> float:
-    """Return the mean over members of |x - mean| / |mean|; of those whose model is finite."""
-    group.agree()  # what follows is no vote, and needs all processes of the island
+    """Return the mean of |x - mean| / |mean| over the members whose model is finite."""
+    group.agree()  # what follows is not a vote, and needs all processes of the island
     apart = sum(float((x - mean).square_().sum()) for x, mean in zip(own, means, strict=True))
     length = sum(float(mean.square().sum()) for mean in means)
     apart, length = (sum(parts) ** 0.5 for parts in zip(*island.gather("measures", (apart, length)), strict=True))

@@ -15,16 +15,19 @@ from lsgd.shards import local, sharded_like
 
 
 class GradientExchange:
-    """Replaces the gradients of one backward pass an iteration by what the members agree on, bucket by bucket.
+    """Exchanges the gradients of one backward pass per iteration, bucket by bucket.
 
-    A bucket leaves as soon as the gradients in it are there, and while the backward pass goes on; the pass ends when
-    all have come back, so that unscaling, clipping and the optimizer see the exchanged gradients. A parameter that
-    took no part in the pass counts as zero. Passes inside :attr:`muted` only add to the gradients.
+    A bucket leaves as soon as its gradients are there, while the backward pass continues. The pass ends when all
+    buckets are back, so that unscaling, clipping and the optimizer see the exchanged gradients. A parameter that took
+    no part in the pass has a zero gradient.
 
     Args:
-        flat: the model's parameters; the gradients live in buffers of the same layout from the first pass on.
-        algorithm: what to do with a bucket.
-        complete: called by autograd at the end of the pass, to wait for the exchange and to mend a failed one.
+        flat: the model's parameters; from the first pass on, gradients live in buffers of the same layout.
+        algorithm: exchanges a bucket.
+        complete: called by autograd at the end of the pass; waits for the exchange, and repairs a failed one.
+
+    Attributes:
+        muted: backward passes only add to the gradients.
     """
 
     def __init__(self, flat: FlatParameters, algorithm: GradientAlgorithm, complete: Callable[[], None]) -> None:
@@ -33,7 +36,7 @@ class GradientExchange:
         self._complete = complete
         self._slots = flat.slots
         self._gradients = [torch.zeros_like(x) for x in flat.buffers]
-        views = flat.views(self._gradients)
+        views = flat.layout.views(self._gradients)
         self._views = [sharded_like(slot.parameter, view) for slot, view in zip(flat.slots, views, strict=True)]
         self._padding = [_padding(flat, index) for index in range(len(flat.buffers))]
         self._buckets = algorithm.buckets(self._gradients)
@@ -46,27 +49,27 @@ class GradientExchange:
         ]
 
     def arm(self, active: ActiveRound | None) -> None:
-        """Let the next backward pass exchange its gradients in this round; None: let it exchange nothing."""
+        """Let the next backward pass exchange its gradients in this round; None: exchange nothing."""
         self._round = active
 
     def wait(self, active: ActiveRound) -> None:
-        """Wait for the exchange that is under way and put its results in the place of the gradients.
+        """Wait for the exchange under way, and replace the gradients by its results.
 
         Raises:
-            ExchangeError: it failed; the gradients are those that this worker computed.
+            ExchangeError: it failed; the gradients are this worker's own.
         """
         self._background.finish()
         self._finish(active)
 
     def again(self, active: ActiveRound) -> None:
-        """Exchange the gradients of a pass whose round was dropped in another round, and wait.
+        """Exchange gradients whose round was dropped in this round instead, and wait.
 
         Raises:
             ExchangeError: it failed too.
         """
         self._round = active
         active.to(State.EXCHANGING)
-        self._settle_all()  # another phase's algorithm may have to make up for a pass of the last one's
+        self._settle_all()  # a new phase's exchange has not seen that backward pass
         for index in range(len(self._buckets)):
             self._exchange(active, index)
         self._algorithm.complete()
@@ -75,7 +78,7 @@ class GradientExchange:
     def _finish(self, active: ActiveRound) -> None:
         assert active.group is not None
         active.finite = self._algorithm.finish(self._buckets, active.group)
-        # In 8 bits, padding gets what its block decodes to: NaN if one number is NaN, which would stay for ever.
+        # An 8-bit codec fills padding with what its block decodes to: if a number is NaN, NaN, which would stay.
         for gradient, padding in zip(self._gradients, self._padding, strict=True):
             gradient.index_fill_(0, padding, 0.0)
 
@@ -107,13 +110,13 @@ class GradientExchange:
         return on_gradient
 
     def _settle(self, index: int, parameter: nn.Parameter, name: str) -> None:
-        """Move a parameter's gradient to its window."""
+        """Move a parameter's gradient into its view of the buffer."""
         assert parameter.grad is not None
         gradient, view = local(parameter.grad), local(self._views[index])
         if gradient.layout != torch.strided:
             raise DetachedError(
-                f"the gradient of {name} is sparse; {type(self._algorithm).__name__} exchanges dense ones "
-                f"(nn.Embedding: sparse=False), or choose an algorithm that exchanges models, such as leader"
+                f"the gradient of {name} is sparse; {type(self._algorithm).__name__} exchanges dense ones only: use "
+                f"nn.Embedding(sparse=False), or choose an algorithm that exchanges models, such as leader"
             )
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
@@ -122,7 +125,7 @@ class GradientExchange:
     def _begin(self, active: ActiveRound) -> None:
         if active.state is not State.WAITING:
             raise LsgdError(
-                "a second backward pass in an iteration whose gradients were exchanged already; wrap all but the "
+                "a second backward pass in an iteration whose gradients have already been exchanged; wrap all but the "
                 "last one in `with worker.no_sync():`"
             )
         active.to(State.EXCHANGING)
@@ -130,11 +133,11 @@ class GradientExchange:
         for index, overlapped in enumerate(self._in_buckets):
             for bucket in overlapped:
                 active.missing[bucket].add(index)
-        # Called by autograd when this backward pass has computed everything, as DistributedDataParallel does.
+        # Autograd calls this when the backward pass has computed everything, as in DistributedDataParallel.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(active))
 
     def _mark(self, active: ActiveRound, index: int) -> None:
-        """Note that a gradient is there, and launch the buckets that are complete; always in the same order."""
+        """Record that a gradient is there, and launch complete buckets, always in the same order."""
         for bucket in self._in_buckets[index]:
             active.missing[bucket].discard(index)
         while (launched := active.launched) < len(self._buckets) and not active.missing[launched]:
@@ -149,14 +152,14 @@ class GradientExchange:
         self._algorithm.exchange_bucket(self._buckets[index], index, active.group, active.order)
 
     def _end(self, active: ActiveRound) -> None:
-        """Launch what is left at the end of the pass, and see the exchange through."""
+        """At the end of the pass, launch the remaining buckets and complete the exchange."""
         self._settle_all()
         for index in range(len(self._slots)):
             self._mark(active, index)
         self._complete()
 
     def _settle_all(self) -> None:
-        """Have the gradient of every parameter in its window, zero where there is none."""
+        """Move every parameter's gradient into its view of the buffer; a missing one becomes zero."""
         for index, slot in enumerate(self._slots):
             if slot.parameter.grad is None:
                 local(self._views[index]).zero_()

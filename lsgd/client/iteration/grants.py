@@ -1,31 +1,31 @@
-"""What a worker has been granted, and the numbers of its requests."""
+"""A worker's grants, and the numbers of its requests."""
 
 from lsgd.protocol.messages import Go
 
 
 class Grants:
-    """The iterations that a worker may make, one request after another and one asked for ahead.
+    """The iterations granted to a worker: by one request after another, and by one request ahead.
 
     Args:
-        lookahead: whether it may ask for more before it has made all; how many it gets is the servers' decision.
+        lookahead: whether the worker may ask for more before it has run all; the servers decide how many it gets.
 
     Attributes:
-        seq: number of the last request but those for more; 0 before the first.
+        seq: number of the last request that was not ahead; 0 before the first.
     """
 
     def __init__(self, lookahead: int) -> None:
         self.seq = 0
         self._lookahead = lookahead
-        self._left = 0  # iterations beyond the one that is being made
+        self._left = 0  # iterations after the current one
         self._last_grant = 0
         self._unanswered = False  # the last request has no answer yet
-        self._asking = False  # for more, under the next number
-        self._ahead: Go | None = None  # the answer to that, until it is needed
+        self._asking = False  # ahead, under the next number
+        self._ahead: Go | None = None  # the answer to that, until needed
 
     def next(self) -> bool:
-        """Begin an iteration that is granted; if there is none, count on to the next request, and return False.
+        """Begin a granted iteration; if there is none, go to the next request's number, and return False.
 
-        A request without an answer keeps its number.
+        An unanswered request keeps its number.
         """
         if (go := self._ahead) is not None:
             self.seq, self._left, self._last_grant = go.seq, self._left + go.iterations, go.iterations
@@ -45,7 +45,7 @@ class Grants:
         return True
 
     def take(self, go: Go) -> bool:
-        """Take in an answer; return whether it is that to the last request, with which an iteration begins."""
+        """Accept an answer; return whether it answers the last request, so that an iteration begins."""
         if self._asking and go.seq == self.seq + 1:
             self._ahead = go
             return False
@@ -56,11 +56,11 @@ class Grants:
         return True
 
     def give_back(self) -> None:
-        """Let go of what is granted beyond the present iteration, and of what is asked for ahead of it."""
+        """Give up what is granted beyond the current iteration, and the request ahead."""
         self._left, self._ahead = 0, None
         self.seq, self._asking = self.seq + self._asking, False
 
     def withdraw(self) -> None:
-        """Let go of all, and of what the last request asks for: the next is another one."""
+        """Give up all grants and the last request: the next request gets a new number."""
         self.give_back()
         self._unanswered = False

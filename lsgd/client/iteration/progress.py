@@ -1,4 +1,4 @@
-"""The share of a run that is made, between the servers' answers too, and the learning rates that follow it."""
+"""The share of a run that is done, also between the servers' answers, and the learning rates that follow it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,24 +13,24 @@ from lsgd.errors import ConfigError
 from lsgd.plan.run import RunSettings
 
 MEMORY = 0.9
-"""Weight of what was known of this worker's share before the last answer."""
+"""Weight of the answers before the last one in the estimate of this worker's share."""
 
 EQUAL_FOR = 8.0
-"""As if so many iterations had been an equal share, before the first answers."""
+"""The estimate starts as if this many iterations had been an equal share of the run."""
 
 
 class Progress:
-    """The share of the run that is made, 0 to 1, as this worker knows it.
+    """The share of the run that is done, 0 to 1, as far as this worker knows.
 
-    Answers say it exactly, and may come for many iterations at once. In between, each iteration of this worker counts
-    for as much as in the past (for an equal share, before the first answers), and so does time in a plan that ends by
-    time. What runs ahead of the answers waits for them. Only the run itself goes back, to a checkpoint: then an answer
-    is below the one before.
+    Answers give it exactly, but one may cover many iterations. In between, each iteration of this worker counts as much
+    as those before it (at first, an equal share); time counts if the plan ends by time. The estimate never falls: if
+    it is ahead of an answer, it waits. Only if the run goes back to a checkpoint, an answer is below the last one, and
+    the estimate follows.
 
     Args:
         run: has the plan's end.
         world_size: workers at the start.
-        done: returns the iterations that this worker has made.
+        done: returns how many iterations this worker has completed.
         clock: returns seconds.
     """
 
@@ -40,15 +40,15 @@ class Progress:
         self._run = run
         self._done = done
         self._clock = clock
-        self._answer: float | None = None  # the last, and when it was
+        self._answer: float | None = None  # the last one; below, when it came
         self._answer_done, self._answer_s = 0, 0.0
-        self._highest = 0.0  # of all that was told
-        # So many iterations of this worker were that share of the run; the older ones count less.
+        self._highest = 0.0  # share that was returned
+        # This many iterations of this worker were this share of the run; older ones count less.
         self._iterations = EQUAL_FOR
         self._share = EQUAL_FOR * world_size / run.iterations if run.iterations else 0.0
 
     def answered(self, answer: float, done: int) -> None:
-        """Take in the share of the run that an answer says, as of a request that said ``done`` own iterations."""
+        """Accept the share in an answer to a request that reported ``done`` iterations of this worker."""
         if self._answer is not None:
             if answer < self._answer:
                 self._highest = answer
@@ -58,7 +58,7 @@ class Progress:
         self._answer, self._answer_done, self._answer_s = answer, done, self._clock()
 
     def share(self, ahead: float = 0.0) -> float:
-        """Return it as of so many iterations of this worker from now: 0.5 is the middle of the one that comes."""
+        """Return the share ``ahead`` iterations of this worker from now: 0.5 is the middle of the next one."""
         if self._answer is None:
             return 0.0
         made = self._done() - self._answer_done + ahead
@@ -84,12 +84,12 @@ class Schedule:
         learning_rate.check(self.kind, self.warmup, self.decay)
 
     def set(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
-        """Set the learning rate of each parameter group: its base, which the group keeps, times the factor."""
+        """Set each parameter group's learning rate: its base, which the group keeps, times the factor."""
         factor = learning_rate.factor(self.kind, progress, self.warmup, self.decay)
         for group in optimizer.param_groups:
             rate = group["lr"]
             base = group.setdefault("initial_lr", float(rate))
-            if isinstance(rate, Tensor):  # a step that is compiled or captured reads it from there
+            if isinstance(rate, Tensor):  # a compiled or captured step reads it from there
                 rate.fill_(float(base) * factor)
             else:
                 group["lr"] = float(base) * factor
@@ -103,38 +103,37 @@ class Schedules:
         progress: of the run.
         run: its settings.
         optimizers: of the worker.
-        island: whose processes all have the head's learning rates.
+        island: all its processes use the head's learning rates.
     """
 
     progress: Progress
     run: RunSettings
     optimizers: Sequence[torch.optim.Optimizer]
     island: Island
-    _schedules: dict[int, Schedule] = field(default_factory=dict)  # by an optimizer's place
+    _schedules: dict[torch.optim.Optimizer, Schedule] = field(default_factory=dict)
 
     def add(self, optimizers: Sequence[torch.optim.Optimizer], schedule: Schedule) -> None:
-        """Let the learning rates of some optimizers follow a schedule from now on, in place of an earlier one.
+        """Let the learning rates of some optimizers follow a schedule from now on, instead of an earlier one.
 
         Raises:
-            ConfigError: the plan has no end, or the worker has not joined with one of the optimizers.
+            ConfigError: the plan has no end, or the worker did not join with one of the optimizers.
         """
         if not self.run.iterations and not self.run.seconds:
             raise ConfigError(
-                "worker.schedule needs a run with an end, and the plan has neither iterations nor seconds; add "
+                "worker.schedule needs a run with an end, but the plan has neither iterations nor seconds; add "
                 "--iterations or --seconds to lsgd-server --global, or one of them to the plan file"
             )
-        places = [i for o in optimizers for i, own in enumerate(self.optimizers) if own is o]
-        if len(places) < len(optimizers):
+        if any(optimizer not in self.optimizers for optimizer in optimizers):
             raise ConfigError(
-                "worker.schedule was given an optimizer that this worker has not joined with; pass the one, or the "
-                "list, that Worker.join was given"
+                "worker.schedule got an optimizer that this worker did not join with; pass the optimizer or the list "
+                "that Worker.join got"
             )
-        self._schedules |= dict.fromkeys(places, schedule)
+        self._schedules |= dict.fromkeys(optimizers, schedule)
         self.follow()
 
     def follow(self) -> None:
-        """Set the learning rates of the iteration that comes."""
+        """Set the next iteration's learning rates."""
         if self._schedules:
             progress = self.island.share("sets learning rates", lambda: self.progress.share(ahead=0.5))
-            for place, schedule in self._schedules.items():
-                schedule.set(self.optimizers[place], progress)
+            for optimizer, schedule in self._schedules.items():
+                schedule.set(optimizer, progress)

@@ -25,15 +25,15 @@ class Replica:
         membership: this worker's place in the run.
         flat: the model's parameters.
         model: the model.
-        optimizers: whose state a newcomer takes over, if the plan says so.
+        optimizers: their state goes to newcomers, if the plan says so.
         finite: knows which of the model's buffers are averaged.
-        resumed: settings and state of the algorithm in a checkpoint: the first round begins with that state, if its
+        resumed: settings and state of the algorithm in a checkpoint; the first round starts with that state if its
             algorithm has the same form.
 
     Attributes:
         algorithm: of the run's current phase.
-        consensus_distance: how far the models were from their mean before the consensus; None before.
-        leader_model: the leader's own model then, flat parameters first, then buffers; empty before.
+        consensus_distance: how far the models were from their mean just before the consensus; None until then.
+        leader_model: the leader's model just before the consensus: flat parameters, then buffers; empty until then.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Replica:
         self.optimizers = list(optimizers)
         self.finite = finite
         run, shard = membership.welcome.run, membership.island.rank
-        self._run_id = f"{run}/{shard}" if shard else run  # each shard rounds with seeds of its own
+        self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
         self.algorithm = membership.plan.algorithm.create(flat.buffers, self._run_id)
         self.consensus_distance: float | None = None
         self.leader_model: list[Tensor] = []
@@ -67,14 +67,14 @@ class Replica:
 
     @property
     def elects(self) -> bool:
-        """Whether a worker that is elected gives others something of its model."""
+        """Whether elected workers give others something of their models."""
         return self.algorithm.settings.elects or "leader" in (self.run.consensus, self.run.buffers)
 
     def check(self) -> None:
         """Check that the model and the optimizers still have the parameters that were joined.
 
         Raises:
-            DetachedError: not so; the training of one would not be exchanged.
+            DetachedError: one was replaced, added or removed, so its training would not be exchanged.
         """
         self.flat.check()
         if lost := self._stepped - self._in_groups():
@@ -89,29 +89,29 @@ class Replica:
         return {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
 
     def take_up(self, text: str) -> bool:
-        """Take up a round's algorithm and settings; return whether it is of another kind and begins anew."""
+        """Switch to a round's algorithm and settings; return whether it is a new algorithm, with fresh state."""
         if not text or text == self._text:
             return False
         settings = algorithm_of(json.loads(text), "the server's round")
-        anew = not same_form(settings, self.algorithm.settings)
-        if anew:
+        fresh = not same_form(settings, self.algorithm.settings)
+        if fresh:
             self.algorithm = settings.create(self.flat.buffers, self._run_id)
         self.algorithm.settings, self._text = settings, text
         resumed, self._resumed = self._resumed, None
         if resumed is not None and same_form(resumed[0], settings):
             device = self.flat.buffers[0].device
             moved = _pytree.tree_map_only(Tensor, lambda x: x.to(device), resumed[1])
-            self.algorithm.load_state_dict(self.algorithm.state_dict() | moved)  # which may lack some
-        return anew
+            self.algorithm.load_state_dict(self.algorithm.state_dict() | moved)  # the checkpoint may lack some entries
+        return fresh
 
     def drop_gradients(self) -> None:
-        """Forget the gradients, so that an optimizer's step changes nothing."""
+        """Drop the gradients, so that an optimizer's step changes nothing."""
         for slot in self.flat.slots:
             slot.parameter.grad = None
 
     @torch.no_grad()
     def leader_state_dict(self) -> dict[str, Tensor] | None:
-        """Return the leader's own model before the consensus, as :func:`full_state_dict` does; None before."""
+        """Return the leader's model just before the consensus, as :func:`full_state_dict` does; None until then."""
         if not self.leader_model:
             return None
         with self.flat.current():
@@ -125,6 +125,6 @@ class Replica:
 
 
 def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Write values to tensors of as many elements, in whatever shape they are."""
+    """Copy values to tensors of the same sizes; shapes may differ."""
     for x, value in zip(tensors, values, strict=True):
         x.copy_(value.view(x.shape))

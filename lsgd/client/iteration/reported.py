@@ -1,4 +1,4 @@
-"""What a training loop reports: the loss, read without stalling a GPU, and numbers of the user's own."""
+"""What a training loop reports: its loss, read without stalling a GPU, and the user's own numbers."""
 
 import math
 import re
@@ -13,16 +13,16 @@ from lsgd.errors import ConfigError
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME
 
 MAX_PENDING = 64
-"""Most losses on their way from the GPU; more mean that it is that far behind, and the oldest is waited for."""
+"""Most losses on their way from the GPU. Beyond that, the GPU is far behind, and the oldest is waited for."""
 
 _NAME = re.compile(rf"[\w./-]{{1,{MAX_LOGGED_NAME}}}", re.ASCII)
 
 
 class LossWindow:
-    """Mean of the last ``size`` losses; ``before`` are those that a checkpoint had.
+    """Mean of the last ``size`` losses; ``before`` are those from a checkpoint.
 
-    A loss on a GPU is copied to pinned memory behind the work that computes it, and read once the copy is there; so
-    the mean may be a few batches old, and nothing ever waits for the GPU.
+    A loss on a GPU is copied to pinned memory after the work that computes it, and read once the copy is done. So
+    the mean may be a few batches old, but nothing waits for the GPU.
     """
 
     def __init__(self, size: int, before: Sequence[float] = ()) -> None:
@@ -30,7 +30,7 @@ class LossWindow:
         self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def add(self, loss: Tensor | float) -> None:
-        """Take in the loss of a batch: a number, or a tensor of one element.
+        """Record the loss of a batch: a number, or a tensor of one element.
 
         Raises:
             ConfigError: it has more elements.
@@ -52,7 +52,7 @@ class LossWindow:
 
     @property
     def values(self) -> list[float]:
-        """The losses that have arrived, the oldest first."""
+        """The losses that have arrived, oldest first."""
         self.mean()
         return list(self._values)
 
@@ -65,11 +65,11 @@ class LossWindow:
         return sum(self._values) / len(self._values) if self._values else None
 
     def trouble(self) -> str:
-        """Return in words why the mean elects nobody; an empty text: it can."""
+        """Return in words why the mean cannot elect this worker; empty if it can."""
         mean = self.mean()
         if mean is None:
             return "" if self._pending else "has reported no loss"
-        return "" if math.isfinite(mean) else f"has reported losses that are not finite (mean {mean:g})"
+        return "" if math.isfinite(mean) else f"has reported non-finite losses (mean {mean:g})"
 
 
 def _is_there(event: torch.cuda.Event) -> bool:
@@ -77,29 +77,29 @@ def _is_there(event: torch.cuda.Event) -> bool:
 
 
 class Logged:
-    """The last number of each name.
+    """The last number logged under each name.
 
     Attributes:
-        numbers: by name, all finite; never changed but replaced, so that any thread can read it.
+        numbers: by name, all finite; replaced, never changed, so that any thread can read it.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[str, float] = {}
 
     def add(self, numbers: Mapping[str, Tensor | float]) -> None:
-        """Take in numbers, all or none. One that is not finite takes its name away until a finite one comes.
+        """Record numbers, all or none. A non-finite number removes its name until a finite one comes.
 
         Raises:
-            ConfigError: a name or a number cannot be used, or the names are too many.
+            ConfigError: a name or a number is invalid, or there are too many names.
         """
-        told = self.numbers | {_name(name): _number(name, value) for name, value in numbers.items()}
-        told = {name: number for name, number in told.items() if math.isfinite(number)}
-        if len(told) > MAX_LOGGED:
+        merged = self.numbers | {_name(name): _number(name, value) for name, value in numbers.items()}
+        merged = {name: number for name, number in merged.items() if math.isfinite(number)}
+        if len(merged) > MAX_LOGGED:
             raise ConfigError(
-                f"log() takes at most {MAX_LOGGED} names in a run, and {len(told)} are too many: leave some out "
-                f"({', '.join(list(told)[-3:])}, ...)"
+                f"log() takes at most {MAX_LOGGED} names in a run, not {len(merged)}: leave some out "
+                f"({', '.join(list(merged)[-3:])}, ...)"
             )
-        self.numbers = told
+        self.numbers = merged
 
 
 def _name(name: object) -> str:

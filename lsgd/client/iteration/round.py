@@ -1,4 +1,4 @@
-"""A round in progress: made of the servers' order, and committed or dropped exactly once."""
+"""A round in progress: ordered by the servers, and committed or dropped exactly once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lsgd.protocol.messages import Round
 
 
 class State(Enum):
-    """Where a round stands, and what that means."""
+    """The state of a round, and what it means."""
 
     ORDERED = "the servers have ordered it"
     ENTERED = "its group is formed, its algorithm taken up, and newcomers have the model"
@@ -39,16 +39,16 @@ class ActiveRound:
     """A round in progress on one worker.
 
     Args:
-        order: the servers'.
-        snapshot: what is saved when it is committed; None: nothing.
+        order: from the servers.
+        snapshot: saved when the round is committed; None: nothing.
 
     Attributes:
-        state: where it stands; only :meth:`to` changes it.
+        state: only :meth:`to` changes it.
         group: its members, once it is entered.
-        finite: whether what was exchanged is finite. If not, no member makes the step.
-        skipped: that step has been skipped.
-        missing: for each bucket, the parameters that have no gradient yet in this backward pass.
-        launched: buckets whose exchange has begun, always in order.
+        finite: whether the exchanged values are finite. If not, all members skip the step.
+        skipped: whether that step has been skipped.
+        missing: for each bucket, the parameters without a gradient so far in this backward pass.
+        launched: number of buckets whose exchange has begun, always in order.
     """
 
     order: Round
@@ -61,7 +61,7 @@ class ActiveRound:
     launched: int = 0
 
     def to(self, state: State) -> None:
-        """Go on to another state.
+        """Change to another state.
 
         Raises:
             LsgdError: the table has no such transition.
@@ -74,5 +74,5 @@ class ActiveRound:
 
     @property
     def pending(self) -> bool:
-        """Whether the backward pass is still to complete it."""
+        """Whether the backward pass has yet to complete it."""
         return self.state in (State.WAITING, State.EXCHANGING)

@@ -1,4 +1,4 @@
-"""A worker's rounds: order, enter, snapshot, exchange, commit or drop, and the word to the servers."""
+"""A worker's rounds: order, enter, snapshot, exchange, commit or drop, and the report to the servers."""
 
 import logging
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ logger = logging.getLogger("lsgd")
 class Rounds:
     """The rounds of one worker, one at a time.
 
-    Some are committed before the forward pass. Others wait for the backward pass; if they fail there, the gradients
-    are exchanged again in the round that the servers order next.
+    Some are committed before the forward pass. Others wait for the backward pass; if one fails there, the gradients
+    are exchanged again in the next round that the servers order.
 
     Args:
         membership: its place in the run.
@@ -45,11 +45,11 @@ class Rounds:
         checkpoints: of this worker.
         tally: what it has done.
         standing: its loss in elections.
-        asking: asks the servers for orders.
+        asking: requests orders from the servers.
 
     Attributes:
-        active: the last round that was ordered; None before the first.
-        rank: in the generation of the last round; before the first, the one expected.
+        active: the last ordered round; None before the first.
+        rank: in the generation of the last round; before the first, the expected one.
         world_size: members of that generation.
         gradients: exchanges gradients in the backward pass; None if the algorithm exchanges models.
     """
@@ -77,8 +77,8 @@ class Rounds:
         self._standing = standing
         self._asking = asking
         self._count = 0  # of the run's iterations, as of the last global round
-        self._served: Algorithm | None = None  # that which ``gradients`` is for
-        self._warned = False  # of its losses
+        self._served: Algorithm | None = None  # the one that ``gradients`` serves
+        self._warned = False  # about its losses
 
     @property
     def pending(self) -> bool:
@@ -88,11 +88,11 @@ class Rounds:
     # -- from the order to its end -----------------------------------------------------------------------------
 
     def follow(self, silence_s: float | None = None, *, redo: bool = False) -> bool:
-        """Ask until an answer's round is carried out; return whether an iteration may be made, or the run has ended.
+        """Ask until an answer's round is carried out; return whether an iteration may run, or the run has ended.
 
         Args:
-            silence_s: longest that the servers may be silent; None: as the plan has it.
-            redo: exchange the gradients of a backward pass that has ended.
+            silence_s: how long the servers may be silent; None: as in the plan.
+            redo: exchange again the gradients of a backward pass that has ended.
 
         Raises:
             NoConsensusError: the run has ended without a consensus.
@@ -114,38 +114,38 @@ class Rounds:
             return self._asking.take(answer)
 
     def finish(self) -> None:
-        """Carry out rounds up to the next global one, and make no iteration."""
+        """Carry out rounds up to the next global one, without iterations."""
         before, ends = self._tally.committed, False
         while not ends:
             self._asking.want_only_round()
-            goes_on = self.follow()
+            continues = self.follow()
             self.before_step()  # some algorithms exchange here
             is_global = self.active is not None and self.active.order.scope == "global"
-            ends = not goes_on or (is_global and self._tally.committed > before)
+            ends = not continues or (is_global and self._tally.committed > before)
         self._asking.stopped = True
         if not self.has_consensus:
             give(self._channel.address, Notice.ENDED, self._who[0])
             logger.info(
-                "%s leaves after %d iterations: the run goes on without it, and its model is not the consensus, but "
+                "%s leaves after %d iterations: the run continues without it, and its model is not the consensus, but "
                 "that of round %d",
                 *(self._who[0], self._tally.done, self._tally.committed),
             )
 
     @property
     def has_consensus(self) -> bool:
-        """Whether the last round has made the run's consensus."""
+        """Whether the last round computed the run's consensus."""
         return self.active is not None and self.active.order.final and self.active.state is State.COMMITTED
 
     @torch.no_grad()
     def carry_out(self, order: Round, *, redo: bool = False) -> None:
-        """Carry out a round, up to the backward pass if that is to complete it.
+        """Carry out a round; if the backward pass completes it, up to there.
 
         Raises:
-            ExchangeError: it failed and is dropped; the model is as before.
+            ExchangeError: it failed and was dropped; the model is as before.
         """
         order, snapshot = self.entrance.whole(order), None
         if redo and self.active is not None and self.active.order.count == order.count:
-            # In the middle of an iteration there is only the snapshot of its first round.
+            # In the middle of an iteration only the snapshot of its first round exists.
             snapshot = self.active.snapshot
         active = self.active = ActiveRound(order, snapshot)
         with self._tally.spending("exchange"):
@@ -178,7 +178,7 @@ class Rounds:
                 raise
 
     def _check_losses(self) -> None:
-        """Warn once if the algorithm elects leaders, and this worker has trained without one that counts."""
+        """Warn once if the algorithm elects leaders, and this worker has trained without a usable loss."""
         if self._warned or not self._tally.done or self.world_size == 1 or not self._replica.elects:
             return
         if trouble := self._standing.trouble():
@@ -186,30 +186,30 @@ class Rounds:
             logger.warning("%s %s", self._who[0], trouble)
 
     def arm(self, *, begun: bool) -> None:
-        """Let the backward passes of a step that has begun exchange gradients, and none between two steps."""
+        """Let backward passes exchange gradients inside a step, but not between two steps."""
         if self.gradients is not None:
             self.gradients.arm(self.active if begun else None)
 
     def before_step(self) -> None:
-        """See that what an optimizer is about to use is what the round has made of it.
+        """Before an optimizer's step, complete the round, or skip the step if the exchanged values are non-finite.
 
         Raises:
-            LsgdError: the algorithm exchanges gradients, and no backward pass has.
+            LsgdError: the algorithm exchanges gradients, but no backward pass did.
         """
         active = self.active
         if active is None:
             return
         if not active.finite:
             if not active.skipped:
-                logger.warning("%s: a member's gradient is not finite; all skip this step", self._who[0])
+                logger.warning("%s: a member's gradient is non-finite; all members skip this step", self._who[0])
             active.skipped = True
             self._replica.drop_gradients()
         if not active.pending:
             return
         if self.gradients is not None:
             raise LsgdError(
-                f"{self._who[0]}: optimizer.step() before the gradients were exchanged; no backward pass ran in this "
-                f"iteration, or all of it inside worker.no_sync()"
+                f"{self._who[0]}: optimizer.step() before the gradients were exchanged: no backward pass ran in this "
+                f"iteration, or all ran inside worker.no_sync()"
             )
         assert active.group is not None
         parameters, order = self._replica.flat.buffers, active.order
@@ -224,16 +224,16 @@ class Rounds:
             self._commit()
 
     def _drop_all(self, error: ExchangeError) -> None:
-        """Give up the round in progress, which has failed, in all processes of the island."""
+        """Drop the failed round in all processes of the island."""
         self.drop(str(error), error.broken if isinstance(error, BrokenLinksError) else ())
         self._island.fail(error)
 
     def drop(self, reason: str, broken: tuple[int, ...] = ()) -> None:
-        """Give up the round in progress, its group with it: the servers order another.
+        """Drop the round in progress and its group: the servers order another one.
 
         Args:
             reason: why, for the servers.
-            broken: pairs of ranks that cannot reach each other, one after the other.
+            broken: pairs of ranks that cannot reach each other, as a flat list.
         """
         assert self.active is not None
         self.active.to(State.DROPPED)
@@ -252,7 +252,7 @@ class Rounds:
             self._count = order.count
         if order.checkpoint:
             self._checkpoints.save(self.active.snapshot)
-            self.active.snapshot = None  # a copy of the model and of all states
+            self.active.snapshot = None  # it copies the model and all states
         traffic = self._tally.traffic
         passed = self._island.gather("commits a round", (traffic.sent_nbytes, traffic.received_nbytes))
         self._tally.passed = sent_nbytes, _ = tuple(map(sum, zip(*passed, strict=True)))
@@ -260,7 +260,7 @@ class Rounds:
         self._channel.send(Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes, missed=missed))
 
     def _complete_gradients(self) -> None:
-        """At the end of a backward pass: wait for the exchange; if it failed, exchange the gradients again."""
+        """At the end of a backward pass, wait for the exchange; if it failed, exchange the gradients again."""
         assert self.gradients is not None and self.active is not None
         with self._tally.spending("exchange"):
             try:
@@ -276,7 +276,7 @@ class Rounds:
                 self._commit()
 
     def _serve(self, algorithm: Algorithm) -> None:
-        """Let the backward passes exchange gradients if the algorithm does."""
+        """Let backward passes exchange gradients if the algorithm does."""
         if self._served is algorithm:
             return
         self.close()
@@ -285,20 +285,20 @@ class Rounds:
             self.gradients = GradientExchange(self._replica.flat, algorithm, self._complete_gradients)
 
     def close(self) -> None:
-        """Remove the hooks in the backward pass."""
+        """Remove the hooks from the backward pass."""
         if self.gradients is not None:
             self.gradients.close()
 
     # -- the worker's state ------------------------------------------------------------------------------------
 
     def _take(self, count: int) -> Snapshot | None:
-        """Copy the state as of a count of the run's iterations."""
+        """Copy the state as of this count of the run's iterations."""
         tally = self._tally
         return self._checkpoints.take(count, self._replica.algorithm, tally.losses.values, tally.done)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Save this worker's state if the servers or the consensus are lost inside, and say so in the error."""
+        """If the servers or the consensus are lost inside, save this worker's state, and add where to the error."""
         try:
             yield
         except EvictedError:
@@ -307,17 +307,17 @@ class Rounds:
             raise type(error)(f"{error}; {self._keep()}") from error
 
     def _keep(self) -> str:
-        """Save the state as that of the last global round; return in words where it is."""
+        """Save the state as that of the last global round; return in words where."""
         if self._checkpoints.folder is None:
             return "its state is not saved: no folder was given"
         if not self._count:
             last = self._checkpoints.last()
-            instead = f"go on from {last} with lsgd launch --resume" if last else "begin a new run"
-            return f"its state is not saved, since no global round came after an iteration: {instead}"
+            instead = f"resume from {last} with lsgd launch --resume" if last else "begin a new run"
+            return f"its state is not saved, because no global round came after an iteration: {instead}"
         path = self._checkpoints.save(self._take(self._count))
         if path is None:
             return "its state cannot be saved"
         return (
-            f"its state is saved in {path}; when the servers can run again, go on from it with lsgd launch --resume "
+            f"its state is saved in {path}; when the servers can run again, resume from it with lsgd launch --resume "
             f"(RESUME=1 bash scripts/train.sh)"
         )

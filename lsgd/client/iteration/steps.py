@@ -1,4 +1,4 @@
-"""The steps of a worker: each is begun with an iteration in hand, and its end gets the next one."""
+"""A worker's steps: each begins with a granted iteration, and its end gets the next one."""
 
 import logging
 from collections.abc import Callable
@@ -20,23 +20,23 @@ from lsgd.errors import LsgdError, ServerLostError
 logger = logging.getLogger("lsgd")
 
 OFFLINE_AFTER_S = 3.0
-"""How long the servers are silent before a worker goes on without them, where the plan lets it, in seconds."""
+"""How long the servers must be silent before a worker continues without them, if the plan allows it, in seconds."""
 
 WARN_AFTER_STEPS = 128
-"""After so many steps in a row without an optimizer's, a worker warns; not counted are those with no_sync().
+"""A worker warns after this many steps in a row without an optimizer step; steps with no_sync() do not count.
 
 GradScaler skips about twenty at its start, and gradient accumulation rarely has more micro-batches than this."""
 
 FAIL_AFTER_STEPS = 1024
-"""After so many, it ends: it would make no iteration for ever, and not hear of the end of the run."""
+"""After this many, it fails: it would never complete an iteration, and not hear of the run's end."""
 
 
 class Steps:
-    """The steps of one worker. A step in which an optimizer stepped is an iteration; another keeps what was granted.
+    """The steps of one worker. A step in which an optimizer steps is an iteration; other steps keep the grant.
 
     Args:
         membership: its place in the run.
-        replica: what it trains, by optimizers whose steps are counted.
+        replica: what it trains; the steps of its optimizers count.
         checkpoints: of this worker.
 
     Attributes:
@@ -45,7 +45,7 @@ class Steps:
         asking: its requests.
         rounds: its part in them.
         schedules: of the optimizers' learning rates.
-        useful: in this step an optimizer was called, or gradients were added up in ``no_sync()``.
+        useful: whether this step called an optimizer, or added up gradients in ``no_sync()``.
     """
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
@@ -58,15 +58,15 @@ class Steps:
         self._name = membership.join.worker
         self._whole = membership.island.size == 1
         self._replica = replica
-        self._granted = False  # an iteration may be made that has not been made yet
+        self._granted = False  # an iteration is granted and has not run
         self._begun = False
         self._stepped = False
-        self._followed = True  # the algorithm has done what follows the last iteration
+        self._followed = True  # the algorithm's after_step has run for the last iteration
         self.useful = False
-        self._idle = 0  # steps in a row that were not
+        self._idle = 0  # steps in a row that were not useful
         self._warned = False
         self._paused = False  # since the last iteration was granted
-        self._alone = 0  # iterations made since the servers fell silent
+        self._alone = 0  # iterations since the servers fell silent
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in replica.optimizers]
         self._hooks += [o.register_step_post_hook(self._after_step) for o in replica.optimizers]
 
@@ -74,7 +74,7 @@ class Steps:
         """Begin a step; return False if the run has ended."""
         if self._begun:
             raise LsgdError(
-                f"{self._name}: begin_step() again before end_step(); end each step, also one without optimizer.step()"
+                f"{self._name}: begin_step() again before end_step(); end each step, even without optimizer.step()"
             )
         self.standing.check()
         self._check_optimizers()
@@ -95,13 +95,13 @@ class Steps:
         return self._has_next()
 
     def close_step(self) -> None:
-        """End the step, if one has begun, and ask for no other."""
+        """End the step, if one has begun, without asking for another."""
         self._count()
         self._idle += self._begun and not self.useful
         self._begun = False
 
     def pause(self) -> None:
-        """Give an unused iteration back, and let rounds go on without this worker until it asks again."""
+        """Give an unused iteration back, and let rounds continue without this worker until it asks again."""
         self._count()
         self._follow()
         if self.rounds.pending:
@@ -118,7 +118,7 @@ class Steps:
             self.close_step()
             self._follow()
             if self.rounds.pending and self.rounds.gradients is None:
-                self.rounds.before_step()  # models are exchanged without a backward pass, too
+                self.rounds.before_step()  # models are exchanged even without a backward pass
             elif self.rounds.pending:
                 self.rounds.drop("leaves in the middle of an iteration")
             self._granted = False
@@ -134,7 +134,7 @@ class Steps:
         self.rounds.close()
 
     def _count(self) -> None:
-        """If an optimizer has stepped since an iteration was granted, that one is made."""
+        """Count the granted iteration if an optimizer has stepped since."""
         self.tally.spend("")
         if self._stepped and self._granted:
             self._granted = False
@@ -143,15 +143,15 @@ class Steps:
             if self._whole:
                 self._follow()
         elif self.rounds.gradients is not None and not self.rounds.pending:
-            # A step was skipped whose gradients were exchanged: the next one needs a round.
+            # The step was skipped, but its gradients were exchanged: the next step needs a round.
             self._granted = False
         self._stepped = False
 
     def _follow(self) -> None:
-        """Have the algorithm do what follows an iteration.
+        """Call the algorithm's ``after_step``.
 
-        The processes of an island may decide there together. So theirs waits for the next call that all of them make: a
-        script that fails in one of them ends its step too, and the others may never come.
+        There the processes of an island may decide together. So in an island it waits for the next call that all of
+        them make: a script that fails in one process ends its step too, and the others may never come.
         """
         if self._followed:
             return
@@ -161,14 +161,14 @@ class Steps:
             algorithm.after_step(flat.buffers)
 
     def _check_optimizers(self) -> None:
-        """Warn, and later fail, if steps are made without the optimizers that were joined."""
+        """Warn, and later fail, if no joined optimizer steps."""
         if self._idle < WARN_AFTER_STEPS:
             return
         message = (
-            f"{self._name}: {self._idle} steps without a step of the optimizer that was joined, and so "
-            f"{self.tally.done} iterations: optimizer.step() is missing, or of an optimizer that was made after "
-            f"Worker.join; or GradScaler skips every step, because gradients are not finite; or the loop evaluates, "
-            f"which belongs into worker.pause(). An accumulation of so many micro-batches belongs into worker.no_sync()"
+            f"{self._name}: {self._idle} steps without a step of a joined optimizer, so only {self.tally.done} "
+            f"iterations count: optimizer.step() is missing, or its optimizer was created after Worker.join; or "
+            f"GradScaler skips every step because gradients are non-finite; or the loop evaluates, which belongs in "
+            f"worker.pause(). To accumulate this many micro-batches, use worker.no_sync()"
         )
         if self._idle >= FAIL_AFTER_STEPS:
             raise LsgdError(message)
@@ -179,7 +179,7 @@ class Steps:
     # -- the next iteration ------------------------------------------------------------------------------------
 
     def _has_next(self) -> bool:
-        """Have an iteration in hand, with its round carried out; return False if the run has ended."""
+        """Get an iteration, and carry out its round; return False if the run has ended."""
         self._follow()
         if not self._granted and not self.asking.stopped:
             self._replica.check()
@@ -191,26 +191,26 @@ class Steps:
         return self._granted and not self.asking.stopped
 
     def _ask(self) -> bool:
-        """Ask for an iteration, or make one alone if nobody answers and the plan lets it."""
-        may = self._may_go_on_alone()
+        """Ask for an iteration; if nobody answers and the plan allows it, continue alone."""
+        may = self._may_continue_alone()
         if self._alone and may and self.asking.remind() >= OFFLINE_AFTER_S:
             self._alone += 1
             return True
         try:
             granted = self.rounds.follow(OFFLINE_AFTER_S if may else None)
         except ServerLostError as error:
-            if not self._may_go_on_alone():
+            if not self._may_continue_alone():
                 raise
             most = self._replica.run.offline_iterations - self._alone
-            logger.warning("%s goes on alone for at most %d iterations: %s", self._name, most, error)
+            logger.warning("%s continues alone for at most %d iterations: %s", self._name, most, error)
             self._alone += 1
             return True
         if self._alone:
-            logger.warning("%s has made %d iterations alone; the servers are back", self._name, self._alone)
+            logger.warning("%s has completed %d iterations alone; the servers are back", self._name, self._alone)
         self._alone = 0
         return granted
 
-    def _may_go_on_alone(self) -> bool:
+    def _may_continue_alone(self) -> bool:
         may = self._alone < self._replica.run.offline_iterations and self.tally.committed > 0
         return may and not self._replica.lockstep and not self.asking.given_up()
 
@@ -219,11 +219,11 @@ class Steps:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """See the round through; return the step's arguments with another closure, if the pass is made in there."""
+        """Complete the round; if a closure does that, return the step's arguments with the closure wrapped."""
         if self._paused:
             raise LsgdError(
-                f"{self._name}: optimizer.step() after worker.pause() in the same step: the pause has ended this "
-                f"iteration, or given it back to the run; pause after the step, or between two loops"
+                f"{self._name}: optimizer.step() after worker.pause() in the same step: the pause ended this iteration "
+                f"or gave it back to the run; pause after the step, or between two loops"
             )
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if not callable(closure) or self.rounds.gradients is None:
@@ -233,16 +233,16 @@ class Steps:
         return (optimizer, self._evaluated_once(optimizer, closure), *args[2:]), others
 
     def _evaluated_once(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure whose backward pass exchanges its gradients; the number of passes is the same on all."""
+        """Return a closure that exchanges its gradients and may run once a step: all workers exchange equally often."""
         evaluated = False
 
         def evaluate() -> Any:
             nonlocal evaluated
             if evaluated:
                 raise LsgdError(
-                    f"{self._name}: {type(optimizer).__name__} evaluates its closure again in one step; gradients are "
-                    f"exchanged once a step, because each worker's own loss would say how often. Let it evaluate once "
-                    f"(LBFGS: max_iter=1), or choose an algorithm that exchanges models, such as leader"
+                    f"{self._name}: {type(optimizer).__name__} evaluates its closure twice in one step, but all "
+                    f"workers must exchange gradients equally often: once a step. Let it evaluate once (LBFGS: "
+                    f"max_iter=1), or choose an algorithm that exchanges models, such as leader"
                 )
             evaluated = True
             loss = closure()
@@ -254,7 +254,7 @@ class Steps:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.useful, self._idle = True, 0
         active = self.rounds.active
-        # A fused optimizer is stepped by GradScaler in any case, and skips the step itself where this tensor says so.
+        # GradScaler always calls a fused optimizer, which skips the step itself if this tensor says so.
         found_inf = getattr(optimizer, "found_inf", None)
         skipped = (active is not None and active.skipped) or (found_inf is not None and bool(found_inf))
         self._stepped |= not skipped

@@ -11,24 +11,23 @@ from lsgd.client.groups.base import Traffic
 from lsgd.client.iteration.reported import Logged, LossWindow
 
 Spent = Literal["", "compute", "waiting", "exchange"]
-"""What the training thread is about; empty: nothing between two steps is measured."""
+"""What the training thread is busy with; empty: the time between two steps, which is not reported."""
 
 
 @dataclass(frozen=True)
 class Timings:
     """Totals of one worker since it joined. Subtract an earlier one to measure a part of a run.
 
-    Seconds are those of the training thread. What runs beside it, such as a delayed transfer or work queued on a GPU,
-    counts where the thread waits for it; nothing is synchronized for the sake of measuring.
+    Seconds are those of the training thread. Work beside it, such as a delayed transfer or a GPU's queue, counts where
+    the thread waits for it; nothing is synchronized just to measure.
 
     Attributes:
-        steps: iterations made.
-        compute_s: from the begin of each step to its end, without the two below.
-        waiting_s: for the servers' answers, which includes waiting for the other members of a round.
-        exchange_s: in rounds (forming groups, transfers, applying their results) and in what the algorithm does
-            after each step.
-        sent_nbytes: bytes of tensors that this worker has sent to others in rounds, without protocol overhead.
-        received_nbytes: the same for what it has received.
+        steps: completed iterations.
+        compute_s: from the start of each step to its end, without the next two.
+        waiting_s: for the servers' answers, including the wait for a round's other members.
+        exchange_s: in rounds (forming groups, transfers, applying results) and in the algorithm's part after each step.
+        sent_nbytes: bytes of tensors sent to others in rounds, without protocol overhead.
+        received_nbytes: bytes of tensors received.
     """
 
     steps: int
@@ -43,7 +42,7 @@ class Timings:
 
 
 class _Clock(NamedTuple):
-    """Seconds until a moment, what is counted since, and that moment; replaced as one, so any thread can read it."""
+    """Seconds until a moment, what counts since then, and that moment; replaced as a whole, so threads can read it."""
 
     seconds: dict[Spent, float]
     spent: Spent
@@ -54,20 +53,20 @@ class _Clock(NamedTuple):
 
 
 class Tally:
-    """What a worker counts of itself, and tells the servers.
+    """What a worker counts about itself and reports to the servers.
 
     Args:
         window: how many losses are averaged.
-        losses: the last ones before the checkpoint that it continues from.
+        losses: the last ones in the checkpoint that it resumes from.
 
     Attributes:
         losses: of its last batches.
-        done: iterations made since it joined.
-        committed: number of the last round that was completed; 0: none was.
-        dropped: number of the last round that was dropped; 0: none was.
-        traffic: what it has sent and received.
+        done: iterations completed since it joined.
+        committed: number of the last committed round; 0: none.
+        dropped: number of the last dropped round; 0: none.
+        traffic: bytes sent and received.
         logged: the user's own numbers.
-        passed: what all processes of an island have sent and received, as of the last round.
+        passed: bytes that all processes of the island have sent and received, as of the last round.
     """
 
     def __init__(self, window: int, losses: Sequence[float] = ()) -> None:
@@ -80,14 +79,14 @@ class Tally:
         self._clock = _Clock(seconds, "", time.perf_counter())
 
     def spend(self, spent: Spent) -> Spent:
-        """Count time as this from now on; return what it was counted as until now."""
+        """Count time as ``spent`` from now on; return what it counted as until now."""
         now, before = time.perf_counter(), self._clock
         self._clock = _Clock(before.at(now), spent, now)
         return before.spent
 
     @contextmanager
     def spending(self, spent: Spent) -> Iterator[None]:
-        """Count the time inside as this."""
+        """Count the time inside as ``spent``."""
         before = self.spend(spent)
         try:
             yield
@@ -95,14 +94,14 @@ class Tally:
             self.spend(before)
 
     def totals(self) -> Totals:
-        """Return what heartbeats say: seconds of compute, waiting and exchange, bytes, and what was logged."""
+        """Return the totals for heartbeats: seconds of compute, waiting and exchange; bytes; logged numbers."""
         now = self.timings()
         seconds = (now.compute_s, now.waiting_s, now.exchange_s)
         sent, received = self.passed
         return *seconds, max(sent, now.sent_nbytes), max(received, now.received_nbytes), self.logged.numbers
 
     def timings(self) -> Timings:
-        """Return the totals until now; from any thread."""
+        """Return the totals until now; safe from any thread."""
         totals = self._clock.at(time.perf_counter())
         seconds = (totals["compute"], totals["waiting"], totals["exchange"])
         return Timings(self.done, *seconds, self.traffic.sent_nbytes, self.traffic.received_nbytes)

@@ -18,11 +18,11 @@ from lsgd.collectives.point_to_point import PIECE_NBYTES, RELAYED_PIECES
 from lsgd.errors import ExchangeError
 
 WHOLE_NBYTES = 64 << 10
-"""An all-reduce sends each member's whole tensor to all others, if that is no more: one latency instead of two."""
+"""Up to this size, an all-reduce sends each member's whole tensor to all others: one latency instead of two."""
 
 
 class _Started(Transfer):
-    """Messages under way. Their memory is free after ``release``: until then they can be sent again from it."""
+    """Messages under way. Their memory is in use until ``release``: they may be sent again from it."""
 
     def __init__(self, wait: Callable[[], None] = lambda: None, release: Callable[[], None] = lambda: None) -> None:
         super().__init__(wait)
@@ -35,7 +35,7 @@ _NOTHING = _Started()
 class TcpGroup(WorkerGroup):
     """A Group (:class:`lsgd.collectives.group.Group`) on a :class:`~lsgd.client.groups.tcp.mesh.Mesh`.
 
-    Subgroups use the same connections. Tensors on a GPU go by way of pinned host memory
+    Subgroups use the same connections. Tensors on a GPU pass through pinned host memory
     (:mod:`lsgd.client.groups.tcp.staging`).
 
     Args:
@@ -43,7 +43,7 @@ class TcpGroup(WorkerGroup):
         members: its members.
         timeout_s: deadline of each verb.
         traffic: counts what this member sends and receives.
-        copiers: returns what copies between a device and host memory; None: it is the same.
+        copiers: returns what copies between a device and host memory; None if the device is the host.
     """
 
     device = torch.device("cpu")
@@ -66,20 +66,20 @@ class TcpGroup(WorkerGroup):
         return TcpGroup(self._mesh, members, self._timeout_s, self._traffic, self._copiers)
 
     def cut(self) -> None:
-        """Make whatever waits in this group or its subgroups fail at once; may be called by another thread."""
+        """Make everything that waits in this group or its subgroups fail at once; safe from any thread."""
         self._mesh.cut()
 
     def close(self) -> None:
-        """Close the connections, those of its subgroups too, so that peers which wait for this member fail at once."""
+        """Close the connections, also of subgroups, so that peers waiting for this member fail at once."""
         self._mesh.close()
 
     # -- the verbs ---------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
-        """Begin to replace ``tensor`` by the sum over all members, which is made in the order of their ranks.
+        """Begin to replace ``tensor`` by the sum over all members, in the order of their ranks.
 
-        A small one goes to all members whole. Of each piece of a larger one every member sums up its own chunk; the
-        transfer's wait sends that to the others.
+        A small tensor goes to all members whole. For each piece of a larger one, every member sums its own chunk; the
+        transfer's ``wait`` sends the sum to the others.
         """
         if self.size == 1:
             return _NOTHING
@@ -103,7 +103,7 @@ class TcpGroup(WorkerGroup):
         return Transfer(wait)
 
     def _begin_sum(self, chunks: Sequence[Tensor]) -> Transfer:
-        """Begin to send each other member its chunk, and to replace this member's by the sum of all members' ones."""
+        """Begin to send each other member its chunk, and to replace this member's chunk by its sum over all members."""
         own = chunks[self.rank]
         parts = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
         sends, receives = ({rank: some[rank] for rank in self._others} for some in (chunks, parts))
@@ -123,11 +123,11 @@ class TcpGroup(WorkerGroup):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace ``tensor`` by that of ``source``.
 
-        A large one goes from each member to the next, piece by piece, and so leaves each node once.
+        A large tensor goes from each member to the next, piece by piece, so it leaves each node once.
         """
         if self.size == 1:
             return
-        what, taking = f"broadcast from {self._names[source]}", self.rank != source
+        what, taking = f"broadcast from {self._members.names[source]}", self.rank != source
         if self.size == 2 or tensor.nbytes < self.size * PIECE_NBYTES:
             sends = {} if taking else dict.fromkeys(self._others, tensor)
             self._begin(what, sends, {source: tensor} if taking else {}).wait()
@@ -157,7 +157,7 @@ class TcpGroup(WorkerGroup):
         staged.finish()
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
-        peers = ", ".join(self._names[rank] for rank in sorted({*sends, *receives}))
+        peers = ", ".join(self._members.names[rank] for rank in sorted({*sends, *receives}))
         return self._begin(f"exchange with {peers}", sends, receives)
 
     def _begin(self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
@@ -183,7 +183,7 @@ class TcpGroup(WorkerGroup):
         self._traffic.add(_nbytes(sends), _nbytes(receives))
         with self._failing(what, started_at):
             puts = [*self._puts(self._mesh.from_, receives), *self._puts(self._mesh.to, sends)]
-            work.start(puts, f"{self._name} {what.partition(' ')[0]}")
+            work.start(puts, f"{self._members.name} {what.partition(' ')[0]}")
 
         def wait() -> None:
             with self._failing(what, started_at):
@@ -192,11 +192,12 @@ class TcpGroup(WorkerGroup):
         return _Started(wait, work.release)
 
     def _puts(self, line: Callable[[int], Line], tensors: Mapping[int, Tensor]) -> list[tuple[Line, memoryview]]:
-        return [(line(self._ranks[rank]), _bytes_of(tensor)) for rank, tensor in tensors.items() if tensor.numel()]
+        ranks = self._members.ranks
+        return [(line(ranks[rank]), _bytes_of(tensor)) for rank, tensor in tensors.items() if tensor.numel()]
 
     @contextmanager
     def _failing(self, what: str, started_at: float) -> Iterator[None]:
-        """Have a failure end the group, as an ExchangeError."""
+        """If an operation fails, cut the mesh and raise an ExchangeError."""
         try:
             yield
         except OSError as error:
@@ -206,7 +207,7 @@ class TcpGroup(WorkerGroup):
 
 
 def _land(under_way: Sequence[_Started], arriving: Collection[Staged]) -> None:
-    """Wait for transfers, each of one piece, and have what arrives in its place."""
+    """Wait for transfers, each of one piece, and copy what arrives to its tensors."""
     for index, transfer in enumerate(under_way):
         transfer.wait()
         for one in arriving:
@@ -218,7 +219,7 @@ def _land(under_way: Sequence[_Started], arriving: Collection[Staged]) -> None:
 
 
 def _pieces(tensors: Mapping[int, Staged], index: int) -> Mapping[int, Tensor]:
-    """Return the pieces of this number, of those tensors that have so many."""
+    """Return the piece with this index of each tensor that has one."""
     return {rank: staged.piece(index) for rank, staged in tensors.items() if index < len(staged.pieces)}
 
 

@@ -1,4 +1,4 @@
-"""What both ends of a connection say first: for which run, generation, members and direction it is."""
+"""What both ends of a connection send first: its run, generation, members and direction."""
 
 import hashlib
 import hmac
@@ -17,12 +17,12 @@ ANSWER_NBYTES = _ANSWER.size
 
 @dataclass(frozen=True)
 class Hello:
-    """A connection is to carry bytes from ``source`` to ``target``, ranks of a generation of a run.
+    """Announces a connection that carries bytes from ``source`` to ``target``, two ranks of a run's generation.
 
-    The one of them that is the target says how many bytes have arrived, over connections before this one.
+    The target also reports how many bytes have arrived over earlier connections.
 
-    A nonce that the member at the other end has published through the servers proves it: strangers cannot read that.
-    The answer is proved with the same nonce, which only that member and those who have read it know.
+    A nonce authenticates the hello and its answer. The answering member has published it through the servers, where
+    strangers cannot read it.
     """
 
     run: str
@@ -31,7 +31,7 @@ class Hello:
     target: int
 
     def packed(self, nonce: bytes, received: int) -> bytes:
-        """Return this as bytes, proved by the nonce of the end that answers."""
+        """Return this as bytes, authenticated with the nonce of the end that answers."""
         proof = self._proof(nonce, b"hello", received)
         return _FORM.pack(_MAGIC, self.generation, self.source, self.target, received, proof)
 
@@ -41,22 +41,22 @@ class Hello:
 
     @staticmethod
     def read(data: bytes, run: str, nonce: bytes) -> tuple["Hello", int]:
-        """Return what was said to the member of ``nonce``, and how many bytes have arrived there.
+        """Return the hello to the member with this nonce, and how many bytes have arrived at the other end.
 
         Raises:
-            ConnectionError: it is no hello, or is not proved.
+            ConnectionError: it is not a hello, or its proof is wrong.
         """
         magic, generation, source, target, received, proof = _FORM.unpack(data)
         hello = Hello(run, generation, source, target)
         if magic != _MAGIC or not hmac.compare_digest(proof, hello._proof(nonce, b"hello", received)):
-            raise ConnectionError("it says no hello of a member")
+            raise ConnectionError("it did not send a member's hello")
         return hello, received
 
     def answered(self, answer: bytes, nonce: bytes) -> int:
         """Return how many bytes have arrived at the end that answers.
 
         Raises:
-            ConnectionError: it is not that of the member.
+            ConnectionError: the answer is not the member's.
         """
         received, proof = _ANSWER.unpack(answer)
         if not hmac.compare_digest(proof, self._proof(nonce, b"answer", received)):

@@ -11,8 +11,8 @@ from lsgd.client.groups.tcp.loop import Loop
 from lsgd.client.groups.tcp.work import GOODBYE, HEADER, Parcel
 
 AT_ONCE_NBYTES = 16 << 10
-"""Of a larger message so many bytes have to be there before they are read: fewer reads. More would close the window.
-TLS may hold the first part of a record, which is at most as long; as much is still to come then."""
+"""How many bytes of a larger message must have arrived before they are read, for fewer reads. More would close TCP's
+window. TLS may already hold the start of a record, which is at most this long; then as much is still to come."""
 
 
 class Incoming(Line):
@@ -21,17 +21,17 @@ class Incoming(Line):
     def __init__(self, peer: str, loop: Loop, lost: Callable[[], None]) -> None:
         super().__init__(peer, loop, lost)
         self._header = bytearray(HEADER.size)
-        self._ahead = memoryview(b"")  # what an earlier connection has brought before it was expected
-        self._waits_for = 1  # bytes that have to be there before the socket counts as ready
+        self._ahead = memoryview(b"")  # arrived over an earlier connection before it was expected
+        self._waits_for = 1  # bytes that must have arrived before the socket counts as ready
 
     def connect(self, connection: socket.socket, received: int) -> None:
-        """Use this connection, which belongs to the line from now on."""
+        """Take ownership of this connection, and use it."""
         with self._lock:
             self._waits_for = 1
             self._connect(connection)
 
     def renew(self) -> int:
-        """Read what there is of the connection, and close it; return how many bytes of the stream have arrived."""
+        """Read what has arrived, close the connection, and return how many bytes of the stream have arrived."""
         with self._lock:
             self._advance()
             if (connection := self._connection) is not None:
@@ -58,7 +58,7 @@ class Incoming(Line):
             raise ValueError(
                 f"it sends {theirs[0]} bytes where {ours[0]} are expected"
                 if theirs[0] != ours[0]
-                else "it is at another verb than this member"
+                else "it is in a different operation than this member"
             )
         self._in_header, self._rest = False, parcel.view
 
@@ -82,5 +82,5 @@ class Incoming(Line):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
         self._loop.arm(connection.fileno(), select.EPOLLIN)
 
-    def _holds_some(self, connection: socket.socket) -> bool:
+    def _has_buffered(self, connection: socket.socket) -> bool:
         return bool(self._ahead) or (isinstance(connection, ssl.SSLSocket) and connection.pending() > 0)

@@ -1,17 +1,16 @@
 """Lines: each carries messages one way between this member and another, in the order in which they are put.
 
-A message is a header and a tensor's bytes, which are sent from where they lie and received to where they belong.
-Both ends put the same messages in the same order, since all members call the same verbs; so a message needs no number,
-and the header only shows a program that does otherwise. A receiver's system takes in what comes before it is expected.
+A message is a header and a tensor's bytes, which are sent from the tensor and received into a tensor. All members call
+the same verbs, so both ends put the same messages in the same order. Messages need no number, and the header only
+detects a program that breaks this rule. What arrives before it is expected waits in the receiver's system.
 
-A line is served by whoever puts something, as long as that does not have to wait, and then by the thread of its
-:class:`~lsgd.client.groups.tcp.loop.Loop`: one for all lines that send, and one for all that receive. Its lock is held
-by one of them at a time, and never while waiting.
+A line is served by whoever puts something, as long as that need not wait, and then by the thread of its
+:class:`~lsgd.client.groups.tcp.loop.Loop`: one for all lines that send, one for all that receive. The lock is held by
+one of them at a time, and never while waiting.
 
-A line outlives its connection: the next one continues with the byte that the receiver says it lacks. For that the
-sender keeps its messages: in the tensors while these belong to the group, and then what the receiver's system has not
-acknowledged in a copy. The receiver says nothing: a connection that is closed with something unread loses what is
-under way.
+A line outlives its connection: the next one continues with the first byte that the receiver lacks. So the sender keeps
+its messages: in the tensors while these belong to the group; after that, it copies what the receiver's system has not
+acknowledged. The receiver sends nothing, because closing a connection with unread data loses what is under way.
 """
 
 import logging
@@ -28,10 +27,10 @@ from lsgd.client.groups.tcp.work import Parcel
 logger = logging.getLogger("lsgd")
 
 TURN_NBYTES = 1 << 20
-"""After so many bytes it is another line's turn."""
+"""After this many bytes it is another line's turn."""
 
 CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-"""How it shows that the other side, or whoever is between, has closed a connection of TLS."""
+"""The errors if the other side, or anyone in between, has closed a TLS connection."""
 
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -46,7 +45,7 @@ class Line:
 
     Attributes:
         trouble: why it has no connection; empty before the first one is lost.
-        between_nbytes: so many bytes that the other end's system seems to have may be lost with the connection.
+        between_nbytes: how many acknowledged bytes may be lost with the connection.
     """
 
     def __init__(self, peer: str, loop: Loop, lost: Callable[[], None]) -> None:
@@ -57,7 +56,7 @@ class Line:
         self._lost = lost
         self._lock = threading.Lock()
         self._parcels: deque[Parcel] = deque()
-        self._rest = memoryview(b"")  # what is left of the part of the first parcel that moves
+        self._rest = memoryview(b"")  # the rest of the first parcel's current part: its header or its body
         self._in_header = True
         self._put = 0  # bytes of the stream that were put
         self._moved = 0  # bytes of the stream that have moved
@@ -65,7 +64,7 @@ class Line:
         self._error: Exception | None = None
 
     def put(self, parcel: Parcel) -> None:
-        """Move a message after those before it."""
+        """Move a message after the earlier ones."""
         with self._lock:
             if self._error is not None:
                 parcel.work.fail(self._error)
@@ -77,18 +76,18 @@ class Line:
                 self._advance()
 
     def release(self, parcel: Parcel) -> None:
-        """Use a message's memory no more: it is through, and its work was waited for."""
+        """Stop using a message's memory: it is through, and its work was waited for."""
 
     def serve(self) -> None:
         """Move what can be moved without waiting."""
         with self._lock:
-            self._advance(hear=True)
+            self._advance(check=True)
 
     def watch(self) -> None:
-        """Look whether the connection still works; called now and then."""
+        """Check that the connection still works; called now and then."""
 
     def connect(self, connection: socket.socket, received: int) -> None:
-        """Use this connection, which belongs to the line from now on; so many bytes of the stream have arrived."""
+        """Take ownership of this connection, and use it; ``received`` bytes of the stream have arrived."""
         raise NotImplementedError
 
     def renew(self) -> int:
@@ -96,11 +95,11 @@ class Line:
         return 0
 
     def close(self) -> None:
-        """Close the connection for good; let all messages fail."""
+        """Close the connection for good; all messages fail."""
         self.fail(ConnectionAbortedError("the group was closed"))
 
     def fail(self, error: Exception) -> None:
-        """Close the connection for good, and let all messages fail, those to come too."""
+        """Close the connection for good; all messages fail, including later ones."""
         with self._lock:
             self._fail(error)
 
@@ -129,21 +128,21 @@ class Line:
             connection.close()
 
     def _break(self, error: Exception) -> None:
-        """The connection has broken: there may be another one."""
+        """Drop a broken connection; another one may follow."""
         self.trouble = f"the connection with it broke: {error}"
         if isinstance(error, ssl.SSLError) and not isinstance(error, CLOSED):
-            logger.warning("what came from %s was changed on the way (%s); it is sent again", self.peer, error)
+            logger.warning("data from %s was changed on the way (%s); it is sent again", self.peer, error)
         self._drop()
         self._lost()
 
-    def _advance(self, *, hear: bool = False) -> None:
+    def _advance(self, *, check: bool = False) -> None:
         if (connection := self._connection) is None:
             return
         try:
             moved = 0
-            if hear:
-                self._hear(connection)
-            while self._parcels and (moved < TURN_NBYTES or self._holds_some(connection)):
+            if check:
+                self._check_closed(connection)
+            while self._parcels and (moved < TURN_NBYTES or self._has_buffered(connection)):
                 count = self._move(connection, self._rest)
                 moved += count
                 self._moved += count
@@ -161,12 +160,12 @@ class Line:
         self._arm(connection)
 
     def _finish(self) -> Parcel:
-        """The first message is through; begin with the next."""
+        """Remove the first message, which is through, and begin the next."""
         parcel = self._parcels.popleft()
         if self._parcels:
             self._begin(self._parcels[0])
         else:
-            self._rest = memoryview(b"")  # an empty part of the message would keep its memory
+            self._rest = memoryview(b"")  # an empty view of the message would keep its memory alive
         if not parcel.done:
             parcel.done = True
             parcel.work.one_done()
@@ -182,12 +181,12 @@ class Line:
         raise NotImplementedError
 
     def _arm(self, connection: socket.socket) -> None:
-        """Have the loop serve this line when there is something to do."""
+        """Make the loop serve this line when there is something to do."""
         raise NotImplementedError
 
-    def _hear(self, connection: socket.socket) -> None:
-        """Take in what the other end says of itself."""
+    def _check_closed(self, connection: socket.socket) -> None:
+        """Notice if the other end has closed the connection."""
 
-    def _holds_some(self, connection: socket.socket) -> bool:
-        """Whether there are bytes in the connection that its descriptor does not show."""
+    def _has_buffered(self, connection: socket.socket) -> bool:
+        """Whether bytes have arrived that polling the descriptor does not show."""
         return False

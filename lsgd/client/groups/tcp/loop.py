@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from lsgd.client.groups.tcp.line import Line
 
 TURN_S = 1.0
-"""How often lines that nothing happens to are looked at, in seconds."""
+"""How often idle lines are checked, in seconds."""
 
 
 class Loop:
-    """Serves each line whose socket is ready, if that was asked for.
+    """Serves each line whose socket is ready, if the line has asked for it.
 
     Args:
         name: of the thread.
@@ -33,12 +33,12 @@ class Loop:
         self.thread.start()
 
     def add(self, descriptor: int, line: Line) -> None:
-        """Serve a line's socket from now on, each time that :meth:`arm` asks for it."""
+        """Watch a line's socket from now on, whenever :meth:`arm` asks for it."""
         self._lines[descriptor] = line
         self._epoll.register(descriptor, select.EPOLLONESHOT)
 
     def arm(self, descriptor: int, events: int) -> None:
-        """Serve the line once, at one of these events of epoll."""
+        """Serve the line once, at one of these epoll events."""
         self._epoll.modify(descriptor, events | select.EPOLLONESHOT)
 
     def remove(self, descriptor: int) -> None:
@@ -48,7 +48,7 @@ class Loop:
             self._epoll.unregister(descriptor)
 
     def end(self) -> None:
-        """End the thread; once all sockets are removed."""
+        """End the thread; all sockets must have been removed."""
         if self._ending.acquire(blocking=False):
             os.eventfd_write(self._ended, 1)
 

@@ -1,4 +1,4 @@
-"""The connections of a member with the others of its generation: made when first used, by one thread."""
+"""A member's connections to the others of its generation, made by one thread when first used."""
 
 import asyncio
 import logging
@@ -24,13 +24,13 @@ from lsgd.client.groups.tcp.tls import Contexts
 logger = logging.getLogger("lsgd")
 
 HELLO_WITHIN_S = 10.0
-"""How long the handshake and the hello of a connection may take, in seconds."""
+"""How long a connection's handshake and hello may take, in seconds."""
 
 KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
-"""After how many seconds an idle connection is tried, how often, and after how many failures it is given up."""
+"""After how many seconds an idle connection is probed, how often, and after how many failures it is given up."""
 
-MAX_SAID = 5
-"""How many connections of strangers are reported."""
+MAX_REFUSALS = 5
+"""How many refused connections are logged."""
 
 Pair = tuple[int, int]
 """The ranks of a line's source and target."""
@@ -47,12 +47,12 @@ class Mesh:
         generation: its number.
         me: rank of this member in the generation.
         names: of all members, by rank.
-        address: of this machine, that the others' connections come in at.
+        address: of this machine, to which the others connect.
         store: where the members publish their doors.
         tls: None: the connections are not encrypted.
-        timeout_s: how long it is tried to make a connection.
-        routes: how connections come to be; takes this member's rank and a function that returns a member's door.
-        when_cut: called when the mesh is cut: ends the waits for what the members publish.
+        timeout_s: how long to try to make a connection.
+        routes: decides how connections are made; takes this member's rank and a function that returns a member's door.
+        when_cut: called when the mesh is cut; ends the waits for what members publish.
 
     Attributes:
         transport: what carries tensors, in words.
@@ -74,17 +74,17 @@ class Mesh:
         self._routes = self.routes(self.me, self._door_of)
         self._doors: dict[int, Door] = {}  # of the others
         self._lines: dict[Pair, Line] = {}
-        self._ways: dict[Pair, Way | None] = {}  # how their connections come to be; None: the other one sees to it
+        self._ways: dict[Pair, Way | None] = {}  # how their connections are made; None: by the other member
         self._lock = threading.Lock()
         self._over = False
-        self._said = 0
+        self._refusals = 0
         self._service: Service | None = None
 
     def gather(self) -> None:
-        """Publish where this member can be dialled, and read it of all others, so that no store is needed any more.
+        """Publish this member's door, and read those of all others, so that the store is no longer needed.
 
         Raises:
-            ExchangeError: a member has published nothing in time.
+            ExchangeError: a member did not publish its door in time.
             OSError: the mesh was cut, or this member cannot listen.
         """
         with self._lock:
@@ -93,15 +93,15 @@ class Mesh:
             self._door_of(rank)
 
     def to(self, rank: int) -> Line:
-        """Return the line to the member of this rank."""
+        """Return the line to the member with this rank."""
         return self._line(self.me, rank)
 
     def from_(self, rank: int) -> Line:
-        """Return the line from the member of this rank."""
+        """Return the line from the member with this rank."""
         return self._line(rank, self.me)
 
     def cut(self) -> None:
-        """Close all connections at once; what waits for them fails. May be called by another thread."""
+        """Close all connections at once; what waits for them fails. Safe from any thread."""
         with self._lock:
             self._over, lines = True, list(self._lines.values())
         self.when_cut()
@@ -133,7 +133,7 @@ class Mesh:
         return line
 
     def _open(self) -> Service:
-        """Return what serves the connections, with the lock held; first it publishes where that can be dialled."""
+        """Return what serves the connections, created and published at the first call; call it with the lock held."""
         if self._over:
             raise ConnectionAbortedError("the group was closed")
         if self._service is None:
@@ -142,7 +142,7 @@ class Mesh:
         return self._service
 
     def _known(self, pair: Pair) -> Line:
-        """Return a line, with the lock held."""
+        """Return a line; call it with the lock held."""
         service, (source, target) = self._open(), pair
         if pair not in self._lines:
             lost = partial(self._connect, pair)
@@ -154,15 +154,15 @@ class Mesh:
         return self._lines[pair]
 
     def _connect(self, pair: Pair) -> None:
-        """Have the connection of a line made, if this member is to bring it about."""
+        """Start making a line's connection, if that is up to this member."""
         if (way := self._ways.get(pair)) is not None and self._service is not None and not self._over:
             hello = Hello(self.run, self.generation, *pair)
-            self._service.call(lambda: self._bring_about(self._lines[pair], way, hello))
+            self._service.call(lambda: self._keep_trying(self._lines[pair], way, hello))
 
     # -- in the thread that makes connections ------------------------------------------------------------------
 
-    async def _bring_about(self, line: Line, way: Way, hello: Hello) -> None:
-        """Make a line's connection: try until it is there, or nothing more can be hoped for."""
+    async def _keep_trying(self, line: Line, way: Way, hello: Hello) -> None:
+        """Make a line's connection; try again until it succeeds or is hopeless."""
         deadline = time.monotonic() + self.timeout_s
         pause_s, longest_s = _RETRY_S
         while True:
@@ -184,7 +184,7 @@ class Mesh:
             if way.answers:
                 heard, received = Hello.read(await exactly(connection, HELLO_NBYTES), self.run, way.nonce)
                 if heard != hello:
-                    raise ConnectionError("it says hello for something else")
+                    raise ConnectionError("its hello is for something else")
                 connection.send(hello.answer(way.nonce, line.renew()))
             else:
                 connection.send(hello.packed(way.nonce, line.renew()))
@@ -193,7 +193,7 @@ class Mesh:
         line.connect(connection, received)
 
     async def _welcome(self, raw: socket.socket, origin: str, door: Door) -> None:
-        """Take in a connection that comes in at the door."""
+        """Accept a connection at this member's door."""
         try:
             async with asyncio.timeout(HELLO_WITHIN_S):
                 connection = await self._secured(raw, answers=True)
@@ -203,8 +203,8 @@ class Mesh:
                     connection.send(hello.answer(door.nonce, line.renew()))
             line.connect(connection, received)
         except (OSError, TimeoutError) as error:
-            if self._said < MAX_SAID and not self._over:
-                self._said += 1
+            if self._refusals < MAX_REFUSALS and not self._over:
+                self._refusals += 1
                 why = str(error) or f"it did not say who it is within {HELLO_WITHIN_S:g} s"
                 logger.warning("refused a connection from %s to the port for tensors: %s", origin, why)
 
@@ -217,12 +217,12 @@ class Mesh:
         pair = (hello.source, hello.target)
         others = set(pair) - {self.me}
         if hello.generation != self.generation or len(others) != 1 or max(pair) >= len(self.names):
-            raise ConnectionError("it says hello for something else")
+            raise ConnectionError("its hello is for something else")
         with self._lock:
             return self._known(pair)
 
     async def _secured(self, raw: socket.socket, *, answers: bool) -> socket.socket:
-        """Return a connection once both ends have shown that they are in the run, if they have a certificate."""
+        """Return the connection, in TLS if there is a certificate, after its handshake."""
         with on_error(raw.close):
             raw.setblocking(False)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -239,5 +239,5 @@ class Mesh:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether it makes no sense to try again: nobody is there any more, or it is no member."""
+    """Whether trying again makes no sense: nobody is there any more, or it is not a member."""
     return isinstance(error, ConnectionRefusedError | ssl.SSLError) and not isinstance(error, CLOSED)

@@ -15,10 +15,10 @@ from lsgd.client.groups.tcp.loop import Loop
 from lsgd.client.groups.tcp.work import GOODBYE, Parcel
 
 JOINED_NBYTES = 16 << 10
-"""Messages of up to so many bytes are copied to their headers, so that they leave in one packet or TLS record."""
+"""Messages up to this size are copied behind their headers, to leave in one packet or TLS record."""
 
 STALLED_S = 5.0
-"""A connection whose other end's system is silent for so long, though bytes are under way, is given up."""
+"""A connection is given up if nothing is acknowledged for this long although bytes are under way, in seconds."""
 
 _UNACKED_OFFSET = 24  # of tcpi_unacked, packets under way, in Linux's struct tcp_info
 
@@ -28,12 +28,12 @@ class Outgoing(Line):
 
     def __init__(self, peer: str, loop: Loop, lost: Callable[[], None]) -> None:
         super().__init__(peer, loop, lost)
-        self._kept: deque[Parcel] = deque()  # have left, and may not have arrived
+        self._kept: deque[Parcel] = deque()  # have left, but may not have arrived
         self._under_way = (0, 0)  # as it was when it last changed
         self._changed_at = 0.0
 
     def connect(self, connection: socket.socket, received: int) -> None:
-        """Use this connection, which belongs to the line from now on; so many bytes of the stream have arrived."""
+        """Take ownership of this connection, and use it; ``received`` bytes of the stream have arrived."""
         with self._lock:
             self._parcels.extendleft(reversed(self._kept))
             self._kept.clear()
@@ -42,7 +42,7 @@ class Outgoing(Line):
             first = self._parcels[0].start if self._parcels else self._put
             if not first <= received <= self._put:
                 connection.close()
-                self._fail(ConnectionError(f"{self.peer} lacks {first - received} bytes that are gone here"))
+                self._fail(ConnectionError(f"{self.peer} lacks {first - received} bytes that are no longer here"))
                 return
             self._moved = first
             if self._parcels:
@@ -51,7 +51,7 @@ class Outgoing(Line):
             self._connect(connection)
 
     def release(self, parcel: Parcel) -> None:
-        """Keep a copy of what is not acknowledged, instead of the tensor's memory."""
+        """Keep a copy of what is not acknowledged, and stop using the tensor's memory."""
         with self._lock:
             parcel.released = True
             arrived = max(0, self._moved - self._under_way_nbytes() - self.between_nbytes)
@@ -65,12 +65,12 @@ class Outgoing(Line):
                     self._rest = parcel.view[len(parcel.view) - len(self._rest) :]
 
     def watch(self) -> None:
-        """Give a connection up whose other end is silent: a new one may find another way, or be made at once."""
+        """Give up a connection whose other end is silent: a new one may be routed differently, or be made at once."""
         with self._lock:
             if (connection := self._connection) is None:
                 return
             state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED_OFFSET + 4)
-            (packets,) = struct.unpack_from("=I", state, _UNACKED_OFFSET)  # none if the receiver has no room for more
+            (packets,) = struct.unpack_from("=I", state, _UNACKED_OFFSET)  # 0 if the receiver's window is full
             now, under_way = time.monotonic(), (self._moved, self._under_way_nbytes())
             if not packets or under_way != self._under_way:
                 self._under_way, self._changed_at = under_way, now
@@ -78,21 +78,21 @@ class Outgoing(Line):
                 self._break(TimeoutError(f"nothing has arrived for {STALLED_S:g} s"))
 
     def close(self) -> None:
-        """Close the connection for good, and say so at the other end if that can be said now."""
+        """Close the connection for good, and tell the other end if that is possible now."""
         with self._lock, suppress(OSError):
             if (connection := self._connection) is not None and not self._parcels:
                 connection.send(GOODBYE)
         super().close()
 
     def _under_way_nbytes(self) -> int:
-        """Return how many bytes the receiver's system has not acknowledged, at most."""
+        """Return an upper bound of the bytes that the receiver's system has not acknowledged."""
         if self._connection is None:
             return self._moved
         (nbytes,) = struct.unpack("=i", fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))
         return int(nbytes)
 
     def _skip(self, count: int) -> None:
-        """Go on with the first message after so many of its bytes."""
+        """Continue the first message after ``count`` of its bytes."""
         self._moved += count
         if self._in_header and count >= len(self._rest):
             count -= len(self._rest)
@@ -119,8 +119,8 @@ class Outgoing(Line):
         moving = select.EPOLLOUT if self._parcels else 0
         self._loop.arm(connection.fileno(), moving | select.EPOLLIN | select.EPOLLRDHUP)
 
-    def _hear(self, connection: socket.socket) -> None:
-        """The other end says nothing, but it may have closed the connection."""
+    def _check_closed(self, connection: socket.socket) -> None:
+        """Notice if the other end, which sends nothing, has closed the connection."""
         with suppress(*WOULD_BLOCK):
             if not connection.recv(1):
                 raise ConnectionResetError("it was closed at the other end")

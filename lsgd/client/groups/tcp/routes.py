@@ -1,4 +1,4 @@
-"""How the connection that carries bytes from one member to another comes to be: the one place that decides it."""
+"""Decides how the connection that carries bytes from one member to another is made."""
 
 import asyncio
 import socket
@@ -16,8 +16,8 @@ class Dial:
     """The other member can be reached: dial its door.
 
     Attributes:
-        answers: this end is the server of TLS and answers the hello, though it may have dialled too.
-        between_nbytes: how many bytes somebody between may have acknowledged who then loses them.
+        answers: whether this end is the TLS server and answers the hello.
+        between_nbytes: most bytes that somebody in between may acknowledge and then lose.
     """
 
     door: Door
@@ -26,16 +26,16 @@ class Dial:
 
     @property
     def nonce(self) -> bytes:
-        """That of the one who is dialled: what the hello is proved with."""
+        """The dialled member's nonce, which proves the hello."""
         return self.door.nonce
 
     async def open(self) -> socket.socket:
-        """Return a connected non-blocking socket on which nothing is said yet; may be called again after a failure.
+        """Return a connected non-blocking socket on which nothing has been sent; may be called again after a failure.
 
-        It is called in the event loop that makes connections, and is cancelled when its time is over.
+        It runs in the event loop that makes connections, which cancels it after a time.
 
         Raises:
-            OSError: it failed; but for ConnectionRefusedError, it is tried again.
+            OSError: it failed. The caller tries again, except after ConnectionRefusedError.
         """
         connection = socket.socket(family(self.door.address), socket.SOCK_STREAM)
         with on_error(connection.close):
@@ -45,7 +45,7 @@ class Dial:
 
 
 Way = Dial | Meet
-"""How this member brings a connection about."""
+"""How this member makes a connection."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Routes:
 
     Args:
         me: rank of this member.
-        door_of: returns where the member of a rank can be dialled; may wait for it.
-        missed: ranks of which the first cannot dial the second.
+        door_of: returns where the member with a rank can be dialled; may wait for it.
+        missed: whether the first of two ranks cannot dial the second.
         meet: returns the way through the relay, for source, target, and the nonce of the target's door.
     """
 
@@ -67,13 +67,12 @@ class Routes:
     meet: Callable[[int, int, bytes], Meet] | None = None
 
     def way(self, source: int, target: int) -> Way | None:
-        """Return how this member, one of the two, brings about the connection from ``source`` to ``target``.
+        """Return how this member, one of the two, makes the connection from ``source`` to ``target``.
 
-        None: the other one dials, and the connection comes in at this member's door. May wait for what the other one
-        publishes.
+        None: the other one dials, and this member's door accepts the connection. May wait for the other one's door.
 
         Raises:
-            ExchangeError: it published nothing in time.
+            ExchangeError: the other one did not publish its door in time.
         """
         if not self.missed(source, target):
             return Dial(self.door_of(target)) if source == self.me else None

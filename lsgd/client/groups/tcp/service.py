@@ -13,10 +13,10 @@ from lsgd.client.groups.reach import Door, open_door
 from lsgd.client.groups.tcp.loop import Loop
 
 MAX_GREETING = 128
-"""How many connections that came in may be at their handshake at a time; the oldest one is dropped for the next."""
+"""How many accepted connections may be in their handshake at a time; the oldest one makes room for the next."""
 
 END_WITHIN_S = 5.0
-"""How long an end waits for the threads, which have nothing to wait for."""
+"""How long :meth:`Service.join` waits for each thread, in seconds; none of them blocks."""
 
 _PAUSE_S = 0.1
 
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 class Service:
-    """Listens on an address of this machine, and runs what makes connections.
+    """Listens on an address of this machine, and runs the coroutines that make connections.
 
     Args:
         address: where to listen.
-        welcome: takes in a connection; called with its socket, where it is from, and the door.
+        welcome: accepts a connection; called with its socket, its origin, and the door.
 
     Raises:
-        ExchangeError: nothing can listen there.
+        ExchangeError: it cannot listen there.
 
     Attributes:
         door: where the others dial.
@@ -54,19 +54,19 @@ class Service:
         self._thread.start()
 
     def call(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``work`` in the thread that makes connections; it is cancelled at the end."""
+        """Run ``work`` in the thread that makes connections, until :meth:`end` cancels it."""
         with suppress(RuntimeError):  # the loop is closed
             self._events.call_soon_threadsafe(self._begin, work)
 
     def end(self) -> None:
-        """End the threads soon; may be called by any thread."""
+        """Tell the threads to end; safe from any thread."""
         with suppress(RuntimeError):
             self._events.call_soon_threadsafe(self._stop)
         self.sender.end()
         self.receiver.end()
 
     def join(self) -> None:
-        """Wait for the threads' end."""
+        """Wait until the threads have ended."""
         for thread in (self._thread, self.sender.thread, self.receiver.thread):
             thread.join(END_WITHIN_S)
 
@@ -84,7 +84,7 @@ class Service:
         self._closing.close()
 
     def _stop(self) -> None:
-        if not self._ended:  # a second one would stop the loop while tasks are awaited
+        if not self._ended:  # a second stop would interrupt the wait for cancelled tasks
             self._ended = True
             self._events.stop()
 
@@ -102,9 +102,9 @@ class Service:
     def _accept(self) -> None:
         try:
             connection, (origin, *_) = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # the caller is gone again
+        except (BlockingIOError, ConnectionAbortedError):  # the caller has gone
             return
-        except OSError:  # this process has no descriptor left
+        except OSError:  # this process is out of descriptors
             self._events.remove_reader(self._listener)
             self._events.call_later(_PAUSE_S, self._listen)
             return
@@ -123,7 +123,7 @@ class Service:
 
 
 async def retried(connection: socket.socket, step: Callable[[], T]) -> T:
-    """Return what ``step`` returns on a non-blocking connection, once that need not wait."""
+    """Retry ``step`` on a non-blocking connection until it need not wait, and return its result."""
     events, descriptor = asyncio.get_running_loop(), connection.fileno()
     while True:
         try:
@@ -146,10 +146,10 @@ def _set(ready: asyncio.Future[None]) -> None:
 
 
 async def exactly(connection: socket.socket, nbytes: int) -> bytes:
-    """Return the next ``nbytes`` that come in.
+    """Return the next ``nbytes`` bytes.
 
     Raises:
-        ConnectionError: the other end closes before.
+        ConnectionError: the other end closed the connection before.
     """
     data = bytearray(nbytes)
     left = memoryview(data)

@@ -1,6 +1,6 @@
-"""Tensors in pieces, which go by way of host memory if they are on a GPU: one piece is copied while another travels.
+"""Splits tensors into pieces, which pass through host memory if they are on a GPU: copies and transfers overlap.
 
-The pieces of a tensor depend on its size only, so a member with a GPU and one without can exchange.
+The pieces depend only on a tensor's size, so a member with a GPU and one without can exchange.
 """
 
 import functools
@@ -10,34 +10,34 @@ import torch
 from torch import Tensor
 
 PIECE_NBYTES = 4 << 20
-"""A message travels in pieces of about so many bytes."""
+"""A message travels in pieces of about this size."""
 
 
 class Copier:
-    """Copies between a GPU and pinned host memory in a stream of its own, after what the caller's stream has to do."""
+    """Copies between a GPU and pinned host memory in a stream of its own, after the work in the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_like(self, tensor: Tensor) -> Tensor:
-        """Return a new tensor in pinned memory, which torch keeps for the next time."""
+        """Return a new tensor in pinned memory, which torch caches."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin a copy, after those before it; return what waits for its end, to which a failure need not wait."""
+        """Begin a copy, after earlier ones; return a function that waits for its end."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             ended: Callable[[], None] = self._stream.record_event().synchronize
         on_device = target if target.is_cuda else source
-        on_device.record_stream(self._stream)  # so that its memory is not used again before the copy's end
+        on_device.record_stream(self._stream)  # keeps its memory until the copy has ended
         return ended
 
 
 @functools.lru_cache
 def copier_of(device: torch.device) -> Copier | None:
-    """Return what copies between a device and host memory; None for host memory itself."""
+    """Return what copies between a device and host memory; None if the device is the host."""
     return None if device.type == "cpu" else Copier(device)
 
 
@@ -45,9 +45,9 @@ class Staged:
     """A contiguous tensor in pieces, each with its place in host memory.
 
     Args:
-        tensor: that is sent or received.
-        copier: None: it is in host memory itself.
-        count: of pieces; None: as many as its size asks for.
+        tensor: to send or receive.
+        copier: None: the tensor is in host memory.
+        count: number of pieces; None: by the tensor's size.
 
     Attributes:
         pieces: in host memory.
@@ -67,12 +67,12 @@ class Staged:
             self._begin(index, piece, part)
 
     def piece(self, index: int) -> Tensor:
-        """Return a piece in host memory, once it is there if it was to be filled."""
+        """Return a piece in host memory, after its copy if there was one."""
         self._wait(index)
         return self.pieces[index]
 
     def drain(self, index: int) -> None:
-        """Begin to copy a piece, which has arrived in host memory, to the tensor, if that has so many."""
+        """Begin to copy a piece that has arrived to the tensor, if the tensor has a piece with this index."""
         if index < len(self.pieces):
             self._begin(index, self._parts[index], self.pieces[index])
 

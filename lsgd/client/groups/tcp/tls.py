@@ -1,4 +1,4 @@
-"""TLS among the members of a run: all have one certificate, and trust this one only."""
+"""TLS among the members of a run: all have the same certificate, and trust only this one."""
 
 import functools
 import os
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Contexts:
-    """The contexts of the end that answers a connection, and of the one that begins it."""
+    """The contexts of the end that accepts a connection, and of the end that dials."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
 
 
 class _Connection(ssl.SSLSocket):
-    """As Python's, which does not close what it has made of a connection that is reset at that moment."""
+    """Python's, which leaves its socket open if the connection is reset while it is being wrapped."""
 
     def getpeername(self) -> Any:
-        """Return the other end's address; close the connection if there is no other end any more."""
+        """Return the other end's address; close the connection if the other end is gone."""
         try:
             return super().getpeername()
         except OSError:
@@ -27,9 +27,9 @@ class _Connection(ssl.SSLSocket):
             raise ConnectionResetError("the other end is gone") from None
 
 
-@functools.lru_cache(maxsize=1)  # all generations of a run have the same
+@functools.lru_cache(maxsize=1)  # all generations of a run use the same
 def contexts(certificate: bytes) -> Contexts:
-    """Return the contexts of members that have this key and certificate (PEM)."""
+    """Return the contexts for this key and certificate (PEM)."""
     return Contexts(_context(certificate, ssl.PROTOCOL_TLS_SERVER), _context(certificate, ssl.PROTOCOL_TLS_CLIENT))
 
 
@@ -37,11 +37,11 @@ def _context(certificate: bytes, protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.sslsocket_class = _Connection
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # members have addresses, and the certificate is the run's
+    context.check_hostname = False  # the certificate is the run's, not a host's
     context.verify_mode = ssl.CERT_REQUIRED
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # the end that only sends would never read them
-    memory = os.memfd_create("lsgd-certificate")  # ssl reads a key from files only; this one is on no disk
+        context.num_tickets = 0  # a sending end would never read them
+    memory = os.memfd_create("lsgd-certificate")  # ssl reads keys from files only; this file is on no disk
     try:
         os.write(memory, certificate)
         path = f"/proc/self/fd/{memory}"

@@ -1,4 +1,4 @@
-"""What is waited for: the messages of a verb, each on its way over a line."""
+"""What a verb waits for: its messages, each on its way over a line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from lsgd.client.groups.tcp.line import Line
 
 HEADER = struct.Struct("!QI")
-"""Before each message: its length in bytes, and a checksum of the verb's name."""
+"""Precedes each message: its length in bytes, and a checksum of the verb's name."""
 
 GOODBYE = HEADER.pack((1 << 64) - 1, 0)
-"""Instead of a header: nothing more will come."""
+"""Instead of a header: this was the last message."""
 
 
 @dataclass(eq=False)
@@ -25,12 +25,12 @@ class Parcel:
     """A message on its way.
 
     Attributes:
-        header: comes before it.
+        header: precedes it.
         view: the tensor's memory.
         work: that it belongs to.
-        start: of its header in the stream of the line.
-        done: it has left, or arrived.
-        released: its work was waited for, so that the tensor's memory is not the group's any more.
+        start: of its header in the line's stream.
+        done: whether it has left or arrived.
+        released: its work was waited for, so the tensor's memory no longer belongs to the group.
     """
 
     header: bytes
@@ -41,7 +41,7 @@ class Parcel:
     released: bool = False
 
     def keep(self, arrived: int) -> None:
-        """Keep a copy of what comes after this place in the stream, instead of the tensor's memory."""
+        """Replace the tensor's memory by a copy of what comes after position ``arrived`` in the stream."""
         body = self.start + len(self.header)
         if arrived <= body:
             self.view = memoryview(bytes(self.view))
@@ -50,12 +50,12 @@ class Parcel:
 
     @property
     def end(self) -> int:
-        """Where the next one begins in the stream."""
+        """Where the next one starts in the stream."""
         return self.start + len(self.header) + len(self.view)
 
 
 class Work:
-    """Messages that are waited for together."""
+    """Messages that a verb waits for together."""
 
     def __init__(self) -> None:
         self._puts: list[tuple[Line, Parcel]] = []
@@ -65,7 +65,7 @@ class Work:
         self._over = threading.Event()
 
     def start(self, puts: Sequence[tuple[Line, memoryview]], verb: str) -> None:
-        """Put a message on each of some lines; once only."""
+        """Put these messages on their lines; call it once."""
         tag = zlib.crc32(verb.encode())
         self._puts = [(line, Parcel(HEADER.pack(len(view), tag), view, self)) for line, view in puts]
         self._left = len(puts)
@@ -73,7 +73,7 @@ class Work:
             line.put(parcel)
 
     def wait(self, deadline: float) -> None:
-        """Wait until all messages are sent and received; their memory is free after :meth:`release`.
+        """Wait until all messages are sent and received; :meth:`release` frees their memory.
 
         Raises:
             OSError: it failed, or ``deadline`` (of ``time.monotonic``) has passed.
@@ -86,13 +86,13 @@ class Work:
             raise self._error
 
     def release(self) -> None:
-        """Use the messages' memory no more; once all are through."""
+        """Stop using the messages' memory; all must be through."""
         for line, parcel in self._puts:
             line.release(parcel)
-        self._puts = []  # a parcel has its work: the memory would wait for the garbage collector
+        self._puts = []  # parcels refer to their work: this breaks the cycle, which would hold the memory
 
     def one_done(self) -> None:
-        """Note that a message is through."""
+        """Record that a message is through."""
         with self._lock:
             self._left -= 1
             left = self._left
@@ -100,6 +100,6 @@ class Work:
             self._over.set()
 
     def fail(self, error: Exception) -> None:
-        """Note that a message will not come through."""
+        """Record that a message failed."""
         self._error = self._error or error
         self._over.set()
