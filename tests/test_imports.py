@@ -1,6 +1,7 @@
 """The layers of the package: each imports only from those before it. And what only one module may touch."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -74,8 +75,13 @@ def named(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield the full name of each thing that a module imports, wherever in it, but for types alone."""
+@functools.cache
+def imports(path: Path) -> list[str]:
+    """Return the full name of each thing that a module imports, wherever in it, but for types alone."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     skipped = {id(inner) for node in types for child in node.body for inner in ast.walk(child)}

@@ -21,6 +21,9 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
 ]
 
+PATH = os.pathsep.join([LIGHT["PYTHONPATH"], str(ROOT)])
+"""The workers count as benchmarks do."""
+
 WORKERS = 3  # an odd number: a bye in pairs, two neighbors in a ring
 ROWS = 2000  # of the model, of 1001 parameters each
 ROWS_ON_ISLANDS = 500
@@ -84,8 +87,9 @@ def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> 
     (tmp_path / "plan.toml").write_text(plan(ALGORITHMS, WORKERS))
     command = ("--", sys.executable, str(SCRIPTS / "sent_bytes.py"), str(tmp_path), str(ROWS))
     with Testbed(WORKERS, rate_mbit=4000) as testbed:
-        settings = {"NUM_GROUPS": str(WORKERS), "NUM_WORKERS": "1", "PLAN": str(tmp_path / "plan.toml")}
-        settings["PYTHONPATH"] = os.pathsep.join([LIGHT["PYTHONPATH"], str(ROOT)])  # it counts as benchmarks do
+        settings = {"NUM_GROUPS": str(WORKERS), "NUM_WORKERS": "1", "PLAN": str(tmp_path / "plan.toml")} | {
+            "PYTHONPATH": PATH
+        }
         finish([start(host, tmp_path, *command, **settings) for host in testbed.hosts])
     check(tmp_path, ALGORITHMS, WORKERS, ROWS)
 
@@ -101,9 +105,7 @@ def test_islands_send_each_part_of_the_model_once_over_their_link(tmp_path: Path
     with Testbed(2, rate_mbit=100) as testbed:
         places = [["--node", str(host.index), "--run-dir", str(tmp_path / host.name)] for host in testbed.hosts]
         pairs = zip(testbed.hosts, places, strict=True)
-        finish(
-            [start(host, tmp_path, script=[*script, *place, *command], PYTHONPATH=str(ROOT)) for host, place in pairs]
-        )
+        finish([start(host, tmp_path, script=[*script, *place, *command], PYTHONPATH=PATH) for host, place in pairs])
     check(tmp_path, ON_ISLANDS, 2, ROWS_ON_ISLANDS)
     for rank in (0, 1):
         one, other = (int((tmp_path / f"own{rank}.{process}").read_text()) for process in (0, 1))

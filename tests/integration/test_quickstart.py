@@ -25,15 +25,15 @@ def lsgd(folder: Path, *arguments: str, **variables: str) -> subprocess.Complete
 
 
 def test_the_example_trains_without_a_clone_and_leaves_its_script(tmp_path: Path) -> None:
-    done = lsgd(tmp_path, "quickstart", "--run-dir", "first", "--device", "cpu", LSGD_ITERATIONS="120")
+    done = lsgd(tmp_path, "quickstart", "--run-dir", "first", "--device", "cpu", LSGD_ITERATIONS="40")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "first" / "result.json").read_text())["count"] == 120
+    assert json.loads((tmp_path / "first" / "result.json").read_text())["count"] == 40
     script = tmp_path / "first" / "digits.py"
     assert script.read_text() == (files("lsgd.examples") / "digits.py").read_text()
     assert "\x1b" not in done.stdout, "no terminal, no colours"
     again = done.stdout.splitlines()[-1].split()
     assert again[:2] == ["lsgd", "launch"] and again[-2:] == ["python", "first/digits.py"]
-    changed = lsgd(tmp_path, *again[1:-2], sys.executable, again[-1], LSGD_ITERATIONS="60")
+    changed = lsgd(tmp_path, *again[1:-2], sys.executable, again[-1], LSGD_ITERATIONS="20")
     assert changed.returncode == 0, changed.stdout + changed.stderr
     refused = lsgd(tmp_path, "quickstart", "--run-dir", "first")
     assert refused.returncode == 1 and "first has a digits.py already" in refused.stderr

@@ -20,6 +20,8 @@ class Compiler(ModuleType):
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
 
     def __getattr__(self, name: str) -> object:
+        if name == "__path__":  # a module in it is to be imported, such as its settings
+            return [os.path.join(path, "_dynamo") for path in sys.modules["torch"].__path__]
         if name.startswith("__"):
             raise AttributeError(name)
         if sys.modules[self.__name__] is self:
