@@ -12,7 +12,8 @@ export PYTHONDONTWRITEBYTECODE=  # the many processes that tests start read what
 if (($#)) && [[ $1 != --fast ]]; then
     exec "$python" -m pytest "$@"
 fi
-several=("--numprocesses=$(nproc)" --dist=worksteal)
+cores=$(nproc)
+several=("--numprocesses=$((cores + (cores + 1) / 2))" --dist=worksteal) # tests wait for a third of their time
 
 "$python" -m ruff check
 "$python" -m ruff format --check
@@ -33,4 +34,4 @@ ls "${decides[@]}" >/dev/null # a name that is not there any more would not be m
 wait "$types"
 "$python" -m coverage report --fail-under=100 --show-missing --include="$(IFS=, && echo "${decides[*]}")"
 "$python" -m pytest "${several[@]}" "${traced[@]/#/--ignore=}" -m "not alone" --durations=20
-"$python" -m pytest -m alone --durations=10
+"$python" -m pytest "--numprocesses=$cores" --dist=load -m alone --durations=10
