@@ -18,7 +18,7 @@ ALGORITHM=${ALGORITHM:-}      # leader, bytegrad, qsgd, ... (lsgd algorithms lis
 INSECURE=${INSECURE:-}        # 1: without keys, on a network where everybody is trusted
 RUN_NAME=${RUN_NAME:-}        # logs and results go to runs/<RUN_NAME> in the folder that you are in (the example's in the
                               # checkout); empty: the time of the start
-RESUME=${RESUME:-}            # 1: go on from the checkpoints of RUN_NAME, or of the newest run, with its plan
+RESUME=${RESUME:-}            # 1: resume from the checkpoints of RUN_NAME, or of the newest run, with its plan
 
 # With more than one node, node 0 makes keys and prints the line that starts each other node with its token.
 

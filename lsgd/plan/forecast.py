@@ -75,7 +75,7 @@ def _advice(plan: Plan, workers: int) -> str:
 
 
 def _enough_iterations(plan: Plan, workers: int) -> int:
-    """Return a round number of iterations that make enough rounds: the last phase goes on."""
+    """Return a round number of iterations that make enough rounds: the last phase continues."""
     last = plan.phases[-1].algorithm.schedule().period
     missing = (FEW_ROUNDS - (planned_rounds(plan, workers) or 0)) * last * workers
     step: int = 10 ** max(0, len(str(plan.run.iterations + missing)) - 2)

@@ -8,7 +8,7 @@ from lsgd.server.reasons import NO_REASON, Reason, Why
 
 
 def origin_of(joins: Iterable[Join]) -> Origin:
-    """Return the checkpoint to go on from: of the most iterations; of the same in two runs, that of most workers.
+    """Return the checkpoint to continue from: of the most iterations; of the same in two runs, that of most workers.
 
     Models of the same count in two runs differ, so that only one of them counts.
     """

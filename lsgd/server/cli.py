@@ -49,13 +49,13 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
     "--journal",
     "journal_path",
     type=click.Path(path_type=Path),
-    help="Global: keep the run in this file; started again with it, the server goes on with the same run.",
+    help="Global: keep the run in this file; started again with it, the server continues the same run.",
 )
 @click.option(
     "--continue",
     "continues",
     is_flag=True,
-    help="Global: begin no new run; go on with the one in the --journal, or end.",
+    help="Global: start no new run; continue the one in the --journal, or stop.",
 )
 @click.option(
     "--results",
@@ -117,7 +117,7 @@ def main(
                     "--connect, --node and --token belong to a local server; leave them away with --global"
                 )
             if continues and not journal_path:
-                raise ConfigError("--continue goes on with the run in a journal; say which: --journal FILE")
+                raise ConfigError("--continue continues the run in a journal; say which: --journal FILE")
             path = plan_path or (Path(os.environ["LSGD_PLAN"]) if os.environ.get("LSGD_PLAN") else None)
             plan = read(path, os.environ, flags).plan
             address = listen or f"tcp://127.0.0.1:{DEFAULT_PORT}"
@@ -213,7 +213,7 @@ def _save_plan(plan: Plan, path: Path, *, goes_on: bool) -> None:
     """Write the plan: a disk that is full leaves the one before, and ends no run.
 
     Raises:
-        ConfigError: it can never be written there; of a run that goes on, this too is only said.
+        ConfigError: it can never be written there; of a run that continues, this too is only said.
     """
     try:
         write_whole(path, plan.to_toml())
@@ -221,7 +221,7 @@ def _save_plan(plan: Plan, path: Path, *, goes_on: bool) -> None:
         trouble = f"the plan cannot be written to {path}: {error.strerror}"
         if not goes_on and error.errno not in _PASSING:
             raise ConfigError(trouble) from None
-        complain(f"{trouble}; the run goes on without that file")
+        complain(f"{trouble}; the run continues without that file")
 
 
 def _serve_local(

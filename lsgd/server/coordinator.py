@@ -21,7 +21,7 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
     stays out, so that what it makes of it counts; it comes back with its next request.
 10. What the run has learnt is not given up: the last members that have its model are evicted only when nothing was
     heard from them for ``server_timeout_s``, and come back with it even then. Where nobody has it any more the run
-    goes on from checkpoints; without one it ends, unless the plan has ``restart_from_scratch``.
+    continues from checkpoints; without one it ends, unless the plan has ``restart_from_scratch``.
 11. Where members cannot reach each other, as few as possible are cut off, so that the rest can: they are no longer
     live, and held again in a global round some time later, which is probed first.
 12. Whoever asks for a last round gets no iteration, and leaves after the next global round. If all members do, that

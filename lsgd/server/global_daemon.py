@@ -102,7 +102,7 @@ class GlobalDaemon:
     Args:
         coordinator: of the run.
         listener: where local servers and operators connect.
-        journal: where the run is kept, so that another process can go on with it; None: nowhere.
+        journal: where the run is kept, so that another process can continue with it; None: nowhere.
         record: what is written down of it for people; None: nothing.
     """
 
@@ -251,7 +251,7 @@ class GlobalDaemon:
                     self._routes.pop((message.worker, message.incarnation), None)
 
     def _complain_of(self, peer: bytes, why: str) -> None:
-        if peer not in self._bad_peers and len(self._bad_peers) < 1000:  # once a peer: it may go on for ever
+        if peer not in self._bad_peers and len(self._bad_peers) < 1000:  # once a peer: it may continue forever
             self._bad_peers.add(peer)
             complain(f"dropped a message from {peer!r}: {why}")
 
@@ -339,7 +339,8 @@ class GlobalDaemon:
             if not self._retry_at:
                 complain(
                     f"the journal {self._journal.path} cannot be written: {error}; it is removed, and made anew "
-                    f"as soon as that is possible. If this server dies before, the run cannot go on: free space there"
+                    f"as soon as that is possible. If this server dies before, the run cannot continue: "
+                    f"free space there"
                 )
             self._journal.remove()
             self._retry_at = now + RETRY_EVERY_S
@@ -353,7 +354,7 @@ class GlobalDaemon:
             complain(trouble)
 
     def _finish_journal(self) -> None:
-        """Leave nothing to go on with: the run is over, and all know."""
+        """Leave nothing to continue with: the run is over, and all know."""
         if self._journal is None:
             return
         try:
@@ -401,8 +402,8 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Co
     kept = journal.load() if journal else None
     if continues and journal and kept is None:
         raise ConfigError(
-            f"the journal {journal.path} holds no unfinished run to go on with (--continue): it was lost, or the run "
-            f"is over. Its workers save what they are; go on from that with RESUME=1 (lsgd launch --resume)"
+            f"the journal {journal.path} holds no unfinished run to continue (--continue): it was lost, or the run "
+            f"is over. Its workers save what they are; resume from it with RESUME=1 (lsgd launch --resume)"
         )
     if journal is None or kept is None:
         return Coordinator(RunState(plan, secrets.token_hex(6)))
@@ -416,7 +417,7 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Co
         ) from None
     state.book.elections.extend(elections)
     say(
-        f"goes on with run {state.run} of the journal {journal.path}, with its plan: "
+        f"continues run {state.run} of the journal {journal.path}, with its plan: "
         f"{state.ledger.count} iterations, {len(state.roster.members)} workers"
     )
     return Coordinator(state)

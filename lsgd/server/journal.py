@@ -1,4 +1,4 @@
-"""The journal: a small SQLite file from which a global server that died goes on with its run."""
+"""The journal: a small SQLite file from which a global server that died continues with its run."""
 
 import hashlib
 import json

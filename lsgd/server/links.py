@@ -1,4 +1,4 @@
-"""Broken links: whom a run goes on without, for how long, and in which words.
+"""Broken links: whom a run continues without, for how long, and in which words.
 
 A collective needs every pair of its members. So where two cannot reach each other one of them has to step aside: it
 keeps its process and its place in the run, and is let into a round again later, which is probed first.
@@ -33,7 +33,7 @@ def pairs_of(broken: Sequence[int], size: int) -> list[Pair]:
 
 
 def connected(size: int, broken: Iterable[Pair], holders: Collection[int]) -> frozenset[int]:
-    """Return the ranks to go on with: a part of the generation in which every pair works.
+    """Return the ranks to continue with: a part of the generation in which every pair works.
 
     One of ``holders``, those that have the run's model, is in it if there is any. Of the parts with one it is the
     largest; of equally large ones that with the most holders; of those the one with the lowest ranks, that is, on

@@ -1,4 +1,4 @@
-"""The state of a run as plain data, and back: what a global server that is started again goes on with.
+"""The state of a run as plain data, and back: what a global server that is started again continues with.
 
 Captured are rounds, generations and members, with what each has reported so far; not every single grant (but those
 of members that were evicted), and no tokens. So a restored run has nothing to grant until all live members have

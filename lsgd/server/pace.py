@@ -94,5 +94,5 @@ class Pace:
         return why(round_s=round_s, step_s=step_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the arguments that another server goes on with; a round that is open is not timed there."""
+        """Return the arguments that another server continues with; a round that is open is not timed there."""
         return {"period": self.period, "rounds_s": list(self._rounds_s), "steps_s": list(self._steps_s)}

@@ -42,7 +42,7 @@ class Why(enum.Enum):
     TIME_OVER = "the time of {seconds:g} s is over"
     ALL_MADE = "all {limit:.0f} iterations are made"
     ALL_MADE_BEFORE = (
-        "all {limit:.0f} iterations were made before it was resumed; raise iterations to go on "
+        "all {limit:.0f} iterations were made before it was resumed; raise iterations to continue "
         "(LSGD_ITERATIONS, or --iterations of lsgd-server)"
     )
     ALL_LEAVE = "all workers leave after {count} iterations"
@@ -101,14 +101,14 @@ class Why(enum.Enum):
 
     # A request waits.
     JOINING = "{here} of {wanted} workers have joined"
-    GOES_ON = "the others go on without it; its model is theirs of its last iteration"
+    GOES_ON = "the others continue without it; its model is theirs of its last iteration"
     LAST_HOLDERS = "the last round waits for {who}: all others leave"
     JOINING_NODES = "joined so far: {workers}; {nodes} of {wanted} nodes have come"
     STARTED = "{here} worker{are} in the run"
     NAME_CONTESTED = (
         "another process was {worker} until {heard_s:.1f} s ago; this one takes its place if it stays silent"
     )
-    CUT = "{why}the run goes on without {worker}; {check}; it is tried again {when}"
+    CUT = "{why}the run continues without {worker}; {check}; it is tried again {when}"
     ENDED = "the run is over: {reason}"
     FIRST_REQUESTS = "the first round waits for the first request of {who}"
     CONSENSUS = "the last round waits until {who} completed it"
@@ -144,12 +144,12 @@ class Why(enum.Enum):
     ROUND = "{scope} round {id}{where}: {who}, {count} iterations"
     ROUND_FAILS = "round {id} failed: {reason}"
     EVICTED = "{who} {are} evicted from round {id}: the others waited {patience_s:g} s for {them}"
-    EVICTED_LINK = "{who} evicted for {wait_s:g} s, the others go on: {reason}; {check}"
+    EVICTED_LINK = "{who} evicted for {wait_s:g} s, the others continue: {reason}; {check}"
     RELAYED = "{pairs} cannot reach each other, and exchange through the relay{more}"
     PHASE = "phase {number}: {algorithm}, from iteration {count} on"
     PERIOD = "period {period}: {reason}"
     GENERATION = "generation {number}: {workers} on {nodes}, over {transport}{why}"
-    RESUMED = "goes on after {count} iterations, from checkpoints of {holders}{takers}"
+    RESUMED = "resumes after {count} iterations, from checkpoints of {holders}{takers}"
     NO_HOLDER = "nobody who has completed the last global round is left"
     GONE_BACK = (
         "the workers that had the run's model after {count} iterations are gone: it goes back to checkpoints of "
@@ -157,7 +157,7 @@ class Why(enum.Enum):
     )
     BEGUN_ANEW = (
         "the workers that had the run's model after {count} iterations are gone, and there is no checkpoint: "
-        "IT BEGINS ANEW with a new model (restart_from_scratch)"
+        "IT STARTS OVER with a new model (restart_from_scratch)"
     )
     ALL_SILENT = (
         "nothing was heard for {quiet_s:.0f} s from {who}, and nobody else has the run's model: is the network of "

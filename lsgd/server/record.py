@@ -21,7 +21,7 @@ METRICS, RESULT = "metrics.jsonl", "result.json"
 """The files."""
 
 RESULT_EVERY_S = 5.0
-"""How often the state is written while the run goes on, in seconds."""
+"""How often the state is written while the run continues, in seconds."""
 
 RETRY_EVERY_S = 5.0
 """How often a disk that cannot be written is tried again, in seconds."""
@@ -66,7 +66,7 @@ class Record:
             self._retry_at = now + RETRY_EVERY_S
             said, self._failing = self._failing, True
             where = f"{self._metrics} and {RESULT} cannot be written: {error.strerror}"
-            return "" if said else f"{where}; the run goes on, and they are tried again: free space there"
+            return "" if said else f"{where}; the run continues, and they are tried again: free space there"
         said, self._failing = self._failing, False
         return f"{self._metrics} is written again" if said else ""
 
@@ -106,7 +106,7 @@ class Record:
         return 0
 
     def _started_before(self) -> str:
-        """Return when the run was started that this server goes on with; nothing for a new one."""
+        """Return when the run was started that this server continues with; nothing for a new one."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             before = json.loads(self._result.read_text(encoding="utf-8"))
             return str(before["started"]) if before["run"] == self._run else ""

@@ -25,7 +25,7 @@ MEET_WITHIN_S = 120.0
 """How long a member waits for the other one of its pair."""
 
 CLOSE_WITHIN_S = 30.0
-"""How long a pair of which one side has ended may go on without a byte."""
+"""How long a pair of which one side has ended may continue without a byte."""
 
 MAX_STRANGERS = 512
 """Most connections without a ticket; of more, the oldest are closed."""

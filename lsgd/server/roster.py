@@ -29,7 +29,7 @@ class Member:
             server was started again, as many as it may have made. Changed by the ledger only, as ``done`` is.
         done: iterations it has reported.
         synced: it has completed the last global round, so that it has the run's model.
-        leaving: why its node is going away, or the run goes on without it.
+        leaving: why its node is going away, or the run continues without it.
         last: its request is for a round, and for no iteration: it leaves after that.
         left: why it left.
         seq: number of its last request.

@@ -160,7 +160,7 @@ def roles(
         lot: names the run and the round, for an election by lot.
     """
     synced = [m for m in members if m.synced]
-    # The state of the most advanced round is the one to go on from; of equal ones, the leader's.
+    # The state of the most advanced round is the one to continue from; of equal ones, the leader's.
     source = min(synced or members, key=lambda m: (-m.committed, m.electable_loss, m.place))
     new = [m.rank for m in members if m is not source and (copies or not m.synced)]
     leaders = [-1] * nodes

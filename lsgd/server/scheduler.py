@@ -124,7 +124,7 @@ class Scheduler:
             self.stop(state.all_made(limit, out))
         if not state.stopping and all(m.last for m in members):
             if roster.away():
-                return  # somebody goes on, and is to have the run's model first
+                return  # somebody continues, and is to have the run's model first
             self.stop(Why.ALL_LEAVE(count=state.ledger.count))
         if state.stopping and roster.paused and not self._final_overdue():
             return
@@ -161,7 +161,7 @@ class Scheduler:
             state.ledger.begin_round([], left, roster.queues.values(), math.inf)  # they are granted without one
             if self._serve_held():
                 return
-            # Nobody has the run's model, or a checkpoint has it: as many members as there are iterations go on from it.
+            # Nobody has the run's model, or a checkpoint has it: one member for each iteration left continues from it.
             members.sort(key=lambda m: (not m.synced, m.place))
             members = sorted(members[: int(left)], key=by_place)
         self._begin_generation(members)
@@ -263,7 +263,7 @@ class Scheduler:
         """Whether a global round has to wait for somebody who has the run's model, since none of ``members`` has.
 
         They alone would begin anew, and what the run has learnt would be overwritten. An older model of this run is
-        better than none, and so is a checkpoint. Where there is nothing to go on from, the run ends.
+        better than none, and so is a checkpoint. Where there is nothing to continue from, the run ends.
         """
         state, count = self._state, self._state.ledger.count
         if any(m.synced for m in members):
@@ -358,7 +358,7 @@ class Scheduler:
             self._fail(member.round, why(worker=member.worker, **values))
 
     def _cut_off(self, opened: OpenRound, pairs: Sequence[tuple[int, int]]) -> None:
-        """Fail a round some of whose members cannot reach each other, and go on without as few as possible."""
+        """Fail a round some of whose members cannot reach each other, and continue without as few as possible."""
         state, everybody = self._state, self._state.roster.members
         names = opened.round.generation.members
         members = {rank: everybody[name] for rank, name in enumerate(names) if name in everybody}
@@ -367,7 +367,7 @@ class Scheduler:
         kept = connected(len(names), pairs, holders)
         cut = [rank for rank in range(len(names)) if rank not in kept]
         reason = told(names, pairs)
-        state.book.failures = 0  # the run goes on, with those that can
+        state.book.failures = 0  # the run continues, with those that can
         self._fail(opened, reason)
         state.book.failures = 0
         wait_s = state.links.cut((names[rank] for rank in cut), reason, state.now)

@@ -50,14 +50,14 @@ class RunState:
         ledger: what was granted and made.
         book: the rounds.
         started_at: when the first round was ordered.
-        stopping: why the run ends; none while it goes on.
+        stopping: why the run ends; none while it continues.
         failed: why it ends without what it has learnt; none as a rule.
         closed_at: since when whoever still asks is told to leave; infinite before.
 
     Attributes:
         announced: how many workers each node has, as its local server says.
         course: where in the plan it is.
-        links: whom the run goes on without, since others cannot reach them.
+        links: whom the run continues without, since others cannot reach them.
         ways: how nodes reach each other.
         over: nobody is waited for any more.
         changes: counts what a journal has to keep before the answers leave.

@@ -153,7 +153,7 @@ def test_files_of_an_earlier_lsgd_are_refused_in_words(tmp_path: Path) -> None:
     path.parent.mkdir()
     save_file({"model/weight": torch.zeros(2, 3)}, path, {"lsgd": "1", "model": describe(model)[0], "state": "{}"})
     assert runs(tmp_path) == [""]
-    with pytest.raises(ConfigError, match=f"{path} has format 1, this lsgd reads 2; go on with the lsgd that wrote"):
+    with pytest.raises(ConfigError, match=f"{path} has format 1, this lsgd reads 2; continue with the lsgd that wrote"):
         resumed(tmp_path, model)
 
 
@@ -375,7 +375,7 @@ def test_a_loader_goes_on_where_it_was_if_the_shards_are_the_same(tmp_path: Path
     assert next(iter(after(40, (1, 2))))[0].tolist() == third
     assert not caplog.messages
     assert after(40, (1, 3)).state_dict() == {"epoch": 1, "consumed": 0, "seed": 0}
-    assert "the data is dealt out anew, and begins with epoch 1" in caplog.text
+    assert "the data is dealt again, beginning with epoch 1" in caplog.text
     assert after(44, (1, 2)).state_dict() == {"epoch": 0, "consumed": 0, "seed": 0}
     assert "a loader is for other data than that of the checkpoint" in caplog.text
 

@@ -207,12 +207,12 @@ class TestNode:
         again = ("--node", "0", "--port", "0", "--run-dir", str(first.run_dir))
         status, output = start(*again).finish()
         assert status == 1
-        assert f"Error: {first.run_dir} has the checkpoints of an earlier run: go on from them with --res" in output
+        assert f"Error: {first.run_dir} has the checkpoints of an earlier run: resume from them with --res" in output
         folder = first.run_dir.parent  # the newest run in it is meant
         status, output = start(*again[:-1], str(folder), "--resume", "--workers", "3", LSGD_ITERATIONS="99").finish()
         assert status == 0, output
-        assert f"[launch] goes on from the checkpoints in {first.run_dir}\n" in output
-        assert "goes on after 64 iterations, from checkpoints of node0/worker0, node0/worker1; taking over" in output
+        assert f"[launch] resumes from the checkpoints in {first.run_dir}\n" in output
+        assert "resumes after 64 iterations, from checkpoints of node0/worker0, node0/worker1; taking over" in output
         assert "all 99 iterations are made; 99 iterations" in output
         plan = tomllib.loads((first.run_dir / "plan.toml").read_text())
         assert (plan["workers"], plan["algorithm"]["period"]) == (0, 16)
@@ -445,7 +445,7 @@ class TestEnds:
         os.kill(worker := self.worker(node, 1), signal.SIGKILL)
         until(lambda: self.worker(node, 1) not in (0, worker), "it is there again")
         log = node.run_dir / "node0-worker1.log"
-        until(lambda: "generation" in log.read_text().partition("goes on from")[2], "it takes part")
+        until(lambda: "generation" in log.read_text().partition("resumes from")[2], "it takes part")
         node.process.send_signal(signal.SIGINT)
         status, output = node.finish()
         assert status == 0, output
@@ -484,7 +484,7 @@ class TestEnds:
         arguments = ("--node", "0", "--port", "0", "--run-dir", str(run_dir))
         status, output = start(*arguments, LSGD_ITERATIONS="60").finish()
         assert status == 0, output
-        assert output.count("global.log cannot be written: No space left on device; training goes on") == 1
+        assert output.count("global.log cannot be written: No space left on device; training continues") == 1
         assert f"the plan cannot be written to {run_dir}/plan.toml: No space left on device; the run" in output
         assert (run_dir / "worker1.json").exists()
 
@@ -531,9 +531,9 @@ class TestUnderAScheduler:
     def test_resumes_if_there_is_anything(self, start, tmp_path):
         here = ("--nodes", "1", "--workers", "1", "--run-dir", str(tmp_path / "run"), "--resume-if-any")
         status, output = start(*here, LSGD_ITERATIONS="40").finish()
-        assert status == 0 and "goes on from" not in output, output
+        assert status == 0 and "resumes from" not in output, output
         status, output = start(*here, LSGD_ITERATIONS="60").finish()
-        assert status == 0 and f"[launch] goes on from the checkpoints in {tmp_path / 'run'}" in output, output
+        assert status == 0 and f"[launch] resumes from the checkpoints in {tmp_path / 'run'}" in output, output
         counts = [json.loads(line)["count"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert counts[-1] == 60 and counts.count(0) == 1  # from the beginning once
 

@@ -99,7 +99,7 @@ def test_a_logger_that_joins_late_writes_what_it_finds_and_one_that_fails_ends_n
         _, errors = late.communicate(timeout=60)
     assert late.returncode == 0, errors
     status, output = node.finish()
-    assert status == 0 and "logger was killed by SIGKILL" in output and "the run goes on without it" in output
+    assert status == 0 and "logger was killed by SIGKILL" in output and "the run continues without it" in output
     assert curves(tmp_path / "late")["rounds"] == [(each["count"], each["round"]) for each in node.result["rounds"]]
 
 

@@ -186,7 +186,7 @@ def test_alerts_fire_when_they_should_and_not_after_the_end(tmp_path) -> None:
         labels
         % (
             "warning",
-            "node0/worker1 is left: the run goes on without it.",
+            "node0/worker1 is left: the run continues without it.",
             "Why, and since when: lsgd status --json, and the log of the global server.",
         )
     ).replace("instance: x", "instance: x, worker: node0/worker1, state: left")

@@ -72,7 +72,7 @@ def test_the_run_is_found_by_its_folder(servers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused = CliRunner().invoke(main, ["stop"])
     assert refused.exit_code == 1
-    assert "no run that you have launched goes on in runs: name its folder (--run DIR), or" in refused.output
+    assert "none of the runs that you launched is running in runs: name its folder (--run DIR), or" in refused.output
     mine, other = Path("runs", "mine"), Path("runs", "other")
     with claimed(other, 0, "tcp://127.0.0.1:9"), claimed(mine, 0, servers.address):
         os.utime(other / "node0.lock", (1, 1))

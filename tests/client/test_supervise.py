@@ -398,7 +398,7 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(start, tmp_path):
     assert [line for line in out.splitlines() if "[worker]" in line] == [
         f"[worker] {n}" for n in ("two", "three", "four")
     ]
-    assert out.count("worker.log cannot be written: No space left on device; training goes on") == 1
+    assert out.count("worker.log cannot be written: No space left on device; training continues") == 1
     assert f"the last 3 lines are missing in the log {tmp_path}/worker.log: No space left on device" in out
     assert (tmp_path / "server.log").read_text() == "one\n"
 
@@ -544,7 +544,7 @@ class TestObservers:
         scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "logger": "echo full; touch $HERE/failed; exit 3"}
         status, out, err = start(**scripts, patience={"LINGER_S": 0.1}).finish()
         assert (status, err) == (0, "")
-        assert "logger failed with exit code 3; the run goes on without it" in out
+        assert "logger failed with exit code 3; the run continues without it" in out
 
     def test_one_that_is_killed_is_not_started_again(self, start):
         scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "logger": "touch $HERE/failed; kill -9 $$"}
@@ -561,7 +561,7 @@ class TestObservers:
 
 
 class TestHelpers:
-    """The relay: the run goes on without it, and it is there again as soon as may be."""
+    """The relay: the run continues without it, and it is there again as soon as may be."""
 
     def test_one_that_is_killed_is_started_again_and_ended_after_the_servers(self, start, tmp_path):
         relay = "if [ ! -e $HERE/once ]; then touch $HERE/once; kill -9 $$; fi; touch $HERE/again; "
@@ -577,4 +577,4 @@ class TestHelpers:
     def test_one_that_fails_or_dies_too_often_ends_nothing(self, start, ends):
         scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "relay": f"touch $HERE/failed; {ends}"}
         status, out, _ = start(**scripts, patience={"LINGER_S": 0.1}).finish()
-        assert status == 0 and "the run goes on without it" in out and "started again" not in out
+        assert status == 0 and "the run continues without it" in out and "started again" not in out

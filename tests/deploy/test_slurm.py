@@ -86,7 +86,7 @@ def test_a_job_that_is_started_again_continues_from_its_checkpoints(slurm: Slurm
     slurm.ask("scontrol", "requeue", job.number)  # SIGTERM to all processes, as when the job is preempted
     until(lambda: job.state in ENDS, "the job ends", 200)
     assert job.state == "COMPLETED", job.says
-    before, after = job.says.split("[launch] goes on from the checkpoints in", 1)
+    before, after = job.says.split("[launch] resumes from the checkpoints in", 1)
     assert "stopped: the global server got SIGINT" in before, job.says  # and no second signal
     assert "LSGD_TOKEN=" not in job.says
     result = json.loads((job.run_dir / "result.json").read_text())

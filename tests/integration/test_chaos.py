@@ -56,7 +56,7 @@ def freeze(cluster: Cluster, worker: Process) -> None:
     """Freeze a worker until the run has left it out, then kill it."""
     before = cluster.status()["generation"]
     worker.send(signal.SIGSTOP)
-    until(lambda: cluster.status()["generation"] > before, "the others go on without it")
+    until(lambda: cluster.status()["generation"] > before, "the others continue without it")
     kill(worker)
 
 

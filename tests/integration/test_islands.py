@@ -214,7 +214,7 @@ def test_an_island_goes_on_from_its_checkpoints_with_any_number_of_processes(isl
                 again.island(index, *how, size=size, LSGD_RESUME=str(tmp_path / "checkpoints"))
             for process in again.processes:
                 process.succeeds()
-            assert "goes on after 60 iterations, from checkpoints of node0/worker0, node0/worker1" in server.output
+            assert "resumes after 60 iterations, from checkpoints of node0/worker0, node0/worker1" in server.output
             after.append([again.result(0, 0), again.result(0, 1)])
         finally:
             again.close()
@@ -291,7 +291,7 @@ def test_launch_starts_an_island_whole_again_when_a_process_dies_in_a_round(tmp_
     assert launched.returncode == 0, launched.stdout + launched.stderr
     assert "2 workers of 2 processes on cpu" in launched.stdout
     assert re.search(r"node0/worker1 was killed by SIGKILL .* it is started again in 1 s", launched.stdout)
-    assert re.search(r"node0/worker1 goes on from .*node0-worker1\.0-of-2\.safetensors", launched.stdout)
+    assert re.search(r"node0/worker1 resumes from .*node0-worker1\.0-of-2\.safetensors", launched.stdout)
     one, other = (json.loads((run / f"node0-worker{worker}.json").read_text()) for worker in (0, 1))
     assert one["state"] == other["state"] and one["world_size"] == 2
     assert launched.stdout.count("ended well") == 4

@@ -238,12 +238,12 @@ def test_a_server_goes_on_with_an_unfinished_run_and_not_with_a_finished_one(clu
     first.send(signal.SIGKILL)
     first.wait()
     second = cluster.start_global("--journal", str(path))
-    assert f"goes on with run {run} of the journal {path}, with its plan: 0 iterations, 0 workers" in second.output
+    assert f"continues run {run} of the journal {path}, with its plan: 0 iterations, 0 workers" in second.output
     assert cluster.status()["run"] == run and "waits for 3 workers" in second.output
     second.send(signal.SIGTERM)
     second.succeeds()
     third = cluster.start_global("--journal", str(path))
-    assert cluster.status()["run"] != run and "goes on" not in third.output
+    assert cluster.status()["run"] != run and "continues run" not in third.output
 
 
 def test_a_journal_of_another_version_is_refused_with_what_to_do(cluster, path) -> None:
@@ -273,5 +273,5 @@ def test_a_journal_that_cannot_be_written_is_made_anew_when_the_disk_has_space_a
     server.send(signal.SIGKILL)
     server.wait()
     again = cluster.start_global("--journal", str(path))
-    again.says(f"goes on with run {run} of the journal")
+    again.says(f"continues run {run} of the journal")
     assert cluster.status()["iterations"] == 500

@@ -93,7 +93,7 @@ def test_a_socket_in_use_is_refused_and_a_stale_one_is_taken_over(tmp_path) -> N
 def test_a_server_that_is_to_go_on_begins_no_new_run(tmp_path) -> None:
     assert "say which: --journal FILE" in run("--global", "--continue")[1]
     code, output = run("--global", "--continue", "--journal", str(tmp_path / "j"), "--listen", "tcp://127.0.0.1:0")
-    assert code == 2 and "holds no unfinished run to go on with (--continue)" in output
+    assert code == 2 and "holds no unfinished run to continue (--continue)" in output
     code, output = run("--local", "--continue")
     assert code == 2 and "belong to the global server" in output
 
@@ -109,7 +109,7 @@ def test_a_plan_that_cannot_be_written_ends_no_server_that_goes_on(tmp_path, cap
         assert not (tmp_path / "plan.toml.tmp").exists()
         (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
     cli._save_plan(Plan(), tmp_path / "nowhere" / "plan.toml", goes_on=True)
-    assert "No such file or directory; the run goes on" in capsys.readouterr().err
+    assert "No such file or directory; the run continues" in capsys.readouterr().err
 
 
 def test_help_lists_every_setting_with_its_default_and_the_exit_codes() -> None:

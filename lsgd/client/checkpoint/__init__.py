@@ -1,1 +1,1 @@
-"""What a worker saves of itself, and goes on from."""
+"""What a worker saves of itself, and continues from."""

@@ -1,4 +1,4 @@
-"""What a worker saves of itself when a round says so, and goes on from when a run is resumed."""
+"""What a worker saves of itself when a round says so, and continues from when a run is resumed."""
 
 import logging
 import random
@@ -61,13 +61,13 @@ class Checkpoints:
         optimizers: theirs is the state of the optimization.
         extra: what else to save, by name.
         folder: where checkpoints are written; None: nowhere.
-        resume: where to look for one to go on from; None: nowhere.
+        resume: where to look for one to continue from; None: nowhere.
         island: the processes that share the model; each writes a file with its part.
 
     Attributes:
         layout: of the model's flat buffers.
         run: identity of the run, written into the files.
-        iterations: that this worker had made at the checkpoint it goes on from.
+        iterations: that this worker had made at the checkpoint it continues from.
         losses: of its last batches then.
         algorithm: the settings and the state of the algorithm then; None without a checkpoint.
         restarted: this worker takes the place of a process that died in the same run.
@@ -121,7 +121,7 @@ class Checkpoints:
         number of processes, its parts are cut anew.
 
         Raises:
-            ConfigError: every one is damaged (of a worker that was restarted, that is no error: the run goes on, and
+            ConfigError: every one is damaged (of a worker that was restarted, that is no error: the run continues, and
                 has the model), or one is of another model or version, or does not fit.
         """
         island, folder = self._island, self._resume
@@ -146,7 +146,7 @@ class Checkpoints:
                 continue
             self._restore(state, path)
             logger.info(
-                "%s goes on from %s: %d iterations, %d of them its own",
+                "%s resumes from %s: %d iterations, %d of them its own",
                 *(worker, path, origin.iterations, self.iterations),
             )
             return origin
@@ -192,7 +192,7 @@ class Checkpoints:
             self._random = {}
 
     def attend(self, loader: ShardLoader) -> ShardLoader:
-        """Save how far this loader is from now on; let it go on where the one of the checkpoint was."""
+        """Save how far this loader is from now on; let it continue where the one in the checkpoint was."""
         self._loaders.append(weakref.ref(loader))
         if self._positions:
             _take_position(loader, self._positions.pop(0))
@@ -220,7 +220,7 @@ class Checkpoints:
         return NonFiniteError(
             f"the model at the end of the run is not finite: {values}; lower the learning rate (on a resume, after "
             f"Worker.join, since a checkpoint has its own; with worker.schedule, each group's initial_lr), and "
-            + (f"go on from {last} with lsgd launch --resume (RESUME=1)" if last else "begin a new run")
+            + (f"resume from {last} with lsgd launch --resume (RESUME=1)" if last else "begin a new run")
         )
 
     def take(self, count: int, algorithm: Algorithm, losses: Sequence[float], done: int) -> Snapshot | None:
@@ -256,7 +256,7 @@ class Checkpoints:
             return None
 
     def save(self, snapshot: Snapshot | None) -> Path | None:
-        """Write a snapshot, if there is one; a failure is a warning, and training goes on."""
+        """Write a snapshot, if there is one; a failure is a warning, and training continues."""
         if snapshot is None:
             return None
         assert self.folder is not None
@@ -265,7 +265,7 @@ class Checkpoints:
             path = write(self.folder, self.run, count, self._about["worker"], snapshot.packed, self._about)
         except (OSError, SafetensorError) as error:
             logger.warning(
-                "the checkpoint of %d iterations cannot be written to %s: %s; training goes on, and the next one is "
+                "the checkpoint of %d iterations cannot be written to %s: %s; training continues, and the next one is "
                 "tried again: free space there, or let this user write there",
                 *(count, self.folder, error),
             )
@@ -326,7 +326,7 @@ def _position(loader: ShardLoader) -> dict[str, Any]:
 
 
 def _take_position(loader: ShardLoader, saved: dict[str, Any]) -> None:
-    """Let a loader go on where another was; in a new epoch, if the shards have changed."""
+    """Let a loader continue where another was; in a new epoch, if the shards have changed."""
     sampler, state = loader.sampler, saved["state"]
     if saved["length"] != sampler.length or state["seed"] != sampler.seed:
         logger.warning("a loader is for other data than that of the checkpoint: it begins at the first epoch")
@@ -335,7 +335,7 @@ def _take_position(loader: ShardLoader, saved: dict[str, Any]) -> None:
     else:
         loader.load_state_dict({**state, "epoch": state["epoch"] + 1, "consumed": 0})
         logger.warning(
-            "the number of workers is not that of the checkpoint: the data is dealt out anew, and begins with epoch %d",
+            "the number of workers is not that of the checkpoint: the data is dealt again, beginning with epoch %d",
             state["epoch"] + 1,
         )
 

@@ -127,7 +127,7 @@ def read(path: Path, model: str, model_summary: str, key: str = "model") -> Any:
         raise _damaged(path, error) from None
     if version != FORMAT and (whole or version in FORMATS_WITHOUT_DIGEST):
         raise ConfigError(
-            f"the checkpoint {path} has format {version}, this lsgd reads {FORMAT}; go on with the lsgd that "
+            f"the checkpoint {path} has format {version}, this lsgd reads {FORMAT}; continue with the lsgd that "
             f"wrote it, or begin a new run"
         )
     if not whole:

@@ -30,7 +30,7 @@ class Resharding:
     algorithm's state that have another form, such as what rounding has lost.
 
     Args:
-        model: of the process that goes on.
+        model: of the process that continues.
         layout: of its flat buffers.
         optimizers: of the process.
 
@@ -102,8 +102,8 @@ class Resharding:
             else:
                 raise ConfigError(
                     f"the checkpoint {path} cannot be divided among another number of processes: an optimizer keeps "
-                    f"{key!r} of {name} in another shape than the parameter's; go on with as many processes as before "
-                    f"(lsgd launch --processes-per-worker)"
+                    f"{key!r} of {name} in another shape than the parameter's; continue with as many processes as "
+                    f"before (lsgd launch --processes-per-worker)"
                 )
 
     def _views(self, buffers: list[Tensor]) -> dict[str, Tensor]:

@@ -97,7 +97,7 @@ def claimed(folder: Path, node: int, address: str) -> Iterator[None]:
 
 
 def find_live(folder: Path) -> tuple[Path, str]:
-    """Return the folder, and the global server's address, of this user's run that was launched last and goes on.
+    """Return the folder, and the global server's address, of this user's run that was launched last and is running.
 
     Args:
         folder: of the run, or of several.
@@ -113,8 +113,8 @@ def find_live(folder: Path) -> tuple[Path, str]:
                 live.append((status.st_mtime_ns, path.parent, file.read().split()[2]))
     if not live:
         raise ConfigError(
-            f"no run that you have launched goes on in {folder}: name its folder (--run DIR), or the address of its "
-            f"global server (--connect HOST:PORT)"
+            f"none of the runs that you launched is running in {folder}: name its folder (--run DIR), or the "
+            f"address of its global server (--connect HOST:PORT)"
         )
     return max(live)[1:]
 

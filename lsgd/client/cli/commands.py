@@ -174,7 +174,7 @@ def launch_command(
     elif resume:
         run_dir = find_run(run_dir or Path("runs"), place.node)
     if resume:
-        click.echo(f"[launch] goes on from the checkpoints in {run_dir}")
+        click.echo(f"[launch] resumes from the checkpoints in {run_dir}")
     run_dir = (run_dir or _new_run_dir()).absolute()
     if devices.warning:
         click.echo(f"[launch] {devices.warning}", err=True)
@@ -213,7 +213,7 @@ def _new_run_dir() -> Path:
 @main.command("status", short_help="Show what a run does, and what it waits for.")
 @options.connect
 @click.option("--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/operations.md lists the keys).")
-@click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C or the end of the run.")
+@click.option("--watch", is_flag=True, help="Redraw it every two seconds, until Ctrl-C or the end of the run.")
 @click.option(
     "--healthy",
     is_flag=True,
@@ -246,11 +246,11 @@ def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watc
                     console.print(*[""] * (number > 0), operate.view(run), sep="\n")
 
 
-@main.command("runs", short_help="List runs: how each has ended or goes on.")
+@main.command("runs", short_help="List runs: which are running, and how the others ended.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"))
 @click.option("--json", "as_json", is_flag=True, help="Print all that is known of each, as JSON.")
 def runs_command(folder: Path, as_json: bool) -> None:
-    """List the runs in FOLDER, or in runs/, the newest first: how each has ended or goes on.
+    """List the runs in FOLDER, or in runs/, the newest first: which are running, and how the others ended.
 
     The loss is the mean of what the workers had reported at the last global round.
     """

@@ -18,7 +18,7 @@ FIRST_STEPS = (
     ("train the example on this machine, in half a minute", "lsgd quickstart"),
     ("train your own script, one worker for each GPU", "lsgd launch -- python my_script.py"),
     ("see what the run does and waits for", "lsgd status --watch"),
-    ("list your runs: how each has ended or goes on", "lsgd runs"),
+    ("list your runs: which are running, and how the others ended", "lsgd runs"),
     ("check this machine before the first run", "lsgd doctor"),
 )
 

@@ -26,7 +26,7 @@ READ_ON_S = 1.0
 def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequence[str]) -> str:
     """Write the curves of the run at ``address`` until it is over, and return what was written, in words.
 
-    It goes on with a server that was started again, and ends with SIGTERM.
+    It continues with a server that was started again, and ends with SIGTERM.
 
     Raises:
         ConfigError: a logger's package is missing, or the folder cannot be written.

@@ -44,7 +44,7 @@ def connect(command: Callable[..., Any]) -> Callable[..., Any]:
         default=Path("runs"),
         shell_complete=completion.runs,
         show_default=True,
-        help="Folder of the run, or of several: your newest one that goes on is meant.",
+        help="Folder of the run, or of several runs: your newest one that is running.",
     )
     @click.option(
         "--connect",

@@ -21,7 +21,7 @@ WORKERS = 2
 
 
 def quickstart(run_dir: Path, device: str, *, plain: bool) -> int:
-    """Train the example with two workers of this machine, and say how to go on; return the exit status.
+    """Train the example with two workers of this machine, and say how to continue; return the exit status.
 
     Raises:
         ConfigError: a library is missing, or the folder is of another run or cannot be written.

@@ -259,7 +259,7 @@ class _Change(_Handler):
         if origin is not None and origin.partition("://")[2] != self.request.host:
             raise HTTPError(403, reason="a change has to come from the page itself")
         if not hmac.compare_digest(self.request.headers.get("X-Lsgd-Csrf", "").encode(), d.csrf.encode()):
-            raise HTTPError(403, reason="a change needs the page's own secret: load the page anew")
+            raise HTTPError(403, reason="a change needs the page's own secret: reload the page")
         if not d.control:
             raise HTTPError(403, reason="this page only shows the run: use lsgd set and lsgd stop, or --private")
 

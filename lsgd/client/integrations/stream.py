@@ -14,7 +14,7 @@ from lsgd.errors import ConfigError
 class ShardStream(Sampler[int]):
     """Indices of this worker's shards, of one epoch of the run after another, without an end.
 
-    One pass gives as many as it was told, and the next one goes on there. So a trainer's count of its own steps does
+    One pass gives as many as it was told, and the next one continues there. So a trainer's count of its own steps does
     not depend on how many workers there are.
 
     Args:

@@ -51,7 +51,7 @@ def frame(run: RunView, columns: int, rows: int) -> str:
     console = Console(force_terminal=True, width=max(40, columns) - 1, highlight=False)
     lines = []
     if not run.connected:
-        lines.append(Text("the global server does not answer; training goes on as far as it can", "yellow"))
+        lines.append(Text("the global server does not answer; training continues as far as it can", "yellow"))
     elif run.state != "running" or run.code.partition(".")[0] not in _UNTOLD:
         lines.append(Text(f"{run.state}: {run.reason}", "yellow"))
     workers = list(run.workers.values())

@@ -2,7 +2,7 @@
 
 Each is told its place as torchrun tells it: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``,
 ``MASTER_ADDR`` and ``MASTER_PORT``; and which worker it is, by the variables that this process has itself. Its
-end is theirs: if one fails, the others cannot go on, and are ended; and it ends as that one has.
+end is theirs: if one fails, the others cannot continue, and are ended; and it ends as that one has.
 """
 
 import os

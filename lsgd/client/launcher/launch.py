@@ -2,7 +2,7 @@
 
 Node 0 runs the global server. Every node runs a local server and its workers, which are told who they are by
 variables: ``LSGD_LOCAL`` (the local server's address), ``LSGD_NODE``, ``LSGD_LOCAL_RANK``, ``LSGD_DEVICE``,
-``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a run that goes on. Workers of several processes have a process above them
+``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a run that is resumed. Workers of several processes have a process above them
 (:mod:`lsgd.client.launcher.island`), so that each is one process here.
 """
 
@@ -66,7 +66,7 @@ class Launch:
         command: what each worker runs.
         insecure: go without keys on a network where everybody is trusted.
         join_line: how another node is started, for people; NODE stands for its index.
-        resume: go on from the checkpoints in ``run_dir``, with the plan there unless another is given.
+        resume: continue from the checkpoints in ``run_dir``, with the plan there unless another is given.
         log_to: loggers that write the run's curves, on node 0.
         dashboard: port of the run's page, on node 0; 0 for any; None: there is none.
         plain: show lines alone, also on a terminal.
@@ -115,7 +115,7 @@ def launch(settings: Launch) -> int:
     if place.node == 0:
         if not settings.resume and runs(settings.run_dir / CHECKPOINTS):
             raise ConfigError(
-                f"{settings.run_dir} has the checkpoints of an earlier run: go on from them with --resume (RESUME=1), "
+                f"{settings.run_dir} has the checkpoints of an earlier run: resume from them with --resume (RESUME=1), "
                 f"or name another folder with --run-dir (RUN_NAME)"
             )
         check(settings.log_to)

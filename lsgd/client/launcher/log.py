@@ -65,6 +65,6 @@ class Log:
         if not self._is_said and (self._said_at is None or now - self._said_at > SAY_EVERY_S):
             self._is_said, self._said_at = True, now
             self._say(
-                f"the log {self._path} cannot be written: {self._why}; training goes on, and each new line is another "
-                f"try: free space there"
+                f"the log {self._path} cannot be written: {self._why}; training continues, and each new line is "
+                f"another try: free space there"
             )

@@ -45,7 +45,7 @@ class Panel:
                 start_new_session=True,
                 preexec_fn=guard.add_self,
             )
-        except OSError:  # the run goes on without
+        except OSError:  # the run continues without
             os.close(self._output)
         else:
             guard.add(self._process.pid)

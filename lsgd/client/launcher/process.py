@@ -40,9 +40,9 @@ class Command:
         is_server: it serves the workers, and is of no use without them.
         on_terminal: its output is a terminal if ours is one, so that it can draw a progress bar.
         restarts: how many times it is started again when a signal has killed it.
-        appends: its log goes on from what is in the file.
+        appends: its log continues from what is in the file.
         holds_signals: it takes up SIGINT and SIGTERM when it can; one that comes before that waits for it.
-        checkpoints: folder of the checkpoints that it goes on from when it is started again, if it has one there.
+        checkpoints: folder of the checkpoints that it continues from when it is started again, if it has one there.
         more_again: further arguments for when it is started again.
         joins: it is to join the run.
         ignores_term: a scheduler ends a job with SIGTERM to all of its processes, and this one waits for the launcher's
@@ -74,7 +74,7 @@ class Command:
 
     @property
     def aside(self) -> bool:
-        """Whether the run goes on and ends without regard to it."""
+        """Whether the run continues and ends without regard to it."""
         return self.observes or self.helps
 
 

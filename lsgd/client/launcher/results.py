@@ -1,6 +1,6 @@
 """What a run leaves in its folder: ``result.json``, ``metrics.jsonl`` and ``curve.png``.
 
-The global server writes the first two while the run goes on. At its end the launcher adds how it ended, and the curve.
+The global server writes the first two during the run. At its end the launcher adds how it ended, and the curve.
 """
 
 import json
@@ -24,7 +24,7 @@ _STOPPED_CODE = "ordered"  # the global server's reason for a run that was told 
 
 
 def clear(folder: Path, *, resume: bool) -> None:
-    """Remove what an earlier run with this folder has left; the rounds of one that goes on stay."""
+    """Remove what an earlier run with this folder has left; the rounds of one that is resumed stay."""
     for name in (RESULT, CURVE) if resume else (RESULT, CURVE, METRICS, CURVES):
         (folder / name).unlink(missing_ok=True)
 

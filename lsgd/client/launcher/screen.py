@@ -128,7 +128,7 @@ class Transcript:
         log: file to write.
         number: of the process, which picks its colour.
         live: its unfinished line is shown as the one that moves.
-        again: the process was started again: its log goes on.
+        again: the process was started again: its log continues.
     """
 
     def __init__(self, screen: Screen, name: str, log: Path, number: int, live: bool, *, again: bool = False) -> None:

@@ -35,7 +35,7 @@ OBSERVE_PATIENCE_S = 15.0
 """How long processes that only observe the run may take after its end, to write what is left."""
 
 LINGER_S = 5.0
-"""How long servers that nobody else needs may go on when the workers have ended."""
+"""How long servers that nobody else needs may continue when the workers have ended."""
 
 RESTART_WINDOW_S = 600.0
 """Deaths longer ago than this do not count: a process that has lived for so long may die as often as at first."""
@@ -44,7 +44,7 @@ EVICTED_WAIT_S = 1.0
 """How long a worker that the run went on without waits before it is started again, as often as that happens."""
 
 SERVER_BACKOFF_S = 4.0
-"""Longest wait until a server is started again: the workers' leases go on meanwhile."""
+"""Longest wait until a server is started again: the workers' leases continue meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Supervisor:
     Args:
         commands: what to start, in this order.
         stops_run: name of the server to tell first.
-        linger: servers may go on when the workers have ended, because other nodes need them.
+        linger: servers may continue when the workers have ended, because other nodes need them.
         folder: a temporary folder of the processes, which is deleted at the end.
         local: address of the local server, where the workers find what they are told.
         follow: what tells how the run is, to be shown on a terminal; empty: nothing does.
@@ -243,7 +243,8 @@ class Supervisor:
             child.close()
             if child.command.aside:
                 if child.status and not child.was_told and not (child.command.helps and self._bury(child)):
-                    self._screen.say(f"{child.name} {child.fate}; the run goes on without it (see {child.command.log})")
+                    log = child.command.log
+                    self._screen.say(f"{child.name} {child.fate}; the run continues without it (see {log})")
                 continue
             if child.status == 0 and child.command.is_server:
                 give(self._local, Notice.OVER)

@@ -45,7 +45,7 @@ class Logger(ABC):
 
 
 class _Csv(Logger):
-    """Writes ``curves.csv``: a row for each value. A process that takes the place of another goes on after its rows."""
+    """Writes ``curves.csv``: a row for each value. A process that replaces another appends to its rows."""
 
     def __init__(self, folder: Path, run: str) -> None:
         path, self._run = folder / CURVES, run
