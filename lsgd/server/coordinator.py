@@ -2,32 +2,32 @@
 
 No socket, no clock, no thread: a message and the time go in, answers and notes come out. The rules:
 
-1.  Every iteration is asked for. A Go takes one token of the run and one of the worker's node for each, both or
-    neither; a request that finds none is held. One that is made ahead is granted or forgotten; it gets at most a
-    quarter of an equal share of what is left, and who has more than the next iteration is asked for it when
-    others are held.
+1.  A worker asks for every iteration. A Go takes one token from the run and one from the worker's node for each
+    iteration, both or neither; a request that finds none is held. A request ahead is granted or forgotten. It gets at
+    most a quarter of an equal share of what is left, and a member with more than its next iteration must give the
+    rest back when others are held.
 2.  A node's round starts when its members are all held, its queue is empty and the run's queue covers them.
 3.  When all live members are held and no node's round can start, the global round starts, whatever is left.
-4.  A round refills the queues it stands for (to period x members, to local_period x its members), then takes. The last
+4.  A round refills its queues (to period x members, to local_period x its members), then takes from them. The last
     iterations, fewer than there are members, are granted without a round.
-5.  The count is the sum of the iterations that members report done. A grant that was not used goes back.
-6.  Membership changes at global rounds only, with a new generation. A generation one of whose members is gone,
-    paused or failed starts no more local rounds, so that a global one comes.
+5.  The count is the sum of the iterations that members report done. An unused grant goes back.
+6.  Membership changes at global rounds only, with a new generation. Once a member is gone, paused or failed, its
+    generation starts no more local rounds, so that a global one comes.
 7.  A round is provisional until all its members have completed it. One that fails ends its generation and withdraws
-    the tokens; those who had not completed it drop it, say so, and ask again with the same number.
+    the tokens; members that had not completed it drop it, say so, and ask again with the same number.
 8.  The same (worker, incarnation, seq) gets the same answer again, until the worker says that it has dropped the
-    round of that answer. An incarnation that has left is never heard again.
-9.  Whoever keeps all others waiting for too long is evicted from the next round, which starts without it. Its grant
-    stays out, so that what it makes of it counts; it comes back with its next request.
-10. What the run has learnt is not given up: the last members that have its model are evicted only when nothing was
-    heard from them for ``server_timeout_s``, and come back with it even then. Where nobody has it any more the run
-    continues from checkpoints; without one it ends, unless the plan has ``restart_from_scratch``.
-11. Where members cannot reach each other, as few as possible are cut off, so that the rest can: they are no longer
-    live, and held again in a global round some time later, which is probed first.
-12. Whoever asks for a last round gets no iteration, and leaves after the next global round. If all members do, that
-    round makes the consensus; where models are identical by definition, the others need not be waited for.
-13. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Who
-    comes later, or finds no consensus to be made, is told to leave.
+    round in that answer. An incarnation that has left is ignored from then on.
+9.  A member that keeps all others waiting for too long is evicted from the next round, which starts without it. It
+    keeps its grant, and iterations made with that count; its next request brings it back.
+10. The run protects what it has learned: the last members with its model are evicted only after they have been
+    silent for ``server_timeout_s``, and may come back with it even then. If nobody has it any more, the run continues
+    from checkpoints; without one it ends, unless the plan has ``restart_from_scratch``.
+11. If members cannot reach each other, the run cuts off as few as possible, so that all others can: those are no
+    longer live. Some time later a global round holds them again, and probes the connections first.
+12. A request for a last round gets no iteration, and its worker leaves after the next global round. If all members
+    ask so, that round makes the consensus; where models are identical by definition, nobody waits for the others.
+13. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Any
+    later request is told to leave, and so is every request if there can be no consensus.
 """
 
 import math
@@ -73,7 +73,7 @@ class Coordinator:
     """Decides for one run; :meth:`handle`, :meth:`tick`, :meth:`stop` and :meth:`change` are the only ways in.
 
     Args:
-        state: of the run, new or from a journal. It is the coordinator's from now on, for others to read.
+        state: of the run, new or from a journal. From now on only the coordinator changes it.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -82,10 +82,9 @@ class Coordinator:
         self._grants = Grants(state)
         self._scheduler = Scheduler(state, self._grants)
         roster = state.roster
-        # Enough have joined, once.
-        self._welcoming = roster.generation is not None or state.suffices(len(roster.members))
-        self._few_since = state.now  # the workers wait for others to join
-        self._stage = state.stage  # as it was told last
+        self._welcoming = roster.generation is not None or state.suffices(len(roster.members))  # enough have joined
+        self._few_since = state.now  # since when workers wait for others to join
+        self._stage = state.stage  # as last published
 
     # -- ways in -----------------------------------------------------------------------------------------------
 
@@ -132,7 +131,7 @@ class Coordinator:
         return self._decide()
 
     def stop(self, order: str) -> None:
-        """End the run because somebody wants it; takes effect with the next message or tick."""
+        """End the run on request; takes effect with the next message or tick."""
         self._scheduler.stop(Why.ORDERED(order=order))
 
     def change(self, changes: Mapping[str, str]) -> None:
@@ -156,7 +155,7 @@ class Coordinator:
     def _set_time(self, now: float) -> None:
         state = self.state
         away_s = now - state.now
-        if away_s > state.plan.run.lease_s / 2:  # this process itself was frozen: nobody else's silence
+        if away_s > state.plan.run.lease_s / 2:  # this process itself was frozen: the members were not silent
             for member in state.roster.members.values():
                 member.heard_at += away_s
             state.moved_at += away_s
@@ -173,18 +172,18 @@ class Coordinator:
         return decision
 
     def _tell_stage(self) -> None:
-        """Tell the stream of events how the run stands, if that has changed."""
+        """Publish the stage of the run if it has changed."""
         state = self.state
         if (stage := state.stage) != self._stage:
             self._stage, reason = stage, state.stopping or state.joined()
             state.happened(RunChanged(stage, reason.code, str(reason)))
 
     def _answer_to(self, asked: Join | Request | Pause, answer: Refused | Over | Waiting | Evicted) -> None:
-        """Answer one who is no member."""
+        """Answer a process that is not a member."""
         self.state.decision.answers.append((asked.worker, asked.incarnation, answer))
 
     def _sender(self, message: Upward) -> Member | None:
-        """Return the member that a message is from; one that was evicted may be one again."""
+        """Return the member that sent a message; an evicted worker may become a member again."""
         state = self.state
         member = state.roster.find(message.worker, message.incarnation)
         if member is None and not state.closed:
@@ -194,7 +193,7 @@ class Coordinator:
                 state.note(Why.BACK(worker=member.worker))
         return member
 
-    # -- what members say --------------------------------------------------------------------------------------
+    # -- messages of members -----------------------------------------------------------------------------------
 
     def _from_member(self, member: Member, message: Upward) -> None:
         match message:
@@ -225,7 +224,7 @@ class Coordinator:
         if request.seq < max(member.seq, 1):
             return
         if request.seq == member.seq and not self._takes_back(member, request.dropped):
-            # Beyond what was granted before that answer, it made them on its own, when nobody answered.
+            # What exceeds the grants before that answer are offline iterations.
             keep = member.answer.iterations if isinstance(member.answer, Go) else 0
             state.ledger.use(member, request.done, keep)
             self._grants.repeat(member)
@@ -251,7 +250,7 @@ class Coordinator:
                 self._grants.recall(queue.members if state.ledger.tokens >= 1 else state.ledger.lent)
 
     def _takes_back(self, member: Member, dropped: int) -> bool:
-        """Whether a member that asks again has dropped the round of its answer, and so needs another answer.
+        """Whether a member that asks again has dropped the round in its answer, and so needs another one.
 
         Only the member knows: it may have completed a round that failed for others, and then used its grant.
         """
@@ -263,7 +262,7 @@ class Coordinator:
         return True
 
     def _request_ahead(self, member: Member, request: Request) -> None:
-        """Grant more to a member that still has iterations to make, or forget that it asked."""
+        """Grant more to a member that still has iterations left, or forget that it asked."""
         self.state.ledger.use(member, request.done)
         self._scheduler.committed(member, request.committed)
         most = self.state.plan.run.lookahead + 1 - member.granted
@@ -274,7 +273,7 @@ class Coordinator:
     def _pause(self, member: Member, pause: Pause) -> None:
         steps_aside = member.live or member.state is MemberState.STRAGGLER or member.state is MemberState.CUT
         if steps_aside and pause.seq >= member.seq:
-            if pause.seq > member.seq:  # one later than the last known was answered before a restart
+            if pause.seq > member.seq:  # this server was restarted after it had answered that request
                 member.seq, member.answer = pause.seq, None
             self.state.changes += 1
             self._settle(member, pause.done)
@@ -322,7 +321,7 @@ class Coordinator:
             self._admit(join)
 
     def _objection(self, join: Join, old: Member | None) -> Reason:
-        """Return why a worker cannot join, or no reason; ``old`` is the member of its name."""
+        """Return why a worker cannot join, or no reason; ``old`` is the member with its name."""
         state = self.state
         if state.failed:
             return state.failed
@@ -346,12 +345,12 @@ class Coordinator:
         self._welcome([member])
 
     def _welcome(self, members: list[Member]) -> None:
-        """Welcome ``members``, or everybody as soon as enough have joined; before, let them wait."""
+        """Welcome ``members``, or everybody as soon as enough have joined; until then, let them wait."""
         state = self.state
         everybody = sorted(state.roster.members.values(), key=by_place)
         if not self._welcoming and state.suffices(len(everybody)):
             self._welcoming, members = True, everybody
-            self._few_since = state.now  # from now on it is their first requests that are waited for
+            self._few_since = state.now  # from now on the run waits for their first requests
         if not self._welcoming:
             for member in members:
                 state.answer(member, Waiting(0, state.joined()))
@@ -365,7 +364,7 @@ class Coordinator:
             state.answer(member, Welcome(state.run, self._plan_json, ranks[member], size, warnings, *secrets))
 
     def _end_waiting_for_first_round(self) -> None:
-        """Go on without those who joined and never asked; with too few workers, refuse everybody."""
+        """Continue without the workers that joined and never asked; with too few workers, refuse everybody."""
         state = self.state
         members, waited_s = state.roster.members, state.plan.run.join_timeout_s
         if state.suffices(len(members)):
@@ -396,7 +395,7 @@ class Coordinator:
             self._grants.recall([member])
 
     def _evict_silent(self) -> None:
-        """Evict those whose lease is over."""
+        """Evict members whose lease is over."""
         state, run, before = self.state, self.state.plan.run, self.state.roster.spared
         expired = state.roster.expired(state.now, run, trained=state.ledger.count > 0)
         if not before and (spared := state.roster.spared):

@@ -1,4 +1,4 @@
-"""Which algorithm the run is at: the plan's phases one after the other, and settings changed on the way."""
+"""Where a run is in its plan: the current phase and algorithm, with settings changed on the way."""
 
 import json
 import math
@@ -11,16 +11,16 @@ from lsgd.settings import AlgorithmSettings
 
 
 class Course:
-    """The algorithm of the current phase, with its settings as they are now.
+    """The algorithm of the current phase, with its current settings.
 
     Attributes:
         phases: of the plan.
         number: of the current phase, from 0.
         algorithm: as of the last global round.
-        schedule: when that one wants rounds.
-        next_algorithm: as it is planned from the next global round on; its period may be ``auto``.
+        schedule: when that algorithm needs rounds.
+        next_algorithm: as planned from the next global round on; its period may be ``auto``.
         pace: how long steps and rounds take.
-        why: the period is what it is.
+        why: the reason for the period.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
@@ -35,20 +35,19 @@ class Course:
     def resume(
         self, number: int, algorithm: AlgorithmSettings, next_algorithm: AlgorithmSettings, pace: Pace, why: Reason
     ) -> None:
-        """Go on where another left off."""
+        """Continue where another server left off."""
         self.number, self.algorithm, self.next_algorithm = number, algorithm, next_algorithm
         self.schedule, self.pace, self.why = algorithm.schedule(), pace, why
 
     def take_up(self, count: int, members: int, progress: float | None = None, rate: float | None = None) -> bool:
-        """Go on to the phase that a global round of ``members`` after ``count`` iterations is in.
+        """Move on to the phase of a global round of ``members`` after ``count`` iterations; return whether it is new.
 
-        A phase in which every iteration is a round ends when too few are left for one of each member. Returns
-        whether a phase begins.
+        A phase in lockstep ends when too few iterations are left for one of each member.
 
         Args:
-            count: of the run's iterations.
-            members: of the round.
-            progress: share of the run that is made; None: it has no end.
+            count: iterations of the run.
+            members: number of members in the round.
+            progress: of the run, 0 to 1; None: it has no end.
             rate: learning rate of the members, if it has fallen.
         """
         before = self.number
@@ -62,12 +61,12 @@ class Course:
         return self.number != before
 
     def _set_period(self, steps: float, progress: float | None, rate: float | None) -> None:
-        """Say which settings hold up to the next global round, and why its period does.
+        """Choose the settings up to the next global round, and note the reason for the period.
 
         Args:
             steps: of a member in the whole run.
-            progress: share of the run that is made, if the period follows it.
-            rate: of :meth:`take_up`.
+            progress: of the run, if the period follows it.
+            rate: as in :meth:`take_up`.
         """
         planned, period, self.why = self.next_algorithm, None, Why.PLANNED()
         if share := planned.time_share:
@@ -83,14 +82,14 @@ class Course:
         self.schedule = self.algorithm.schedule()
 
     def rewind(self, count: int) -> None:
-        """Go back to the phase that the run was in after ``count`` iterations."""
+        """Return to the phase that the run was in after ``count`` iterations."""
         while count < sum(phase.iterations for phase in self.phases[: self.number]):
             self.number -= 1
             self.next_algorithm = self.phases[self.number].algorithm
 
     @property
     def end(self) -> float:
-        """The run's iterations at which the phase ends; infinite for the last one."""
+        """The run's count at which the phase ends; infinite for the last one."""
         if self.number == len(self.phases) - 1:
             return math.inf
         return sum(phase.iterations for phase in self.phases[: self.number + 1])

@@ -1,4 +1,4 @@
-"""What a request is answered with: iterations, the end, the same as before, or what it waits for."""
+"""How requests are answered: with iterations, the end, the same as before, or what they wait for."""
 
 from collections.abc import Iterable
 
@@ -38,14 +38,14 @@ class Grants:
         return True
 
     def order(self, member: Member, order: Round, reason: Reason) -> None:
-        """Answer a held request with a round and, unless it is the last one, an iteration."""
+        """Answer a held request with a round and, unless that is the final one, an iteration."""
         if order.final:
             self._reply(member, Stop(member.seq, order, self._state.stopping), MemberState.BUSY)
         else:
             self._go(member, order, reason, 1)
 
     def dismiss(self, member: Member) -> None:
-        """Answer a held request with the end; where the run has failed, so that its worker fails too."""
+        """Answer a held request with the end; if the run has failed, the worker fails too."""
         state = self._state
         if state.failed:
             state.roster.move(member, MemberState.ENDED, state.failed)
@@ -55,7 +55,10 @@ class Grants:
         self._reply(member, Stop(member.seq, None, member.leaving or state.stopping, failed), MemberState.ENDED)
 
     def let_go(self, members: list[Member]) -> list[Member]:
-        """Dismiss those of ``members`` that leave, and return the others; nobody, if these lack the run's model."""
+        """Dismiss the ``members`` that leave and return the others.
+
+        If only those that leave have the run's model, dismiss nobody and return an empty list.
+        """
         leaves, stays = [m for m in members if m.last], [m for m in members if not m.last]
         if any(m.synced for m in leaves) and not any(m.synced for m in stays):
             return []
@@ -77,7 +80,7 @@ class Grants:
         state.answer(member, answer)
 
     def recall(self, members: Iterable[Member]) -> None:
-        """Ask those of ``members`` for what they have been granted ahead that have more than their next iteration."""
+        """Recall grants from ``members`` that have more than their next iteration."""
         lent = self._state.ledger.lent
         for member in [m for m in members if m in lent]:
             del lent[member]
@@ -89,7 +92,7 @@ class Grants:
         self._reply(member, Go(member.seq, order, progress, reason, iterations), MemberState.BUSY)
 
     def _reply(self, member: Member, answer: Go | Stop, state: MemberState) -> None:
-        """Answer a held request; the same request gets the same answer from now on."""
+        """Answer a held request, and remember the answer for repeated requests."""
         member.answer = answer
         self._state.roster.move(member, state)
         self._state.answer(member, answer)

@@ -12,7 +12,7 @@ from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import NO_REASON, Reason, Why
 
 MAX_LEFT = 4096
-"""How many workers that are gone are remembered."""
+"""How many departed workers are remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,22 +24,22 @@ class Member:
         heard_at: when it last said anything, in seconds of the coordinator's clock.
         state: where it stands; changed by :meth:`Roster.move` only.
         rank: in the current generation; -1 outside it.
-        held_at: when its last request began to be held.
-        granted: iterations granted to it and not yet reported done; of a STRAGGLER that was not heard since the
-            server was started again, as many as it may have made. Changed by the ledger only, as ``done`` is.
+        held_at: since when its last request is held.
+        granted: iterations granted and not yet reported done; for a STRAGGLER that has been silent since the server
+            was restarted, as many as it may have made. Only the ledger changes this and ``done``.
         done: iterations it has reported.
-        synced: it has completed the last global round, so that it has the run's model.
-        leaving: why its node is going away, or the run continues without it.
-        last: its request is for a round, and for no iteration: it leaves after that.
+        synced: it has completed the last global round, so it has the run's model.
+        leaving: why it must leave, although the run continues.
+        last: its request is for a round without an iteration, after which it leaves.
         left: why it left.
         seq: number of its last request.
         answer: to that request; None while there is none.
-        round: the round it was ordered into, until it completes it or the round fails.
+        round: the round it is in, until it completes the round or the round fails.
         committed: the last round it has completed.
         loss: as it last reported it.
-        rate: its learning rate, if it last reported that it has fallen.
+        rate: its learning rate, if its last request said that the rate has fallen.
         usual: its usual loss at the rounds so far, see :func:`lsgd.election.usual_loss`.
-        met: number of the last generation of which it has completed a round, and so has the names.
+        met: number of the last generation in which it has completed a round, and so knows the members.
         times_leader: rounds that it led.
         spent: its last heartbeat, with its totals; None before the first.
         sent_nbytes: its total when it completed its last round.
@@ -92,12 +92,12 @@ class Member:
 
     @property
     def was_silent(self) -> bool:
-        """Whether it has left because nothing was heard from it: its process may be alive all the same."""
+        """Whether it was evicted for its silence; its process may still be alive."""
         return self.left.code == Why.SILENT.code
 
     @property
     def electable_loss(self) -> float:
-        """Its loss, infinite where there is none or where it is not finite, so that it is never preferred."""
+        """Its loss; infinite if there is none or it is non-finite, so that it is never preferred."""
         loss = finite(self.loss)
         return math.inf if loss is None else loss
 
@@ -110,8 +110,8 @@ class NodeQueue:
         node: index of the machine.
         index: the node's place among the generation's nodes.
         members: in rank order.
-        tokens: iterations until the next local round; infinite where there are no local rounds.
-        held: how many of the members are.
+        tokens: iterations until the next local round; infinite if there are no local rounds.
+        held: how many of the members are held.
     """
 
     node: int
@@ -123,13 +123,13 @@ class NodeQueue:
 
 @dataclass(slots=True, eq=False)
 class OpenRound:
-    """A round whose answers have left, until all its members have completed it or one has failed.
+    """A round that has been ordered, until all its members have completed it or it fails.
 
     Args:
-        round: as it was ordered.
-        waiting: those that have not completed it.
-        opened_at: when it was ordered; None if another server did.
-        sent_nbytes: by those that have completed it, since the rounds before; None if one did not say.
+        round: the order.
+        waiting: members that have not completed it.
+        opened_at: when it was ordered; None if an earlier server did so.
+        sent_nbytes: sent by the members that have completed it, each since its round before; None if one did not say.
     """
 
     round: Round
@@ -149,25 +149,24 @@ class OpenRound:
 class Roster:
     """The members of the run and of its current generation, with the counts that every decision needs.
 
-    The counts always fit the members; a queue's members have the ranks and the node of the generation; only members
-    of the generation have the run's model, while it lasts.
+    The counts always match the members; the members of a queue have ranks and the queue's node; while a generation
+    lasts, only its members have the run's model.
 
     Args:
         members: all that are in the run.
-        left: the last incarnation of those that are gone; of the last :data:`MAX_LEFT`.
-        made: iterations of the incarnations that are gone, by name; of the same ones.
+        left: the last incarnation of each departed worker, at most :data:`MAX_LEFT`.
+        made: iterations of departed incarnations, by name; as many workers as in ``left``.
         generation: the current one, or the last.
         broken: why the generation is over; none while it lasts.
-        digests: of their first batches, by whom they were said first.
+        digests: of the first batches, each with the member that reported it first.
 
     Attributes:
         queues: of the generation's nodes, by node.
         live: how many members are HELD or BUSY.
         held: how many are HELD.
-        paused: how many are PAUSED.
-        absent: how many of the generation's members are not live, those that are gone included.
-        spared: those that have the run's model, while all of them are silent and are waited for all the same.
-        happened: who has joined, left or changed, since somebody has emptied it.
+        absent: how many of the generation's members are not live, departed ones included.
+        spared: the members that have the run's model, while all of them are silent and the run waits for them.
+        happened: events that the coordinator has yet to publish.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class Roster:
             self._to_queue(member)
         states = [m.state for m in self.members.values()]
         self.live = sum(state.live for state in states)
-        self.held, self.paused = states.count(MemberState.HELD), states.count(MemberState.PAUSED)
+        self.held = states.count(MemberState.HELD)
         inside = sum(m.live and m.rank >= 0 for m in self.members.values())
         self.absent = len(generation.members) - inside if generation else 0
 
@@ -207,12 +206,12 @@ class Roster:
     # -- who is who --------------------------------------------------------------------------------------------
 
     def find(self, worker: str, incarnation: int) -> Member | None:
-        """Return the member that is this process of a worker."""
+        """Return the member with this name and incarnation."""
         member = self.members.get(worker)
         return member if member is not None and member.join.incarnation == incarnation else None
 
     def has_ended(self, worker: str, incarnation: int) -> bool:
-        """Whether this process of a worker has left, and cannot come back."""
+        """Whether this incarnation has left and cannot come back."""
         return (worker, incarnation) in self._ended
 
     def within(self, *states: MemberState) -> list[Member]:
@@ -220,7 +219,7 @@ class Roster:
         return [m for m in self.members.values() if m.state in states]
 
     def away(self) -> list[Member]:
-        """Return the members that take part in no round now, and will later."""
+        """Return the members that are outside rounds now, but may take part later."""
         return self.within(MemberState.JOINED, MemberState.STRAGGLER, MemberState.CUT, MemberState.PAUSED)
 
     def holders(self) -> list[Member]:
@@ -234,16 +233,16 @@ class Roster:
     # -- states ------------------------------------------------------------------------------------------------
 
     def move(self, member: Member, state: MemberState, reason: Reason = NO_REASON) -> None:
-        """Change a member's state, the only way to do so; ``reason``: why, for people.
+        """Change a member's state; ``reason``: why, for people.
 
         Raises:
-            RuntimeError: the one cannot follow the other.
+            RuntimeError: the new state cannot follow the present one.
         """
         before = member.state
         if state is before:
             return
         if state not in before.next:
-            raise RuntimeError(f"{member.worker} is {before.name}, and cannot become {state.name}")
+            raise RuntimeError(f"{member.worker} is {before.name} and cannot become {state.name}")
         self._set(member, state)
         if not (state.live and before.live):  # not each iteration
             self.happened.append(WorkerChanged(member.worker, state.shown, reason.code, str(reason)))
@@ -254,7 +253,6 @@ class Roster:
         held = (state is MemberState.HELD) - (before is MemberState.HELD)
         self.live += live
         self.held += held
-        self.paused += (state is MemberState.PAUSED) - (before is MemberState.PAUSED)
         if member.rank >= 0:
             self.queues[member.join.node].held += held
             self.absent -= live
@@ -262,13 +260,13 @@ class Roster:
     # -- joining and leaving -----------------------------------------------------------------------------------
 
     def add(self, member: Member) -> None:
-        """Take in a worker that has joined."""
+        """Add a worker that has joined."""
         join = member.join
         self.members[member.worker] = member
         self.happened.append(WorkerJoined(join.worker, join.node, join.address, join.gpu))
 
     def remove(self, member: Member, reason: Reason) -> None:
-        """Let go of a member; its place in the generation stays, absent, until the next one."""
+        """Remove a member; its rank stays taken, as an absent one, until the next generation."""
         self._set(member, MemberState.ENDED)
         self.happened.append(WorkerChanged(member.worker, "left", reason.code, str(reason)))
         member.left = reason
@@ -283,7 +281,7 @@ class Roster:
             del self.left[oldest], self.made[oldest]
 
     def take_back(self, worker: str, incarnation: int) -> Member | None:
-        """Return a worker to the run, as a STRAGGLER, that left it for its silence, if it alone has the run's model."""
+        """Let a worker that was evicted for its silence return as a STRAGGLER, if it alone has the run's model."""
         member = self.left.get(worker)
         if member is None or member.join.incarnation != incarnation or worker in self.members:
             return None
@@ -300,13 +298,13 @@ class Roster:
     # -- leases ------------------------------------------------------------------------------------------------
 
     def expired(self, now: float, run: RunSettings, *, trained: bool) -> list[Member]:
-        """Return the members whose lease is over; but not yet the last ones that have the model of a ``trained`` run.
+        """Return the members whose lease is over, at first without the last ones with the model of a ``trained`` run.
 
-        If all of those are silent, it is rather this server whose link is down, or a local server that is frozen.
+        If all of those are silent, the likely cause is this server's own link, or a frozen local server.
         """
         holders = self.holders() if trained else []
         quiet_s = now - max((m.heard_at for m in holders), default=now)
-        if self.spared and quiet_s <= run.lease_s:  # one is heard again: the others' messages are on their way
+        if self.spared and quiet_s <= run.lease_s:  # one is back: the messages of the others are on their way
             for member in holders:
                 member.heard_at = max(member.heard_at, now - quiet_s)
         spared = run.lease_s < quiet_s <= max(run.lease_s, run.server_timeout_s)
@@ -316,7 +314,7 @@ class Roster:
     # -- generations -------------------------------------------------------------------------------------------
 
     def begin_generation(self, members: list[Member], transport: str, missed: tuple[int, ...] = ()) -> Generation:
-        """Make ``members``, all of them held and in rank order, the generation; the rest are fields of that."""
+        """Make ``members``, all held and in rank order, the generation; ``transport`` and ``missed`` are its fields."""
         for member in self.members.values():
             member.rank = -1
         self.queues, self.absent, self.broken = {}, 0, NO_REASON
@@ -332,7 +330,7 @@ class Roster:
         return self.generation
 
     def end_generation(self, reason: Reason) -> list[Member]:
-        """End the generation, unless that has happened; return its members that have to hear of it."""
+        """End the generation, unless it is over already; return the members to notify."""
         if self.generation is None or self.broken:
             return []
         self.broken = reason
@@ -345,7 +343,7 @@ def by_place(member: Member) -> tuple[int, int]:
 
 
 def elect(members: list[Member], rule: str, lot: str) -> Member:
-    """Return the member that a rule of :mod:`lsgd.election` prefers; of equal ones the first in rank order.
+    """Return the member that a rule of :mod:`lsgd.election` prefers; ties go to the first in rank order.
 
     ``lot`` names the run and the round.
     """
@@ -353,7 +351,7 @@ def elect(members: list[Member], rule: str, lot: str) -> Member:
 
 
 def finite(loss: float | None) -> float | None:
-    """Return a loss as JSON can have it, and as it can be compared: one that is no number is none."""
+    """Return a finite loss as it is, and None for any other: JSON has no NaN, and NaN cannot be compared."""
     return loss if loss is not None and math.isfinite(loss) else None
 
 

@@ -1,4 +1,4 @@
-"""The round book: which rounds are open, completed and failed; who leads one, gives state and takes it; its history."""
+"""The round book: which rounds are open, completed and failed; who leads, sends and receives state; the history."""
 
 import math
 from collections import deque
@@ -14,32 +14,32 @@ from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, NodeQueue, OpenRound, elect, finite
 
 MAX_FAILED_ROUNDS = 10
-"""So many failed rounds without a completed global one between them end the run."""
+"""Failed rounds, without a completed global one between them, that end the run."""
 
 MAX_ELECTIONS = 4096
 """How many of the last rounds the history keeps."""
 
 FIRST_LINES, LINES_EVERY_S = 20, 1.0
-"""So many rounds have a line of their own in the log; later ones at most one for each interval."""
+"""The first rounds each get a line in the log; later ones at most one line per interval."""
 
 MAX_LOSSES = 64
-"""Of how many workers, in rank order, a round of the history keeps the loss; the leader's is always there."""
+"""How many workers' losses, in rank order, the history keeps for a round; it always keeps the leader's."""
 
 
 class RoundBook:
     """The rounds of a run.
 
-    An open round is waited for by at least one member, and each member that is in a round waits in that one, under
-    the answer that ordered it; beside the one that makes the consensus none is open.
+    An open round has at least one member that has not completed it. Each member in a round is among those, and its
+    answer is the one that ordered the round. While the final round is open, no other is.
 
     Args:
         ordered: how many so far, by scope.
         failures: failed rounds since the last completed global one.
         final: the round that makes the consensus has been ordered.
-        opened: those that are open.
+        opened: the open rounds.
 
     Attributes:
-        open: the rounds that have not been completed by all, by id.
+        open: the rounds that some members have not completed, by id.
         fresh: no round of the generation has been ordered yet.
         elections: the last rounds.
     """
@@ -57,7 +57,7 @@ class RoundBook:
         self.fresh = False
         self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
         self._saved_at = 0  # global rounds before the last one that was completed with a checkpoint
-        self._saved_at_s = -math.inf  # when that was; of a server that was started again nobody knows
+        self._saved_at_s = -math.inf  # when that was; unknown after a restart of the server
 
     @property
     def next_id(self) -> int:
@@ -70,11 +70,11 @@ class RoundBook:
         return self.failures >= MAX_FAILED_ROUNDS
 
     def begin(self, now: float) -> None:
-        """Note that the first round is ordered, from which checkpoints by time count."""
+        """Note that the first round is ordered; checkpoints by time count from here."""
         self._saved_at_s = now
 
     def checkpoint_due(self, run: RunSettings, now: float) -> bool:
-        """Whether a checkpoint is to be written in a global round that is ordered now."""
+        """Whether members write a checkpoint in a global round that is ordered now."""
         every, every_s = run.checkpoint_every, run.checkpoint_every_s
         by_rounds = every > 0 and self.ordered["global"] - self._saved_at >= every
         return by_rounds or (every_s > 0 and now - self._saved_at_s >= every_s)
@@ -93,9 +93,9 @@ class RoundBook:
                 member.usual = usual_loss(member.usual, loss)
 
     def complete(self, member: Member, round_id: int, now: float, sent_nbytes: int | None = None) -> OpenRound | None:
-        """Note that a member has completed a round, and return the round if it was in it.
+        """Note that a member has completed a round, and return the round if the member was in it.
 
-        ``sent_nbytes``: what it has sent in all rounds since it joined, if it says so.
+        ``sent_nbytes``: what it has sent in all rounds since it joined, None if it did not say.
         """
         member.committed = max(member.committed, round_id)
         opened = member.round
@@ -114,7 +114,7 @@ class RoundBook:
         return opened
 
     def fail(self, opened: OpenRound, *, counts: bool) -> None:
-        """Close a round that somebody could not complete; ``counts``: it is the first of its generation to fail."""
+        """Close a failed round; ``counts``: it is the first of its generation to fail."""
         del self.open[opened.round.id]
         for member in opened.waiting:
             member.round = None
@@ -123,7 +123,7 @@ class RoundBook:
 
 
 def abridged(answer: Go | Stop, member: Member) -> Go | Stop:
-    """Return an answer without the members of a generation where its worker knows them."""
+    """Return an answer without the generation's members if the worker knows them."""
     order = answer.round
     if order is None or order.generation.number != member.met:
         return answer
@@ -132,7 +132,7 @@ def abridged(answer: Go | Stop, member: Member) -> Go | Stop:
 
 
 class Roles(NamedTuple):
-    """Who leads a round, who on each node (ranks, -1: nobody), who gives state, and who takes it (ranks)."""
+    """Who leads a round, who leads on each node (ranks, -1: nobody), who sends state, and who receives it (ranks)."""
 
     leader: Member
     leaders: tuple[int, ...]
@@ -152,34 +152,34 @@ def roles(
     """Choose from what the members have reported.
 
     Args:
-        members: who take part, in rank order.
-        queues: of their nodes; the generation's others have no leader in this round.
-        nodes: of the generation.
+        members: all that take part, in rank order.
+        queues: of their nodes; other nodes have no leader in this round.
+        nodes: number of nodes in the generation.
         copies: all members take the source's model, not only newcomers.
         rule: of the election.
         lot: names the run and the round, for an election by lot.
     """
     synced = [m for m in members if m.synced]
-    # The state of the most advanced round is the one to continue from; of equal ones, the leader's.
+    # The state of the most advanced round counts; ties go to the lowest loss.
     source = min(synced or members, key=lambda m: (-m.committed, m.electable_loss, m.place))
     new = [m.rank for m in members if m is not source and (copies or not m.synced)]
     leaders = [-1] * nodes
     for queue in queues:
         candidates = [m for m in queue.members if m.synced] or queue.members
         leaders[queue.index] = elect(candidates, rule, lot).rank
-    # A newcomer has no model worth following, unless it is the one that all start from.
+    # A newcomer has no model worth following, unless all start from it.
     return Roles(elect(synced or [source], rule, lot), tuple(leaders), source, tuple(new))
 
 
 def election(order: Round, leader: Member, members: Sequence[Member], seconds: float) -> RoundOrdered:
-    """Return the history's entry for a round that is being ordered."""
+    """Return the history's entry for a new round."""
     losses = {m.worker: m.loss for m in members[:MAX_LOSSES]} | {leader.worker: leader.loss}
     node = leader.join.node if order.scope == "local" else -1
     return RoundOrdered(order.id, order.scope, node, leader.worker, order.count, seconds, losses)
 
 
 def line(entry: RoundOrdered, *, final: bool, leads: bool) -> Reason:
-    """Return the line that tells people of a round, and of its leader if anybody takes over what one leads with."""
+    """Return the log line of a round; ``leads``: others take over what the leader has, so the line names it."""
     where = f" of node{entry.node}" if entry.scope == "local" else " makes the consensus" if final else ""
     loss = entry.losses[entry.worker]
     if loss is not None and not math.isfinite(loss):

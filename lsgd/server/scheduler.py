@@ -1,7 +1,6 @@
-"""When a round starts, who takes part, and what its completion or failure means; and the end of the run.
+"""When a round starts, who takes part, what its completion or failure means, and how the run ends.
 
-The numbered rules are at the top of :mod:`lsgd.server.coordinator`; those that this file keeps are 2 to 4, 6, 7 and 9
-to 12.
+This file implements rules 2 to 4, 6, 7 and 9 to 13 at the top of :mod:`lsgd.server.coordinator`.
 """
 
 import math
@@ -19,7 +18,7 @@ from lsgd.server.rounds import FIRST_LINES, LINES_EVERY_S, election, line, roles
 from lsgd.server.state import RunState
 
 EXCHANGE_STEPS = 10
-"""A round has so many steps at most, each with the deadline of ``exchange_timeout_s``, that are waited for."""
+"""Most steps of a round that members wait for, each with the deadline ``exchange_timeout_s``."""
 
 
 class Scheduler:
@@ -40,7 +39,7 @@ class Scheduler:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def stop(self, reason: Reason) -> None:
-        """End the run: withdraw what is not granted; the consensus round follows when all live members are held."""
+        """End the run: withdraw all tokens; the consensus round follows when all live members are held."""
         state = self._state
         if not state.stopping:
             state.stopping = reason
@@ -51,7 +50,7 @@ class Scheduler:
             state.note(Why.STOPPING(reason=reason))
 
     def _close(self) -> None:
-        """Tell whoever asks to leave, from now on."""
+        """From now on, answer every request with the end."""
         self._state.closed_at = self._state.now
         self._state.changes += 1
         for member in self._state.roster.within(MemberState.HELD, MemberState.CUT):
@@ -78,7 +77,7 @@ class Scheduler:
             self._start_global()
 
     def _serve_held(self) -> bool:
-        """Grant held requests what is in the queues and start the local rounds that can; return whether any went."""
+        """Grant held requests what is in the queues, start local rounds that are due; return whether any were."""
         roster = self._state.roster
         granted = [self._grants.give(member, member.seq) for member in roster.within(MemberState.HELD)]
         started = [self.start_local(queue) for queue in roster.queues.values()]
@@ -94,9 +93,9 @@ class Scheduler:
         return True
 
     def _let_back(self) -> None:
-        """Hold the requests of those that were cut off and are to be tried again.
+        """Hold the requests of cut-off members whose time is over.
 
-        At once of all, if they are alone, or have the run's model and those that are left have it not.
+        All of them at once if nobody else is left, or if only they have the run's model.
         """
         state = self._state
         cut = state.roster.within(MemberState.CUT)
@@ -124,9 +123,9 @@ class Scheduler:
             self.stop(state.all_made(limit, out))
         if not state.stopping and all(m.last for m in members):
             if roster.away():
-                return  # somebody continues, and is to have the run's model first
+                return  # somebody stays, and must get the run's model first
             self.stop(Why.ALL_LEAVE(count=state.ledger.count))
-        if state.stopping and roster.paused and not self._final_overdue():
+        if state.stopping and roster.within(MemberState.PAUSED) and not self._final_overdue():
             return
         if state.stopping:
             if state.book.hopeless:
@@ -161,7 +160,7 @@ class Scheduler:
             state.ledger.begin_round([], left, roster.queues.values(), math.inf)  # they are granted without one
             if self._serve_held():
                 return
-            # Nobody has the run's model, or a checkpoint has it: one member for each iteration left continues from it.
+            # No member has the run's model (a checkpoint may): as many members as there are iterations take part.
             members.sort(key=lambda m: (not m.synced, m.place))
             members = sorted(members[: int(left)], key=by_place)
         self._begin_generation(members)
@@ -179,7 +178,7 @@ class Scheduler:
         return state.now >= self._final_due_at + (state.plan.run.patience_s or math.inf)
 
     def _begin_generation(self, members: list[Member]) -> None:
-        """Make ``members`` the generation, unless they are."""
+        """Make ``members`` the generation, unless they already are."""
         state, roster = self._state, self._state.roster
         before, reason = roster.generation, roster.broken
         if before is not None and not reason and before.members == tuple(m.worker for m in members):
@@ -234,7 +233,7 @@ class Scheduler:
         entry = election(order, leader, members, now - state.started_at)
         book.elections.append(entry)
         state.happened(entry)
-        # Rounds of models have lines; those that come one after the other at once have not one each.
+        # Rounds that exchange models get a line, frequent ones not each.
         if final or (
             not course.schedule.lockstep and (order.id <= FIRST_LINES or now - self._line_at >= LINES_EVERY_S)
         ):
@@ -244,14 +243,14 @@ class Scheduler:
             reason = Why.LOCAL_ROUND(id=order.id, members=len(members), node=members[0].join.node)
         else:
             reason = Why.GLOBAL_ROUND(id=order.id, members=len(members))
-            state.ledger.unheard = 0  # all others have said what they made
+            state.ledger.unheard = 0  # all members have reported what they made
             for member in state.roster.members.values():
                 member.synced &= member.rank >= 0
         for member in members:
             self._grants.order(member, order, reason)
 
     def _doubts(self, members: Iterable[Member]) -> bool:
-        """Whether some of ``members`` may not reach each other, or nobody knows yet how."""
+        """Whether some of ``members`` may be unable to reach each other, or have not tried yet."""
         state, generation = self._state, self._state.roster.generation
         assert generation is not None
         untried = generation.transport == "tcp" and state.ways.unknown(generation.nodes)
@@ -260,10 +259,10 @@ class Scheduler:
     # -- the run's model ---------------------------------------------------------------------------------------
 
     def _awaits_model(self, members: list[Member]) -> bool:
-        """Whether a global round has to wait for somebody who has the run's model, since none of ``members`` has.
+        """Whether a global round must wait for somebody who has the run's model, because none of ``members`` has it.
 
-        They alone would begin anew, and what the run has learnt would be overwritten. An older model of this run is
-        better than none, and so is a checkpoint. Where there is nothing to continue from, the run ends.
+        They alone would start over and overwrite what the run has learned. An older model of this run is better than
+        none, and so is a checkpoint. With nothing to continue from, the run ends.
         """
         state, count = self._state, self._state.ledger.count
         if any(m.synced for m in members):
@@ -290,9 +289,9 @@ class Scheduler:
         return True
 
     def _go_back(self, members: list[Member]) -> bool:
-        """Go on from the checkpoint of the most iterations that any of ``members`` has; return whether there is one.
+        """Continue from the most advanced checkpoint of ``members``; return whether the run can go on.
 
-        Without one a new run begins at 0, and so does another whose plan says that it may.
+        Without a checkpoint, a new run begins at 0, and so does one in progress if ``restart_from_scratch`` is set.
         """
         state, count = self._state, self._state.ledger.count
         origin = origin_of(m.join for m in members)
@@ -312,7 +311,7 @@ class Scheduler:
     # -- rounds that end ---------------------------------------------------------------------------------------
 
     def committed(self, member: Member, round_id: int, sent_nbytes: int | None = None) -> None:
-        """Note that a member has completed a round; ``sent_nbytes``: of all its rounds, if it says so."""
+        """Note that a member has completed a round; ``sent_nbytes``: in all its rounds, None if it did not say."""
         state = self._state
         opened = state.book.complete(member, round_id, state.now, sent_nbytes)
         if opened is None:
@@ -331,7 +330,7 @@ class Scheduler:
             self._close()
 
     def found(self, member: Member, round_id: int, missed: Sequence[int]) -> None:
-        """Note which nodes cannot dial which, as a member has found in a round that is probed."""
+        """Note which nodes cannot dial which, as a member has found in a probed round."""
         state, opened = self._state, member.round
         if opened is None or opened.round.id != round_id or not opened.round.probe:
             return
@@ -353,12 +352,12 @@ class Scheduler:
             self._fail(opened, Why.ERROR(worker=member.worker, error=error))
 
     def left_round(self, member: Member, why: Why, **values: object) -> None:
-        """Note that a member will not complete the round that it is in, if it is in one."""
+        """Note that a member will not complete the round that it is in, if any."""
         if member.round is not None:
             self._fail(member.round, why(worker=member.worker, **values))
 
     def _cut_off(self, opened: OpenRound, pairs: Sequence[tuple[int, int]]) -> None:
-        """Fail a round some of whose members cannot reach each other, and continue without as few as possible."""
+        """Fail a round because members cannot reach each other, and continue without as few as possible."""
         state, everybody = self._state, self._state.roster.members
         names = opened.round.generation.members
         members = {rank: everybody[name] for rank, name in enumerate(names) if name in everybody}
@@ -367,7 +366,7 @@ class Scheduler:
         kept = connected(len(names), pairs, holders)
         cut = [rank for rank in range(len(names)) if rank not in kept]
         reason = told(names, pairs)
-        state.book.failures = 0  # the run continues, with those that can
+        state.book.failures = 0  # so that this failure ends no run
         self._fail(opened, reason)
         state.book.failures = 0
         wait_s = state.links.cut((names[rank] for rank in cut), reason, state.now)
@@ -375,7 +374,7 @@ class Scheduler:
         state.note(Why.EVICTED_LINK(who=who, wait_s=wait_s, reason=reason, check=CHECK))
 
     def _fail(self, opened: OpenRound, reason: Reason) -> None:
-        """End a round that somebody could not complete: whoever has not completed it drops it and asks again."""
+        """End a round that somebody could not complete: members that have not completed it drop it and ask again."""
         state = self._state
         state.book.fail(opened, counts=not state.roster.broken)
         state.changes += 1
@@ -387,7 +386,7 @@ class Scheduler:
             self.stop(Why.ROUNDS_FAIL(failures=state.book.failures, reason=reason))
 
     def end_generation(self, reason: Reason) -> None:
-        """End the generation, and tell its members, unless that has happened."""
+        """End the generation and tell its members, unless it is over already."""
         roster = self._state.roster
         self._state.course.pace.interrupted()
         for member in roster.end_generation(reason):
@@ -397,10 +396,10 @@ class Scheduler:
     # -- rounds that wait for too long -------------------------------------------------------------------------
 
     def evict_stragglers(self) -> None:
-        """Let the next round start without those for which all others have waited for ``patience_s``.
+        """Let the next round start without members that have kept all others waiting for ``patience_s``.
 
-        Whoever is in an open round is no straggler: that round completes or fails by its own deadlines. And while only
-        stragglers have the run's model the others wait on: they would begin anew, and what was learnt were lost.
+        A member in an open round is no straggler: that round completes or fails by its own deadlines. While only
+        stragglers have the run's model, the others keep waiting: without it they would start over.
         """
         state, roster, patience_s = self._state, self._state.roster, self._state.plan.run.patience_s
         if not patience_s or state.now - state.moved_at < patience_s:
@@ -422,7 +421,7 @@ class Scheduler:
             roster.move(member, MemberState.STRAGGLER, reason)
 
     def fail_stuck(self) -> None:
-        """Fail the open rounds if nobody has moved for longer than any exchange can take by its own deadlines."""
+        """Fail the open rounds if nothing has happened for longer than the deadlines of any exchange allow."""
         state, run = self._state, self._state.plan.run
         longest_s = run.patience_s + EXCHANGE_STEPS * run.exchange_timeout_s
         if not state.book.open or not run.patience_s or state.now - state.moved_at < longest_s:
@@ -433,11 +432,11 @@ class Scheduler:
 
 
 def _rate_of(members: Sequence[Member]) -> float | None:
-    """Return the highest of their learning rates; None unless all have fallen."""
+    """Return the highest learning rate of ``members``; None unless all rates have fallen."""
     rates = [m.rate for m in members if m.rate is not None]
     return max(rates) if len(rates) == len(members) else None
 
 
 def _model_of(members: Iterable[Member]) -> tuple[bool, bool]:
-    """Return, to be compared, whether one of ``members`` has the run's model, and whether one has an older one."""
+    """Return whether one of ``members`` has the run's model, and whether one has an older one; for comparisons."""
     return max(((m.synced, m.committed > 0) for m in members), default=(False, False))

@@ -5,24 +5,24 @@ from collections.abc import Iterable
 from lsgd.server.roster import Member, NodeQueue
 
 LOOKAHEAD_SHARE = 4
-"""What is granted ahead is at most one part in so many of an equal share of the tokens that are left."""
+"""A grant ahead is at most this fraction (one part in so many) of an equal share of the tokens left."""
 
 
 class Ledger:
-    """The exact count, the run's queue of tokens, and through nodes and members theirs.
+    """The exact count and the run's queue of tokens; it also changes the queues of nodes and the grants of members.
 
-    The count is ``base`` and what all incarnations have reported. No queue is below zero. What is left in the run's
-    queue does not exceed the limit less what is made and granted.
+    The count is ``base`` plus what all incarnations have reported. No queue is below zero. The run's queue never
+    exceeds the limit less what is made and granted.
 
     Args:
         count: iterations of the run.
-        base: those of them that no incarnation has reported: a checkpoint's, or, if negative, those that are lost.
-        unheard: iterations that may have been made and not heard of when the server was started again.
+        base: those of them that no incarnation has reported: a checkpoint's, or, if negative, those that were lost.
+        unheard: iterations that may have been made but not reported before the server was restarted.
 
     Attributes:
         tokens: iterations that the run may grant until its next global round.
-        lent: in order, the members that may have more than their next iteration.
-        released: tokens came back, so that held requests may find something now.
+        lent: members that may have more than their next iteration, in order.
+        released: tokens came back, so held requests may be granted now.
     """
 
     def __init__(self, count: int = 0, base: int = 0, unheard: int = 0) -> None:
@@ -32,9 +32,9 @@ class Ledger:
         self.released = False
 
     def grant(self, member: Member, queue: NodeQueue, most: int, live: int) -> int:
-        """Grant ``most`` iterations, or as many as are the part of one of ``live`` members, and return how many.
+        """Grant up to ``most`` iterations, limited to the share of one of ``live`` members, and return how many.
 
-        It is one at least: both queues have it (:meth:`has_token`).
+        At least one: the caller has checked that both queues have it (:meth:`has_token`).
         """
         iterations = 1
         if most > 1:
@@ -48,13 +48,13 @@ class Ledger:
         return iterations
 
     def has_token(self, queue: NodeQueue) -> bool:
-        """Whether both queues have one."""
+        """Whether both queues have a token."""
         return self.tokens >= 1 and queue.tokens >= 1
 
     def begin_round(self, members: list[Member], tokens: float, queues: Iterable[NodeQueue], per_member: float) -> None:
         """Grant an iteration to each member of a round, from the run's queue filled to ``tokens``.
 
-        The ``queues`` of nodes are filled to ``per_member``, from which the round takes nothing.
+        The ``queues`` of nodes are filled to ``per_member`` for each member; the round takes nothing from them.
         """
         self.tokens = tokens - len(members)
         for queue in queues:
@@ -63,9 +63,9 @@ class Ledger:
             member.granted += 1
 
     def settle(self, member: Member, done: int, queue: NodeQueue | None, *, stopping: bool) -> None:
-        """Count what a member has done; what it was granted and has not used goes back to the queues.
+        """Count what a member has done; its unused grant goes back to the queues.
 
-        Without a ``queue`` it was evicted, and the next global round counts what is left anew.
+        Without a ``queue`` it is outside the generation, and the next global round recounts what is left.
         """
         self.use(member, done)
         if member.granted and queue is not None and not stopping:
@@ -75,7 +75,7 @@ class Ledger:
         member.granted = 0
 
     def use(self, member: Member, done: int, keep: int = 0) -> None:
-        """Count what a member has done: of what it was granted but for the last ``keep``, else of the run's queue."""
+        """Count what a member has done; take it from its grant except the last ``keep``, then from the run's queue."""
         made = max(0, done - member.done)
         if made:
             used = min(made, max(0, member.granted - keep))
@@ -89,18 +89,18 @@ class Ledger:
         member.granted = 0
 
     def set_aside(self, stragglers: list[Member]) -> None:
-        """Keep what they may make: one each at least, and once what was not heard of before a restart."""
+        """Keep the grants of stragglers: at least one each, plus once what was unheard before a restart."""
         for member in stragglers:
             member.granted = max(1, member.granted)
         stragglers[0].granted += self.unheard
         self.unheard = 0
 
     def at_risk(self, members: Iterable[Member]) -> int:
-        """Return the most iterations that live members can make before anything else is captured."""
+        """Return the most iterations that live members can make before the next capture."""
         return self.unheard + int(self.tokens) + sum(m.granted for m in members if m.live)
 
     def withdraw(self) -> None:
-        """Take back what is not granted."""
+        """Take back all tokens that are not granted."""
         self.tokens = 0.0
 
     def shorten(self, limit: float, members: Iterable[Member]) -> None:
@@ -109,6 +109,6 @@ class Ledger:
         self.tokens = max(0.0, min(self.tokens, left))
 
     def go_back(self, count: int) -> None:
-        """Go on after ``count`` iterations, those of a checkpoint."""
+        """Continue after ``count`` iterations, those of a checkpoint."""
         self.base += count - self.count
         self.count = count

@@ -290,7 +290,7 @@ def _check_nobody_waits_in_vain(state: RunState) -> None:
     if roster.live and roster.held == roster.live:
         assert (
             state.book.final
-            or roster.paused
+            or roster.within(MemberState.PAUSED)
             or state.lost_at
             or (
                 not any(m.synced for m in everybody if m.live)

@@ -30,7 +30,6 @@ def check_roster(roster: Roster) -> None:
     assert all(name == m.worker for name, m in roster.members.items())
     assert roster.live == len(roster.within(MemberState.HELD, MemberState.BUSY))
     assert roster.held == len(roster.within(MemberState.HELD))
-    assert roster.paused == len(roster.within(MemberState.PAUSED))
     assert roster.absent == len(names) - sum(m.live for m in inside)
     assert [names[m.rank] for m in inside] == [m.worker for m in inside]
     assert [m.worker for g in roster.queues.values() for m in g.members] == list(names)

@@ -25,7 +25,7 @@ def test_a_member_moves_as_the_table_says_and_in_no_other_way(before: MemberStat
         roster.move(member, after)
         assert member.state is after
     else:
-        with pytest.raises(RuntimeError, match=f"is {before.name}, and cannot become {after.name}"):
+        with pytest.raises(RuntimeError, match=f"is {before.name} and cannot become {after.name}"):
             roster.move(member, after)
         assert member.state is before
     check_roster(roster)

@@ -13,6 +13,7 @@ from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Data, Evicted, Go, NodeLeave, Refused, Stop, StopRun, Waiting, Welcome
 from lsgd.server.coordinator import Coordinator
+from lsgd.server.member_states import MemberState
 from lsgd.server.memento import VERSION, capture, restore
 from lsgd.server.report import report
 
@@ -94,7 +95,7 @@ def test_a_pause_after_an_answer_that_the_journal_does_not_know_lets_the_others_
     assert isinstance(bench.only("00"), Go) and bench.state.changes == before
     bench.coordinator = Coordinator(restore(json.loads(json.dumps(kept)), bench.now))
     bench.pause("00")
-    assert bench.roster.paused == 1
+    assert len(bench.roster.within(MemberState.PAUSED)) == 1
     bench.ask("01")
     assert bench.round("01").generation.members == ("node0/worker1",)
     assert bench.ledger.count == 3
@@ -107,10 +108,10 @@ def test_a_paused_worker_is_still_away_and_its_return_is_kept() -> None:
     bench.pause("01")
     assert bench.state.changes > before
     reborn(bench)
-    assert bench.roster.paused == 1
+    assert len(bench.roster.within(MemberState.PAUSED)) == 1
     before = bench.state.changes
     bench.ask("01", did=False)
-    assert bench.state.changes > before and bench.roster.paused == 0
+    assert bench.state.changes > before and not bench.roster.within(MemberState.PAUSED)
 
 
 @pytest.mark.parametrize("now", [REBOOTED_S, 1e6])
