@@ -289,7 +289,7 @@ class Scheduler:
         return True
 
     def _go_back(self, members: list[Member]) -> bool:
-        """Continue from the most advanced checkpoint of ``members``; return whether the run can go on.
+        """Continue from the most advanced checkpoint of ``members``; return whether the run can continue.
 
         Without a checkpoint, a new run begins at 0, and so does one in progress if ``restart_from_scratch`` is set.
         """
