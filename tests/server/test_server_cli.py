@@ -49,7 +49,7 @@ def run(*arguments: str, **variables: str | None) -> tuple[int, str]:
         (["--global", "--listen", "udp://x"], "cannot listen on 'udp://x'"),
         (["--local", "--listen", "ipc://" + "x" * 120], "longer than the system allows"),
         (["--local", "--listen", "ipc:///proc/lsgd/x"], "cannot be made"),
-        (["--local", "--listen", "tcp://127.0.0.1:0", "--connect", "nonsense"], "'nonsense' is no address"),
+        (["--local", "--listen", "tcp://127.0.0.1:0", "--connect", "nonsense"], "'nonsense' is not an address"),
         (["--relay", "--connect", "tcp://127.0.0.1:1"], "--connect is not the relay's"),
         (["--relay", "--period", "3"], "--period is not the relay's"),
         (["--global", "--listen", "tcp://127.0.0.1:0", "--save-plan", "/nowhere/plan"], "/nowhere/plan"),
@@ -74,7 +74,7 @@ def test_a_file_in_the_place_of_a_socket_is_left_alone(tmp_path) -> None:
     path = tmp_path / "thesis"
     path.write_text("years of work")
     code, output = run("--local", "--listen", f"ipc://{path}")
-    assert code == 2 and "is there and is no socket" in output
+    assert code == 2 and "exists and is not a socket" in output
     assert path.read_text() == "years of work"
 
 
