@@ -48,7 +48,7 @@ def run(*arguments: str, **variables: str | None) -> tuple[int, str]:
         (["--global", "--periods", "4"], "No such option"),
         (["--global", "--listen", "udp://x"], "cannot listen on 'udp://x'"),
         (["--local", "--listen", "ipc://" + "x" * 120], "longer than the system allows"),
-        (["--local", "--listen", "ipc:///proc/lsgd/x"], "cannot be made"),
+        (["--local", "--listen", "ipc:///proc/lsgd/x"], "cannot create the folder of the socket"),
         (["--local", "--listen", "tcp://127.0.0.1:0", "--connect", "nonsense"], "'nonsense' is not an address"),
         (["--relay", "--connect", "tcp://127.0.0.1:1"], "--connect is not the relay's"),
         (["--relay", "--period", "3"], "--period is not the relay's"),
