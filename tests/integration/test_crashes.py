@@ -56,7 +56,7 @@ class JournaledRun:
 
     def start_again(self) -> None:
         self.server = self.cluster.start_global(*self._arguments, listen=self.cluster.address)
-        assert re.search(rf"goes on with run {self.run} of the journal", self.server.output)
+        assert re.search(rf"continues run {self.run} of the journal", self.server.output)
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def test_a_disk_that_cannot_be_written_is_said_once_and_tried_again(tmp_path: Pa
         advance(bench, 1)
         said.append(record.keep(bench.state, bench.now))
         bench.now += RETRY_EVERY_S
-    assert "metrics.jsonl and result.json cannot be written: Is a directory; the run goes on" in said[0]
+    assert "metrics.jsonl and result.json cannot be written: Is a directory; the run continues" in said[0]
     assert said[1:] == ["", ""]
     (tmp_path / METRICS).rmdir()
     assert record.keep(bench.state, bench.now).endswith("metrics.jsonl is written again")

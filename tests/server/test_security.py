@@ -299,6 +299,6 @@ def test_a_message_without_an_end_is_cut_before_it_fills_the_memory(cluster) -> 
                 endless.sendall(frame)
                 sent_nbytes += len(frame)
         assert 256 << 20 < sent_nbytes < 3 << 30
-        server.says(r"memory has grown by 512 MiB: a peer sends without an end\. All connections are dropped")
+        server.says(r"memory has grown by 512 MiB: a peer is sending an endless message\. All connections are dropped")
         assert isinstance(answer(link, encode(StatusQuery(0))), Status)  # the other one is connected again
     assert server.poll() is None
