@@ -146,7 +146,7 @@ def test_each_time_it_takes_twice_as_long_up_to_ten_times() -> None:
 def test_the_words_of_one_that_waits() -> None:
     links = Links(6.0)
     links.cut(["a"], "a and b cannot reach each other", 100.0)
-    end = f"the run goes on without a; {CHECK}; it is tried again in"
+    end = f"the run continues without a; {CHECK}; it is tried again in"
     assert links.words("a", 102.0) == f"a and b cannot reach each other, and {end} 4 s"
     links.relent(103.0)
     assert links.words("a", 104.0) == f"a and b cannot reach each other, and {end} the next global round"
@@ -181,13 +181,13 @@ def test_after_a_failed_round_the_links_are_probed_and_whoever_is_cut_off_is_evi
     pair = "node1 and node2 cannot reach each other"
     assert bench.notes == [
         f"round 3 failed: {pair}",
-        f"node2 evicted for 10 s, the others go on: {pair}; {CHECK}",
+        f"node2 evicted for 10 s, the others continue: {pair}; {CHECK}",
     ]
     bench.fail("20", 3, broken=(1, 2))  # all of them find the same
     assert not bench.notes
     ask_again(bench, 3, "20")
     assert bench.only("20") == Waiting(
-        2, f"{pair}, and the run goes on without node2/worker0; {CHECK}; it is tried again in 10 s"
+        2, f"{pair}, and the run continues without node2/worker0; {CHECK}; it is tried again in 10 s"
     )
     assert '"state": "cut"' in report(bench.state, bench.now)
     ask_again(bench, 3, "00", "10")

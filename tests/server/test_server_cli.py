@@ -103,12 +103,12 @@ def test_a_plan_that_cannot_be_written_ends_no_server_that_goes_on(tmp_path, cap
     path.write_text("iterations = 7\n")
     (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
     for goes_on in (False, True):
-        cli._save_plan(Plan(), path, goes_on=goes_on)
+        cli._save_plan(Plan(), path, continued=goes_on)
         assert f"the plan cannot be written to {path}: No space left on device; the run" in capsys.readouterr().err
         assert path.read_text() == "iterations = 7\n"
         assert not (tmp_path / "plan.toml.tmp").exists()
         (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
-    cli._save_plan(Plan(), tmp_path / "nowhere" / "plan.toml", goes_on=True)
+    cli._save_plan(Plan(), tmp_path / "nowhere" / "plan.toml", continued=True)
     assert "No such file or directory; the run goes on" in capsys.readouterr().err
 
 
