@@ -27,7 +27,7 @@ Pair = tuple[int, int]
 
 
 def pairs_of(broken: Sequence[int], size: int) -> list[Pair]:
-    """Return the pairs of ranks that a worker has reported, in order, without what cannot be in a group of ``size``."""
+    """Return the pairs of ranks that a worker has reported, in order; pairs outside a group of ``size`` are dropped."""
     pairs = {(min(a, b), max(a, b)) for a, b in zip(broken[::2], broken[1::2], strict=False) if a != b}
     return sorted(pair for pair in pairs if pair[0] >= 0 and pair[1] < size)
 

@@ -91,7 +91,7 @@ def test_a_socket_in_use_is_refused_and_a_stale_one_is_taken_over(tmp_path) -> N
 
 
 def test_a_server_that_is_to_go_on_begins_no_new_run(tmp_path) -> None:
-    assert "say which: --journal FILE" in run("--global", "--continue")[1]
+    assert "name it: --journal FILE" in run("--global", "--continue")[1]
     code, output = run("--global", "--continue", "--journal", str(tmp_path / "j"), "--listen", "tcp://127.0.0.1:0")
     assert code == 2 and "holds no unfinished run to continue (--continue)" in output
     code, output = run("--local", "--continue")
@@ -102,14 +102,14 @@ def test_a_plan_that_cannot_be_written_ends_no_server_that_goes_on(tmp_path, cap
     path = tmp_path / "plan.toml"
     path.write_text("iterations = 7\n")
     (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
-    for goes_on in (False, True):
-        cli._save_plan(Plan(), path, continued=goes_on)
+    for continued in (False, True):
+        cli._save_plan(Plan(), path, continued=continued)
         assert f"the plan cannot be written to {path}: No space left on device; the run" in capsys.readouterr().err
         assert path.read_text() == "iterations = 7\n"
         assert not (tmp_path / "plan.toml.tmp").exists()
         (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
     cli._save_plan(Plan(), tmp_path / "nowhere" / "plan.toml", continued=True)
-    assert "No such file or directory; the run goes on" in capsys.readouterr().err
+    assert "No such file or directory; the run continues" in capsys.readouterr().err
 
 
 def test_help_lists_every_setting_with_its_default_and_the_exit_codes() -> None:
