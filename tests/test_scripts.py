@@ -231,7 +231,7 @@ class TestTrain:
         assert (run_dir / "node0-worker0.log").exists()
         again = train(*command, NUM_WORKERS="1", RESUME="1", LSGD_ITERATIONS="40")
         assert again.returncode == 0, again.stdout + again.stderr
-        assert "continues after 30 iterations" in again.stdout and "; 40 iterations" in again.stdout
+        assert "resumes after 30 iterations" in again.stdout and "; 40 iterations" in again.stdout
 
     def test_wrong_use(self, train, tmp_path):
         for arguments, variables, reason in [

@@ -54,7 +54,10 @@ _PATH: Any = click.Path(path_type=Path)
     help="Global: keep the run in this file; restarted with it, the server continues the same run.",
 )
 @click.option(
-    "--continue", "continues", is_flag=True, help="Global: continue the run in the --journal, or end; start no new run."
+    "--continue",
+    "continues",
+    is_flag=True,
+    help="Global: start no new run; continue the one in the --journal, or stop.",
 )
 @click.option(
     "--results", type=_PATH, help="Global: write metrics.jsonl, a line for each round, and result.json to this folder."

@@ -149,7 +149,7 @@ class Why(enum.Enum):
     PHASE = "phase {number}: {algorithm}, from iteration {count} on"
     PERIOD = "period {period}: {reason}"
     GENERATION = "generation {number}: {workers} on {nodes}, over {transport}{why}"
-    RESUMED = "continues after {count} iterations, from checkpoints of {holders}{takers}"
+    RESUMED = "resumes after {count} iterations, from checkpoints of {holders}{takers}"
     NO_HOLDER = "nobody who has completed the last global round is left"
     GONE_BACK = (
         "the workers that had the run's model after {count} iterations are gone: it goes back to checkpoints of "

@@ -214,7 +214,7 @@ def test_an_island_goes_on_from_its_checkpoints_with_any_number_of_processes(isl
                 again.island(index, *how, size=size, LSGD_RESUME=str(tmp_path / "checkpoints"))
             for process in again.processes:
                 process.succeeds()
-            assert "continues after 60 iterations, from checkpoints of node0/worker0, node0/worker1" in server.output
+            assert "resumes after 60 iterations, from checkpoints of node0/worker0, node0/worker1" in server.output
             after.append([again.result(0, 0), again.result(0, 1)])
         finally:
             again.close()

@@ -62,7 +62,7 @@ def test_a_run_that_was_killed_and_goes_on_ends_with_the_same_bits(
     kill_all(*start(cluster, workers, *arguments, worker=(*options, "--die-in-round", die_in_round)))
     killed, (*_, last) = newest(cluster)
     servers, processes = start(cluster, workers, *arguments, worker=options, **going_on(cluster))
-    assert f"continues after {last} iterations" in finish(servers, processes, 40 * workers)
+    assert f"resumes after {last} iterations" in finish(servers, processes, 40 * workers)
     for index in range(workers):
         result = cluster.result(0, index)
         made = last // workers
@@ -88,7 +88,7 @@ def test_a_run_goes_on_with_other_workers_and_makes_exactly_its_iterations(clust
     servers, workers = start(cluster, 3, *arguments, "--iterations", str(last + 50), **going_on(cluster))
     output = finish(servers, workers, last + 50)
     assert (
-        f"continues after {last} iterations, from checkpoints of node0/worker0; "
+        f"resumes after {last} iterations, from checkpoints of node0/worker0; "
         "taking over their model: node0/worker1, node0/worker2"
     ) in output
     assert f"goes on from {checkpoint_path(folder, run, last, 'node0/worker0')}: {last} iterations" in (
@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_other_workers_and_makes_exactly_its_iterations(clust
 
     servers, workers = start(cluster, 1, *arguments, "--iterations", str(last + 50), **going_on(cluster))
     finish(servers, workers, last + 50)
-    workers[0].says(rf"stops after 0 iterations: all {last + 50} iterations were made before it was resumed")
+    workers[0].says(rf"stops after 0 iterations: all {last + 50} iterations were done before it was resumed")
 
 
 def test_checkpoints_that_cannot_be_written_are_a_warning(cluster) -> None:
@@ -127,7 +127,7 @@ def test_a_worker_that_loses_its_servers_saves_its_state(cluster) -> None:
     path = checkpoint_path(cluster.folder / CHECKPOINTS, run, count, "node0/worker0")
     assert f"its state is saved in {path}; when the servers can run again, go on from it" in worker.output
     servers, workers = start(cluster, 1, *arguments, "--iterations", str(count + 9), **going_on(cluster))
-    assert f"continues after {count} iterations" in finish(servers, workers, count + 9)
+    assert f"resumes after {count} iterations" in finish(servers, workers, count + 9)
 
 
 def test_a_run_whose_model_is_no_number_fails_and_leaves_its_last_good_checkpoint(cluster) -> None:
@@ -149,4 +149,4 @@ def test_a_run_whose_model_is_no_number_fails_and_leaves_its_last_good_checkpoin
 
     server, locals_ = cluster.start("--workers", "1", *every, "--iterations", "40")
     again = cluster.worker("crash", 0, 0, **going_on(cluster))
-    assert "continues after 16 iterations" in finish([server, *locals_], [again], 40)
+    assert "resumes after 16 iterations" in finish([server, *locals_], [again], 40)

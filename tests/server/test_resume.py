@@ -25,7 +25,7 @@ def test_the_count_goes_on_from_the_highest_checkpoint_and_those_without_it_take
     assert (round.count, round.source, round.new, round.leader) == (200, 1, (0, 2), 1)
     assert not round.checkpoint
     assert bench.notes[0] == (
-        "continues after 200 iterations, from checkpoints of node0/worker1, node1/worker1; "
+        "resumes after 200 iterations, from checkpoints of node0/worker1, node1/worker1; "
         "taking over their model: node0/worker0, node1/worker0"
     )
     assert bench.ledger.count == 200
@@ -40,7 +40,7 @@ def test_the_count_goes_on_from_the_highest_checkpoint_and_those_without_it_take
 def test_checkpoints_of_all_members_leave_no_newcomer() -> None:
     bench = resumed(0, w00=64, w01=64)
     assert bench.round("00", "01").new == ()
-    assert bench.notes[0] == "continues after 64 iterations, from checkpoints of node0/worker0, node0/worker1"
+    assert bench.notes[0] == "resumes after 64 iterations, from checkpoints of node0/worker0, node0/worker1"
 
 
 @pytest.mark.parametrize("runs", ["abb", "bba", "bab"])
