@@ -4,11 +4,11 @@ import hashlib
 import math
 
 RULES = ("random", "progress", "probe", "loss")
-"""By lot; the lowest loss beside the worker's own usual one; the lowest loss on a batch that all have in common; the
-lowest loss (Leader SGD's paper)."""
+"""By lot; the lowest loss relative to the worker's usual one; the lowest loss on a batch that all share; the lowest
+loss (Leader SGD's paper)."""
 
 USUAL_SHARE = 0.25
-"""Share of a new loss in a worker's usual one."""
+"""Weight of a new loss in a worker's usual one."""
 
 
 def usual_loss(before: float | None, loss: float) -> float:
@@ -17,13 +17,13 @@ def usual_loss(before: float | None, loss: float) -> float:
 
 
 def standing(rule: str, loss: float, usual: float | None, lot: str) -> tuple[bool, float]:
-    """Return a candidate's standing in an election, which the least wins.
+    """Return a candidate's standing in an election; the lowest wins.
 
     Args:
         rule: of :data:`RULES`.
-        loss: the candidate's, under ``probe`` that of its probe; infinite if it has no finite one, and then it stands
-            behind all that have one.
-        usual: as :func:`usual_loss` has it.
+        loss: the candidate's, under ``probe`` that of its probe; infinite if it has no finite one, which puts it behind
+            all that have one.
+        usual: the candidate's :func:`usual_loss`.
         lot: names the run, the round and the candidate; decides by lot, equally on every machine.
     """
     lossless = math.isinf(loss)

@@ -58,7 +58,7 @@ class EvictedError(JoinError):
 
 
 class IslandError(EvictedError):
-    """Another process of this worker's island has ended or hangs: the island is started again, and joins anew."""
+    """Another process of this worker's island has ended or hangs: the island restarts, and joins again."""
 
 
 class ServerLostError(LsgdError):

@@ -1,4 +1,4 @@
-"""Text for people, written by a thread of its own: nobody waits for its reader; what nobody takes in is counted."""
+"""Writes text for people in a separate thread: nobody waits for its reader, and lost lines are counted."""
 
 import errno
 import os
@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 MAX_WAITING_NCHARS = 8 << 20
-"""How much text waits to be read; what comes after that is dropped."""
+"""Most text that waits to be read; more is dropped."""
 
 _GONE = (errno.EPIPE, errno.EBADF, errno.ENXIO)
 
 
 def append(descriptor: int, data: bytes) -> None:
-    """Append all of this to a file, or nothing.
+    """Append all of ``data`` to a file, or nothing.
 
     Raises:
         OSError: it cannot be written: the disk is full, say.
@@ -32,7 +32,7 @@ def append(descriptor: int, data: bytes) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place, and put it there: what was there stays until all of the new one is.
+    """Replace a file by a new one as a whole: the old one stays until the new one is complete.
 
     Raises:
         OSError: it cannot be written: the disk is full, say.
@@ -48,12 +48,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class Output:
-    """Writes texts in order: to a terminal held by Ctrl-S, a pipe that nobody reads, a file on a full disk.
+    """Writes texts in order, even to a terminal held by Ctrl-S, a pipe that nobody reads, or a file on a full disk.
 
-    The thread begins with the first text, so that whoever forks before has one thread.
+    The thread starts with the first text, so a process that forks before then has one thread.
 
     Args:
-        missing: returns the text that stands for this many lines which could not be written.
+        missing: returns the text that replaces this many lost lines.
     """
 
     def __init__(self, missing: Callable[[int], str]) -> None:
@@ -67,7 +67,7 @@ class Output:
         self._thread: threading.Thread | None = None
 
     def put(self, descriptor: int, text: str) -> None:
-        """Write a text soon, or drop it if too much waits; an empty one only tells what is missing."""
+        """Write a text soon, or drop it if too much waits; an empty one only reports lost lines."""
         with self._changed:
             if text and self._nchars >= MAX_WAITING_NCHARS / (2 if self._lost else 1):  # one gap, not many
                 self._lost += text.count("\n")
@@ -89,8 +89,8 @@ class Output:
         """Wait until all is written, and return whether it is.
 
         Args:
-            within_s: for so long at most, in seconds.
-            tries: how many times that, if some of the text was taken in each time.
+            within_s: longest wait, in seconds.
+            tries: how many such waits, as long as each one gets some text written.
         """
         with self._changed:
             for _ in range(tries):
@@ -117,11 +117,11 @@ class Output:
                 self._changed.notify_all()
 
     def _write(self, descriptor: int, data: bytes) -> bool:
-        """Write all of this; return False if it cannot be written now: a disk is full, say."""
+        """Write all of ``data``; return False if it cannot be written now: a disk is full, say."""
         while data:
             try:
                 count = os.write(descriptor, data)
-            except BlockingIOError:  # somebody who has the other end, or a copy, wants it so
+            except BlockingIOError:  # whoever has the other end, or a copy, made it non-blocking
                 waiting = select.poll()
                 waiting.register(descriptor, select.POLLOUT)
                 waiting.poll()

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 class Registry(Mapping[str, type[T]], Generic[T]):
     """Classes by their ``name``, found at first use.
 
-    lsgd's own are found by looking through a package, which needs no installation. Others come from entry points,
-    whose name is the class's name. One that cannot be loaded is skipped with a warning; the others still load.
+    lsgd's own are found by searching a package, which needs no installation. Others come from entry points, whose name
+    is the class's name. One that cannot be loaded is skipped with a warning; the others still load.
 
     Args:
         package: its modules define the classes.

@@ -39,8 +39,7 @@ def setting(
     raises ConfigError for a wrong value, for rules that ``choices`` cannot express. ``auto``: a whole number from 1, or
     0, which is written :data:`AUTO` and means that the servers choose.
     """
-    metadata = {"meaning": meaning, "low": low, "high": high, "choices": choices, "fixed": fixed, "auto": auto}
-    metadata["valid"] = valid
+    metadata = dict(meaning=meaning, low=low, high=high, choices=choices, valid=valid, fixed=fixed, auto=auto)
     return field(default=default, metadata=metadata)
 
 
@@ -70,7 +69,7 @@ class AlgorithmSettings:
     summary: ClassVar[str]
 
     elects: ClassVar[bool] = False
-    """Whether a worker that is elected gives others its model."""
+    """Whether an elected worker gives others its model."""
 
     islands: ClassVar[bool] = False
     """Whether workers with sharded models can use it: it asks the group whether all processes of a worker agree
@@ -107,7 +106,7 @@ class AlgorithmSettings:
         raise NotImplementedError
 
     def obstacle_to_offload(self) -> str:
-        """Return in words why what these settings exchange cannot be in host memory; an empty text: it can."""
+        """Return in words why what these settings exchange cannot be in host memory; empty if it can."""
         return ""
 
     def create(self, parameters: "Flat", run: str = "") -> "Algorithm":
@@ -139,16 +138,15 @@ def checked(cls: type, name: str, value: Any, origin: str) -> Any:
         ConfigError: it has the wrong type or is out of range; the message names ``origin``.
     """
     spec = fields(cls)[name]
-    kind = typing.get_type_hints(cls)[name]
+    meta, kind = spec.metadata, typing.get_type_hints(cls)[name]
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
-    if spec.metadata["auto"]:
+    if meta["auto"]:
         if value == AUTO or (value == 0 and type(value) is int):
             return 0
         wanted += f", or {AUTO}"
     converted = _converted(kind, value)
     if converted is None:
         raise ConfigError(f"{origin}: {name} = {value!r} is not {wanted}")
-    meta = spec.metadata
     if meta["valid"]:
         try:
             meta["valid"](converted)

@@ -153,7 +153,7 @@ def test_the_installed_wheel_trains(installed, tmp_path):
         *("-m", "lsgd.client", "launch", "--workers", "1", "--port", "0", "--plan", str(plan)),
         *("--run-dir", str(tmp_path / "run"), "--", str(installed), str(script)),
     )
-    assert "the run is over: all 40 iterations are made; 40 iterations" in output
+    assert "the run is over: all 40 iterations are done; 40 iterations" in output
 
 
 @slow

@@ -97,7 +97,7 @@ def record(**changes: Any) -> Record:
     kept: dict[str, Any] = {
         "limit": 100,
         "codes": {"node0": 0},
-        "output": {"node0": "[global] 00:00:01 the run is over: all 100 iterations are made; 100 iterations\n"},
+        "output": {"node0": "[global] 00:00:01 the run is over: all 100 iterations are done; 100 iterations\n"},
         "runs": ["r"],
         "made": 101,
         "results": results,

@@ -1,4 +1,4 @@
-"""How many global rounds a run will make, by its plan."""
+"""How many global rounds a run will have, by its plan."""
 
 from dataclasses import replace
 
@@ -7,14 +7,14 @@ from lsgd.plan.plan import Phase, Plan, variable
 from lsgd.settings import AlgorithmSettings, fields
 
 FEW_ROUNDS = 20
-"""Fewer exchanges of models than that leave workers which have mostly trained alone."""
+"""With fewer exchanges of models than this, workers have mostly trained alone."""
 
 _PERIODS = ("period", "interval")
-"""What algorithms call the setting of how many iterations lie between two rounds."""
+"""Names of the setting for the iterations between two rounds."""
 
 
 def planned_rounds(plan: Plan, workers: int) -> int | None:
-    """Return how many global rounds so many workers make, which all stay; None: the run has no number of iterations.
+    """Return how many global rounds the run has if all workers stay; None: its number of iterations is not set.
 
     One begins each phase, one follows whenever its period is over, and the last one makes the consensus.
     """
@@ -29,7 +29,7 @@ def planned_rounds(plan: Plan, workers: int) -> int | None:
 
 
 def forecast(plan: Plan, workers: int) -> list[str]:
-    """Return what to tell people at the start: how many global rounds there will be, and whether that is few."""
+    """Return lines for the start of the run: how many global rounds it will have, and whether that is few."""
     run, rounds = plan.run, planned_rounds(plan, workers)
     if shares := [phase.algorithm.time_share for phase in plan.phases if phase.algorithm.time_share]:
         return [
@@ -50,7 +50,7 @@ def forecast(plan: Plan, workers: int) -> list[str]:
 
 
 def _rounds(algorithm: AlgorithmSettings, iterations: int, workers: int) -> int:
-    """Return how many rounds of all workers begin in so many iterations."""
+    """Return how many rounds of all workers begin in ``iterations``."""
     schedule = algorithm.schedule()
     if schedule.lockstep:
         return iterations // workers
@@ -65,7 +65,7 @@ def _often(plan: Plan) -> str:
 
 
 def _advice(plan: Plan, workers: int) -> str:
-    """Return which setting to change to what, for as many rounds as are not few."""
+    """Return which settings to change, and to what, for enough rounds."""
     run, (phase, *others) = plan.run, plan.phases
     longer = f"{variable('iterations')}={_enough_iterations(plan, workers)}"
     shorter = None if others else _shorter(phase, run.iterations, workers)
@@ -75,7 +75,7 @@ def _advice(plan: Plan, workers: int) -> str:
 
 
 def _enough_iterations(plan: Plan, workers: int) -> int:
-    """Return a round number of iterations that make enough rounds: the last phase continues."""
+    """Return a round number of iterations for enough rounds, all added to the last phase."""
     last = plan.phases[-1].algorithm.schedule().period
     missing = (FEW_ROUNDS - (planned_rounds(plan, workers) or 0)) * last * workers
     step: int = 10 ** max(0, len(str(plan.run.iterations + missing)) - 2)
@@ -83,14 +83,14 @@ def _enough_iterations(plan: Plan, workers: int) -> int:
 
 
 def _shorter(phase: Phase, iterations: int, workers: int) -> str | None:
-    """Return the variables of a period that is short enough; None: even one iteration is not, or it has no name."""
+    """Return the variables that make the period short enough; None: none does, or the algorithm has no period."""
     algorithm = phase.algorithm
     names = [name for name in _PERIODS if name in fields(type(algorithm))]
     period, local_period = iterations // (workers * (FEW_ROUNDS - 1)), algorithm.schedule().local_period
     if not names or not 1 <= period < algorithm.schedule().period:
         return None
     changes = {names[0]: period}
-    if "local_period" in fields(type(algorithm)):  # which divides the other
+    if "local_period" in fields(type(algorithm)):  # which divides the period
         changes |= {"period": period - period % local_period} if period >= local_period else {"local_period": period}
     try:
         replace(algorithm, **changes)

@@ -67,8 +67,7 @@ class Plan:
     def _check_offload(self) -> None:
         if self.run.transport == "nccl":
             raise ConfigError(
-                "offload = true, but transport = 'nccl' carries nothing from the CPU's memory; set transport to auto "
-                "or tcp"
+                "offload = true, but transport = 'nccl' cannot send from the CPU's memory; set transport to auto or tcp"
             )
         for phase in self.phases:
             if obstacle := phase.algorithm.obstacle_to_offload():
@@ -76,7 +75,7 @@ class Plan:
 
     @property
     def transport(self) -> str:
-        """The setting ``transport``; what is offloaded travels over TCP where that is ``auto``."""
+        """The setting ``transport``; with ``auto``, offloaded models travel over TCP."""
         return "tcp" if self.run.offload and self.run.transport == "auto" else self.run.transport
 
     @property
@@ -90,7 +89,7 @@ class Plan:
         return self.run.loss_window or self.algorithm.schedule().local_period
 
     def obstacle_to_islands(self) -> str:
-        """Return in words why workers with sharded models cannot take part; an empty text: they can."""
+        """Return in words why workers with sharded models cannot take part; empty if they can."""
         names = [phase.algorithm.name for phase in self.phases if not phase.algorithm.islands]
         return f"the algorithm {names[0]} is not made for that; choose another one, such as local" if names else ""
 
@@ -275,7 +274,7 @@ def _algorithm(sourced: Mapping[str, tuple[Any, str]]) -> AlgorithmSettings:
 
 
 def _derive_local_period(sourced: dict[str, tuple[Any, str]]) -> None:
-    """Where a period is given alone, add the largest local period up to the default that divides it, or itself."""
+    """If a period is given alone, add the largest local period up to the default that divides it, or itself."""
     cls = ALGORITHMS.get(str(sourced.get("name", (DEFAULT.name, ""))[0]))
     if cls is None or "period" not in sourced or "local_period" not in fields(cls).keys() - sourced.keys():
         return

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from lsgd.settings import setting
 
 LENGTH_SETTINGS = ("iterations", "seconds")
-"""Those that may change during a run, at once."""
+"""Settings that may change during a run, at once."""
 
 
 @dataclass(frozen=True)

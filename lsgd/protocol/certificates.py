@@ -1,4 +1,4 @@
-"""The certificate of a run: with it members know each other when they exchange tensors over TLS."""
+"""The certificate of a run, by which members recognize each other when they exchange tensors over TLS."""
 
 import datetime
 import hashlib
@@ -11,11 +11,11 @@ _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)  
 def run_certificate(secret: bytes, run: str) -> bytes:
     """Return the key and the certificate of a run as PEM text: always the same for the same arguments.
 
-    So a global server that is started again hands out the same one, and no file has it. All members of a run have
-    this one certificate, and trust no other.
+    So a restarted global server hands out the same one, and no file contains it. All members of a run share this
+    certificate and trust no other.
 
     Args:
-        secret: what only the global server knows; the certificate's key cannot be told without it.
+        secret: known to the global server alone; nobody can derive the certificate's key without it.
         run: identity of the run.
     """
     from cryptography import x509

@@ -1,8 +1,8 @@
-"""What happens in a run, as the global server tells it to whoever asks: the events, and their MessagePack form.
+"""The events of a run, which the global server sends to whoever asks, and their MessagePack form.
 
-A happening is a small record of one fact. The server's stream numbers them from 1 and stamps them with the time; that
-is an :class:`Event`. They travel in :class:`lsgd.protocol.messages.Events`. Reasons are words for people with a code
-for programs (lsgd/server/reasons.py); states of workers and of the run are those of ``lsgd status --json``.
+A happening is a small record of one fact. The server's stream numbers happenings from 1 and stamps them with the time,
+which makes each an :class:`Event`. They travel in :class:`lsgd.protocol.messages.Events`. Reasons are words for people
+with a code for programs (lsgd/server/reasons.py); states of workers and of the run are those of ``lsgd status --json``.
 """
 
 from dataclasses import dataclass, field
@@ -25,14 +25,14 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChanged:
-    """A worker has come to another state, for a reason if there is one to tell.
+    """A worker has changed its state.
 
     Args:
         worker: its name.
         state: ``live`` or ``held`` (rounds wait for it), ``straggler``, ``cut``, ``away`` (it paused, or has only to
             leave) or ``left``.
         code: of the reason: ``silent``, ``failed``, ``replaced``, ``paused``, ...
-        reason: in words.
+        reason: in words; empty if there is none.
     """
 
     worker: str
@@ -43,7 +43,7 @@ class WorkerChanged:
 
 @dataclass(frozen=True, slots=True)
 class GenerationBegan:
-    """Workers form a generation; ``reason`` says why the one before has ended, if there was one."""
+    """Workers form a generation; ``reason`` says why the previous one ended, if there was one."""
 
     generation: Generation
     code: str
@@ -57,11 +57,11 @@ class RoundOrdered:
     Args:
         round: its id.
         scope: ``local`` or ``global``.
-        node: that a local round is of; -1: a global one.
+        node: of a local round; -1: the round is global.
         worker: who leads it.
         count: the run's iterations when it was ordered.
         seconds: since the run's first round.
-        losses: by worker, as they were at the time; of the first workers in rank order, and the leader.
+        losses: by worker at that time, of the first workers in rank order and the leader.
     """
 
     round: int
@@ -80,8 +80,7 @@ class RoundCompleted:
     Args:
         round: its id.
         took_s: since it was ordered; None if another server ordered it.
-        sent_nbytes: what its members have sent since the rounds that each had completed before; None if one did not
-            say.
+        sent_nbytes: what its members have sent, each since its previous round; None if one did not report it.
     """
 
     round: int
@@ -134,7 +133,7 @@ class RunChanged:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A line that the server has printed, of whatever kind: all of them make the log. The code may be empty."""
+    """A line that the server has printed; together they are its log. The code may be empty."""
 
     code: str
     words: str
@@ -142,17 +141,17 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgress:
-    """A worker of the run, as of a :class:`Progress`.
+    """A worker of the run at the time of a :class:`Progress`.
 
-    The totals are those of ``worker.timings``, as its last heartbeat said: of this process, so a process that takes
-    its place begins at 0 again.
+    The totals are those of ``worker.timings`` in its last heartbeat. They are its process's: a process that replaces
+    it begins at 0.
 
     Args:
         worker: its name.
         rank: in the generation; -1: outside it.
         state: as in :class:`WorkerChanged`; ``held``: its request waits for an answer.
-        done: iterations it has made, those of its earlier processes included.
-        loss: as it last reported it; None: there is none, or it is not finite.
+        done: iterations it has made, including those of its earlier processes.
+        loss: as it last reported it; None: there is none, or it is non-finite.
         heard_s: seconds since it was last heard.
         compute_s: seconds in its steps.
         waiting_s: seconds of waiting for the servers and the others.
@@ -176,7 +175,7 @@ class WorkerProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the run is, told every second (more rarely where there are more than 1,000 workers).
+    """How far the run is, every second (less often with more than 1,000 workers).
 
     Args:
         seconds: since the first round; 0 before it.
@@ -186,7 +185,7 @@ class Progress:
         count: iterations made by all.
         iterations: the limit; 0: there is none.
         share: of the run that is made, 0 to 1.
-        workers: those that are in the run, in rank order; the first 4,096.
+        workers: those in the run, in rank order; at most 4,096.
         logged: numbers that scripts have logged (``worker.log``), by name: the mean over live workers that have one.
     """
 
@@ -215,7 +214,7 @@ Happening = (
     | Note
     | Progress
 )
-"""What an event may tell of; the place of each is its kind on the wire."""
+"""What an event can report; its position is its kind on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +223,8 @@ class Event:
 
     Args:
         seq: its number in the server's stream, from 1 without a gap.
-        time: when the server told of it, in seconds since the epoch by the server's clock.
-        what: has happened.
+        time: when the server published it, in seconds since the epoch by the server's clock.
+        what: the fact.
     """
 
     seq: int
@@ -238,13 +237,13 @@ _KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
 
 
 def encode_event(time: float, what: Happening) -> bytes:
-    """Return an event, but for its number, as MessagePack: its time, its kind and its fields."""
+    """Return an event without its number as MessagePack: its time, its kind and its fields."""
     cls: type = type(what)
     return packed((time, _KINDS[cls], *values_of(cls)(what)))
 
 
 def decode_event(seq: int, item: bytes) -> Event:
-    """Return the event ``seq`` from what :func:`encode_event` made of it.
+    """Return the event ``seq`` from what :func:`encode_event` returned.
 
     Raises:
         ProtocolError: it is not one well-formed event.
@@ -252,4 +251,4 @@ def decode_event(seq: int, item: bytes) -> Event:
     match unpacked(item):
         case (float(time), int(kind), *values) if 0 <= kind < len(_CLASSES):
             return Event(seq, time, build(_CLASSES[kind], tuple(values)))
-    raise ProtocolError("an event that starts with no time and no known kind")
+    raise ProtocolError("an event that does not start with a time and a known kind")

@@ -69,7 +69,7 @@ def build(cls: type, values: tuple[Any, ...]) -> Any:
     """Return an instance of a dataclass from the values of its fields.
 
     Raises:
-        ProtocolError: they are too many or too few, or one is of another type.
+        ProtocolError: there are too many or too few, or one has the wrong type.
     """
     checks = _checks(cls)
     if len(values) != len(checks):

@@ -8,7 +8,7 @@ import zmq
 from zmq.utils import z85
 
 MAX_LIES = 256
-"""Most lines about peers that lie which are kept until they are said."""
+"""Most lines about lying peers that are kept until they are reported."""
 
 
 class ListenerKeys(Protocol):
@@ -20,10 +20,10 @@ class ListenerKeys(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why the list of who may connect is an older one than its file; empty if it is not."""
+        """Why an older list of allowed keys is in use than that in its file; empty if it is up to date."""
 
     def allowed(self, public: bytes) -> str:
-        """Return the name of a key that may connect now, or an empty text. Called in a thread of the listener's."""
+        """Return the name of a key that may connect now, or an empty text. Called in the authenticator's thread."""
 
 
 class Gate:
@@ -49,29 +49,29 @@ class Gate:
         return bool(name)
 
     def admits(self, peer: bytes, part: zmq.Frame) -> bool:
-        """Return whether a part of a message came from who its peer says that it is."""
+        """Return whether a part of a message came from the peer that it claims to be from."""
         name = self._names.get(property_of(part, "User-Id"), b"")
         if name and peer.partition(b"#")[0] == name:
             return True
-        lie = f"dropped a message of {name.decode()}, which calls itself {peer!r}"
+        lie = f"dropped a message from {name.decode()}, which calls itself {peer!r}"
         if lie not in self._refusals:
             self._refusals.append(lie)
         return False
 
     def refusals(self) -> Iterator[str]:
-        """Yield a line for each lie since the last call, and for a list of keys that cannot be taken."""
+        """Yield a line for each lie since the last call, and one if the list of keys is unusable."""
         if trouble := self._keys.trouble:
             yield trouble
         while self._refusals:
             yield self._refusals.popleft()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._authenticator.stop()
 
 
 def property_of(part: zmq.Frame, name: int | str) -> Any:
-    """Return a property of the connection that a part came over; None for what speaks an old ZeroMQ by chance."""
+    """Return a property of the connection that a part came over; None if the peer speaks an old ZeroMQ."""
     try:
         return part.get(name)
     except zmq.ZMQError:

@@ -1,4 +1,4 @@
-"""What peers have sent and nobody has handled yet: in order for each peer, and the peers in turns."""
+"""Messages that nobody has handled yet: each peer's in order, and the peers in turns."""
 
 import time
 from collections import Counter, deque
@@ -11,9 +11,9 @@ MAX_CHUNK = 128
 """Most frames of one peer before the others have their turn."""
 
 MAX_WAITING_NBYTES = 16 << 20
-"""How much of one peer may wait; what it sends beyond that is dropped. All that is not answered is said again."""
+"""How much of one peer's may wait; the rest is dropped. Peers send again what is not answered."""
 
-_PART_NBYTES = 64  # what a part costs besides its bytes
+_PART_NBYTES = 64  # memory that a part takes besides its bytes
 
 
 class Inbox:
@@ -25,7 +25,7 @@ class Inbox:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._queues: dict[bytes, _Queue] = {}  # the one whose turn it is first
+        self._queues: dict[bytes, _Queue] = {}  # the next in turn first
         self._dropped: Counter[bytes] = Counter()
 
     def __bool__(self) -> bool:
@@ -43,7 +43,7 @@ class Inbox:
             queue.put(part)
 
     def take(self, until: float) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield (peer, frames), a bounded number of frames for each peer in turn, and stop at ``until``, a time."""
+        """Yield (peer, frames), a bounded number of frames for each peer in turn, until the time ``until``."""
         while self._queues:
             peer = next(iter(self._queues))
             queue = self._queues.pop(peer)
@@ -56,7 +56,7 @@ class Inbox:
                 return
 
     def losses(self) -> Iterator[str]:
-        """Yield a line for each peer of which something was dropped since the last call."""
+        """Yield a line for each peer whose messages were dropped since the last call."""
         for peer, count in self._dropped.items():
             yield f"dropped {count} messages from {peer!r}: it sends faster than they can be handled"
         self._dropped.clear()

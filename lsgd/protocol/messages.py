@@ -22,11 +22,11 @@ MAX_NBYTES = 1 << 20
 """Size of the largest frame that is parsed, in bytes."""
 
 MAX_LOGGED, MAX_LOGGED_NAME = 32, 64
-"""How many numbers of its user's own a worker tells, and how many characters the name of one has, at most."""
+"""Most numbers that a worker reports from its script, and most characters in the name of one."""
 
 
 class VersionError(ProtocolError):
-    """A greeting of another protocol version."""
+    """A greeting in another protocol version."""
 
     def __init__(self, version: int) -> None:
         super().__init__(f"the peer speaks version {version} of the protocol, this side speaks {PROTOCOL}")
@@ -153,7 +153,7 @@ class Request:
 class Heartbeat:
     """A worker's process is alive, whatever it is doing; not answered.
 
-    The rest are the totals of its ``timings``, and the last numbers that its script has logged by name, for people.
+    The other fields are the totals of its ``timings`` and the last numbers that its script logged, by name.
     """
 
     worker: str
@@ -171,8 +171,8 @@ class Done:
     """A worker has completed a round, or failed to do so; ``error`` says why.
 
     ``broken``: ranks of the round's generation that cannot reach each other, one pair after the other;
-    ``sent_nbytes``: what it has sent in all rounds since it joined; ``missed``: in a round that is probed, the nodes
-    that cannot dial each other as :class:`Generation` has them, None where that was not found out.
+    ``sent_nbytes``: what it has sent in all rounds since it joined; ``missed``: in a probed round, the nodes that
+    cannot dial each other, as in :class:`Generation`; None if that is unknown.
     """
 
     worker: str
@@ -309,7 +309,7 @@ class StatusQuery:
 
 @dataclass(frozen=True, slots=True)
 class EventsQuery:
-    """An operator asks for what has happened after the event ``after``; answered by :class:`Events`."""
+    """An operator asks for the events after number ``after``; answered by :class:`Events`."""
 
     protocol: int
     after: int
@@ -317,14 +317,14 @@ class EventsQuery:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What has happened in a run, as far as it fits into a message.
+    """Events of a run, as many as fit into a message.
 
     Args:
-        epoch: of the stream, which is another one after a restart of the server; then the numbers begin anew.
+        epoch: identifies the stream; a restarted server has a new one, whose numbers begin at 1 again.
         first: number of the first event in ``items``.
-        last: number of the last event that there is.
-        lost: how many before ``first`` were asked for and are kept no more.
-        items: events one after the other, each as :mod:`lsgd.protocol.events` reads them.
+        last: number of the last event so far.
+        lost: how many of the requested events before ``first`` are no longer kept.
+        items: the events in order, each as :func:`lsgd.protocol.events.encode_event` returns it.
     """
 
     epoch: str
@@ -345,7 +345,7 @@ class Generation:
         node_sizes: number of members on each.
         indices: each member's index on its machine, in rank order.
         transport: what carries tensors: ``tcp``, ``gloo`` or ``nccl``.
-        missed: nodes that cannot dial each other, one pair after the other: who cannot, and whom. Empty as ``nodes``.
+        missed: pairs of nodes, one after the other: the first cannot dial the second. Empty when ``nodes`` is.
     """
 
     number: int
@@ -377,7 +377,7 @@ class Generation:
     @property
     def members(self) -> tuple[str, ...]:
         """Their names in rank order."""
-        return _member_names(self.nodes, self.node_sizes, self.indices)
+        return _member_names(self)
 
 
 def worker_name(node: int, index: int) -> str:
@@ -386,9 +386,8 @@ def worker_name(node: int, index: int) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _member_names(nodes: tuple[int, ...], node_sizes: tuple[int, ...], indices: tuple[int, ...]) -> tuple[str, ...]:
-    homes = itertools.chain.from_iterable(map(itertools.repeat, nodes, node_sizes))
-    return tuple(map(worker_name, homes, indices))
+def _member_names(generation: Generation) -> tuple[str, ...]:
+    return tuple(map(worker_name, generation.homes, generation.indices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,10 +398,10 @@ class Round:
         id: counts rounds of the run, from 1.
         generation: its members take part in global rounds; those of one node in a local round.
         scope: ``local`` (one node) or ``global`` (all; begins with a local round in every node).
-        leader: rank that was elected of all that take part.
-        leaders: for each node of the generation, the rank that was elected there; -1 if the node takes no part.
+        leader: rank elected among all that take part.
+        leaders: for each node of the generation, the rank elected there; -1 if the node takes no part.
         exchanges: number of global rounds before this one; the same on all members, also after failures.
-        new: ranks of newcomers, which take over the state of ``source`` before the exchange.
+        new: ranks of newcomers, which receive the state of ``source`` before the exchange.
         source: rank of the member that sends its state to newcomers.
         final: the round that makes the consensus model.
         algorithm: the algorithm's name and settings from this round on, as JSON; empty: unchanged.
@@ -436,10 +435,10 @@ class Welcome:
         rank: its expected rank in its first generation.
         world_size: the expected number of workers there.
         warnings: differences between versions that are not fatal.
-        certificate: the run's key and certificate (PEM), for the connections that tensors travel on; empty: these
-            are not encrypted.
+        certificate: the run's key and certificate (PEM), for connections that carry tensors; empty: these are not
+            encrypted.
         relay: address of the relay; empty: there is none.
-        relay_secret: what members prove to know there.
+        relay_secret: by which members prove to the relay that they are members.
     """
 
     run: str
@@ -588,7 +587,7 @@ Message = (
     | EventsQuery
     | Events
 )
-"""All that is sent; the place of each is its kind on the wire."""
+"""Every message; its position is its kind on the wire."""
 
 _CLASSES: tuple[type, ...] = get_args(Message)
 _KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
@@ -635,7 +634,7 @@ def decode(frame: bytes) -> Message:
         raise ProtocolError(f"a frame of {len(frame)} bytes, more than the {MAX_NBYTES} allowed")
     items = unpacked(frame)
     if type(items) is not tuple or not items or type(items[0]) is not int or not 0 <= items[0] < len(_CLASSES):
-        raise ProtocolError("a frame that starts with no known kind of message")
+        raise ProtocolError("a frame that does not start with a known kind of message")
     cls = _CLASSES[items[0]]
     if cls in _GREETINGS and len(items) > 1 and type(items[1]) is int and items[1] != PROTOCOL:
         raise VersionError(items[1])

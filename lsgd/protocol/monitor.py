@@ -1,7 +1,7 @@
-"""What libzmq reports of a TCP socket: how handshakes end, and which connections are strangers' so far.
+"""Reads libzmq's reports about a TCP socket: how handshakes end, and which connections are still strangers'.
 
-Where its reports are not read libzmq waits for room, and serves nobody meanwhile. So they have room without limit, and
-the owner of the socket takes them at every turn.
+If nobody reads the reports, libzmq blocks when their queue is full, and serves nobody. So the queue has no limit, and
+the owner of the socket empties it at every turn.
 """
 
 import errno
@@ -14,13 +14,13 @@ from itertools import islice
 import zmq
 
 MAX_STRANGERS = 1024
-"""Most connections over which no known peer has spoken yet; the oldest of more are cut."""
+"""Most connections over which no known peer has spoken yet; beyond that, the oldest are cut."""
 
 MAX_REPORTS = 16_384
-"""Most reports taken in one turn. libzmq makes some 10,000 connections a second, and a daemon has ten turns."""
+"""Most reports read in one turn. libzmq accepts some 10,000 connections a second, and a daemon has ten turns."""
 
 LOOK_EVERY_S = 0.02
-"""How often reports are taken while messages come: each look is a system call."""
+"""How often reports are read while messages arrive: each look is a system call."""
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _ALL = int(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -29,15 +29,15 @@ _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class Monitor:
-    """Takes libzmq's reports of one socket, in the thread that uses the socket.
+    """Reads libzmq's reports about one socket, in the thread that uses the socket.
 
     Args:
         context: of the socket.
         watched: the socket, before it binds or connects.
 
     Attributes:
-        handshake: the event that the last handshake ended with; 0 if there was none, or if the peer said nothing
-            until the handshake's deadline: it may be frozen, and has refused nobody.
+        handshake: the event that the last handshake ended with; 0 if there was none, or if the peer was silent until
+            the handshake's deadline: it may be frozen, and has refused nobody.
         refused: handshakes that failed.
         cut: connections of strangers that were cut because there were too many.
     """
@@ -66,13 +66,13 @@ class Monitor:
             self._strangers.pop(descriptor, None)
 
     def look(self, now: float) -> None:
-        """Take the reports if that was not done a moment ago."""
+        """Read the reports, unless that was done a moment ago."""
         if now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
             self.take()
 
     def take(self) -> None:
-        """Take the reports since the last call, and cut the oldest connections of strangers if they are too many."""
+        """Read the reports since the last call, and cut the oldest connections of strangers if there are too many."""
         for _ in range(MAX_REPORTS):
             if not int(self._reports.get(_EVENTS)) & _READABLE:
                 break
@@ -83,7 +83,7 @@ class Monitor:
             elif kind == _DISCONNECTED:
                 self._strangers.pop(value, None)
             else:
-                # libzmq gives what its last read said: there was nothing, or the peer hung up.
+                # The value is the errno of libzmq's last read: no data, or the peer hung up.
                 silent = kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EAGAIN
                 self.handshake = 0 if silent else kind
                 self.refused += bool(kind & _FAILED)
@@ -92,7 +92,7 @@ class Monitor:
             self.cut += _shut_down(descriptor, self._strangers.pop(descriptor))
 
     def close(self) -> None:
-        """End the reports."""
+        """Stop the reports."""
         self._watched.disable_monitor()
         self._reports.close()
 
@@ -110,11 +110,11 @@ def _inode(descriptor: int) -> int:
 
 
 def _shut_down(descriptor: int, inode: int) -> bool:
-    """Shut down a connection of libzmq's, which closes it then; leave what has taken its number meanwhile."""
+    """Shut down one of libzmq's connections, which libzmq then closes; leave another one that has its number now."""
     if _inode(descriptor) != inode:
         return False
     try:
-        connection = socket.socket(fileno=descriptor)  # no copy of it: there may be no descriptor left
+        connection = socket.socket(fileno=descriptor)  # not a copy: there may be no descriptor left
     except OSError:
         return False
     try:

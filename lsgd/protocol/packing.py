@@ -1,4 +1,4 @@
-"""Several frames in one part of a ZeroMQ message: each part costs 2 microseconds, sent and received."""
+"""Packs several frames into one part of a ZeroMQ message, because ZeroMQ takes 2 microseconds for each part."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,14 @@ from lsgd.protocol.messages import MAX_NBYTES
 PACKED = b"\xc1"
 """First byte of several frames packed into one; no MessagePack, and so no frame, begins with it."""
 
-_PACKING_NBYTES = 6  # at most, before each frame of a part, and before the first
+_PACKING_NBYTES = 6  # most bytes before each frame of a part, and before the first
 
 
 def pack(frames: Sequence[bytes]) -> list[bytes]:
     """Return the parts of a ZeroMQ message that carries ``frames``: a frame alone as it is, several in one part.
 
-    ZeroMQ takes 2 microseconds for a part, which is longer than all else that a local server does with a frame. No
-    part is longer than :data:`lsgd.protocol.messages.MAX_NBYTES`, as long as no frame is. Like the form of
-    :class:`lsgd.protocol.messages.Refused`, this never changes: it is how another version is told that it is one.
+    No part is longer than :data:`lsgd.protocol.messages.MAX_NBYTES`, as long as no frame is. Like the form of
+    :class:`lsgd.protocol.messages.Refused`, this form never changes, so that any other version can read a refusal.
     """
     groups: list[list[bytes]] = []
     room = 0
@@ -32,7 +31,7 @@ def pack(frames: Sequence[bytes]) -> list[bytes]:
 
 
 def unpack(parts: Sequence[bytes]) -> list[bytes]:
-    """Return the frames that :func:`pack` packed; what is packed wrongly is a frame, which no message is made of."""
+    """Return the frames that :func:`pack` packed; a badly packed part comes back as one invalid frame."""
     frames: list[bytes] = []
     for part in parts:
         frames += _unpacked(part) if part.startswith(PACKED) else (part,)

@@ -1,11 +1,11 @@
-"""The processes of a machine's workers: which of them have ended."""
+"""Watches the processes of a machine's workers."""
 
 import os
 import selectors
 
 
 def pid_namespace() -> int:
-    """Return the number of the namespace in which this process counts processes; 0 where there is none."""
+    """Return the number of this process's PID namespace; 0 if there is none."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -20,12 +20,12 @@ class Processes:
         self._descriptors: dict[bytes, int] = {}
 
     def watch(self, name: bytes, pid: int, namespace: int) -> None:
-        """Watch a process from now on; one that cannot be watched, such as that of a container, is left alone.
+        """Watch a process from now on; ignore one that cannot be watched, such as one in a container.
 
         Args:
             name: that :meth:`ended` returns.
             pid: number of the process, which is alive.
-            namespace: in which that number counts.
+            namespace: PID namespace of that number.
         """
         if name in self._descriptors or not pid or namespace != pid_namespace():
             return
@@ -37,14 +37,14 @@ class Processes:
         self._selector.register(descriptor, selectors.EVENT_READ, name)
 
     def forget(self, name: bytes) -> None:
-        """Watch a process no more."""
+        """Stop watching a process."""
         descriptor = self._descriptors.pop(name, None)
         if descriptor is not None:
             self._selector.unregister(descriptor)
             os.close(descriptor)
 
     def ended(self) -> list[bytes]:
-        """Return the names of those that have ended since the last call, and watch them no more."""
+        """Return the names of processes that have ended since the last call, and stop watching them."""
         names: list[bytes] = [key.data for key, _ in self._selector.select(0)]
         for name in names:
             self.forget(name)

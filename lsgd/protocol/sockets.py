@@ -4,7 +4,7 @@ All calls return at once except :meth:`Poller.wait`. Frames are whole messages (
 packed into one (packing.py). A socket belongs to the thread that uses it; :class:`Wakeup` is for the others.
 
 With keys a connection is encrypted and authenticated at both ends (CurveZMQ, https://rfc.zeromq.org/spec/26/), and
-the listener knows each peer by the name that its key has. :mod:`lsgd.protocol.keys` decides where keys are needed.
+the listener knows each peer by the name of its key. :mod:`lsgd.protocol.keys` decides where keys are needed.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ MAX_PARTS = 4096
 """Most parts of messages that a listener takes from its socket in one turn."""
 
 TURN_S = 0.1
-"""How long a listener hands out what has come before signals and other sockets have their turn."""
+"""How long a listener hands out messages before signals and other sockets have their turn."""
 
 KEY_NBYTES = 32
 """Length of a key of Curve25519."""
@@ -48,7 +48,7 @@ _MORE, _SOURCE = int(zmq.RCVMORE), int(zmq.SRCFD)
 _LINGER_MS = 1000
 _HEARTBEAT_MS = 2000
 _DEAD_MS = 10_000
-_HANDSHAKE_MS = 5000  # a peer that connects and says nothing holds a descriptor for so long
+_HANDSHAKE_MS = 5000  # a peer that connects and says nothing holds a descriptor for this long
 _BACKLOG = 512
 
 
@@ -57,7 +57,7 @@ class ConnectorKeys:
     """What a link needs: the listener's public key, and a pair of its own, as bytes.
 
     Args:
-        name: that the listener knows the public key by.
+        name: the listener's name for the public key.
     """
 
     name: str
@@ -78,7 +78,7 @@ def public_key(secret: bytes) -> bytes:
 
 
 def default_local_address() -> str:
-    """Return the address of this machine's local server where none is given: a socket of this user."""
+    """Return the default address of this machine's local server: a socket of this user."""
     base = os.environ.get("XDG_RUNTIME_DIR") or f"{tempfile.gettempdir()}/lsgd-{os.getuid()}"
     return f"ipc://{base}/lsgd-local.sock"
 
@@ -118,12 +118,12 @@ class Listener(_Socket):
     """A socket that many peers connect to.
 
     Args:
-        address: ``tcp://host:port`` (port 0: a free one) or ``ipc://path``, whose folder is made if need be, for
+        address: ``tcp://host:port`` (port 0: a free one) or ``ipc://path``, whose folder is created if needed, for
             this user alone.
         keys: who may connect; None: whoever can reach the address.
 
     Raises:
-        ConfigError: the address is wrong, taken, or not of this machine.
+        ConfigError: the address is wrong, taken, or another machine's.
     """
 
     def __init__(self, address: str, keys: ListenerKeys | None = None) -> None:
@@ -133,10 +133,10 @@ class Listener(_Socket):
         super().__init__(zmq.ROUTER, address)
         self._keys = keys
         self._inbox = Inbox()
-        self._sender = b""  # whose message is being read, and has more parts
+        self._sender = b""  # of the message that is read in part
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Names hold a random number: only the peer itself comes again.
+        # Names contain a random number: only the same peer can come again.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._gate = Gate(self._context, self._socket, keys) if keys else None
         try:
@@ -163,9 +163,9 @@ class Listener(_Socket):
         super().close()
 
     def reopen(self) -> None:
-        """Drop all connections, with what has come by halves, and listen again; peers connect again by themselves.
+        """Drop all connections and incomplete messages, and listen again; peers reconnect by themselves.
 
-        Nothing else frees what a multipart message without an end has piled up. Pollers have to be made anew.
+        Nothing else frees the parts of a message without an end. Pollers have to be rebuilt.
         """
         self._socket.setsockopt(zmq.LINGER, 0)
         self.close()
@@ -173,13 +173,13 @@ class Listener(_Socket):
 
     @property
     def waiting(self) -> bool:
-        """Whether more has come than :meth:`receive` could yield in its turn."""
+        """Whether :meth:`receive` could not yield everything in its turn."""
         return bool(self._inbox or self._sender)
 
     def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield (peer, frames) of what waits, for :data:`TURN_S`; what is left over comes with the next call.
+        """Yield (peer, frames) of waiting messages, for :data:`TURN_S`; the rest comes with the next call.
 
-        The frames of a peer come in order, the peers in turns. Much of a peer comes in pieces.
+        The frames of a peer come in order, many of them in pieces, and the peers in turns.
         """
         now = time.monotonic()
         if self._monitor is not None:
@@ -188,7 +188,7 @@ class Listener(_Socket):
         yield from self._inbox.take(now + TURN_S)
 
     def _take_in(self) -> None:
-        """Move a bounded number of parts from the socket to the inbox; a message of too many is read on later."""
+        """Move a bounded number of parts from the socket to the inbox; the rest of a long message comes later."""
         gate, monitor = self._gate, self._monitor
         strangers = monitor is not None and monitor.strangers
         copy = gate is None and not strangers
@@ -216,7 +216,7 @@ class Listener(_Socket):
             self._sender = b""
 
     def refusals(self) -> Iterator[str]:
-        """Yield a line for each kind of what was refused since the last call, or dropped, or cut."""
+        """Yield a line for each kind of message or connection that was refused, dropped or cut since the last call."""
         yield from self._inbox.losses()
         refused = cut = 0
         if self._monitor is not None:
@@ -225,20 +225,20 @@ class Listener(_Socket):
             cut, self._monitor.cut = self._monitor.cut, 0
         if cut:
             yield (
-                f"{_connections(cut)} cut: more than {max_strangers()} were open over which no known peer had said "
-                f"anything"
+                f"{_connections(cut)} cut: no known peer had spoken over them, and more than {max_strangers()} such "
+                f"connections were open"
             )
         if self._gate is None:
             return
         yield from self._gate.refusals()
         if refused:
             yield (
-                f"{_connections(refused)} refused: the peer has no key, an unknown one, or that of another server; it "
-                f"needs the token that `lsgd keygen` made for it here"
+                f"{_connections(refused)} refused: the peer has no key, an unknown one, or another server's; it needs "
+                f"the token that `lsgd keygen` made for it here"
             )
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
-        """Send to ``peer``; return False if it is not connected or takes nothing now."""
+        """Send to ``peer``; return False if it is not connected or accepts nothing now."""
         try:
             self._socket.send_multipart([peer, *pack(frames)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -249,21 +249,21 @@ class Listener(_Socket):
 
 
 class Connector(_Socket):
-    """A socket that connects to one listener, and again whenever the connection is lost.
+    """A socket that connects to one listener, and reconnects whenever the connection is lost.
 
     Args:
         address: as the listener's.
-        name: what the listener knows this peer by; unique, and with keys, their name and a ``#`` first.
-        keys: for a listener that wants them.
+        name: the listener's name for this peer; unique. With keys, it begins with their name and a ``#``.
+        keys: for a listener that requires them.
 
     Raises:
-        ConfigError: the address is not one.
+        ConfigError: the address is invalid.
     """
 
     def __init__(self, address: str, name: bytes, keys: ConnectorKeys | None = None) -> None:
         super().__init__(zmq.DEALER, address)
         self._socket.setsockopt(zmq.IDENTITY, name)
-        # Nothing is queued for a listener that is away, to arrive stale.
+        # Queue nothing for a listener that is away: it would arrive stale.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -277,12 +277,12 @@ class Connector(_Socket):
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
-                f"{address!r} is no address: {error.strerror}; write tcp://host:port or ipc://path"
+                f"{address!r} is not an address: {error.strerror}; write tcp://host:port or ipc://path"
             ) from None
         self.address = address
 
     def receive(self) -> Iterator[list[bytes]]:
-        """Yield the frames of each message that waits, a bounded number of them."""
+        """Yield the frames of each waiting message, of a bounded number of messages."""
         if self._monitor is not None:
             self._monitor.look(time.monotonic())
         for _ in range(MAX_BATCH):
@@ -295,7 +295,7 @@ class Connector(_Socket):
             yield unpack(parts)
 
     def trouble(self) -> str:
-        """Return why the listener does not take us in, as far as the last handshake tells; empty if it does."""
+        """Return why the listener refuses us, as far as the last handshake tells; empty if it does not."""
         if self._monitor is None:
             return ""
         self._monitor.take()
@@ -304,16 +304,19 @@ class Connector(_Socket):
 
     def _why(self, event: int) -> str:
         if self._keys is None:
-            return "it wants a token (LSGD_TOKEN, or --token FILE; `lsgd keygen` makes it there), or is no lsgd server"
+            return (
+                "it requires a token (LSGD_TOKEN, or --token FILE; `lsgd keygen` makes it there), or is not an lsgd "
+                "server"
+            )
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return (
-                f"it does not know the key of our token, {self._keys.name}; take the one that `lsgd keygen` made "
-                f"for this run's keys"
+                f"it does not know the key of our token, {self._keys.name}; use the one that `lsgd keygen` made for "
+                f"this run's keys"
             )
-        return "it has another key than our token says, or none; take the token that `lsgd keygen` made for its keys"
+        return "its key is not the one in our token, or it has none; use the token that `lsgd keygen` made for its keys"
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Send; return False if the listener is not connected or takes nothing now."""
+        """Send; return False if the listener is not connected or accepts nothing now."""
         try:
             self._socket.send_multipart(pack(frames), zmq.NOBLOCK)
         except zmq.Again:
@@ -347,7 +350,7 @@ class Wakeup:
 
 
 class Poller:
-    """Waits until one of some sockets has something to receive."""
+    """Waits until one of several sockets has something to receive."""
 
     def __init__(self, *sources: Listener | Connector | Wakeup) -> None:
         self._poller = zmq.Poller()
@@ -366,31 +369,31 @@ def _connections(count: int) -> str:
 
 
 def _claim_path(path: Path) -> None:
-    """Make the folder of a socket, and remove a socket that nobody listens on; refuse one that is in use."""
+    """Create the folder of a socket, and remove a socket that nobody listens on; refuse one that is in use."""
     if len(str(path)) > 100:
         raise ConfigError(f"the socket path {path} is longer than the system allows (100 bytes); choose a shorter one")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"the folder of the socket {path} cannot be made: {error.strerror}") from None
+        raise ConfigError(f"cannot create the folder of the socket {path}: {error.strerror}") from None
     if not path.exists():
         return
     if not path.is_socket():
-        raise ConfigError(f"{path} is there and is no socket; give --listen ipc:// another path")
+        raise ConfigError(f"{path} exists and is not a socket; give --listen ipc:// another path")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
         except OSError:
             path.unlink(missing_ok=True)
             return
-    raise ConfigError(f"another server listens on ipc://{path}; end it, or give this one another --listen")
+    raise ConfigError(f"another server listens on ipc://{path}; stop it, or give this one another --listen")
 
 
 def _bind_failure(address: str, error: zmq.ZMQError) -> str:
     if error.errno == zmq.EADDRINUSE:
         port = address.rpartition(":")[2]
         return (
-            f"{address} is taken by another program (`ss -ltnp 'sport = :{port}'` names it); end it, or choose "
+            f"{address} is taken by another program (`ss -ltnp 'sport = :{port}'` names it); stop it, or choose "
             f"another port with --listen"
         )
     if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):

@@ -1,8 +1,8 @@
 """Tickets for the relay: how a member of a run proves that it may meet another one there.
 
-The relay greets each connection with a challenge. The answer is a ticket, which says for which pair the connection is,
-and a proof that only members can compute: the global server hands out the run's secret, over the encrypted channel. The
-challenge is new for each connection, so that a ticket which somebody has seen on the way is of no use to him.
+The relay greets each connection with a challenge. The answer is a ticket, which says which pair the connection is for,
+and a proof that only members can compute: the global server gives them the run's secret over the encrypted channel.
+Every connection has a new challenge, so an eavesdropper cannot reuse a ticket.
 """
 
 import hmac
@@ -14,14 +14,14 @@ from typing import Self
 from lsgd.errors import ConfigError
 
 MAGIC = b"lsr1"
-"""What a relay says first: its kind and version."""
+"""What a relay sends first: its kind and version."""
 
 CHALLENGE_NBYTES = 16
 GREETING_NBYTES = len(MAGIC) + CHALLENGE_NBYTES
-"""Length of what a relay says first."""
+"""Length of what a relay sends first."""
 
 MET = b"!"
-"""What the relay says when both sides are there; what follows is the other side's."""
+"""What the relay sends when both sides are there; all that follows comes from the other side."""
 
 MAX_RUN_NBYTES = 16
 
@@ -39,7 +39,7 @@ class Ticket:
         run: identity of the run, at most 16 bytes.
         generation: number of the generation.
         source: rank of the member that the bytes come from.
-        target: rank of the one that they go to.
+        target: rank of the member that they go to.
         of_target: whether the target presents it; else the source does.
     """
 
@@ -55,7 +55,7 @@ class Ticket:
         return replace(self, of_target=not self.of_target)
 
     def answer(self, greeting: bytes, run_secret: bytes) -> bytes:
-        """Return what answers the greeting of a relay."""
+        """Return the answer to a relay's greeting."""
         body = _BODY.pack(self.run, self.generation, self.source, self.target, self.of_target)
         return body + _proof(run_secret, greeting, body)
 
@@ -74,26 +74,26 @@ def place_of(address: str) -> tuple[str, int]:
     """Return host and port of ``tcp://host:port``.
 
     Raises:
-        ConfigError: it is no such address.
+        ConfigError: the address has another form.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not (address.startswith("tcp://") and host and port.isdecimal() and int(port) < 1 << 16):
-        raise ConfigError(f"a relay has an address such as tcp://192.0.2.1:47401, and not {address!r}")
+        raise ConfigError(f"{address!r} is not an address of a relay, such as tcp://192.0.2.1:47401")
     return "" if host == "*" else host.strip("[]"), int(port)
 
 
 def new_greeting() -> bytes:
-    """Return what a relay says first on a connection."""
+    """Return what a relay sends first on a connection."""
     return MAGIC + secrets.token_bytes(CHALLENGE_NBYTES)
 
 
 def secret_of_relay(server_key: bytes) -> bytes:
-    """Return the secret that a relay and a global server with the same secret key have in common."""
+    """Return the secret that a relay and a global server with the same secret key share."""
     return hmac.digest(server_key, b"lsgd relay", "sha256")
 
 
 def secret_of_run(relay_secret: bytes, run: bytes) -> bytes:
-    """Return the secret that the members of a run prove to know."""
+    """Return the secret by which members of a run prove that they are members."""
     return hmac.digest(relay_secret, b"run " + run, "sha256")
 
 

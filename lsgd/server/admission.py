@@ -1,4 +1,4 @@
-"""Whether a worker may join: pure functions of the workers' greetings."""
+"""Decides whether a worker may join, with pure functions of the workers' greetings."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,9 +8,9 @@ from lsgd.server.reasons import NO_REASON, Reason, Why
 
 
 def origin_of(joins: Iterable[Join]) -> Origin:
-    """Return the checkpoint to continue from: of the most iterations; of the same in two runs, that of most workers.
+    """Return the checkpoint to continue from: the most advanced one; if two runs have one, that of more workers.
 
-    Models of the same count in two runs differ, so that only one of them counts.
+    Models of the same count in two runs differ, so only one of them counts.
     """
     having = Counter(join.origin for join in joins if join.resumed > 0)
     return max(having, key=lambda origin: (origin.iterations, having[origin], origin.run), default=Origin())
@@ -20,7 +20,7 @@ def transport_of(wanted: str, joins: Sequence[Join]) -> str:
     """Return what carries the tensors of a generation of these workers: ``tcp``, ``gloo`` or ``nccl``.
 
     Args:
-        wanted: the run's setting; ``auto`` is NCCL where each worker has a GPU of its own, and TCP elsewhere.
+        wanted: the run's setting; ``auto`` is NCCL if each worker has a GPU of its own, else TCP.
         joins: their greetings.
     """
     if wanted != "auto":
@@ -55,9 +55,9 @@ def objection(join: Join, others: Sequence[Join], transport: str) -> Reason:
 
 
 def different_versions(ours: Join, theirs: Join) -> tuple[str, str]:
-    """Compare two workers' software: (why the second cannot take part or "", what it should be warned of or "").
+    """Compare two workers' software: (why the second cannot take part or "", what to warn it of or "").
 
-    Another major or minor version cannot take part, another patch is worth a warning. What one of them lacks
+    Another major or minor version is refused, another patch is worth a warning. A package that one of them lacks
     altogether (CUDA on a machine without it) does not count.
     """
     refused: list[str] = []

@@ -30,7 +30,9 @@ from lsgd.server.relay import Relay
 from lsgd.settings import checked
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Errors of a disk that may be gone a moment later."""
+"""Errors of a disk that may pass soon."""
+
+_PATH: Any = click.Path(path_type=Path)
 
 
 @click.command(context_settings={"max_content_width": 110})
@@ -43,13 +45,13 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 @click.option("--listen", metavar="ADDRESS", help="Where to listen: tcp://host:port or ipc://path.")
 @click.option("--connect", metavar="ADDRESS", help="Local: the global server's address.")
 @click.option("--node", type=click.IntRange(0), default=0, show_default=True, help="Local: index of this machine.")
-@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Global: the plan, a TOML file.")
-@click.option("--save-plan", type=click.Path(path_type=Path), help="Global: write the plan as used to this file.")
+@click.option("--plan", "plan_path", type=_PATH, help="Global: the plan, a TOML file.")
+@click.option("--save-plan", type=_PATH, help="Global: write the plan as used to this file.")
 @click.option(
     "--journal",
     "journal_path",
-    type=click.Path(path_type=Path),
-    help="Global: keep the run in this file; started again with it, the server continues the same run.",
+    type=_PATH,
+    help="Global: keep the run in this file; restarted with it, the server continues the same run.",
 )
 @click.option(
     "--continue",
@@ -58,9 +60,7 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
     help="Global: start no new run; continue the one in the --journal, or stop.",
 )
 @click.option(
-    "--results",
-    type=click.Path(path_type=Path),
-    help="Global: write metrics.jsonl, a line for each round, and result.json to this folder.",
+    "--results", type=_PATH, help="Global: write metrics.jsonl, a line for each round, and result.json to this folder."
 )
 @click.option(
     "--relay-address",
@@ -70,13 +70,13 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 @click.option(
     "--keys",
     "keys_path",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     help="Global: the folder that `lsgd keygen` made; else LSGD_KEYS, or the user's, where keys are needed.",
 )
 @click.option(
     "--token",
     "token_path",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     help="Local: the file with this node's token; else LSGD_TOKEN, or the user's, where one is needed.",
 )
 @click.option("--insecure", is_flag=True, help="Go without keys on a network where everybody is trusted.")
@@ -99,12 +99,11 @@ def main(
 ) -> None:
     """Serve a run: one global server for all, and one local server on each machine.
 
-    The plan (which algorithm, its settings, how long) is the global server's; workers get it when they join.
-    `lsgd config show` takes the same flags and prints each setting with where its value comes from.
-    A local server takes one of them: --workers says how many workers its node has (1 if not given).
+    The global server holds the plan (the algorithm, its settings, the length); workers get it when they join.
+    `lsgd config show` takes the same flags and prints each setting and where its value comes from.
+    A local server takes one of them: --workers says how many workers its node has (default 1).
 
-    Exit codes: 0 the run ended cleanly; 1 it could not; 2 wrong usage or settings; 3 ended at once by a second
-    signal.
+    Exit codes: 0 the run ended cleanly; 1 it could not; 2 wrong usage or settings; 3 a second signal ended it at once.
     """
     raise_descriptor_limit()
     if len(set(roles)) > 1:
@@ -113,11 +112,9 @@ def main(
     try:
         if role == "global":
             if connect or node or token_path:
-                raise ConfigError(
-                    "--connect, --node and --token belong to a local server; leave them away with --global"
-                )
+                raise ConfigError("--connect, --node and --token belong to a local server; omit them with --global")
             if continues and not journal_path:
-                raise ConfigError("--continue continues the run in a journal; say which: --journal FILE")
+                raise ConfigError("--continue continues the run in a journal; name it: --journal FILE")
             path = plan_path or (Path(os.environ["LSGD_PLAN"]) if os.environ.get("LSGD_PLAN") else None)
             plan = read(path, os.environ, flags).plan
             address = listen or f"tcp://127.0.0.1:{DEFAULT_PORT}"
@@ -142,7 +139,7 @@ def main(
             address = listen or default_local_address()
             if not (is_local(address) or insecure):
                 raise ConfigError(
-                    f"a local server is for the workers of its own machine, and others can reach {address}; listen on "
+                    f"a local server is for the workers of its own machine, but others can reach {address}; listen on "
                     f"ipc://PATH or tcp://127.0.0.1:PORT (or give --insecure)"
                 )
             above = connect or f"tcp://127.0.0.1:{DEFAULT_PORT}"
@@ -156,7 +153,7 @@ def main(
             sys.exit(_serve_relay(listen or f"tcp://127.0.0.1:{DEFAULT_PORT + 1}", keys_path, insecure=insecure))
         raise ConfigError(
             "say which server to be: --global (one for the run), --local (one on each machine), or --relay (beside the "
-            "global one, where workers cannot reach each other)"
+            "global one, if workers cannot reach each other)"
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
@@ -183,15 +180,14 @@ def _serve_global(
         if relay:
             state.relay, state.relay_secret = relay, secret_of_run(_relay_secret(keys), state.run.encode())
         if save_plan:
-            _save_plan(coordinator.state.plan, save_plan, goes_on=journal is not None and journal.resumed)
-        plan = coordinator.state.plan
-        _announce(listener.address, plan, keys.folder if keys else None)
-        record = Record(results, coordinator.state.run) if results else None
+            _save_plan(state.plan, save_plan, continued=journal is not None and journal.resumed)
+        _announce(listener.address, state.plan, keys.folder if keys else None)
+        record = Record(results, state.run) if results else None
         return GlobalDaemon(coordinator, listener, journal, record).run(signals)
 
 
 def _announce(address: str, plan: Plan, keys: Path | None) -> None:
-    """Print what the server listens on, who may connect, how to join it, and how to end a run without an end."""
+    """Print where the server listens, who may connect, how to join it, and how to end a run without an end."""
     listens_on = address
     for wildcard in ("//0.0.0.0:", "//[::]:"):
         address = address.replace(wildcard, "//ADDRESS-OF-THIS-MACHINE:")
@@ -209,17 +205,17 @@ def _announce(address: str, plan: Plan, keys: Path | None) -> None:
         )
 
 
-def _save_plan(plan: Plan, path: Path, *, goes_on: bool) -> None:
-    """Write the plan: a disk that is full leaves the one before, and ends no run.
+def _save_plan(plan: Plan, path: Path, *, continued: bool) -> None:
+    """Write the plan; a full disk leaves the previous file, and does not end the run.
 
     Raises:
-        ConfigError: it can never be written there; of a run that continues, this too is only said.
+        ConfigError: it can never be written there; for a ``continued`` run this is only logged.
     """
     try:
         write_whole(path, plan.to_toml())
     except OSError as error:
         trouble = f"the plan cannot be written to {path}: {error.strerror}"
-        if not goes_on and error.errno not in _PASSING:
+        if not continued and error.errno not in _PASSING:
             raise ConfigError(trouble) from None
         complain(f"{trouble}; the run continues without that file")
 
@@ -251,5 +247,5 @@ def _serve_relay(address: str, keys_path: Path | None, *, insecure: bool) -> int
 
 
 def _relay_secret(keys: KeyRing | None) -> bytes:
-    """Return the secret of the relay beside a global server with these keys; without keys, everybody knows it."""
+    """Return the secret of the relay beside a global server with these keys; without keys, anybody knows it."""
     return secret_of_relay(keys.secret if keys else b"")

@@ -1,4 +1,4 @@
-"""What both daemons share: one loop, two signals, lines for people, and an eye on memory and on who is refused."""
+"""What the daemons share: signals, lines for people, and watches over memory and refused connections."""
 
 import atexit
 import signal
@@ -17,16 +17,16 @@ TICK_S = 0.1
 """Longest sleep of a daemon, in seconds."""
 
 LAST_WORDS_S = 0.3
-"""How long a daemon that is done stays for its last messages to arrive: a connection closed at once can lose them."""
+"""How long a daemon stays after its last messages, because a connection that is closed at once can lose them."""
 
 MAX_GROWTH_NBYTES = 512 << 20
-"""By how much a daemon may grow; no run needs as much, so more is a peer that sends without an end."""
+"""By how much a daemon may grow; no run needs this much, so a peer must be sending an endless message."""
 
 GUARD_EVERY_S = 1.0
-"""How often a daemon looks at its memory, and at what was refused."""
+"""How often a daemon checks its memory and what it has refused."""
 
 REFUSALS_EVERY_S = 30.0
-"""How often a daemon says at most that connections were refused."""
+"""Shortest time between two reports of refused connections."""
 
 FLUSH_WITHIN_S = 1.0
 """How long a process that ends waits for its lines to be read."""
@@ -36,7 +36,7 @@ EXIT_AT_ONCE = 3
 
 
 class Memory:
-    """Watches how much memory this process has taken since it was made, or since the last time that was too much."""
+    """Watches how much this process has grown since the start, or since it last grew too much."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -48,23 +48,23 @@ class Memory:
         return self._now_nbytes() - self._at_first_nbytes > MAX_GROWTH_NBYTES
 
     def begin_anew(self) -> None:
-        """Take what it is now as the measure."""
+        """Measure growth from the present size."""
         self._at_first_nbytes = self._now_nbytes()
 
     def _now_nbytes(self) -> int:
-        with suppress(OSError):  # no descriptor may be left to look with: then it is what it was
+        with suppress(OSError):  # no descriptor may be left to read it with: then the last value holds
             self._nbytes = self._process.memory_info().rss
         return self._nbytes
 
 
 class Refusals:
-    """Says now and then which connections and messages a listener has refused."""
+    """Reports now and then which connections and messages a listener has refused."""
 
     def __init__(self) -> None:
         self._next_at = 0.0
 
     def say(self, listener: Listener, now: float) -> None:
-        """Say what was refused since the last time, if that was long enough ago."""
+        """Report what was refused since the last report, if that was long enough ago."""
         if now < self._next_at:
             return
         self._next_at = now + GUARD_EVERY_S
@@ -76,7 +76,7 @@ class Refusals:
 class Signals:
     """Counts SIGTERM and SIGINT: the first asks for a clean end, the second for one at once.
 
-    A SIGTERM that is ignored from the start stays so: the launcher will pass on what it means.
+    A SIGTERM that is ignored from the start stays ignored: the launcher will pass it on.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
-        # Whoever started this process may have held them back until somebody is here to take them.
+        # The parent process may have blocked them until this handler is installed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -99,7 +99,7 @@ class Signals:
 
     @property
     def at_once(self) -> bool:
-        """Whether a second one came."""
+        """Whether there was a second one."""
         return len(self.received) > 1
 
 
@@ -108,7 +108,7 @@ def _stamp() -> str:
 
 
 def _missing(lines: int) -> str:
-    return f"{_stamp()} {lines} lines are missing here: they could not be written\n"
+    return f"{_stamp()} {lines} lines are missing here, because they could not be written\n"
 
 
 _output = Output(_missing)
@@ -116,7 +116,7 @@ atexit.register(_output.flush, FLUSH_WITHIN_S)
 
 
 def say(text: str) -> None:
-    """Print a line with the time of day, without ever waiting for who reads it."""
+    """Print a line with the time of day, without ever waiting for its reader."""
     _print(text, sys.stdout)
 
 

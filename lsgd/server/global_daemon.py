@@ -64,26 +64,25 @@ from lsgd.server.state import Decision, RunState
 from lsgd.server.stream import Stream
 
 KEEP_EVERY_S = 1.0
-"""How often counts alone are written to the journal, in seconds."""
+"""How often the journal is written if only counts have changed, in seconds."""
 
 RETRY_EVERY_S = 5.0
-"""How often a journal that cannot be written is tried again."""
+"""How long a failed write of the journal is not repeated, in seconds."""
 
 DISMISS_WITHIN_S = 2.0
 """How long the local servers have to hear that the run is over."""
 
 RETURN_WITHIN_S = 3.0
-"""How long they have to find this server again, if it was started again and the run is over."""
+"""How long they have to find this server again if it was restarted and the run is over."""
 
 NODE_LEASE_S = 3.0
-"""A local server that has been silent for so long may be replaced by another of the same node."""
-
+"""A local server that has been silent for this long may be replaced by another of the same node."""
 
 PROGRESS_EVERY_S = 1.0
-"""How often the stream of events tells how far the run is, in seconds."""
+"""How often the stream of events says how far the run is, in seconds."""
 
 PROGRESS_WORKERS = 1000
-"""With more workers it tells so more rarely, in proportion."""
+"""With more workers than this, it says so less often, in proportion."""
 
 
 @dataclass
@@ -96,14 +95,14 @@ class _Node:
 class GlobalDaemon:
     """Carries messages between local servers and the coordinator.
 
-    A frame from a local server is a worker's message; what goes back is pairs of frames, the worker's name on the
-    local server's socket and the answer (for the local server itself the name is empty).
+    A frame from a local server is a worker's message. Pairs of frames go back: the name of the worker's socket at the
+    local server, empty for the local server itself, and the answer.
 
     Args:
         coordinator: of the run.
         listener: where local servers and operators connect.
-        journal: where the run is kept, so that another process can continue with it; None: nowhere.
-        record: what is written down of it for people; None: nothing.
+        journal: keeps the run, so that another process can continue it; None: nothing does.
+        record: writes the run's results; None: nothing does.
     """
 
     def __init__(
@@ -118,17 +117,17 @@ class GlobalDaemon:
         self._listener = listener
         self._journal = journal
         self._record = record
-        self._kept = (-1, -1)  # changes and count as the journal has them
+        self._kept = (-1, -1)  # changes and count in the journal
         self._kept_at = 0.0
-        self._retry_at = 0.0  # when the journal, which could not be written, is tried again; 0: it could
+        self._retry_at = 0.0  # when to try again to write the journal; 0: the last write succeeded
         self._rendezvous = Rendezvous()
         self._nodes: dict[int, _Node] = {}
-        self._challengers: dict[int, tuple[int, float]] = {}  # other servers of nodes, since when they greet
+        self._challengers: dict[int, tuple[int, float]] = {}  # other servers of a node, and when they first greeted
         self._routes: dict[tuple[str, int], bytes] = {}
         self._outbox: dict[bytes, list[bytes]] = defaultdict(list)
         self._bad_peers: set[bytes] = set()
         self._stream = Stream()
-        self._happened: list[Happening] = list(self._state.book.elections)  # for the stream, once answers have left
+        self._happened: list[Happening] = list(self._state.book.elections)  # for the stream, after the answers
         self._progress_at = 0.0
         self._memory = Memory()
         self._refusals = Refusals()
@@ -140,9 +139,7 @@ class GlobalDaemon:
         while not self._state.over:
             poller.wait(TICK_S)
             now = time.monotonic()
-            for peer, frames in self._listener.receive():
-                for frame in frames:
-                    self._take(peer, frame, now)
+            self._receive(now)
             signals.wakeup.clear()
             if signals.at_once:
                 say("second signal: ending at once, without a consensus model")
@@ -172,14 +169,14 @@ class GlobalDaemon:
         return 1 if self._state.failed else 0
 
     def _guard(self, now: float) -> bool:
-        """Forget who is gone, say who was refused; drop all connections if the memory fills, and return whether."""
+        """Forget who is gone and report who was refused; drop all connections if memory fills, and return whether."""
         self._routes = {who: peer for who, peer in self._routes.items() if self._state.roster.find(*who)}
         self._refusals.say(self._listener, now)
         if not self._memory.overgrown():
             return False
         complain(
-            f"memory has grown by {MAX_GROWTH_NBYTES >> 20} MiB: a peer sends without an end. All connections are "
-            f"dropped, and those of the run come again by themselves"
+            f"memory has grown by {MAX_GROWTH_NBYTES >> 20} MiB: a peer is sending an endless message. All connections "
+            f"are dropped; those of the run reconnect by themselves"
         )
         self._listener.reopen()
         self._memory.begin_anew()
@@ -194,9 +191,12 @@ class GlobalDaemon:
                 self._send(node.peer, b"", RunOver(reason))
             self._flush()
             poller.wait(TICK_S)
-            for peer, frames in self._listener.receive():
-                for frame in frames:
-                    self._take(peer, frame, time.monotonic())
+            self._receive(time.monotonic())
+
+    def _receive(self, now: float) -> None:
+        for peer, frames in self._listener.receive():
+            for frame in frames:
+                self._take(peer, frame, now)
 
     def _take(self, peer: bytes, frame: bytes, now: float) -> None:
         try:
@@ -235,7 +235,7 @@ class GlobalDaemon:
                 self._change(peer, changes, now)
             case NodeLeave(node, incarnation):
                 known = self._nodes.get(node)
-                if known is None or known.hello.incarnation == incarnation:  # none: this server was started again
+                if known is None or known.hello.incarnation == incarnation:  # none: this server was restarted
                     self._act(self.coordinator.handle(message, now))
                     self._nodes.pop(node, None)
                     self._send(peer, b"", Left())
@@ -251,12 +251,12 @@ class GlobalDaemon:
                     self._routes.pop((message.worker, message.incarnation), None)
 
     def _complain_of(self, peer: bytes, why: str) -> None:
-        if peer not in self._bad_peers and len(self._bad_peers) < 1000:  # once a peer: it may continue forever
+        if peer not in self._bad_peers and len(self._bad_peers) < 1000:  # once per peer: it may never stop
             self._bad_peers.add(peer)
             complain(f"dropped a message from {peer!r}: {why}")
 
     def _change(self, peer: bytes, changes: Mapping[str, str], now: float) -> None:
-        """Change settings, and answer the operator who wants it."""
+        """Change settings, and answer the operator who asked for it."""
         try:
             self.coordinator.change(changes)
         except ConfigError as error:
@@ -270,7 +270,7 @@ class GlobalDaemon:
         return Status(report(self._state, now, {"epoch": self._stream.epoch, "last": self._stream.last}))
 
     def _publish(self, now: float) -> None:
-        """Put what has happened into the stream of events, and now and then how far the run is."""
+        """Add what has happened to the stream of events, and now and then how far the run is."""
         if now >= self._progress_at:
             self._progress_at = now + PROGRESS_EVERY_S * max(1.0, len(self._state.roster.members) / PROGRESS_WORKERS)
             self._happened.append(progress(self._state, now))
@@ -279,14 +279,15 @@ class GlobalDaemon:
             self._happened.clear()
 
     def _say(self, words: str) -> None:
-        """Print a line that is no decision of the coordinator's."""
+        """Print a line that does not come from the coordinator."""
         say(words)
         self._happened.append(Note("", words))
 
     def _hello(self, peer: bytes, hello: NodeHello, now: float) -> None:
         known = self._nodes.get(hello.node)
-        if known is None or known.hello.incarnation == hello.incarnation or now - known.heard_at > NODE_LEASE_S:
-            if known is None or known.hello.incarnation != hello.incarnation:
+        same = known is not None and known.hello.incarnation == hello.incarnation
+        if known is None or same or now - known.heard_at > NODE_LEASE_S:
+            if not same:
                 self._say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)
             self._act(self.coordinator.handle(hello, now))
@@ -295,9 +296,9 @@ class GlobalDaemon:
         if self._challengers.get(hello.node, (0, now))[0] != hello.incarnation:
             self._challengers[hello.node] = (hello.incarnation, now)
         if known.heard_at <= self._challengers[hello.node][1]:
-            return  # the known one may have died: this one greets again until that is sure
+            return  # the known one may have died: this one greets until that is certain
         reason = (
-            f"node {hello.node} is {known.hello.host} already; give {hello.host} another index (--node, or the "
+            f"node {hello.node} is already {known.hello.host}; give {hello.host} another index (--node, or the "
             f"argument of train.sh)"
         )
         self._say(f"refused a second node {hello.node}: {reason}")
@@ -327,7 +328,7 @@ class GlobalDaemon:
             self._send_worker(worker, incarnation, message)
 
     def _keep(self, now: float) -> None:
-        """Write what has been decided to the journal, before any of it is sent; counts now and then."""
+        """Write decisions to the journal before any of them is sent; counts alone now and then."""
         state = self._state
         version = (state.changes, state.ledger.count)
         due = version[0] != self._kept[0] or (version != self._kept and now - self._kept_at > KEEP_EVERY_S)
@@ -338,9 +339,8 @@ class GlobalDaemon:
         except (sqlite3.Error, OSError) as error:
             if not self._retry_at:
                 complain(
-                    f"the journal {self._journal.path} cannot be written: {error}; it is removed, and made anew "
-                    f"as soon as that is possible. If this server dies before, the run cannot continue: "
-                    f"free space there"
+                    f"the journal {self._journal.path} cannot be written: {error}; it is removed, and rewritten as "
+                    f"soon as possible. If this server dies before that, the run cannot continue: free space there"
                 )
             self._journal.remove()
             self._retry_at = now + RETRY_EVERY_S
@@ -354,7 +354,7 @@ class GlobalDaemon:
             complain(trouble)
 
     def _finish_journal(self) -> None:
-        """Leave nothing to continue with: the run is over, and all know."""
+        """Leave nothing to continue from: the run is over, and all know."""
         if self._journal is None:
             return
         try:
@@ -379,7 +379,7 @@ class GlobalDaemon:
 
 
 def node_of(message: Message) -> str:
-    """Return the name of the node that a message speaks for, or whose worker; empty for an operator's."""
+    """Return the name of the node that a message speaks for, itself or its worker; empty for an operator's."""
     match message:
         case NodeHello() | NodeLeave():
             return f"node{message.node}"
@@ -397,13 +397,13 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Co
     """Return the coordinator of a new run, or of the unfinished one that the journal holds.
 
     Raises:
-        ConfigError: the journal cannot be gone on with, or holds no run, and ``continues`` forbids a new one.
+        ConfigError: the journal cannot be continued, or it holds no run and ``continues`` forbids a new one.
     """
     kept = journal.load() if journal else None
     if continues and journal and kept is None:
         raise ConfigError(
-            f"the journal {journal.path} holds no unfinished run to continue (--continue): it was lost, or the run "
-            f"is over. Its workers save what they are; resume from it with RESUME=1 (lsgd launch --resume)"
+            f"the journal {journal.path} holds no unfinished run to continue (--continue): it was lost, or the run is "
+            f"over. Its workers save checkpoints; continue from those with RESUME=1 (lsgd launch --resume)"
         )
     if journal is None or kept is None:
         return Coordinator(RunState(plan, secrets.token_hex(6)))
@@ -412,7 +412,7 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Co
         state = restore(saved, time.monotonic())
     except ConfigError as error:
         raise ConfigError(
-            f"the journal {journal.path} cannot be gone on with: {error}; take the lsgd that wrote it, or delete "
+            f"the journal {journal.path} cannot be continued: {error}; use the lsgd that wrote it, or delete "
             f"{journal.path.name}* to begin a new run"
         ) from None
     state.book.elections.extend(elections)

@@ -1,4 +1,4 @@
-"""The journal: a small SQLite file from which a global server that died continues with its run."""
+"""The journal: a small SQLite file from which a restarted global server continues its run."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from lsgd.protocol.events import RoundOrdered
 from lsgd.server.rounds import MAX_ELECTIONS
 
 LOCK_WAIT_S = 2.0
-"""How long a server waits for another one that still has the file, and may be about to end."""
+"""How long a server waits for another one that still locks the file, and may be about to end."""
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, document TEXT, digest TEXT)",
@@ -25,22 +25,22 @@ _TABLES = (
 class Journal:
     """Keeps the last state of a run and its rounds, each write durable before it returns.
 
-    The file belongs to one server at a time. If it is deleted meanwhile, the next write makes it anew.
+    The file belongs to one server at a time. If it is deleted meanwhile, the next write creates it again.
 
     Args:
-        path: of the file; made if it is not there.
+        path: of the file; created if it does not exist.
 
     Attributes:
         resumed: :meth:`load` has found a run.
 
     Raises:
-        ConfigError: the file cannot be used, is no journal, or is another server's.
+        ConfigError: the file cannot be used, is not a journal, or is another server's.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.resumed = False
-        self._kept = 0  # id of the last round that is in the file
+        self._kept = 0  # id of the last round in the file
         try:
             self._connect()
         except sqlite3.Error as error:
@@ -52,7 +52,7 @@ class Journal:
             for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=FULL"):
                 self._connection.execute(f"PRAGMA {pragma}").fetchall()
             with self._connection:
-                self._connection.execute("BEGIN IMMEDIATE")  # the lock is kept from here on
+                self._connection.execute("BEGIN IMMEDIATE")  # takes the lock, which is kept from here on
                 for table in _TABLES:
                     self._connection.execute(table)
         except sqlite3.Error:
@@ -97,7 +97,7 @@ class Journal:
         self._kept = 0
 
     def save(self, state: dict[str, Any], elections: list[RoundOrdered]) -> None:
-        """Write the state, and those of the rounds that are not in the file yet.
+        """Write the state, and the rounds that are not in the file yet.
 
         Raises:
             sqlite3.Error: it cannot be written: the disk is full, say.
@@ -122,7 +122,7 @@ class Journal:
         self._connection.close()
 
     def remove(self) -> None:
-        """Close and delete the file: what it holds is no longer true. The next :meth:`save` makes it anew."""
+        """Close and delete the file, which is out of date. The next :meth:`save` creates it again."""
         with suppress(sqlite3.Error):
             self._connection.close()
         self._file = None
@@ -131,7 +131,7 @@ class Journal:
                 self.path.with_name(self.path.name + suffix).unlink()
 
     def _there(self) -> int | None:
-        """Return the number of the file that the path leads to, None if there is none."""
+        """Return the inode of the file at the path, None if there is none."""
         try:
             return os.stat(self.path).st_ino
         except OSError:
@@ -144,17 +144,14 @@ def _digest(document: str) -> str:
 
 def _unusable(path: Path, error: sqlite3.Error) -> str:
     if "locked" in str(error):
-        return f"another global server uses the journal {path}; end it, or give this one another --journal"
+        return f"another global server uses the journal {path}; stop it, or give this one another --journal"
     if "malformed" in str(error) or "not a database" in str(error):
         return _damaged(path, error)
     return (
-        f"the journal {path} cannot be written: {error}; see to its folder, its rights and the space on the disk, or "
-        f"give another --journal"
+        f"the journal {path} cannot be written: {error}; check its folder, its permissions and the space on the disk, "
+        f"or give another --journal"
     )
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    return (
-        f"the journal {path} is damaged: {error}; delete {path.name}* to begin a new run, whose workers have to be "
-        f"started again"
-    )
+    return f"the journal {path} is damaged: {error}; delete {path.name}* to begin a new run, and restart its workers"

@@ -1,7 +1,7 @@
-"""Broken links: whom a run continues without, for how long, and in which words.
+"""Broken links: which members a run continues without, for how long, and how it says so.
 
-A collective needs every pair of its members. So where two cannot reach each other one of them has to step aside: it
-keeps its process and its place in the run, and is let into a round again later, which is probed first.
+A collective needs every pair of its members. So if two cannot reach each other, one of them has to step aside: it keeps
+its process and its place in the run, and joins a later round, which is probed first.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -11,23 +11,23 @@ from typing import Any
 from lsgd.server.reasons import CHECK, NO_REASON, Reason, Why
 
 MAX_EXACT = 16
-"""Up to so many different sets of broken links the largest part is found for sure."""
+"""With up to this many different sets of broken links, the search surely finds the largest part."""
 
 MAX_NAMED = 4
 """How many pairs a sentence names."""
 
 RETRY_AFTER_S = 60.0
-"""A member that was evicted is let in again after so long, or ``exchange_timeout_s`` if that is less; then after twice
-as long, and so on."""
+"""An evicted member is let in again after this time, or after ``exchange_timeout_s`` if that is less; the next time
+after twice as long, and so on."""
 
 MAX_RETRIES = 10
-"""The longest such wait is so many times the first. A link that has held for as long again counts as mended."""
+"""The longest such wait, as a multiple of the first. A link that has held for that long counts as mended."""
 
 Pair = tuple[int, int]
 
 
 def pairs_of(broken: Sequence[int], size: int) -> list[Pair]:
-    """Return the pairs of ranks that a worker has reported, in order, without what cannot be in a group of ``size``."""
+    """Return the pairs of ranks that a worker has reported, in order; pairs outside a group of ``size`` are dropped."""
     pairs = {(min(a, b), max(a, b)) for a, b in zip(broken[::2], broken[1::2], strict=False) if a != b}
     return sorted(pair for pair in pairs if pair[0] >= 0 and pair[1] < size)
 
@@ -35,12 +35,12 @@ def pairs_of(broken: Sequence[int], size: int) -> list[Pair]:
 def connected(size: int, broken: Iterable[Pair], holders: Collection[int]) -> frozenset[int]:
     """Return the ranks to continue with: a part of the generation in which every pair works.
 
-    One of ``holders``, those that have the run's model, is in it if there is any. Of the parts with one it is the
-    largest; of equally large ones that with the most holders; of those the one with the lowest ranks, that is, on
-    the nodes with the lowest indices. Nobody is evicted without need: each of the others cannot reach somebody in it.
+    It includes one of ``holders``, the ranks with the run's model, if there are any. Of such parts it is the largest;
+    of equally large ones, the one with the most holders; of those, the one with the lowest ranks, and so the lowest
+    indices of nodes. Nobody is evicted without need: each of the others cannot reach somebody in it.
 
     Members with the same broken links, such as all those of a node that is cut off, count as one in the search. With
-    more than :data:`MAX_EXACT` of these, whoever has the fewest broken links comes first.
+    more than :data:`MAX_EXACT` of these, those with the fewest broken links are chosen first.
     """
     apart: dict[int, set[int]] = {rank: set() for rank in range(size)}
     for a, b in broken:
@@ -77,7 +77,7 @@ def connected(size: int, broken: Iterable[Pair], holders: Collection[int]) -> fr
 
 
 def told(names: Sequence[str], broken: Sequence[Pair]) -> Reason:
-    """Say which members cannot reach each other; nodes, where none of the one can reach any of the other.
+    """Say which members cannot reach each other; or which nodes, if no member of one can reach any of the other.
 
     Args:
         names: of the generation's members, in rank order.
@@ -98,7 +98,7 @@ def told(names: Sequence[str], broken: Sequence[Pair]) -> Reason:
 
 
 def whole_nodes(names: Sequence[str], some: Collection[int]) -> str:
-    """Return the names of ``some`` ranks; of a node all of whose members are among them, the node's."""
+    """Return the names of ``some`` ranks; a node's name if they include all its members."""
     homes = [name.partition("/")[0] for name in names]
     inside = {home: all(rank in some for rank, at in enumerate(homes) if at == home) for home in homes}
     found = dict.fromkeys(homes[rank] if inside[homes[rank]] else names[rank] for rank in sorted(some))
@@ -115,7 +115,7 @@ class _Cut:
 
 
 class Links:
-    """Who was evicted because of a broken link. Times are seconds of the coordinator's clock.
+    """The workers evicted because of a broken link. Times are seconds of the coordinator's clock.
 
     Args:
         retry_s: how long a worker is evicted the first time.
@@ -126,7 +126,7 @@ class Links:
         self._cuts: dict[str, _Cut] = {}
 
     def cut(self, workers: Iterable[str], reason: Reason, now: float) -> float:
-        """Evict workers for this reason; return for how long."""
+        """Evict workers for ``reason``; return for how long."""
         longest_s = MAX_RETRIES * self._retry_s
         self._cuts = {worker: cut for worker, cut in self._cuts.items() if now < cut.until + longest_s}
         waits_s = []
@@ -142,17 +142,17 @@ class Links:
         return worker in self._cuts and now < self._cuts[worker].until
 
     def suspects(self, workers: Iterable[str], now: float) -> bool:
-        """Whether one of these workers was evicted not long ago."""
+        """Whether one of these workers was evicted recently."""
         since = now - MAX_RETRIES * self._retry_s
         return bool(self._cuts) and any(w in self._cuts and self._cuts[w].until > since for w in workers)
 
     def relent(self, now: float) -> None:
-        """Let all be tried again now."""
+        """End all evictions now."""
         for cut in self._cuts.values():
             cut.until = min(cut.until, now)
 
     def words(self, worker: str, now: float) -> Reason:
-        """Say what a worker that was evicted waits for."""
+        """Say what an evicted worker waits for."""
         cut = self._cuts.get(worker)
         left_s = cut.until - now if cut else 0.0
         when = f"in {left_s:.0f} s" if left_s > 0 else "in the next global round"
@@ -161,11 +161,11 @@ class Links:
         return Why.CUT(why=why, worker=worker, when=when, reason=reason, check=CHECK)
 
     def capture(self, now: float) -> dict[str, list[Any]]:
-        """Return the state as JSON can have it."""
+        """Return the state, for JSON."""
         return {w: [*cut.reason.to_json(), cut.until - now, cut.wait_s] for w, cut in self._cuts.items()}
 
     def restore(self, state: dict[str, list[Any]], now: float) -> None:
-        """Take over what :meth:`capture` has returned."""
+        """Restore what :meth:`capture` returned."""
         self._cuts = {
             worker: _Cut(Reason(words, code), now + left_s, wait_s)
             for worker, (words, code, left_s, wait_s) in state.items()

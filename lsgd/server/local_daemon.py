@@ -32,35 +32,35 @@ from lsgd.protocol.sockets import Connector, Listener, Poller
 from lsgd.server.daemon import EXIT_AT_ONCE, LAST_WORDS_S, TICK_S, Refusals, Signals, complain, say
 
 HELLO_EVERY_S = 1.0
-"""How often the local server says that it is there."""
+"""How often the local server greets the global server."""
 
 SILENT_AFTER_S = 4.0
-"""A global server that has answered no greeting for so long counts as away."""
+"""A global server that has answered no greeting for this long counts as away."""
 
 REFUSED_FOR_S = 10.0
-"""A global server that has let this node in never, and has refused its keys for so long, will not let it in."""
+"""A global server that has never accepted this node, and has refused its keys for this long, never will."""
 
 FROZEN_S = 1.0
-"""A wait that is longer than it was to be by so much was no wait: this process was frozen."""
+"""If a wait takes this much longer than planned, this process was frozen."""
 
 LEAVE_WITHIN_S = 15.0
-"""How long the workers have to leave after the run or the node has ended."""
+"""How long the workers have to leave once the run or the node ends."""
 
 LAST_LEAVE_WITHIN_S = 3.0
-"""How long the global server has to hear that the node has left, when its workers have."""
+"""How long this server tries to tell the global server that the node has left, once its workers have."""
 
 GATHER_S = 2.0
-"""How long a server that was told to end before it could serve lets its workers find it first."""
+"""How long a server that was told to end before it could serve waits for its workers to find it."""
 
 _ASKING = (Join, Request, Pause, Leave, StatusQuery)
-"""Messages of workers that wait for an answer: where they can go no further, the local server says why."""
+"""Messages of workers that wait for an answer: if one cannot be forwarded, the local server says why."""
 
 
 class LocalDaemon:
-    """Forwards frames without parsing them; it looks only at who joins and who leaves.
+    """Forwards frames without parsing them, except those that join and leave.
 
-    A worker's message goes up as it is. What comes down is pairs of frames: the name of a worker's socket and the
-    message, or an empty name and a message for this server.
+    A worker's message goes up unchanged. Pairs of frames come down: the name of a worker's socket and the message, or
+    an empty name and a message for this server.
 
     Args:
         node: index of this machine.
@@ -82,13 +82,13 @@ class LocalDaemon:
         self._refused = ""
         self._refused_at: float | None = None  # since when the global server refuses the keys
         self._ending = ""  # why this server ends; empty while it serves
-        self._ends_at = 0.0  # then all have heard so, or have had the time to
+        self._ends_at = 0.0  # by then all have heard, or have had the time to
         self._leave_said_at = 0.0
         self._leave_heard = False
         self._last_word = False  # the workers are gone: the next leave is the last
         self._over = False  # the global server has ended too
         self._processes = Processes()  # of the workers
-        self._dead: dict[bytes, bytes] = {}  # by socket: what to say of workers whose processes have ended
+        self._dead: dict[bytes, bytes] = {}  # by socket: the Leave of workers whose processes have ended
 
     def run(self, signals: Signals) -> int:
         """Serve until the run is over or a signal comes, and return the exit code."""
@@ -137,7 +137,7 @@ class LocalDaemon:
         return NodeHello(PROTOCOL, self._node, self._incarnation, host, __version__, self._own_workers)
 
     def _upward(self, now: float) -> None:
-        """Send what the workers say, in one batch."""
+        """Forward the workers' messages, in one batch."""
         batch: list[bytes] = []
         senders: dict[bytes, bytes] = {}
         for peer, frames in self._listener.receive():
@@ -159,7 +159,7 @@ class LocalDaemon:
             self._hold(peer, frame, away or self._silence(now))
 
     def _greet(self, peer: bytes, frame: bytes) -> None:
-        """Tell a worker where it is."""
+        """Tell a worker its node and the global server's address."""
         try:
             where = decode(frame)
         except ProtocolError as error:
@@ -173,12 +173,12 @@ class LocalDaemon:
             self._listener.send(peer, [encode(Refused(reason))])
             return
         assert isinstance(where, Where)
-        if peer == str(where.incarnation).encode():  # as every worker's socket is called
+        if peer == str(where.incarnation).encode():  # the name of every worker's socket
             self._processes.watch(peer, where.pid, where.pid_namespace)
         self._listener.send(peer, [encode(Here(self._node, self._global.address))])
 
     def _report_dead(self) -> None:
-        """Say of workers whose processes have ended that they leave, so that nobody waits for their leases to end."""
+        """Send a Leave for workers whose processes have ended, so that nobody waits for their leases to end."""
         for peer in self._processes.ended():
             if worker := self._workers.pop(peer, ""):
                 reason = "its process has ended"
@@ -188,19 +188,19 @@ class LocalDaemon:
             self._dead.clear()
 
     def _note(self, peer: bytes, frame: bytes) -> None:
-        """Keep account of who is here; answer who leaves if nobody else is there to."""
+        """Keep track of who is here; answer a Leave once the global server has ended."""
         unknown = kind_of(frame) is Request and peer not in self._workers
         if kind_of(frame) not in (Join, Leave) and not unknown:
             return
         try:
             message = decode(frame)
         except ProtocolError as error:
-            complain(f"a worker's message is wrong: {error}")
+            complain(f"invalid message from a worker: {error}")
             return
         if isinstance(message, Join) and peer not in self._workers:
             self._workers[peer] = message.worker
             say(f"{message.worker} joins")
-        elif isinstance(message, Request):  # it joined through the server whose place this one has taken
+        elif isinstance(message, Request):  # it joined through this server's predecessor
             self._workers[peer] = message.worker
             say(f"{message.worker} is here already")
         elif isinstance(message, Leave) and self._over:
@@ -209,7 +209,7 @@ class LocalDaemon:
             self._listener.send(peer, [encode(Left())])
 
     def _hold(self, peer: bytes, frame: bytes, reason: str) -> None:
-        """Tell a worker why it has to wait: its message could not go further, and it will send it again."""
+        """Tell a worker why it has to wait: its message could not be forwarded, and it will send it again."""
         try:
             message = decode(frame)
         except ProtocolError:
@@ -229,7 +229,7 @@ class LocalDaemon:
                 try:
                     self._take(decode(frame), now)
                 except ProtocolError as error:
-                    complain(f"the global server's message is wrong: {error}")
+                    complain(f"invalid message from the global server: {error}")
 
     def _take(self, message: object, now: float) -> None:
         match message:
@@ -253,9 +253,9 @@ class LocalDaemon:
             self._ending, self._ends_at = reason, now + LEAVE_WITHIN_S
 
     def _leave(self, now: float) -> None:
-        """Say that this node leaves, again and again until it is heard; and once more when its workers are gone."""
+        """Say that this node leaves, until it is heard; and again when its workers are gone."""
         if not self._workers and not self._last_word:
-            # The greetings since the first word brought this node back.
+            # Greetings since the first leave have brought this node back.
             self._last_word, self._leave_heard, self._leave_said_at = True, False, 0.0
             answers = self._heard_at is not None and not self._over
             self._ends_at = min(self._ends_at, now + (LAST_LEAVE_WITHIN_S if answers else LAST_WORDS_S))
@@ -267,20 +267,20 @@ class LocalDaemon:
         self._global.send([encode(NodeLeave(self._node, self._incarnation, self._ending))])
 
     def _forget_gone(self) -> None:
-        """Wait no longer for workers whose processes have ended: a message to them finds nobody."""
+        """Stop waiting for workers whose processes have ended, which no message can reach."""
         for peer in list(self._workers):
             if not self._listener.send(peer, [encode(Waiting(0, self._ending))]):
                 self._processes.forget(peer)
                 say(f"{self._workers.pop(peer)} is gone")
 
     def _away(self, now: float) -> str:
-        """Return the line that says that the global server does not answer, or an empty text if it does."""
+        """Return a line about a global server that does not answer, or an empty text if it does."""
         if self._heard_at is not None and now - self._heard_at < SILENT_AFTER_S:
             return ""
         return self._silence(now)
 
     def _keys_refused(self, now: float) -> str:
-        """Return why this node will not be let in and what to type, or an empty text while it may be."""
+        """Return why the global server will never accept this node, and what to type; empty while it may."""
         trouble = self._global.trouble() if self._heard_at is None else ""
         self._refused_at = (self._refused_at or now) if trouble else None
         if self._refused_at is None or now - self._refused_at < REFUSED_FOR_S:
@@ -291,15 +291,15 @@ class LocalDaemon:
         )
 
     def _silence(self, now: float) -> str:
-        """Return the line that says for how long the global server has not answered, and what to do."""
+        """Return a line about how long the global server has been silent, and what to do."""
         address = self._global.address
         if trouble := self._global.trouble():
-            return f"the global server at {address} does not take this node in: {trouble}"
+            return f"the global server at {address} refuses this node: {trouble}"
         if self._heard_at is None:
             return (
                 f"no global server answers at {address}; start it there with: lsgd-server --global --listen {address}"
             )
         return (
-            f"the global server at {address} has been silent for {now - self._heard_at:.0f} s; start it again there, "
+            f"the global server at {address} has been silent for {now - self._heard_at:.0f} s; restart it there "
             f"with its --journal: lsgd-server --global --listen {address}"
         )

@@ -1,13 +1,13 @@
-"""Where a worker stands, and how it comes from one state to another: the table that the roster holds it to."""
+"""The states of a worker, and the table of transitions that the roster enforces."""
 
 import enum
 from typing import Self
 
 
 class MemberState(enum.Enum):
-    """Where a worker stands. Rounds wait for those that are *live*; :attr:`next` can follow.
+    """The state of a worker. Rounds wait for *live* workers; :attr:`next` has the states that can follow.
 
-    People see it as :attr:`shown`; who has left the run is ``left``.
+    People see it as :attr:`shown`; a worker that has left the run is ``left``.
     """
 
     live: bool
@@ -27,7 +27,7 @@ class MemberState(enum.Enum):
     ENDED = ("was told to stop, and has only to leave", False, "away")
 
     def __new__(cls, means: str, live: bool, shown: str) -> Self:
-        """Return the state whose value is what it means."""
+        """Return the state, whose value is its meaning."""
         state = object.__new__(cls)
         state._value_, state.live, state.shown, state.next = means, live, shown, ()
         return state
@@ -64,7 +64,7 @@ TRANSITIONS = tuple(
         ("ENDED", "STRAGGLER", "gone for its silence, heard again, and nobody else has the run's model"),
     )
 )
-"""Which state can follow which, and upon what. A member that leaves is gone, from whatever state."""
+"""Which state can follow which, and upon what. A member can leave from any state."""
 
 for _before, _after, _ in TRANSITIONS:
     _before.next += (_after,)

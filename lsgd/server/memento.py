@@ -1,9 +1,9 @@
-"""The state of a run as plain data, and back: what a global server that is started again continues with.
+"""Converts the state of a run to plain data and back, so that a restarted global server can continue it.
 
-Captured are rounds, generations and members, with what each has reported so far; not every single grant (but those
-of members that were evicted), and no tokens. So a restored run has nothing to grant until all live members have
-asked, and with that have reported what they did in the meantime: then no grant is outstanding, the count is exact,
-and a global round comes. An open round is answered the same, to those that ask for it again.
+The data has rounds, generations and members, with what each has reported so far; of grants only those of evicted
+members, and no tokens. So a restored run has nothing to grant until all live members have asked, and thereby reported
+what they did meanwhile: then no grant is outstanding, the count is exact, and a global round follows. Members that ask
+for an open round again get the same answer.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from lsgd.server.tokens import Ledger
 from lsgd.server.ways import Ways
 
 VERSION = 8
-"""Of the form of the data."""
+"""Version of the format."""
 
 _KEPT = ("rank", "synced", "done", "committed", "times_leader", "usual")
-"""Of a member, as it is."""
+"""Fields of a member that are kept unchanged."""
 
 
 def capture(state: RunState, now: float) -> dict[str, Any]:
-    """Return the state of a run, as JSON can have it."""
+    """Return the state of a run, for JSON."""
     roster, ledger, book, course = state.roster, state.ledger, state.book, state.course
     return {
         "version": VERSION,
@@ -66,10 +66,10 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
 
 
 def restore(saved: dict[str, Any], now: float) -> RunState:
-    """Return the state that :func:`capture` has captured. Nobody has been silent, and nobody has waited yet.
+    """Return the state that :func:`capture` captured, with no member silent or waiting yet.
 
     Raises:
-        ConfigError: the data is of another version, or no state.
+        ConfigError: the data has another version, or is not a state.
     """
     if saved.get("version") != VERSION:
         raise ConfigError(f"it is of version {saved.get('version')}, this lsgd reads version {VERSION}")
@@ -116,7 +116,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
 
 
 def _answer_again(state: RunState, opened: OpenRound) -> None:
-    """Give those who had not completed a round the answer that ordered it."""
+    """Give members that had not completed a round the answer that ordered it."""
     order, again = opened.round, Why.AGAIN()
     for member in opened.waiting:
         member.round, member.seq = opened, member.seq + 1
@@ -146,20 +146,20 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
         **{name: saved[name] for name in _KEPT},
     )
     if member.live or member.state in (MemberState.STRAGGLER, MemberState.CUT):
-        member.seq -= 1  # whether or not its last answer has arrived, it may ask for it as if for the first time
+        member.seq -= 1  # its last answer may not have arrived: it may ask with that number again
     if member.live or member.state is MemberState.CUT:
         member.state = MemberState.BUSY
     elif member.state is MemberState.STRAGGLER or member.was_silent:
-        member.granted = saved["granted"]  # it is not waited for: what it may make is set aside
+        member.granted = saved["granted"]  # nobody waits for it: its grant is set aside
     return member
 
 
 def _fields(order: Round) -> dict[str, Any]:
-    """Return all but the generation, which is kept once."""
+    """Return a round's fields except the generation, which is kept once."""
     names = (field.name for field in dataclasses.fields(order))
     return {name: getattr(order, name) for name in names if name != "generation"}
 
 
 def _of_lists(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a message, whose lists are tuples."""
+    """Return the fields of a message from JSON, with tuples for lists."""
     return {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}

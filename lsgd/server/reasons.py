@@ -5,23 +5,23 @@ from typing import Self
 
 
 class Reason(str):
-    """Words for people, which are its text, and a code for programs, such as ``leaves.silent``.
+    """A text for people, with a code for programs, such as ``leaves.silent``.
 
     Attributes:
-        code: names of :class:`Why` in lower case, from the outermost to the innermost, with dots between them.
+        code: names of :class:`Why` in lower case, from the outermost to the innermost, joined by dots.
     """
 
     __slots__ = ("code",)
     code: str
 
     def __new__(cls, words: str = "", code: str = "") -> Self:
-        """Return the reason; without words it is false, and stands for none."""
+        """Return the reason; without words it is false, and means that there is none."""
         reason = super().__new__(cls, words)
         reason.code = code
         return reason
 
     def to_json(self) -> list[str]:
-        """Return the arguments that make it anew."""
+        """Return the constructor's arguments, for JSON."""
         return [str(self), self.code]
 
 
@@ -34,30 +34,30 @@ CHECK = "check the cable, the route and the firewall between them (lsgd doctor)"
 class Why(enum.Enum):
     """The codes, and their words with places for values. A call fills the places.
 
-    Where one of the values is called ``reason``, its code follows: ``leaves.silent``.
+    If one of the values is called ``reason``, its code is appended: ``leaves.silent``.
     """
 
     # The run stops, or fails.
     ORDERED = "{order}"
     TIME_OVER = "the time of {seconds:g} s is over"
-    ALL_MADE = "all {limit:.0f} iterations are made"
+    ALL_MADE = "all {limit:.0f} iterations are done"
     ALL_MADE_BEFORE = (
-        "all {limit:.0f} iterations were made before it was resumed; raise iterations to continue "
+        "all {limit:.0f} iterations were done before it was resumed; raise iterations to continue "
         "(LSGD_ITERATIONS, or --iterations of lsgd-server)"
     )
     ALL_LEAVE = "all workers leave after {count} iterations"
     HOLDERS_LEAVE = "all workers that have the run's model leave after {count} iterations"
-    REST_IS_OUT = "{count} of {limit:.0f} iterations are made, the last are with {who}, evicted since"
-    REST_TOO_SMALL = "{count} of {limit:.0f} iterations are made, too few are left for one of each worker"
+    REST_IS_OUT = "{count} of {limit:.0f} iterations are done; the last were granted to {who}, evicted since"
+    REST_TOO_SMALL = "{count} of {limit:.0f} iterations are done; too few are left for one of each worker"
     ROUNDS_FAIL = "{failures} rounds in a row failed, the last because {reason}"
     MODEL_LOST = (
-        "the run's model is lost after {count} iterations: the workers that had it are gone, and no worker that is "
-        "here has a checkpoint; start the run again with RESUME=1 (lsgd launch --resume) where there are checkpoints, "
-        "or let the plan begin anew by itself with restart_from_scratch = true"
+        "the run's model is lost after {count} iterations: the workers that had it are gone, and no remaining worker "
+        "has a checkpoint; restart the run with RESUME=1 (lsgd launch --resume) where there are checkpoints, or let "
+        "runs start over by themselves with restart_from_scratch = true"
     )
 
     # A worker or its request is refused.
-    WRONG_NAME = "it is the worker {index} of node{node} and calls itself {worker}, not {name}"
+    WRONG_NAME = "it is worker {index} of node{node}, but calls itself {worker}, not {name}"
     SOFTWARE = "its software differs: {versions}; install the same release on both"
     MODEL = "its model differs from {first}'s: {theirs} against {ours}; build the same model on every worker"
     LOOPBACK = (
@@ -65,16 +65,16 @@ class Why(enum.Enum):
         "connect every node's local server by the global server's real address"
     )
     NO_GPU = (
-        "{worker} has no GPU of its own, which transport = nccl needs; give it one (LSGD_DEVICE), or the run "
-        "transport = auto"
+        "{worker} has no GPU of its own, which transport = nccl needs; give it one (LSGD_DEVICE), or set transport to "
+        "auto"
     )
     NAME_TAKEN = (
-        "{worker} is in the run already (heard {heard_s:.1f} s ago); two workers cannot have one name: give each "
+        "{worker} is already in the run (heard {heard_s:.1f} s ago); two workers cannot have one name: give each "
         "machine its own --node and each worker its own LSGD_LOCAL_RANK"
     )
-    CAME_BACK = "this process of {worker} has left the run already, or was evicted; start it again"
+    CAME_BACK = "this process of {worker} has already left the run, or was evicted; start it again"
     SAME_BATCHES = (
-        "{worker} and {other} draw the same batches, so that one of them learns nothing of its own: take "
+        "{worker} and {other} draw the same batches, so one of them learns nothing new: use "
         "worker.loader(dataset, ...), which gives each its shard, or seed the shuffling by rank"
     )
     TOO_FEW = "after {waited_s:g} s only {joined}; start the others, or a run of fewer (--workers)"
@@ -90,7 +90,7 @@ class Why(enum.Enum):
     REFUSED = "refused, {reason}"
     NODE_ENDS = "{notice}"
     ERROR = "{worker}: {error}"
-    PASSED_OVER = "{worker}: it passed the round over"
+    PASSED_OVER = "{worker}: it skipped the round"
     PAUSED = "{worker}: it paused instead"
     DROPPED = "{worker}: it could not complete it"
     GONE = "{worker}: it left the run: {reason}"
@@ -101,9 +101,9 @@ class Why(enum.Enum):
 
     # A request waits.
     JOINING = "{here} of {wanted} workers have joined"
-    GOES_ON = "the others continue without it; its model is theirs of its last iteration"
+    GOES_ON = "the others continue without it; it has their model as of its last iteration"
     LAST_HOLDERS = "the last round waits for {who}: all others leave"
-    JOINING_NODES = "joined so far: {workers}; {nodes} of {wanted} nodes have come"
+    JOINING_NODES = "joined so far: {workers}; {nodes} of {wanted} nodes have connected"
     STARTED = "{here} worker{are} in the run"
     NAME_CONTESTED = (
         "another process was {worker} until {heard_s:.1f} s ago; this one takes its place if it stays silent"
@@ -111,7 +111,7 @@ class Why(enum.Enum):
     CUT = "{why}the run continues without {worker}; {check}; it is tried again {when}"
     ENDED = "the run is over: {reason}"
     FIRST_REQUESTS = "the first round waits for the first request of {who}"
-    CONSENSUS = "the last round waits until {who} completed it"
+    CONSENSUS = "the last round waits for {who} to complete it"
     BUSY = "the next round waits {waited_s:.1f} s for {who}{open_round}"
     AWAY = "the next round waits for {who}, which paused"
     MODEL_AWAY = "the next round waits for {who}: nobody else has the run's model"
@@ -121,7 +121,7 @@ class Why(enum.Enum):
     TOKEN = "the run and the node have a token left"
     LOCAL_ROUND = "local round {id}: all {members} members on node{node} are held, their queue is empty"
     GLOBAL_ROUND = "global round {id}: all {members} members are held"
-    AGAIN = "the global server was started again"
+    AGAIN = "the global server was restarted"
 
     # A period is chosen.
     PLANNED = "as planned"
@@ -134,13 +134,13 @@ class Why(enum.Enum):
 
     # Something has happened.
     JOINS = "{worker} joins from {address}; {joined}"
-    TOO_LATE = "{worker} comes too late: the run is ending"
+    TOO_LATE = "{worker} joins too late: the run is ending"
     IS_REFUSED = "{worker} is refused, {reason}"
     LEAVES = "{worker} leaves: {reason} ({done} iterations)"
     PAUSES = "{worker} pauses until its next iteration"
     BACK = "{worker} is back, and has the run's model"
     STOPPING = "stopping: {reason}"
-    CHANGED = "{name} is to be {text}"
+    CHANGED = "{name} is set to {text}"
     ROUND = "{scope} round {id}{where}: {who}, {count} iterations"
     ROUND_FAILS = "round {id} failed: {reason}"
     EVICTED = "{who} {are} evicted from round {id}: the others waited {patience_s:g} s for {them}"
@@ -153,7 +153,7 @@ class Why(enum.Enum):
     NO_HOLDER = "nobody who has completed the last global round is left"
     GONE_BACK = (
         "the workers that had the run's model after {count} iterations are gone: it goes back to checkpoints of "
-        "{resumed} iterations; {lost} are made again"
+        "{resumed} iterations; {lost} are repeated"
     )
     BEGUN_ANEW = (
         "the workers that had the run's model after {count} iterations are gone, and there is no checkpoint: "
@@ -161,12 +161,12 @@ class Why(enum.Enum):
     )
     ALL_SILENT = (
         "nothing was heard for {quiet_s:.0f} s from {who}, and nobody else has the run's model: is the network of "
-        "this machine down, or a local server frozen? Waits {timeout_s:g} s for them in all"
+        "this machine down, or a local server frozen? The run waits {timeout_s:g} s for them in all"
     )
 
     @property
     def code(self) -> str:
-        """The code, but for that of an inner reason."""
+        """The code, without that of an inner reason."""
         return self.name.lower()
 
     def __call__(self, **values: object) -> Reason:

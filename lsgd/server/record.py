@@ -1,6 +1,6 @@
-"""What stays of a run in its folder: ``metrics.jsonl`` grows by a line a round, ``result.json`` is the run's state.
+"""A run's results in its folder: ``metrics.jsonl`` has a line for each round, ``result.json`` the run's state.
 
-The global server writes both, since it knows every round: whoever asked for them now and then could miss some.
+The global server writes both, because it alone is sure to know every round.
 """
 
 import json
@@ -18,22 +18,22 @@ from lsgd.server.report import entry, summary
 from lsgd.server.state import RunState
 
 METRICS, RESULT = "metrics.jsonl", "result.json"
-"""The files."""
+"""Names of the files."""
 
 RESULT_EVERY_S = 5.0
-"""How often the state is written while the run continues, in seconds."""
+"""How often the state is written during the run, in seconds."""
 
 RETRY_EVERY_S = 5.0
-"""How often a disk that cannot be written is tried again, in seconds."""
+"""How long a failed write is not repeated, in seconds."""
 
 _TAIL_NBYTES = 1 << 16  # holds several lines, whatever their number of losses
 
 
 class Record:
-    """Writes down the rounds and the state of a run, and never stands in its way.
+    """Writes the rounds and the state of a run to files; a failure never ends the run.
 
-    Each round is a line of its own, written once: one that was cut short by the server's death is written anew by
-    the server that takes its place. A resumed run's lines follow those of the run before it.
+    Each round is one line, written once: a restarted server rewrites a line that its predecessor left incomplete. A
+    resumed run's lines follow those of the run before it.
 
     Args:
         folder: of the run.
@@ -43,17 +43,17 @@ class Record:
     def __init__(self, folder: Path, run: str) -> None:
         self._metrics, self._result = folder / METRICS, folder / RESULT
         self._run = run
-        self._round: int | None = None  # id of the last one in the file; None: nobody has looked yet
+        self._round: int | None = None  # id of the last one in the file; None: not read yet
         self._started = self._started_before() or datetime.now().astimezone().isoformat(timespec="seconds")
         self._written_at = -math.inf
         self._retry_at = -math.inf
         self._failing = False
 
     def keep(self, state: RunState, now: float, *, last: bool = False) -> str:
-        """Write the rounds that are new, and the state if it is time to, or if this is the end.
+        """Write new rounds, and the state if it is due or this is the last call.
 
         Returns:
-            What there is to say, if anything.
+            A line for the log if writing has begun to fail or works again, else an empty text.
         """
         if now < self._retry_at and not last:
             return ""
@@ -66,7 +66,7 @@ class Record:
             self._retry_at = now + RETRY_EVERY_S
             said, self._failing = self._failing, True
             where = f"{self._metrics} and {RESULT} cannot be written: {error.strerror}"
-            return "" if said else f"{where}; the run continues, and they are tried again: free space there"
+            return "" if said else f"{where}; the run continues, and the server tries again: free space there"
         said, self._failing = self._failing, False
         return f"{self._metrics} is written again" if said else ""
 
@@ -81,7 +81,7 @@ class Record:
             self._round = new[0].round
 
     def _line(self, election: RoundOrdered) -> str:
-        """Return a round without the digits that nobody reads."""
+        """Return a round as JSON, with numbers rounded."""
         round_ = entry(election)
         losses = {w: None if loss is None else float(f"{loss:.6g}") for w, loss in round_["losses"].items()}
         return json.dumps({"run": self._run, **round_, "seconds": round(election.seconds, 3), "losses": losses})
@@ -90,7 +90,7 @@ class Record:
         write_whole(self._result, json.dumps({**document, "started": self._started}, indent=2) + "\n")
 
     def _mend(self) -> int:
-        """Cut off what a server that died has left of a line; return the id of this run's last round in the file."""
+        """Cut off the incomplete line of a server that died; return the id of this run's last round in the file."""
         self._metrics.parent.mkdir(parents=True, exist_ok=True)
         with self._metrics.open("a+b") as file:
             end = file.seek(0, os.SEEK_END)
@@ -106,7 +106,7 @@ class Record:
         return 0
 
     def _started_before(self) -> str:
-        """Return when the run was started that this server continues with; nothing for a new one."""
+        """Return when the run started that this server continues; an empty text for a new run."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             before = json.loads(self._result.read_text(encoding="utf-8"))
             return str(before["started"]) if before["run"] == self._run else ""

@@ -1,8 +1,8 @@
 """The relay: connects two members of a run that cannot reach each other, and passes on bytes that it cannot read.
 
-Both dial it and present a ticket (:mod:`lsgd.protocol.tickets`). When both of a pair are there, each is told so, and
-from then on what one sends goes to the other, as it comes: TLS between the members passes through. It is a process of
-its own with one loop, so that the global server's decisions never wait for bytes.
+Both dial it and present a ticket (:mod:`lsgd.protocol.tickets`). Once both are there, the relay tells each, and then
+passes on what one sends to the other: TLS between the members passes through. It is a separate process with one loop,
+so the global server's decisions never wait for bytes.
 """
 
 import errno
@@ -10,8 +10,9 @@ import selectors
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
 
 from lsgd.errors import ConfigError
 from lsgd.protocol.descriptors import raise_descriptor_limit
@@ -25,25 +26,25 @@ MEET_WITHIN_S = 120.0
 """How long a member waits for the other one of its pair."""
 
 CLOSE_WITHIN_S = 30.0
-"""How long a pair of which one side has ended may continue without a byte."""
+"""How long a pair may be idle once one side has ended."""
 
 MAX_STRANGERS = 512
-"""Most connections without a ticket; of more, the oldest are closed."""
+"""Most connections without a ticket; beyond that, the oldest are closed."""
 
 MAX_WAITING = 4096
-"""Most members that wait for the other one of their pair; of more, the oldest are sent away."""
+"""Most members that wait for the other one of their pair; beyond that, the oldest are closed."""
 
 READ_NBYTES = 64 << 10
-"""Most bytes that are taken from a connection in its turn, and kept for one that is slow to take them."""
+"""Most bytes read from a connection in its turn, and kept for one that accepts them slowly."""
 
 SPARE_DESCRIPTORS = 64
-"""What the process needs beside its connections."""
+"""Descriptors that the process needs besides its connections."""
 
 FULL_S = 0.05
-"""How long a turn lasts at least while the system has no room for a connection."""
+"""Shortest turn while the system has no room for a connection."""
 
 MAX_NAMED = 100
-"""So many addresses are told apart of those that were refused."""
+"""Most refused addresses that are counted separately."""
 
 TURN_S = 1.0
 REFUSALS_EVERY_S = 30.0
@@ -53,33 +54,31 @@ _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEE
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class End:
     """One connection: of a stranger, then of a member that waits, then of one that has met the other.
 
     Args:
         connection: which it owns.
-        deadline: when it is closed if it does not get further; None: never.
-
-    Attributes:
-        came_from: its address, for people.
+        came_from: the peer's address, for people.
+        deadline: when it is closed unless it makes progress; None: never.
+        greeting: that the relay sent.
+        said: what the peer has said before it met the other.
         ticket: that it has presented.
-        other: the one whose bytes it takes and gives.
-        pending: what it has yet to take.
+        other: the connection that it exchanges bytes with.
+        pending: bytes that it has yet to accept.
         ended: whether nothing more comes from it.
     """
 
-    __slots__ = ("came_from", "connection", "deadline", "ended", "greeting", "other", "pending", "said", "ticket")
-
-    def __init__(self, connection: socket.socket, came_from: str, deadline: float) -> None:
-        self.connection = connection
-        self.came_from = came_from
-        self.deadline: float | None = deadline
-        self.greeting = new_greeting()
-        self.said = b""
-        self.ticket: Ticket | None = None
-        self.other: End | None = None
-        self.pending = memoryview(b"")
-        self.ended = False
+    connection: socket.socket
+    came_from: str
+    deadline: float | None
+    greeting: bytes = field(default_factory=new_greeting)
+    said: bytes = b""
+    ticket: Ticket | None = None
+    other: "End | None" = None
+    pending: memoryview = field(default_factory=lambda: memoryview(b""))
+    ended: bool = False
 
 
 class Relay:
@@ -88,7 +87,7 @@ class Relay:
     Args:
         host: to listen on.
         port: the same; 0: any.
-        secret: of this relay, that the runs' secrets are made of.
+        secret: of this relay, from which the secrets of runs are derived.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -106,7 +105,7 @@ class Relay:
         self._max_ends = raise_descriptor_limit() - SPARE_DESCRIPTORS
         self._max_strangers = min(MAX_STRANGERS, self._max_ends // 4)
         self._selector = selectors.DefaultSelector()
-        self._strangers: dict[End, None] = {}  # the oldest first, as of the waiting
+        self._strangers: dict[End, None] = {}  # the oldest first, as in _waiting
         self._waiting: dict[End, None] = {}
         self._by_ticket: dict[Ticket, list[End]] = {}
         self._paired: set[End] = set()
@@ -174,13 +173,12 @@ class Relay:
                 self._make_room("there are too many connections; raise the limit of open files (ulimit -n)")
 
     def _make_room(self, why: str) -> None:
-        """Close the oldest of those that have not met."""
-        for end in (*self._strangers, *self._waiting):
-            self._refuse(end, why)
-            return
+        """Close the oldest connection that has not met its other."""
+        if oldest := next(chain(self._strangers, self._waiting), None):
+            self._refuse(oldest, why)
 
     def _hear(self, end: End) -> None:
-        """Take what one says that has not met the other: its ticket, and then nothing."""
+        """Read from a connection that has not met its other: its ticket, and then nothing."""
         try:
             said = end.connection.recv(TICKET_NBYTES - len(end.said) or 1)
         except BlockingIOError:
@@ -199,11 +197,11 @@ class Relay:
     def _admit(self, end: End) -> None:
         end.ticket = Ticket.of(end.said, end.greeting, self._secret)
         if end.ticket is None:
-            self._refuse(end, "its ticket is none of a run of this server")
+            self._refuse(end, "its ticket is not of a run of this server")
             return
         del self._strangers[end]
         if others := self._by_ticket.get(end.ticket.counterpart):
-            other = others[-1]  # the newest: one that has lost its connection without a word may still be here, too
+            other = others[-1]  # the newest: an older one may have lost its connection silently
             self._forget_waiting(other)
             self._join(end, other)
             return
@@ -211,7 +209,7 @@ class Relay:
         self._waiting[end] = None
         end.deadline = self._now + MEET_WITHIN_S
         if len(self._waiting) > MAX_WAITING:
-            self._refuse(next(iter(self._waiting)), "too many wait for another side that has not come")
+            self._refuse(next(iter(self._waiting)), "too many wait for another side that is missing")
 
     def _join(self, one: End, other: End) -> None:
         one.other, other.other = other, one
@@ -237,7 +235,7 @@ class Relay:
             self._take(end, end.other)
 
     def _take(self, end: End, other: End) -> None:
-        """Take what comes from one, and give it to the other."""
+        """Read from one, and send it to the other."""
         try:
             count = end.connection.recv_into(self._buffer)
         except BlockingIOError:
@@ -259,7 +257,7 @@ class Relay:
         self._want(end)
 
     def _give(self, end: End, data: memoryview) -> None:
-        """Send one what it takes; keep the rest, and read no more of the other until it has taken that too."""
+        """Send what one accepts; keep the rest, and read no more from the other until that is sent too."""
         try:
             sent = end.connection.send(data)
         except BlockingIOError:
@@ -270,12 +268,12 @@ class Relay:
         end.pending = data[sent:] if data is end.pending else memoryview(bytes(data[sent:]))
         assert end.other
         for one in (end, end.other):
-            if one.deadline is not None:  # one side has ended, and the pair is in use still
+            if one.deadline is not None:  # one side has ended, and the pair is still in use
                 one.deadline = self._now + CLOSE_WITHIN_S
             self._want(one)
 
     def _want(self, end: End) -> None:
-        """Wait for what may be done next with one that has met the other."""
+        """Poll one that has met the other for what it may do next."""
         assert end.other
         wanted = selectors.EVENT_WRITE if end.pending else 0
         if not end.ended and not end.other.pending:
@@ -319,8 +317,9 @@ class Relay:
         self._close(end)
 
     def _look(self) -> None:
-        """Once a second: end what is overdue, and say now and then what there was."""
-        for end in self._overdue():
+        """Once a second: close what is overdue, and report now and then."""
+        ends = (*self._strangers, *self._waiting, *self._paired)
+        for end in [end for end in ends if end.deadline is not None and end.deadline <= self._now]:
             if end.ticket is None:
                 self._refuse(end, f"it showed no ticket within {GREET_WITHIN_S:g} s")
             elif end.other is None:
@@ -339,12 +338,6 @@ class Relay:
             if (self._met, self._passed_nbytes) != self._told:
                 self._told = self._met, self._passed_nbytes
                 say(self._statistics())
-
-    def _overdue(self) -> list[End]:
-        def late(ends: Iterator[End]) -> Iterator[End]:
-            return (end for end in ends if end.deadline is not None and end.deadline <= self._now)
-
-        return [*late(iter(self._strangers)), *late(iter(self._waiting)), *late(iter(self._paired))]
 
     def _statistics(self) -> str:
         return (

@@ -1,4 +1,4 @@
-"""Where the members of a generation publish the addresses that they build process groups from."""
+"""Passes the addresses from which the members of a generation build process groups."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from lsgd.protocol.messages import Get, Put, Value
 
 @dataclass
 class Rendezvous:
-    """Values of the current generation by key, and who waits for one that is not there yet."""
+    """Values of the current generation by key, and who waits for which."""
 
     generation: int = 0
     values: dict[str, bytes] = field(default_factory=dict)
@@ -19,7 +19,7 @@ class Rendezvous:
             self.generation, self.values, self.waiting = generation, {}, {}
 
     def put(self, message: Put) -> list[tuple[str, int, Value]]:
-        """Take in a value and return what goes to those who wait for it, as (worker, incarnation, value)."""
+        """Store a value and return what to send to members that wait for it, as (worker, incarnation, value)."""
         if message.generation != self.generation:
             return []
         self.values[message.key] = message.value
@@ -27,7 +27,7 @@ class Rendezvous:
         return [(*who, value) for who in self.waiting.pop(message.key, [])]
 
     def get(self, message: Get) -> Value | None:
-        """Return the value, or None: then :meth:`put` will, when it is there."""
+        """Return the value, or None: then :meth:`put` returns it later."""
         if message.generation != self.generation:
             return None
         if message.key in self.values:

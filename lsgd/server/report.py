@@ -1,4 +1,4 @@
-"""The state of a run as JSON text, for ``lsgd status``, and as :mod:`lsgd.server.record` writes it down."""
+"""The state of a run as JSON text, for ``lsgd status`` and :mod:`lsgd.server.record`."""
 
 import json
 import math
@@ -14,10 +14,10 @@ from lsgd.server.roster import Member, Roster, by_place, finite
 from lsgd.server.state import RunState
 
 MAX_LEADERS = 1000
-"""Most rounds of the history that a report has; of a longer one, every second, third, ... is left out."""
+"""Most rounds of the history in a report; of a longer history, it has every second, third, ... round."""
 
 MAX_PROGRESS_WORKERS = 4096
-"""Of so many workers a :class:`Progress` tells: more would not fit into a message."""
+"""Most workers in a :class:`Progress`: more would not fit into a message."""
 
 
 def report(state: RunState, now: float, stream: Mapping[str, Any] | None = None) -> str:
@@ -33,7 +33,7 @@ def report(state: RunState, now: float, stream: Mapping[str, Any] | None = None)
     leaders = [entry(election) for election in elections[::-step][::-1]]
     document = summary(state, now) | {"leaders": leaders, "stream": dict(stream or {})}
     text = json.dumps(document)
-    if len(text) > MAX_NBYTES * 3 // 4:  # a run of thousands: the history's losses go first
+    if len(text) > MAX_NBYTES * 3 // 4:  # thousands of workers: drop the history's losses first
         text = json.dumps(document | {"leaders": [leader | {"losses": {}} for leader in leaders]})
     return text
 
@@ -83,7 +83,7 @@ def progress(state: RunState, now: float) -> Progress:
 
 
 def _logged(members: Iterable[Member]) -> dict[str, float]:
-    """Return the means of what the live members' scripts have logged: of finite numbers, and of so many names."""
+    """Return the means of what the live members' scripts logged: over finite numbers, of a bounded set of names."""
     numbers: dict[str, list[float]] = {}
     for spent in (member.spent for member in members if member.live and member.spent):
         for name, number in islice(spent.logged.items(), MAX_LOGGED):
@@ -111,7 +111,7 @@ def _progress_of(roster: Roster, member: Member, now: float) -> WorkerProgress:
 
 
 def _total_s(seconds: float) -> float:
-    """Return a total as a worker has said it; nonsense is 0."""
+    """Return a total that a worker reported; 0 if it is nonsense."""
     return seconds if 0 <= seconds < math.inf else 0.0
 
 
@@ -137,7 +137,7 @@ def entry(election: RoundOrdered) -> dict[str, Any]:
 
 
 def _loss(elections: Reversible[RoundOrdered]) -> float | None:
-    """Return the mean of what the workers of the last global round had reported then; None: no finite loss."""
+    """Return the mean loss of the workers of the last global round, as reported then; None: no finite loss."""
     last = next((e for e in reversed(elections) if e.scope == "global"), None)
     losses = [x for loss in last.losses.values() if (x := finite(loss)) is not None] if last else []
     return statistics.fmean(losses) if losses else None

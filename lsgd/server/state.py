@@ -17,7 +17,7 @@ from lsgd.server.tokens import Ledger
 from lsgd.server.ways import Ways
 
 WAIT_WORDS_S = 0.2
-"""For how long the sentence that says what is waited for is kept."""
+"""How long the sentence is cached that says what requests wait for."""
 
 
 @dataclass(slots=True)
@@ -37,34 +37,34 @@ class Decision:
 
 @dataclass(slots=True, eq=False)
 class RunState:
-    """What is known of a run.
+    """What the servers know about a run.
 
     Args:
         plan: its settings.
         run: its identity.
-        certificate: which members show each other; empty where no keys are needed. No journal has it.
-        relay: its address; empty: there is none. No journal has this and the following.
-        relay_secret: what members prove to know there.
+        certificate: which members show each other; empty if no keys are needed. Not in the journal, like the next two.
+        relay: its address; empty: there is none.
+        relay_secret: by which members prove to the relay that they are members.
         now: seconds of a clock that never goes back, as of the last message or tick.
         roster: who takes part.
-        ledger: what was granted and made.
+        ledger: granted and completed iterations.
         book: the rounds.
         started_at: when the first round was ordered.
-        stopping: why the run ends; none while it continues.
-        failed: why it ends without what it has learnt; none as a rule.
-        closed_at: since when whoever still asks is told to leave; infinite before.
+        stopping: why the run ends; none until then.
+        failed: why it ends without what it has learned; usually none.
+        closed_at: since when every request is told to leave; infinite before.
 
     Attributes:
-        announced: how many workers each node has, as its local server says.
-        course: where in the plan it is.
-        links: whom the run continues without, since others cannot reach them.
+        announced: how many workers each node has, according to its local server.
+        course: the run's place in the plan.
+        links: members that the run continues without, because others cannot reach them.
         ways: how nodes reach each other.
-        over: nobody is waited for any more.
-        changes: counts what a journal has to keep before the answers leave.
+        over: the run waits for nobody any more.
+        changes: counts changes that the journal must have before the answers leave.
         moved_at: when a member last asked, or completed a round.
-        lost_at: when nobody, and no checkpoint, was found to have the run's model; 0: never.
-        events: how often this server has told of each, by its code.
-        decision: what to do, as far as it is decided.
+        lost_at: when the run's model was found to be lost, checkpoints included; 0: never.
+        events: how often this server has noted each, by its code.
+        decision: what to do, as decided so far.
     """
 
     plan: Plan
@@ -99,17 +99,17 @@ class RunState:
 
     @property
     def closed(self) -> bool:
-        """Whether whoever still asks is told to leave."""
+        """Whether every request is told to leave."""
         return self.closed_at < math.inf
 
     @property
     def in_vain(self) -> bool:
-        """Whether the run has ended without a consensus, since its rounds kept failing."""
+        """Whether the run has ended without a consensus because its rounds kept failing."""
         return self.closed and self.book.hopeless
 
     @property
     def wanted(self) -> int:
-        """Number of workers that the run begins with, as far as the nodes have said it."""
+        """Number of workers that the run begins with, as far as the nodes have announced it."""
         return self.plan.run.workers or sum(self.announced.values())
 
     @property
@@ -122,13 +122,13 @@ class RunState:
         return "running" if self.roster.generation else "waiting"
 
     def suffices(self, workers: int) -> bool:
-        """Whether the run can begin with so many workers."""
+        """Whether the run can begin with this many workers."""
         run = self.plan.run
         return workers >= self.wanted and (run.workers > 0 or len(self.announced) >= run.nodes)
 
     @property
     def leads(self) -> bool:
-        """Whether others take over what the elected worker has."""
+        """Whether other workers use what the elected worker has."""
         run = self.plan.run
         return self.course.algorithm.elects or "leader" in (run.consensus, run.buffers)
 
@@ -138,7 +138,7 @@ class RunState:
         return bool(self.plan.run.iterations or self.plan.run.seconds)
 
     def progress(self, now: float) -> float:
-        """Return the share of the run that is made, 0 to 1; 0 for one without an end."""
+        """Return the completed share of the run, 0 to 1; 0 for one without an end."""
         run = self.plan.run
         elapsed_s = 0.0 if self.started_at is None else now - self.started_at
         by_count = self.ledger.count / run.iterations if run.iterations else 0.0
@@ -148,17 +148,17 @@ class RunState:
     # -- what leaves -------------------------------------------------------------------------------------------
 
     def note(self, event: Reason) -> None:
-        """Tell people, and count it."""
+        """Report an event to people, and count it."""
         self.decision.notes.append(event)
         self.happened(Note(event.code, str(event)))
         self.events[event.code] += 1
 
     def happened(self, fact: Happening) -> None:
-        """Tell the stream of events."""
+        """Add a fact to the stream of events."""
         self.roster.happened.append(fact)
 
     def answer(self, member: Member, message: Downward) -> None:
-        """Tell a member."""
+        """Send a message to a member."""
         self.decision.answers.append((member.worker, member.join.incarnation, message))
 
     # -- in words ----------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class RunState:
         return self._wait[1]
 
     def forget_words(self) -> None:
-        """Something has happened: the sentence that says what is waited for is to be made anew."""
+        """Drop the cached sentence of :meth:`waits_for`, because something has happened."""
         self._wait = (-math.inf, NO_REASON)
 
     def _what_is_waited_for(self, now: float) -> Reason:
@@ -207,7 +207,7 @@ class RunState:
         return Why.MODEL_AWAY(who=named(self.roster.within(MemberState.STRAGGLER)))
 
     def all_made(self, limit: float, out: list[Member]) -> Reason:
-        """Say that no iteration is left to grant: the last ones were granted to those that are ``out``."""
+        """Say that no iteration is left to grant: the members in ``out`` still have the last ones."""
         count = self.ledger.count
         if count < limit:
             return Why.REST_IS_OUT(count=count, limit=limit, who=named(out))

@@ -1,4 +1,4 @@
-"""The stream of events: what has happened, numbered and kept for a while, for whoever asks."""
+"""The stream of events: numbered, and kept for a while for whoever asks."""
 
 import secrets
 import time
@@ -8,22 +8,22 @@ from lsgd.protocol.events import Happening, encode_event
 from lsgd.protocol.messages import Events
 
 MAX_EVENTS, MAX_KEPT_NBYTES = 1 << 16, 16 << 20
-"""How many events are kept, and how much of them."""
+"""Most events that are kept, and their size."""
 
 MAX_ANSWER_EVENTS, MAX_ANSWER_NBYTES = 1024, 256 << 10
-"""How many events an answer has at most, and how much of them; but one if that is larger."""
+"""Most events in an answer, and their size; a single larger event is still sent."""
 
-_ITEM_NBYTES = 64  # what one costs besides its bytes
+_ITEM_NBYTES = 64  # memory that one takes besides its bytes
 
 
 class Stream:
-    """Keeps the last events as they travel. Whoever asks is not remembered, so nobody can keep it waiting.
+    """Keeps the last events in encoded form. It keeps no state for readers, so none can slow it.
 
     Args:
         clock: returns seconds since the epoch.
 
     Attributes:
-        epoch: identifies this stream: numbers of another one mean something else.
+        epoch: identifies this stream, because another one has other numbers.
         last: number of the last event; 0: there is none.
     """
 
@@ -43,14 +43,14 @@ class Stream:
             self._nbytes += len(item) + _ITEM_NBYTES
             self.last += 1
         while len(self._items) > MAX_EVENTS or (self._nbytes > MAX_KEPT_NBYTES and len(self._items) > 1):
-            gone = -(-len(self._items) // 8)  # at once: to forget one after the other would move all others each time
+            gone = -(-len(self._items) // 8)  # many at once, because each deletion moves all others
             self._nbytes -= sum(map(len, self._items[:gone])) + gone * _ITEM_NBYTES
             del self._items[:gone]
 
     def after(self, seq: int) -> Events:
-        """Return what comes after the event ``seq``, as much as an answer holds; nothing if that is yet to come."""
+        """Return the events after number ``seq``, as many as an answer holds; none if there are none yet."""
         seq = min(max(seq, 0), self.last)
-        begin = self.last - len(self._items)  # number of the event before the first one that is kept
+        begin = self.last - len(self._items)  # number of the event before the first kept one
         at = max(seq - begin, 0)
         chosen: list[bytes] = []
         room = MAX_ANSWER_NBYTES

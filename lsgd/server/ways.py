@@ -1,4 +1,4 @@
-"""How the nodes of a run reach each other: what its members have found by trying, kept for the run."""
+"""How the nodes of a run reach each other, as its members have found by trying."""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, combinations
@@ -8,10 +8,10 @@ Pair = tuple[int, int]
 
 
 class Ways:
-    """Which nodes have been tried, and which of them cannot be dialled by which.
+    """Which nodes have tried to dial each other, and which cannot.
 
-    Two nodes of which one can dial the other exchange directly, and so in both directions. If neither can, what they
-    exchange goes through the relay.
+    If one of two nodes can dial the other, they exchange directly, in both directions. If neither can, they exchange
+    through the relay.
 
     Args:
         tried: nodes.
@@ -23,11 +23,11 @@ class Ways:
         self._missed: set[Pair] = {(a, b) for a, b in missed}
 
     def found(self, nodes: Collection[int], missed: Sequence[int]) -> list[Pair]:
-        """Take in what the members on some nodes have found; return the pairs that are new to the relay.
+        """Store what the members on some nodes have found; return the pairs that are new to the relay.
 
         Args:
             nodes: that have tried each other.
-            missed: one pair after the other: a node, and one of the others that it could not dial.
+            missed: one pair after the other: a node, and another one that it could not dial.
         """
         before = set(self._relayed())
         pairs = zip(missed[::2], missed[1::2], strict=False)
@@ -37,7 +37,7 @@ class Ways:
         return [pair for pair in self._relayed() if pair not in before]
 
     def unknown(self, nodes: Collection[int]) -> bool:
-        """Whether one of several nodes has not been tried."""
+        """Whether there are several nodes, and one has not been tried."""
         return len(nodes) > 1 and not self._tried.issuperset(nodes)
 
     def missed(self, nodes: Collection[int]) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ class Ways:
         return tuple(chain.from_iterable(pair for pair in sorted(self._missed) if {*pair}.issubset(nodes)))
 
     def shown(self) -> list[dict[str, Any]]:
-        """Return the pairs that are not as usual, for the report."""
+        """Return the pairs that cannot dial each other both ways, for the report."""
         found = []
         for a, b in combinations(sorted(self._tried), 2):
             away = [pair for pair in ((a, b), (b, a)) if pair in self._missed]
@@ -55,7 +55,7 @@ class Ways:
         return found
 
     def capture(self) -> list[Any]:
-        """Return the arguments that make it anew, as JSON can have them."""
+        """Return the constructor's arguments, for JSON."""
         return [sorted(self._tried), sorted(self._missed)]
 
     def _relayed(self) -> list[Pair]:

@@ -181,7 +181,7 @@ class TestNode:
         assert [(each["round"], each["count"]) for each in result["rounds"]] == [(1, 0), (2, 100)]
         assert result["loss"] == pytest.approx(sum(result["rounds"][1]["losses"].values()) / 2, rel=1e-5)
         assert (node.run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
-        assert "[launch] finished: all 100 iterations are made; result.json, metrics.jsonl, c" in output
+        assert "[launch] finished: all 100 iterations are done; result.json, metrics.jsonl, c" in output
 
     def test_ctrl_c_makes_the_consensus(self, start):
         node = start("--node", "0")  # alone it takes any port
@@ -211,13 +211,13 @@ class TestNode:
         folder = first.run_dir.parent  # the newest run in it is meant
         status, output = start(*again[:-1], str(folder), "--resume", "--workers", "3", LSGD_ITERATIONS="99").finish()
         assert status == 0, output
-        assert f"[launch] resumes from the checkpoints in {first.run_dir}\n" in output
+        assert f"[launch] goes on from the checkpoints in {first.run_dir}\n" in output
         assert "resumes after 64 iterations, from checkpoints of node0/worker0, node0/worker1; taking over" in output
-        assert "all 99 iterations are made; 99 iterations" in output
+        assert "all 99 iterations are done; 99 iterations" in output
         plan = tomllib.loads((first.run_dir / "plan.toml").read_text())
         assert (plan["workers"], plan["algorithm"]["period"]) == (0, 16)
         log = (first.run_dir / "global.log").read_text()
-        assert "all 64 iterations are made; 64" in log and "all 99 iterations are made; 99" in log
+        assert "all 64 iterations are done; 64" in log and "all 99 iterations are done; 99" in log
         result = first.result
         assert (result["count"], result["state"], len({each["run"] for each in result["rounds"]})) == (
             99,

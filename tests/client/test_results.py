@@ -15,7 +15,7 @@ from lsgd.client.checkpoint.run_folder import claimed
 from lsgd.client.cli.commands import main
 from lsgd.client.launcher import curve, results
 
-RESULT = {"run": "1", "state": "over", "code": "all_made", "reason": "all 900 iterations are made", "count": 900}
+RESULT = {"run": "1", "state": "over", "code": "all_made", "reason": "all 900 iterations are done", "count": 900}
 RESULT |= {"algorithm": "leader", "iterations": 900, "rounds_global": 2, "seconds": 75.0, "loss": 0.25, "members": []}
 
 
@@ -87,7 +87,7 @@ def test_without_matplotlib_the_rest_is_there_and_one_line_says_what_to_install(
     first, second = capfd.readouterr().out.splitlines()
     assert first.startswith("[launch] there is no curve.png, which needs matplotlib: ")
     assert first.endswith(" -m pip install matplotlib")
-    assert second == (f"[launch] finished: all 900 iterations are made; result.json, metrics.jsonl in {folder}")
+    assert second == (f"[launch] finished: all 900 iterations are done; result.json, metrics.jsonl in {folder}")
     assert not (folder / "curve.png").exists()
     assert json.loads((folder / "result.json").read_text()) == RESULT | {"state": "finished", "exit_code": 0}
 

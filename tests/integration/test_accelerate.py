@@ -35,7 +35,7 @@ def test_two_loops_train_one_model(cluster, algorithm) -> None:
     server, _ = cluster.start("--workers", "2", "--algorithm", algorithm, "--iterations", "60", *period)
     for worker in [cluster.worker("accelerated", 0, i, "--micro-batches", 2) for i in range(2)]:
         worker.succeeds()
-    assert "all 60 iterations are made; 60 iterations" in server.succeeds()
+    assert "all 60 iterations are done; 60 iterations" in server.succeeds()
     workers = [cluster.result(0, i) for i in range(2)]
     assert sum(w["iterations"] for w in workers) == 60 and workers[0]["final"] == workers[1]["final"]
     first, second = (w["drawn"] for w in workers)

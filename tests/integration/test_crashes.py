@@ -41,7 +41,7 @@ def finish(cluster: Cluster, server: Process, *others: Process) -> int:
     assert isinstance(cluster.ask(ChangeSettings({"iterations": str(limit)})), Status)
     for process in (*others, server):
         process.succeeds()
-    server.says(rf"the run is over: all {limit} iterations are made; {limit} iterations")
+    server.says(rf"the run is over: all {limit} iterations are done; {limit} iterations")
     return limit
 
 
@@ -170,8 +170,8 @@ def test_a_global_server_killed_at_the_end_ends_the_run_when_it_is_back(cluster)
     for process in (*workers, local, run.server):
         process.succeeds()
     assert steps(cluster) == 60
-    assert "the run is over: all 60 iterations are made; 60 iterations" in run.server.output
-    assert "the run is over: all 60 iterations are made" in local.output
+    assert "the run is over: all 60 iterations are done; 60 iterations" in run.server.output
+    assert "the run is over: all 60 iterations are done" in local.output
     assert len({cluster.result(0, index)["model"] for index in (0, 1)}) == 1
 
 

@@ -80,7 +80,7 @@ def test_a_run_that_has_lost_its_model_goes_back_to_its_checkpoints(cluster) -> 
     kill(*workers)
     resume = {"LSGD_RESUME": str(cluster.folder / "checkpoints")}
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.003, **resume) for index in (0, 1)]
-    again = int(server.says(r"are gone: it goes back to checkpoints of \d+ iterations; (\d+) are made again")[1])
+    again = int(server.says(r"are gone: it goes back to checkpoints of \d+ iterations; (\d+) are repeated")[1])
     until(lambda: server.output.count("worker1 joins from") == 2, "the other one is back, too")
     trains(cluster)
     limit = finish(cluster, server, *workers, *locals_)

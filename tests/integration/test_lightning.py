@@ -39,7 +39,7 @@ def test_two_trainers_train_one_model(cluster, algorithm, arguments) -> None:
     plan = ["--algorithm", algorithm, "--iterations", "60"]
     plan += ["--period", "8"] if algorithm == "local" else []
     output, workers = train(cluster, plan, "--min-steps", 500, *arguments)
-    assert "all 60 iterations are made; 60 iterations" in output and "failed" not in output
+    assert "all 60 iterations are done; 60 iterations" in output and "failed" not in output
     assert [w["steps"] for w in workers] == [w["iterations"] for w in workers]
     assert sum(w["iterations"] for w in workers) == 60 and all(w["stopped"] for w in workers)
     assert workers[0]["final"] == workers[1]["final"]

@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_other_workers_and_makes_exactly_its_iterations(clust
 
     servers, workers = start(cluster, 1, *arguments, "--iterations", str(last + 50), **going_on(cluster))
     finish(servers, workers, last + 50)
-    workers[0].says(rf"stops after 0 iterations: all {last + 50} iterations were made before it was resumed")
+    workers[0].says(rf"stops after 0 iterations: all {last + 50} iterations were done before it was resumed")
 
 
 def test_checkpoints_that_cannot_be_written_are_a_warning(cluster) -> None:

@@ -19,7 +19,7 @@ def test_each_process_of_torchrun_is_a_worker(cluster) -> None:
     environ = {**os.environ, **LIGHT, "LSGD_LOCAL": cluster.local_address(0), "LSGD_RUN_DIR": str(cluster.folder)}
     done = subprocess.run([*COMMAND, str(PLAIN)], env=environ, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-    assert "all 40 iterations are made; 40 iterations" in server.succeeds()
+    assert "all 40 iterations are done; 40 iterations" in server.succeeds()
     workers = [cluster.result(0, i) for i in range(2)]  # node0/worker0 and node0/worker1, by LOCAL_RANK
     assert workers[0]["rank"] != workers[1]["rank"]
 

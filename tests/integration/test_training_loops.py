@@ -327,7 +327,7 @@ def test_a_second_worker_of_the_same_name_is_refused(here) -> None:
     with Worker.join(model, optimizer) as worker:
         train(worker, model, plain(optimizer), turns=1)
         other = network()
-        with pytest.raises(JoinError, match="node0/worker0 is in the run already"):
+        with pytest.raises(JoinError, match="node0/worker0 is already in the run"):
             Worker.join(other, torch.optim.SGD(other.parameters(), lr=0.05))
         train(worker, model, plain(optimizer), turns=1)
 

@@ -50,7 +50,7 @@ def test_two_nodes_train_to_one_consensus_and_every_step_counts(cluster) -> None
     assert len({r["distance"] for r in results}) == 1 and results[0]["distance"] > 0
     assert steps(cluster) == {f"node{n}/worker{i}": cluster.result(n, i)["iterations"] for n, i in places}
     assert sum(steps(cluster).values()) == 600
-    assert "the run is over: all 600 iterations are made; 600 iterations" in server.output
+    assert "the run is over: all 600 iterations are done; 600 iterations" in server.output
 
     # The learning rate follows the progress of the whole run, whatever share of it a worker makes.
     for result in results:

@@ -234,7 +234,7 @@ def test_what_is_no_messagepack_of_ours_says_so(frame: bytes, reason: str) -> No
 
 @pytest.mark.parametrize("items", [[], 0, None, "Refused", {}, [True], ["0"], [-1], [len(CLASSES)], [0.0], [[]]])
 def test_a_frame_that_starts_with_no_kind(items: object) -> None:
-    with pytest.raises(ProtocolError, match=r"^a frame that starts with no known kind of message$"):
+    with pytest.raises(ProtocolError, match=r"^a frame that does not start with a known kind of message$"):
         decode(msgpack.packb(items))
 
 

@@ -184,7 +184,7 @@ def test_wrong_flags() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('transport = "nccl"', "'nccl' carries nothing from the CPU's memory; set transport to auto or tcp"),
+        ('transport = "nccl"', "'nccl' cannot send from the CPU's memory; set transport to auto or tcp"),
         ('[algorithm]\nname = "qsgd"', "qsgd exchanges gradients, which stay on the GPU"),
         ('[[phase]]\niterations = 9\n[[phase]]\nname = "allreduce"', "allreduce exchanges gradients"),
     ],

@@ -23,7 +23,7 @@ def test_it_begins_with_the_workers_of_all_nodes(bench) -> None:
         bench.say(hello(node, workers))
     for place in places[:3]:
         assert isinstance(bench.join(place)[place][0], Waiting)
-    assert bench.only("11").reason == "joined so far: 3 workers; 2 of 3 nodes have come"
+    assert bench.only("11").reason == "joined so far: 3 workers; 2 of 3 nodes have connected"
     bench.say(hello(2, 2))
     assert not bench.got
     assert bench.join("20")["20"][0].reason == "4 of 5 workers have joined"
@@ -62,4 +62,4 @@ def test_without_all_nodes_nobody_waits_for_longer_than_the_plan_says(bench) -> 
     bench.say(hello(0, 1))
     bench.join("00")
     bench.tick(601.0)
-    assert "after 600 s only joined so far: 1 worker; 1 of 3 nodes have come" in bench.only("00").reason
+    assert "after 600 s only joined so far: 1 worker; 1 of 3 nodes have connected" in bench.only("00").reason

@@ -121,7 +121,7 @@ def test_another_patch_is_a_warning_and_a_lack_is_nothing(versions: dict[str, st
 
 def test_a_worker_whose_name_is_not_that_of_its_place_is_refused() -> None:
     bench = Bench(workers=1)
-    reason = "it is the worker 7 of node1 and calls itself node1/worker0, not node1/worker7"
+    reason = "it is worker 7 of node1, but calls itself node1/worker0, not node1/worker7"
     assert bench.say(replace(greeting(1, 0), index=7))["10"] == [Refused(reason)]
 
 
@@ -494,7 +494,7 @@ def test_a_change_is_told_and_a_wrong_one_refused() -> None:
     bench = started("00")
     bench.coordinator.change({"pull_global": "0.5"})
     bench.tick()
-    assert bench.notes == ["pull_global is to be 0.5"]
+    assert bench.notes == ["pull_global is set to 0.5"]
     with pytest.raises(ConfigError, match=r"^lease_s is unknown; known: "):
         bench.coordinator.change({"lease_s": "3"})
     with pytest.raises(ConfigError, match=r"^lsgd set: iterations = 'many' is not a whole number$"):

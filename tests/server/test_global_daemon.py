@@ -197,7 +197,7 @@ def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(clu
     peer.say(hello(host="alpha"), encode(StatusQuery(0)))
     peer.hears(Status)
     other.say(hello(incarnation=2, host="beta"))
-    assert "node 0 is alpha already; give beta another index (--node" in str(other.hears(Refused)[1])
+    assert "node 0 is already alpha; give beta another index (--node" in str(other.hears(Refused)[1])
     for _ in range(2):  # the answer may be lost
         peer.say(encode(NodeLeave(0, 1, "done")), encode(StatusQuery(0)))
         assert peer.hears(Left)[0] == b""

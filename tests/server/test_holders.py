@@ -112,7 +112,7 @@ def test_newcomers_alone_go_back_to_the_checkpoint_of_the_most_iterations() -> N
     bench.ask("10")
     assert bench.notes[0] == (
         "the workers that had the run's model after 4 iterations are gone: it goes back to checkpoints of 2 "
-        "iterations; 2 are made again"
+        "iterations; 2 are repeated"
     )
     round = bench.round("10")
     assert (round.count, round.source, round.new) == (2, 0, ())

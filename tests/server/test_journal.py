@@ -140,7 +140,7 @@ def test_another_file_in_its_place(path) -> None:
     path.write_text("[algorithm]\nname = 'leader'\n" * 50)
     with pytest.raises(ConfigError, match=r"run.journal is damaged: file is not a database; delete run"):
         Journal(path)
-    with pytest.raises(ConfigError, match=r"cannot be written: unable to open database file; see to its folder"):
+    with pytest.raises(ConfigError, match=r"cannot be written: unable to open database file; check its folder"):
         Journal(path.parent / "nowhere" / "run.journal")
 
 
@@ -148,7 +148,7 @@ def test_a_file_that_may_only_be_read(path) -> None:
     write(path)
     path.chmod(0o444)
     with _as_a_user_without_rights(path.parent):
-        with pytest.raises(ConfigError, match=r"cannot be written: .*; see to its folder, its rights and"):
+        with pytest.raises(ConfigError, match=r"cannot be written: .*; check its folder, its permissions and"):
             Journal(path)
     path.chmod(0o644)
     assert Journal(path).load() == (STATE, elections(3))
@@ -173,7 +173,7 @@ def _as_a_user_without_rights(folder: Path) -> Iterator[None]:
 def test_it_is_one_servers_at_a_time(path, monkeypatch) -> None:
     monkeypatch.setattr("lsgd.server.journal.LOCK_WAIT_S", 0.1)
     first = Journal(path)
-    with pytest.raises(ConfigError, match=r"another global server uses the journal .*; end it, or give this one"):
+    with pytest.raises(ConfigError, match=r"another global server uses the journal .*; stop it, or give this one"):
         Journal(path)
     first.save(STATE, [])
     first.close()
@@ -228,7 +228,7 @@ def test_two_global_servers_do_not_share_one(cluster, path) -> None:
     first = cluster.start_global("--journal", str(path))
     second = cluster.server("second", "--global", "--listen", "tcp://127.0.0.1:0", "--journal", str(path))
     assert second.wait() == 2
-    assert f"another global server uses the journal {path}; end it, or" in second.output
+    assert f"another global server uses the journal {path}; stop it, or" in second.output
     assert first.poll() is None
 
 
@@ -251,8 +251,8 @@ def test_a_journal_of_another_version_is_refused_with_what_to_do(cluster, path) 
     server = cluster.server("global", "--global", "--listen", "tcp://127.0.0.1:0", "--journal", str(path))
     assert server.wait() == 2
     assert (
-        f"the journal {path} cannot be gone on with: it is of version 99, this lsgd reads version {VERSION}; "
-        f"take the lsgd that wrote it, or delete run.journal* to begin a new run"
+        f"the journal {path} cannot be continued: it is of version 99, this lsgd reads version {VERSION}; "
+        f"use the lsgd that wrote it, or delete run.journal* to begin a new run"
     ) in " ".join(server.output.split())
 
 
@@ -264,7 +264,7 @@ def test_a_journal_that_cannot_be_written_is_made_anew_when_the_disk_has_space_a
     written = max(file.stat().st_size for file in path.parent.glob("run.journal*"))
     resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (written, hard))
     assert isinstance(cluster.ask(ChangeSettings({"iterations": "500"})), Status)
-    server.says(r"the journal \S+ cannot be written: .*; it is removed, and made anew as soon as that is possible")
+    server.says(r"the journal \S+ cannot be written: .*; it is removed, and rewritten as soon as possible")
     until(lambda: not list(path.parent.glob("run.journal*")), "the journal is gone")
     assert cluster.status()["iterations"] == 500
     resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (hard, hard))

@@ -164,7 +164,7 @@ def test_garbage_does_not_end_it(above, below, local) -> None:
     assert above.listener.send(above.peer, [b"", b"\x91\x00", b"nobody", b"\x91\x00"])
     below.say(Where(PROTOCOL, 7))
     below.hears(Here)
-    local.says("the global server's message is wrong")
+    local.says("invalid message from the global server")
 
 
 def test_with_no_global_server_it_tells_the_workers_what_they_wait_for(cluster, above) -> None:

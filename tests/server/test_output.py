@@ -70,7 +70,7 @@ def test_nobody_waits_for_a_reader_and_what_is_lost_is_counted(pipe, blocking, m
     text = os.read(reading, 4096).decode()
     shown = "".join(f"line {number}\n" for number in range(10))
     assert re.fullmatch(
-        shown + r"\d\d:\d\d:\d\d 20 lines are missing here: they could not be written\nthe last\n", text
+        shown + r"\d\d:\d\d:\d\d 20 lines are missing here, because they could not be written\nthe last\n", text
     )
 
 

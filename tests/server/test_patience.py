@@ -133,7 +133,7 @@ def test_the_limit_is_kept_with_an_iteration_that_is_out(how: str) -> None:
     assert bench.only("00").round is None  # the seventh; the eighth is with the one that is late
     bench.ask("00")
     assert bench.ledger.count == 7
-    assert bench.state.stopping == ("7 of 8 iterations are made, the last are with node0/worker1, evicted since")
+    assert bench.state.stopping == ("7 of 8 iterations are done; the last were granted to node0/worker1, evicted since")
     final = bench.round("00", "02")
     assert final.final
     if how == "asks":

@@ -125,7 +125,7 @@ def test_who_has_no_valid_ticket_is_refused_and_the_log_says_so(relay: Running, 
                 assert stranger.recv(1) == b""
             raise ConnectionError("hung up; its log says why")
         relay.meet(ticket, secret)
-    relay.process.says("refused 1 connections from 127.0.0.1: its ticket is none of a run of this server")
+    relay.process.says("refused 1 connections from 127.0.0.1: its ticket is not of a run of this server")
 
 
 def test_a_ticket_that_somebody_saw_is_of_no_use_to_him(relay: Running) -> None:
@@ -277,5 +277,5 @@ def test_another_program_in_its_place_is_told_from_it(relay: Running) -> None:
         with pytest.raises(ConnectionError, match="is not a relay of this lsgd release"):
             replace(relay, address=f"tcp://127.0.0.1:{other.getsockname()[1]}").meet(relay.ticket())
         program.join()
-    with pytest.raises(ConfigError, match="has an address such as"):
+    with pytest.raises(ConfigError, match="is not an address of a relay, such as"):
         place_of("192.0.2.1:47401")

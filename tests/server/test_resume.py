@@ -88,7 +88,7 @@ def test_a_run_whose_iterations_were_all_made_says_so(algorithm: Lockstep | None
     assert bench.round("00", "10").final
     stop = bench.only("10")
     assert isinstance(stop, Stop) and stop.reason == (
-        "all 200 iterations were made before it was resumed; raise iterations to continue "
+        "all 200 iterations were done before it was resumed; raise iterations to continue "
         "(LSGD_ITERATIONS, or --iterations of lsgd-server)"
     )
 

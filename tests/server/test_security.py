@@ -95,9 +95,9 @@ def test_who_has_a_token_is_let_in_under_its_name(cluster, ring, server) -> None
 @pytest.mark.parametrize(
     ("who", "told"),
     [
-        ("nobody's", "it does not know the key of our token, node1; take the one that `lsgd keygen` made"),
-        ("none", "it wants a token"),
-        ("another server's", "it has another key than our token says"),
+        ("nobody's", "it does not know the key of our token, node1; use the one that `lsgd keygen` made"),
+        ("none", "it requires a token"),
+        ("another server's", "its key is not the one in our token"),
     ],
 )
 def test_a_stranger_is_refused_and_both_sides_say_so(cluster, ring, server, who, told) -> None:
@@ -112,14 +112,14 @@ def test_a_stranger_is_refused_and_both_sides_say_so(cluster, ring, server, who,
     with Reader(cluster.address, keys) as reader, pytest.raises(JoinError, match="does not let us in"):
         while not reader.read(0.2).connected:
             pass
-    server.says(r"\d+ connections? refused: the peer has no key, an unknown one, or that of another server")
+    server.says(r"\d+ connections? refused: the peer has no key, an unknown one, or another server's")
     assert ask(cluster.address, StatusQuery(0), keys_of(ring, "node0"))["members"] == []
 
 
 def test_a_node_cannot_speak_for_another(cluster, ring, server) -> None:
     with Connector(cluster.address, b"node0#7", keys_of(ring, "node1")) as link:
         until(lambda: link.send([hello(0)]), "it is sent")
-        server.says(r"dropped a message of node1, which calls itself b'node0#7'")
+        server.says(r"dropped a message from node1, which calls itself b'node0#7'")
     with Connector(cluster.address, b"node1#7", keys_of(ring, "node1")) as link:
         until(lambda: link.send([hello(0), encode(greeting(0, 0))]), "it is sent")
         server.says(r"dropped a message from b'node1#7': it speaks for node0")
@@ -187,7 +187,7 @@ def test_a_node_with_a_token_of_other_keys_ends_with_the_line_to_type(cluster, r
     listen = ("--listen", f"ipc://{tmp_path}/local", "--connect", cluster.address)
     node = cluster.server("node1", "--local", "--node", "1", *listen, "--token", token)
     assert node.wait() == 1
-    assert "the global server refuses this node: it has another key than our token says" in node.output
+    assert "the global server refuses this node: its key is not the one in our token" in node.output
     line = f"lsgd-server --local --node 1 --connect {cluster.address} --token node1.token"
     assert node.output.rstrip().endswith(line)
 
@@ -245,7 +245,9 @@ def test_1000_idle_connections_leave_the_server_descriptors_to_go_on(cluster, ri
             stranger = stack.enter_context(socket.socket())
             stranger.setblocking(False)
             stranger.connect_ex(place)  # what the server has no descriptor for waits in the kernel
-        server.says(r"connections cut: more than 128 were open over which no known peer had said anything")
+        server.says(
+            r"connections cut: no known peer had spoken over them, and more than 128 such connections were open"
+        )
         assert isinstance(answer(link, encode(StatusQuery(0))), Status)
         assert ask(cluster.address, StatusQuery(0), keys_of(ring, "operator"))["state"] == "waiting"
         assert link.trouble() == ""
@@ -297,6 +299,6 @@ def test_a_message_without_an_end_is_cut_before_it_fills_the_memory(cluster) -> 
                 endless.sendall(frame)
                 sent_nbytes += len(frame)
         assert 256 << 20 < sent_nbytes < 3 << 30
-        server.says(r"memory has grown by 512 MiB: a peer sends without an end\. All connections are dropped")
+        server.says(r"memory has grown by 512 MiB: a peer is sending an endless message\. All connections are dropped")
         assert isinstance(answer(link, encode(StatusQuery(0))), Status)  # the other one is connected again
     assert server.poll() is None

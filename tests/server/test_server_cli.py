@@ -48,8 +48,8 @@ def run(*arguments: str, **variables: str | None) -> tuple[int, str]:
         (["--global", "--periods", "4"], "No such option"),
         (["--global", "--listen", "udp://x"], "cannot listen on 'udp://x'"),
         (["--local", "--listen", "ipc://" + "x" * 120], "longer than the system allows"),
-        (["--local", "--listen", "ipc:///proc/lsgd/x"], "cannot be made"),
-        (["--local", "--listen", "tcp://127.0.0.1:0", "--connect", "nonsense"], "'nonsense' is no address"),
+        (["--local", "--listen", "ipc:///proc/lsgd/x"], "cannot create the folder of the socket"),
+        (["--local", "--listen", "tcp://127.0.0.1:0", "--connect", "nonsense"], "'nonsense' is not an address"),
         (["--relay", "--connect", "tcp://127.0.0.1:1"], "--connect is not the relay's"),
         (["--relay", "--period", "3"], "--period is not the relay's"),
         (["--global", "--listen", "tcp://127.0.0.1:0", "--save-plan", "/nowhere/plan"], "/nowhere/plan"),
@@ -74,7 +74,7 @@ def test_a_file_in_the_place_of_a_socket_is_left_alone(tmp_path) -> None:
     path = tmp_path / "thesis"
     path.write_text("years of work")
     code, output = run("--local", "--listen", f"ipc://{path}")
-    assert code == 2 and "is there and is no socket" in output
+    assert code == 2 and "exists and is not a socket" in output
     assert path.read_text() == "years of work"
 
 
@@ -91,7 +91,7 @@ def test_a_socket_in_use_is_refused_and_a_stale_one_is_taken_over(tmp_path) -> N
 
 
 def test_a_server_that_is_to_go_on_begins_no_new_run(tmp_path) -> None:
-    assert "say which: --journal FILE" in run("--global", "--continue")[1]
+    assert "name it: --journal FILE" in run("--global", "--continue")[1]
     code, output = run("--global", "--continue", "--journal", str(tmp_path / "j"), "--listen", "tcp://127.0.0.1:0")
     assert code == 2 and "holds no unfinished run to continue (--continue)" in output
     code, output = run("--local", "--continue")
@@ -102,13 +102,13 @@ def test_a_plan_that_cannot_be_written_ends_no_server_that_goes_on(tmp_path, cap
     path = tmp_path / "plan.toml"
     path.write_text("iterations = 7\n")
     (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
-    for goes_on in (False, True):
-        cli._save_plan(Plan(), path, goes_on=goes_on)
+    for continued in (False, True):
+        cli._save_plan(Plan(), path, continued=continued)
         assert f"the plan cannot be written to {path}: No space left on device; the run" in capsys.readouterr().err
         assert path.read_text() == "iterations = 7\n"
         assert not (tmp_path / "plan.toml.tmp").exists()
         (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
-    cli._save_plan(Plan(), tmp_path / "nowhere" / "plan.toml", goes_on=True)
+    cli._save_plan(Plan(), tmp_path / "nowhere" / "plan.toml", continued=True)
     assert "No such file or directory; the run continues" in capsys.readouterr().err
 
 
