@@ -211,7 +211,7 @@ class TestNode:
         folder = first.run_dir.parent  # the newest run in it is meant
         status, output = start(*again[:-1], str(folder), "--resume", "--workers", "3", LSGD_ITERATIONS="99").finish()
         assert status == 0, output
-        assert f"[launch] goes on from the checkpoints in {first.run_dir}\n" in output
+        assert f"[launch] resumes from the checkpoints in {first.run_dir}\n" in output
         assert "resumes after 64 iterations, from checkpoints of node0/worker0, node0/worker1; taking over" in output
         assert "all 99 iterations are done; 99 iterations" in output
         plan = tomllib.loads((first.run_dir / "plan.toml").read_text())
