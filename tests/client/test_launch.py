@@ -315,7 +315,7 @@ class TestNode:
         for node in (second, first):
             status, output = node.finish()
             assert status == 0, output
-        assert "[launch] the run begins when the workers of all 2 nodes have joined; to begin it with N" in output
+        assert "[launch] the run begins when the workers of all 2 nodes have joined; to begin with N workers" in output
         assert (first.about(0)["LSGD_NODE"], second.about(1)["LSGD_NODE"]) == ("0", "1")
         assert first.about(0)["weights"] == second.about(1)["weights"]
 

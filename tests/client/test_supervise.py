@@ -454,7 +454,7 @@ def test_a_guard_that_is_killed_is_replaced(start, tmp_path):
     until(lambda: not supervised.left(), "all processes are gone")
     assert not (tmp_path / "sockets").exists()
     out = supervised.process.communicate()[0].decode()
-    assert "the process that guards the others was killed; another one has taken its place" in out
+    assert "the process that guards the others was killed; it has been replaced" in out
 
 
 def test_progress_bar_stays_below_the_lines_of_the_others(start, tmp_path):
