@@ -207,7 +207,7 @@ class TestNode:
         again = ("--node", "0", "--port", "0", "--run-dir", str(first.run_dir))
         status, output = start(*again).finish()
         assert status == 1
-        assert f"Error: {first.run_dir} has the checkpoints of an earlier run: resume from them with --res" in output
+        assert f"Error: {first.run_dir} has the checkpoints of an earlier run: resume it with --res" in output
         folder = first.run_dir.parent  # the newest run in it is meant
         status, output = start(*again[:-1], str(folder), "--resume", "--workers", "3", LSGD_ITERATIONS="99").finish()
         assert status == 0, output
@@ -255,7 +255,7 @@ class TestNode:
         status, output = start("--node", "0", script=script, LSGD_ITERATIONS="100000").finish()
         assert status == NOT_TRAINED, output
         for worker in (0, 1):
-            assert f"[launch] node0/worker{worker} has left before the end of the run" in output
+            assert f"[launch] node0/worker{worker} left before the end of the run" in output
         assert "call worker.leave() after the loop" in output
 
     def test_workers_that_leave_with_a_word_make_the_consensus(self, start):
@@ -315,7 +315,7 @@ class TestNode:
         for node in (second, first):
             status, output = node.finish()
             assert status == 0, output
-        assert "[launch] the run begins when the workers of all 2 nodes have joined; to begin it with N" in output
+        assert "[launch] the run begins when the workers of all 2 nodes have joined; to begin with N workers" in output
         assert (first.about(0)["LSGD_NODE"], second.about(1)["LSGD_NODE"]) == ("0", "1")
         assert first.about(0)["weights"] == second.about(1)["weights"]
 
@@ -435,7 +435,7 @@ class TestEnds:
         node.process.send_signal(signal.SIGINT)
         status, output = node.finish()
         assert status == 0, output
-        assert "global is started again now, to be told that the run ends" in output
+        assert "restarting global now, to tell it that the run ends" in output
         assert node.about(0)["weights"] == node.about(1)["weights"]
 
     def test_a_worker_that_dies_goes_on_from_its_checkpoint(self, start):

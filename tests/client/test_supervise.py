@@ -181,7 +181,7 @@ def test_killed_process_is_started_again(start, tmp_path):
     }
     status, out, _ = start(**scripts, restarts=1, patience={"LINGER_S": 0.2}).finish()
     assert status == 0
-    assert "worker was killed by SIGKILL" in out and "it is started again in 1 s (0 more times within 10" in out
+    assert "worker was killed by SIGKILL" in out and "restarting it in 1 s (0 more restarts within 10" in out
     for name in scripts:
         assert (tmp_path / f"{name}.log").read_text().splitlines()[:2] == ["dies", "lives"]
 
@@ -190,7 +190,7 @@ def test_a_worker_that_the_run_evicted_is_started_again_however_often(start):
     dies = "n=$(cat $HERE/n 2>/dev/null || echo 0); [ $n = 2 ] && exit 0; echo $((n + 1)) >$HERE/n; exit 76"
     status, out, _ = start(worker=dies, restarts=1, patience={"EVICTED_WAIT_S": 0.1}).finish()
     assert status == 0
-    assert out.count("worker was evicted from the run; it is started again in 0.1 s") == 2
+    assert out.count("worker was evicted from the run; restarting it in 0.1 s") == 2
 
 
 def test_deaths_of_long_ago_do_not_count(start):
@@ -318,7 +318,7 @@ def test_second_signal_kills_at_once(start, tmp_path):
 def test_servers_end_after_the_workers(start):
     status, out, _ = start(server=SERVER, worker="echo done", patience={"LINGER_S": 0.2}).finish()
     assert status == 0
-    assert out.index("the workers have ended without the end of the run") < out.index("SIGTERM to server")
+    assert out.index("the workers have ended before the end of the run") < out.index("SIGTERM to server")
 
 
 def test_server_that_goes_on_after_the_stop_is_ended_soon(start, tmp_path):
@@ -454,7 +454,7 @@ def test_a_guard_that_is_killed_is_replaced(start, tmp_path):
     until(lambda: not supervised.left(), "all processes are gone")
     assert not (tmp_path / "sockets").exists()
     out = supervised.process.communicate()[0].decode()
-    assert "the process that guards the others was killed; another one has taken its place" in out
+    assert "the process that guards the others was killed; it has been replaced" in out
 
 
 def test_progress_bar_stays_below_the_lines_of_the_others(start, tmp_path):
@@ -549,7 +549,7 @@ class TestObservers:
     def test_one_that_is_killed_is_not_started_again(self, start):
         scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "logger": "touch $HERE/failed; kill -9 $$"}
         status, out, _ = start(**scripts, restarts=3, patience={"LINGER_S": 0.1}).finish()
-        assert status == 0 and "logger was killed by SIGKILL" in out and "started again" not in out
+        assert status == 0 and "logger was killed by SIGKILL" in out and "restarting" not in out
 
     def test_one_may_write_what_is_left_and_is_ended_if_it_does_not(self, start):
         saves = "until [ -e $HERE/over ]; do sleep 0.05; done; sleep 0.3; echo written"
@@ -570,11 +570,11 @@ class TestHelpers:
         supervised = start(server=SERVER, worker=worker, relay=relay, restarts=1, patience={"LINGER_S": 0.2})
         status, out, err = supervised.finish()
         assert (status, err) == (0, "")
-        assert "relay was killed by SIGKILL" in out and "it is started again in 1 s" in out
+        assert "relay was killed by SIGKILL" in out and "restarting it in 1 s" in out
         assert "[relay] last" in out
 
     @pytest.mark.parametrize("ends", ["kill -9 $$", "exit 2"])
     def test_one_that_fails_or_dies_too_often_ends_nothing(self, start, ends):
         scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "relay": f"touch $HERE/failed; {ends}"}
         status, out, _ = start(**scripts, patience={"LINGER_S": 0.1}).finish()
-        assert status == 0 and "the run continues without it" in out and "started again" not in out
+        assert status == 0 and "the run continues without it" in out and "restarting" not in out

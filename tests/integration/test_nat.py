@@ -142,7 +142,7 @@ def test_two_homes_and_a_server_train_and_a_relay_that_dies_is_started_again(tmp
     assert "node1 and node2: through the relay" in shown
     said = outputs[0]
     assert "node1 and node2 cannot reach each other, and exchange through the relay" in said
-    assert "[launch] relay was killed by SIGKILL" in said and "it is started again in 1 s" in said
+    assert "[launch] relay was killed by SIGKILL" in said and "restarting it in 1 s" in said
     assert "evicted" not in said
     for node, expected in enumerate(unobstructed):
         assert digests(tmp_path, node)[: len(expected)] == expected

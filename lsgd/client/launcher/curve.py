@@ -14,26 +14,26 @@ from lsgd.algorithms import ALGORITHMS
 from lsgd.client.watch.view import mean, place
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999999")
-"""Told apart by the colour-blind too (Okabe and Ito). More workers than colours are drawn in gray, with their mean."""
+"""Safe for color blindness (Okabe and Ito). If there are more workers than colors, all are gray, with their mean."""
 
 GRAY, BLACK = "#b5b5b5", "#222222"
 
 LOG_FROM = 10.0
-"""Losses whose largest is so many times the smallest are drawn on a logarithmic axis."""
+"""The axis is logarithmic if the largest loss is at least this many times the smallest."""
 
 Rounds = Sequence[dict[str, Any]]
-"""As ``metrics.jsonl`` has them."""
+"""The lines of ``metrics.jsonl``."""
 
 
 def draw(result: dict[str, Any], rounds: Rounds, path: Path) -> None:
-    """Draw each worker's loss over the iterations of all, and below it who led when, to a PNG file.
+    """Draw each worker's loss over the run's iterations, and below it the leader over time, to a PNG file.
 
-    Leaders are shown where the algorithm gives others the model of the worker that is elected.
+    Leaders are shown if the algorithm sends the elected worker's model to the others.
 
     Args:
-        result: as ``result.json`` has it.
+        result: the content of ``result.json``.
         rounds: at least one.
-        path: of the picture.
+        path: where to write the picture.
     """
     workers = sorted({worker for e in rounds for worker in e["losses"]}, key=place)
     many = len(workers) > len(COLORS)
@@ -72,7 +72,7 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def _draw_losses(axes: Axes, rounds: Rounds, colors: dict[str, str], *, many: bool) -> list[Line2D]:
-    """Draw a line for each worker, and return what the legend shows."""
+    """Draw a line for each worker; return the legend's handles."""
     seen: list[float] = []
     for worker, color in colors.items():
         points = [(e["count"], loss) for e in rounds if (loss := e["losses"].get(worker)) is not None]
@@ -83,7 +83,7 @@ def _draw_losses(axes: Axes, rounds: Rounds, colors: dict[str, str], *, many: bo
     handles = [Line2D([], [], color=color, label=worker, linewidth=2) for worker, color in colors.items()]
     if many:
         shared = [e for e in rounds if e["scope"] == "global"]
-        means = np.array([mean(e["losses"].values()) for e in shared], dtype=float)  # NaN, a gap, where there is none
+        means = np.array([mean(e["losses"].values()) for e in shared], dtype=float)  # NaN leaves a gap
         axes.plot([e["count"] for e in shared], means, color=BLACK, linewidth=1.8)
         labels = {GRAY: f"each of {len(colors)} workers", BLACK: "their mean"}
         handles = [Line2D([], [], color=color, label=label, linewidth=2) for color, label in labels.items()]
@@ -103,7 +103,7 @@ def _draw_losses(axes: Axes, rounds: Rounds, colors: dict[str, str], *, many: bo
 def _draw_leaders(
     axes: Axes, rounds: Rounds, levels: Sequence[tuple[str, int]], colors: dict[str, str], end: int
 ) -> None:
-    """Draw a bar for each level of leaders, in the colour of the worker that leads."""
+    """Draw a bar for each level of leaders, in the leading worker's color."""
     for height, (scope, node) in enumerate(levels):
         elections = [e for e in rounds if (e["scope"], e["node"]) == (scope, node)]
         starts = [e["count"] for e in elections]

@@ -1,4 +1,4 @@
-"""The run's page beside a launch: a process that ends with it, and whose own end costs the run nothing."""
+"""The run's page during a launch: a process that ends with the launch, and that the run does not need."""
 
 import os
 import subprocess
@@ -15,13 +15,13 @@ STARTS_WITHIN_S, ENDS_WITHIN_S = 15.0, 5.0
 
 @contextmanager
 def dashboard(folder: Path, port: int | None, environ: Mapping[str, str], *, insecure: bool) -> Iterator[None]:
-    """Have ``lsgd dashboard`` for the run in ``folder`` as long as this lasts, and say its address.
+    """Run ``lsgd dashboard`` for the run in ``folder`` inside the context, and print its address.
 
     Args:
         folder: of the run, which this process has claimed.
-        port: of the page; 0: the usual one, or any that is free; None: there is no page.
-        environ: variables of the process.
-        insecure: the run has no keys on the network.
+        port: of the page; 0: the default port, or else any free one; None: no page.
+        environ: environment of the process.
+        insecure: the run uses no keys on the network.
     """
     if port is None:
         yield

@@ -1,8 +1,8 @@
-"""Tells the launcher how its run is: ``python -m lsgd.client.launcher.follow ADDRESS [--insecure]``.
+"""Draws the run's progress for the launcher: ``python -m lsgd.client.launcher.follow ADDRESS [--insecure]``.
 
-A process of its own, so that nothing in it can hold up the supervision. It follows the run's stream of events and
-writes frames to its standard output, each ended by :data:`END`; the terminal that they are for is its standard input,
-which tells their size.
+It is a separate process, so that it cannot delay supervision. It follows the run's stream of events and writes frames
+to its standard output, each ended by :data:`END`. Its standard input is the terminal that shows them, and gives their
+size.
 """
 
 import math
@@ -26,10 +26,10 @@ END = "\0"
 """Ends a frame."""
 
 EVERY_S = 0.5
-"""How often there is a frame."""
+"""Time between frames."""
 
 _TRAINS = ("live", "held")
-_UNTOLD = ("busy", "nobody")  # what a run waits for that trains as it should
+_UNTOLD = ("busy", "nobody")  # reasons of a run that trains normally, which are not shown
 
 
 def follow(address: str, *, insecure: bool) -> None:
@@ -47,7 +47,7 @@ def follow(address: str, *, insecure: bool) -> None:
 
 
 def frame(run: RunView, columns: int, rows: int) -> str:
-    """Return the lines for a terminal of this size: progress, what the run waits for, and the workers."""
+    """Return the lines for a terminal of this size: the progress, what the run is waiting for, and the workers."""
     console = Console(force_terminal=True, width=max(40, columns) - 1, highlight=False)
     lines = []
     if not run.connected:
@@ -56,7 +56,7 @@ def frame(run: RunView, columns: int, rows: int) -> str:
         lines.append(Text(f"{run.state}: {run.reason}", "yellow"))
     workers = list(run.workers.values())
     most = max(1, rows // 2 - 3)
-    if len(workers) > most:  # those that something is wrong with first
+    if len(workers) > most:  # workers with a problem first
         workers.sort(key=lambda worker: worker.state in _TRAINS)
     width = max((len(worker.worker) for worker in workers[:most]), default=0)
     lines += [_worker(run, worker, width) for worker in workers[:most]]
@@ -90,7 +90,7 @@ def _progress(run: RunView) -> Table:
 
 
 def _worker(run: RunView, worker: WorkerView, width: int) -> Text:
-    """Return the line of a worker, whose name is as wide as that."""
+    """Return a worker's line, its name padded to ``width``."""
     trains = worker.state in _TRAINS
     last = run.rounds.last
     line = Text(f"{worker.worker:{width}}  ")

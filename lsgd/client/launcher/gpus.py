@@ -1,6 +1,6 @@
-"""Which devices the workers of this machine get, and why torch cannot use the GPUs if it cannot.
+"""Chooses the devices of this machine's workers, and says why torch cannot use the GPUs if it cannot.
 
-torch itself is asked in a process of its own, and only where there may be GPUs: importing it takes seconds.
+Importing torch takes seconds, so a separate process does it, and only if there may be GPUs.
 """
 
 import json
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from lsgd.errors import ConfigError
 
 CPU_WORKERS = 2
-"""Workers of a machine without GPUs."""
+"""Workers on a machine without GPUs."""
 
 _PROBE = """
 import json, torch
@@ -27,20 +27,20 @@ _BUILDS = ((580, "cu130"), (525, "cu126"))
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices of the workers, ``cpu`` or ``cuda:0`` and so on, and what the user should know about them."""
+    """Devices of the workers (``cpu``, ``cuda:0``, ...), and a warning for the user."""
 
     names: tuple[str, ...]
     warning: str = ""
 
 
 def choose(wanted: str, workers: int | None, processes: int = 1) -> Devices:
-    """Return the device of each process, those of a worker one after the other.
+    """Return the device of each process, grouped by worker.
 
     Args:
         wanted: ``auto`` (GPUs if torch can use them), ``cpu``, ``cuda`` (the workers take turns over all GPUs),
             or ``cuda:1`` (all workers on this one).
-        workers: how many; None for one a GPU (or as many as it has processes), or :data:`CPU_WORKERS`.
-        processes: of each worker.
+        workers: how many; None: one for each GPU (or for each ``processes`` GPUs), or :data:`CPU_WORKERS`.
+        processes: processes per worker.
 
     Raises:
         ConfigError: ``wanted`` is something else, or torch cannot use it; the message says what to install.
@@ -69,10 +69,10 @@ def choose(wanted: str, workers: int | None, processes: int = 1) -> Devices:
 
 
 def own(devices: Sequence[str], visible: str) -> tuple[tuple[str, ...], str]:
-    """Return the devices of a worker as its processes see them when they see no others, and what they then see.
+    """Return a worker's devices, renumbered as if no others were visible, and the ``CUDA_VISIBLE_DEVICES`` for that.
 
     Args:
-        devices: of its processes.
+        devices: the devices of its processes.
         visible: ``CUDA_VISIBLE_DEVICES`` of this process; empty: not set.
     """
     if not devices[0].startswith("cuda"):
@@ -88,7 +88,7 @@ def _hidden() -> bool:
 
 
 def _drivers() -> list[str]:
-    """Return the driver's version for each GPU that it knows."""
+    """Return the driver version, once for each GPU that the driver finds."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -98,7 +98,7 @@ def _drivers() -> list[str]:
 
 
 def _usable(drivers: list[str]) -> tuple[int, str]:
-    """Return how many GPUs torch can use, and if it can use none, why and what to do."""
+    """Return how many GPUs torch can use; if none, also why and what to do."""
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]

@@ -1,4 +1,4 @@
-"""The guard: a small process that outlives the launcher, and ends what a launcher that was killed leaves behind."""
+"""The guard: a small process that outlives the launcher and cleans up after it if it was killed."""
 
 import os
 import shutil
@@ -10,10 +10,10 @@ from typing import NoReturn
 
 
 class Guard:
-    """Knows the process groups that are alive; when the launcher is gone, it kills them and deletes ``folder``.
+    """Tracks the live process groups. When the launcher is gone, it kills them and deletes ``folder``.
 
-    A signal on the death of the parent (``PR_SET_PDEATHSIG``) would reach the children only, not what a worker
-    started itself. To be made while the launcher has one thread; one that takes its place uses no lock of another's.
+    A parent-death signal (``PR_SET_PDEATHSIG``) would reach only the children, not what a worker started itself.
+    Create it while the launcher has one thread, because it forks; a replacement takes no locks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +38,7 @@ class Guard:
         self._writing = writing
 
     def renew(self) -> str:
-        """Begin another one if it is gone; return what there is to say, if anything."""
+        """Replace the guard if it is gone; return a message for the user, or an empty string."""
         was_said = self._pid is None
         if self._pid is not None:
             if os.waitpid(self._pid, os.WNOHANG) == (0, 0):
@@ -49,28 +49,28 @@ class Guard:
         try:
             self._begin()
         except OSError as error:
-            trouble = f"the process that guards the others was killed, and no other can be made: {error.strerror}"
+            trouble = f"the process that guards the others was killed and cannot be replaced: {error.strerror}"
             return "" if was_said else trouble
-        return "the process that guards the others was killed; another one has taken its place"
+        return "the process that guards the others was killed; it has been replaced"
 
     def add_self(self) -> None:
         """Add the group that the calling process leads. Called by each child before it runs its command."""
-        with suppress(OSError):  # it was killed just now: the launcher tells the one that takes its place
+        with suppress(OSError):  # the guard was just killed: the launcher tells its replacement
             os.write(self._writing, b"%d\n" % os.getpid())
 
     def add(self, group: int) -> None:
-        """Note a group that has added itself, for the guard that may take this one's place."""
+        """Remember a group that has added itself, for a replacement of this guard."""
         self._groups.add(group)
 
     def remove(self, group: int) -> None:
-        """Forget a group that has ended, whose number may be used again."""
+        """Forget a group that has ended; its number may be reused."""
         self._groups.discard(group)
         if self._pid is not None:
             with suppress(OSError):
                 os.write(self._writing, b"%d\n" % -group)
 
     def close(self) -> None:
-        """Have it clean up, and wait for that."""
+        """Let the guard clean up, and wait until it has."""
         if self._pid is not None:
             os.close(self._writing)
             os.waitpid(self._pid, 0)
@@ -83,11 +83,11 @@ def _watch(reading: int, folder: Path, alive: Iterable[int]) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
-        # What the launcher holds is not to be held by this process too.
+        # This process must not hold the launcher's files open.
         os.closerange(3, reading)
         os.closerange(reading + 1, os.sysconf("SC_OPEN_MAX"))
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1, 2):  # whoever reads the launcher's output is not to wait for the guard
+        for standard in (0, 1, 2):  # readers of the launcher's output must not wait for the guard
             os.dup2(nowhere, standard)
         groups = set(alive)
         with os.fdopen(reading) as lines:

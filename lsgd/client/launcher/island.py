@@ -1,8 +1,8 @@
-"""The processes of one worker, started and ended as one: ``python -m lsgd.client.launcher.island DEVICES -- COMMAND``.
+"""Starts and ends the processes of one worker: ``python -m lsgd.client.launcher.island DEVICES -- COMMAND``.
 
-Each is told its place as torchrun tells it: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``,
-``MASTER_ADDR`` and ``MASTER_PORT``; and which worker it is, by the variables that this process has itself. Its
-end is theirs: if one fails, the others cannot continue, and are ended; and it ends as that one has.
+Each process gets torchrun's variables: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``,
+``MASTER_ADDR`` and ``MASTER_PORT``. It inherits the variables that say which worker it is. If one process fails, the
+others cannot continue: they are ended, and this process ends with the same status.
 """
 
 import os
@@ -21,13 +21,13 @@ from lsgd.client.launcher.signals import received
 from lsgd.errors import EvictedError
 
 OTHERS_WITHIN_S = 15.0
-"""How long the others have to end when one has ended with an error: they save what they have, or notice its end."""
+"""How long the others have to end after one has failed: they save what they have, or notice its end."""
 
 LOOK_EVERY_S = 1.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command once for each device; return the exit code, or die of the signal that has killed one."""
+    """Run a command once for each device; return the exit code, or die of the signal that killed one."""
     devices, _, *command = arguments
     names = devices.split(",")
     told = {
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         for rank, device in enumerate(names)
     ]
-    with received() as signals:  # from now on, so that a signal that is ignored here is ignored in them
+    with received() as signals:  # only now, so that the processes inherit which signals are ignored
         status = _wait(processes, signals)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -55,12 +55,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: socket.socket) -> int:
-    """Return the status of the first process that fails, when all have ended; 0: none does."""
+    """Wait for all processes; return the status of the first that fails, or 0."""
     failed = 0
     deadline_s = float("inf")
     while running := [process for process in processes if process.poll() is None]:
         if not failed and (failed := next((p.returncode for p in processes if p.returncode), 0)):
-            # What a signal has killed, or the run has evicted, saves nothing, and neither can the others.
+            # A process that was killed or evicted saves nothing, and without it neither can the others.
             saves = failed > 0 and failed != EvictedError.exit_code
             deadline_s = time.monotonic() + (OTHERS_WITHIN_S if saves else 0.0)
         left_s = deadline_s - time.monotonic()
@@ -71,7 +71,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: socket.socket) 
             left_s = 1.0
         readable, _, _ = select.select([signals], [], [], min(left_s, LOOK_EVERY_S))
         if readable and any(number != signal.SIGCHLD for number in signals.recv(64)):
-            deadline_s = float("inf")  # the launcher ends all of the group, in its own time
+            deadline_s = float("inf")  # the launcher ends the whole group, in its own time
     return failed or next((p.returncode for p in processes if p.returncode), 0)
 
 

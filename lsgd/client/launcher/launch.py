@@ -1,9 +1,9 @@
-"""``lsgd launch``: everything that one node runs, started, shown and ended as one.
+"""``lsgd launch``: starts, shows and ends everything that one node runs.
 
-Node 0 runs the global server. Every node runs a local server and its workers, which are told who they are by
+Node 0 runs the global server. Every node runs a local server and its workers, which learn who they are from
 variables: ``LSGD_LOCAL`` (the local server's address), ``LSGD_NODE``, ``LSGD_LOCAL_RANK``, ``LSGD_DEVICE``,
-``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a run that is resumed. Workers of several processes have a process above them
-(:mod:`lsgd.client.launcher.island`), so that each is one process here.
+``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a resumed run. A worker of several processes has a parent process
+(:mod:`lsgd.client.launcher.island`), so each worker is one process here.
 """
 
 import os
@@ -41,16 +41,16 @@ from lsgd.protocol.keys import (
 from lsgd.protocol.messages import worker_name
 
 TOKEN_WITHIN_S = 60.0
-"""How long a node waits for node 0 to make its token, in a folder that they share."""
+"""How long a node waits for node 0 to write its token to a shared folder."""
 
 _SERVER = (sys.executable, "-P", "-m", "lsgd.server")
 _ISLAND = (sys.executable, "-P", "-m", "lsgd.client.launcher.island")
 _FOLLOW = (sys.executable, "-P", "-m", "lsgd.client.launcher.follow")
 RESTARTS = 5
-"""How many times a process that a signal killed is started again, within ten minutes."""
+"""How often a process killed by a signal is restarted within ten minutes."""
 
 JOURNAL = "journal.sqlite"
-"""The global server's, in the run folder."""
+"""The global server's journal, in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,18 @@ class Launch:
 
     Args:
         place: which node this is.
-        port: TCP port of the global server; 0 for any that is free, if there is one node.
-        devices: device of each process of each worker, those of a worker one after the other.
-        plan_path: the plan, a TOML file, or None; node 0's counts.
+        port: TCP port of the global server; 0: any free port (one node only).
+        devices: device of each process, grouped by worker.
+        plan_path: the plan, a TOML file, or None; only node 0's counts.
         run_dir: folder for the logs, the plan as used, and what the workers save.
         command: what each worker runs.
-        insecure: go without keys on a network where everybody is trusted.
-        join_line: how another node is started, for people; NODE stands for its index.
+        insecure: use no keys, on a network where everybody is trusted.
+        join_line: command that starts another node, to print; NODE stands for its index.
         resume: continue from the checkpoints in ``run_dir``, with the plan there unless another is given.
         log_to: loggers that write the run's curves, on node 0.
-        dashboard: port of the run's page, on node 0; 0 for any; None: there is none.
-        plain: show lines alone, also on a terminal.
-        processes: of each worker; several share a model that the script shards.
+        dashboard: port of the run's page, on node 0; 0: any; None: no page.
+        plain: print lines only, even on a terminal.
+        processes: per worker; several share a model that the script shards.
     """
 
     place: Place
@@ -94,10 +94,10 @@ class Launch:
 
 
 def launch(settings: Launch) -> int:
-    """Run the servers and workers of this node until they have ended; return the exit status.
+    """Run the servers and workers of this node until they end; return the exit status.
 
     Raises:
-        ConfigError: an address, the port, the plan, the run folder or the command cannot be used.
+        ConfigError: an address, the port, the plan, the run folder or the command is unusable.
     """
     raise_descriptor_limit()
     place = settings.place
@@ -110,12 +110,12 @@ def launch(settings: Launch) -> int:
         name = settings.command[0]
         script = Path(name).suffix == ".py" and Path(name).is_file()
         hint = f"; type: lsgd launch -- python {shlex.join(settings.command)}" if script else ""
-        raise ConfigError(f"the command {name!r} is not found, or is not a program{hint}")
+        raise ConfigError(f"the command {name!r} was not found or is not executable{hint}")
     network = _network_address(place, settings.port)
     if place.node == 0:
         if not settings.resume and runs(settings.run_dir / CHECKPOINTS):
             raise ConfigError(
-                f"{settings.run_dir} has the checkpoints of an earlier run: resume from them with --resume (RESUME=1), "
+                f"{settings.run_dir} has the checkpoints of an earlier run: resume it with --resume (RESUME=1), "
                 f"or name another folder with --run-dir (RUN_NAME)"
             )
         check(settings.log_to)
@@ -139,7 +139,7 @@ def launch(settings: Launch) -> int:
 def _supervisor(
     settings: Launch, network: str, servers: dict[str, list[str]], environ: dict[str, str], token: str
 ) -> Supervisor:
-    """Return what runs these servers, the local one, and the workers."""
+    """Return the supervisor of these servers, the local server, and the workers."""
     place = settings.place
     folder = socket_folder()
     local = f"ipc://{folder / SOCKET_NAME}"
@@ -165,7 +165,7 @@ def _supervisor(
         )
         for name, arguments in servers.items()
     ]
-    environ.pop(TOKEN_VARIABLE, None)  # no business of the training script's
+    environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
     commands += _workers(settings, local, environ)
     if place.node == 0 and settings.log_to:
         commands.append(_logger(settings, network, environ))
@@ -183,9 +183,9 @@ def _supervisor(
 
 
 def _network_address(place: Place, port: int) -> str:
-    """Return where the global server listens; on node 0 after a look that it can."""
+    """Return where the global server listens; on node 0, check that it can."""
     if port == 0 and place.nodes > 1:
-        raise ConfigError("port 0 (any that is free) is for one node; with more, all have to know the port")
+        raise ConfigError("port 0 (any free port) works for one node only; with more, every node must know the port")
     ip = resolve(place.address, place.nodes, NAME_WITHIN_S if place.nodes > 1 else 0.0)
     if place.node == 0:
         port = claim_port(ip, port)
@@ -193,10 +193,10 @@ def _network_address(place: Place, port: int) -> str:
 
 
 def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
-    """Return the global server's arguments about keys, and this node's token; empty where no keys are needed.
+    """Return the global server's key arguments, this node's token, and lines to print; empty without keys.
 
-    Node 0 makes keys for all nodes, and returns the lines with which a user starts the others. Another node waits
-    for its token to be there, if node 0 has not made it yet and they share their settings' folder.
+    Node 0 makes the keys of all nodes and returns the commands that start the others. Another node waits until its
+    token exists, in case it shares the key folder with node 0.
     """
     place = settings.place
     if settings.insecure:
@@ -210,14 +210,14 @@ def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
             f"node {node} joins with: {TOKEN_VARIABLE}={ring.token(node_name(node))} "
             f"{settings.join_line.replace('NODE', str(node))}"
             for node in range(1, place.nodes)
-            if not place.starter  # who starts the other nodes itself, and may keep what we print where others read it
+            if not place.starter  # it starts the other nodes itself, and may store our output where others read it
         ]
         return ["--keys", str(folder)], ring.token(name), lines
     token, path = os.environ.get(TOKEN_VARIABLE, ""), token_path(name)
     if not token and not path.exists():
         print(
-            f"{LAUNCHER}this node needs a token: LSGD_TOKEN, or a folder of keys that it shares with node 0 "
-            f"(LSGD_KEYS). Waits {TOKEN_WITHIN_S:g} s for {path}",
+            f"{LAUNCHER}this node needs a token: set LSGD_TOKEN, or share a folder of keys with node 0 (LSGD_KEYS). "
+            f"Waiting {TOKEN_WITHIN_S:g} s for {path}",
             flush=True,
         )
         deadline_s = time.monotonic() + TOKEN_WITHIN_S
@@ -228,7 +228,7 @@ def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
 
 
 def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
-    """Say how the other nodes are started; in a file of this user's alone, if standard output is one that is not."""
+    """Print the lines that start the other nodes; if others can read our output, write them to a private file."""
     if not lines:
         return
     output = os.fstat(sys.stdout.fileno())
@@ -241,35 +241,32 @@ def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
     except OSError as error:
-        where = f"of {default_folder()}, since {path} cannot be written: {error.strerror}"
+        where = f"{default_folder()}, because {path} cannot be written: {error.strerror}"
     else:
-        where = f"in {path}"
-    print(
-        f"{LAUNCHER}others can read this output: the tokens that the other nodes join with are not here, but {where}",
-        flush=True,
-    )
+        where = str(path)
+    print(f"{LAUNCHER}others can read this output, so the other nodes' tokens are in {where}", flush=True)
 
 
 def _shared_servers(settings: Launch, network: str, keys: Sequence[str]) -> dict[str, list[str]]:
-    """Return the arguments of the servers that node 0 runs for all nodes, by name; of a relay too, if it is of use.
+    """Return the arguments, by name, of the servers that node 0 runs for all nodes: with a relay if it can help.
 
-    The global server waits for the workers of all nodes, or as the plan says.
+    The global server waits for the workers of all nodes, or for as many as the plan says.
     """
     used = settings.run_dir / "plan.toml"
-    goes_on = settings.plan_path is None and settings.resume and used.exists()
-    path = used if goes_on else settings.plan_path
+    keeps_plan = settings.plan_path is None and settings.resume and used.exists()
+    path = used if keeps_plan else settings.plan_path
     nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
     arguments = ["--global", "--listen", network, "--save-plan", str(used), "--nodes", str(nodes), *keys]
     arguments += ["--journal", str(settings.run_dir / JOURNAL), "--results", str(settings.run_dir)]
     if path:
         arguments += ["--plan", str(path)]
-    is_old = goes_on and sourced.origins.get("workers", "") == f"the plan {path}"  # the number of the run before
+    is_old = keeps_plan and sourced.origins.get("workers", "") == f"the plan {path}"  # the earlier run's number
     if is_old:
         arguments += ["--workers", "0"]
     if nodes > 1 and (is_old or not sourced.plan.run.workers):
         print(
-            f"{LAUNCHER}the run begins when the workers of all {nodes} nodes have joined; to begin it with N of them, "
-            f"tell this node: LSGD_WORKERS=N",
+            f"{LAUNCHER}the run begins when the workers of all {nodes} nodes have joined; to begin with N workers, "
+            f"start this node with LSGD_WORKERS=N",
             flush=True,
         )
     if nodes == 1 or sourced.plan.run.transport not in ("auto", "tcp"):
@@ -318,7 +315,7 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
 
 
 def _worker(settings: Launch, index: int) -> tuple[Sequence[str], dict[str, str]]:
-    """Return the command of a worker, and the variables that tell it its devices."""
+    """Return a worker's command, and the variables with its devices."""
     devices = settings.devices[index * settings.processes : (index + 1) * settings.processes]
     if settings.processes == 1:
         return settings.command, {"LSGD_DEVICE": devices[0]}
@@ -328,7 +325,7 @@ def _worker(settings: Launch, index: int) -> tuple[Sequence[str], dict[str, str]
 
 
 def _logger(settings: Launch, network: str, environ: Mapping[str, str]) -> Command:
-    """Return what writes the curves down."""
+    """Return the command of the process that writes the curves."""
     arguments = [*LSGD, "log", "--connect", network]
     arguments += ["--out", str(settings.run_dir), *["--insecure"] * settings.insecure]
     arguments += [part for name in settings.log_to for part in ("--to", name)]

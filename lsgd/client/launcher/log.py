@@ -1,4 +1,4 @@
-"""The log of a process: a file that may fail at any time, which costs lines and nothing else."""
+"""The log of a process: a file. If it cannot be written, lines are lost, but nothing else fails."""
 
 import os
 import time
@@ -9,16 +9,16 @@ from pathlib import Path
 from lsgd.output import append
 
 SAY_EVERY_S = 60.0
-"""How often the trouble of one log is told at most."""
+"""Shortest time between two reports that the same log fails."""
 
 
 class Log:
-    """Lines in a file. Those that cannot be written are counted; each new line is another try.
+    """Lines in a file. Lines that cannot be written are counted; each new line is another attempt.
 
     Args:
         path: of the file.
-        again: append to what is there.
-        say: shows a line to people.
+        say: shows a line to the user.
+        again: append to the file.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None], *, again: bool) -> None:
@@ -34,7 +34,7 @@ class Log:
             self._open()
 
     def line(self, text: str) -> None:
-        """Append a line, after one that tells how many are missing, if any are."""
+        """Append a line; if lines are missing, first one that says how many."""
         missing = f"... {self._lost} lines are missing here: {self._why}\n" if self._lost else ""
         try:
             append(self._open(), f"{missing}{text}\n".encode(errors="replace"))
@@ -50,7 +50,7 @@ class Log:
         if self._is_said:
             self._say(f"the last {self._lost} lines are missing in the log {self._path}: {self._why}")
         if self._descriptor is not None:
-            with suppress(OSError):  # NFS and quotas may tell only now
+            with suppress(OSError):  # NFS and quotas may report an error only now
                 os.close(self._descriptor)
 
     def _open(self) -> int:

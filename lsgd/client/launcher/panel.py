@@ -1,4 +1,4 @@
-"""The lines below all others, which say how the run is: those that a process of its own tells."""
+"""The bottom lines of the terminal, which show the run's progress; a separate process draws them."""
 
 import os
 import selectors
@@ -16,11 +16,11 @@ _READ_NBYTES = 1 << 16
 
 
 class Panel:
-    """Shows the last frame of a process that follows the run; without one, or without its frames, nothing.
+    """Shows the last frame of a process that follows the run; nothing if there is no process or frame.
 
     Args:
-        screen: that shows it.
-        arguments: the process's program and arguments; empty: there is none.
+        screen: shows the frame.
+        arguments: the process's program and arguments; empty: no process.
     """
 
     def __init__(self, screen: Screen, arguments: Sequence[str] = ()) -> None:
@@ -30,7 +30,7 @@ class Panel:
         self._unfinished = b""
 
     def start(self, guard: Guard, selector: selectors.BaseSelector) -> None:
-        """Start the process, which the guard ends if the launcher is killed, and have the selector tell of frames."""
+        """Start the process, register it with the guard, and register its output with the selector."""
         if not self._arguments:
             return
         self._guard = guard
@@ -45,7 +45,7 @@ class Panel:
                 start_new_session=True,
                 preexec_fn=guard.add_self,
             )
-        except OSError:  # the run continues without
+        except OSError:  # the run continues without it
             os.close(self._output)
         else:
             guard.add(self._process.pid)
@@ -54,7 +54,7 @@ class Panel:
             os.close(writing)
 
     def read(self) -> bool:
-        """Show the last frame that is there; return False at the end of them."""
+        """Show the newest frame; return False at the end of the output."""
         try:
             data = os.read(self._output, _READ_NBYTES)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Where a launcher is: which node of how many, and the address that all nodes find node 0 at."""
+"""Where a launcher is: which node of how many, and node 0's address."""
 
 import errno
 import ipaddress
@@ -14,7 +14,7 @@ from lsgd.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """Index of this node, number of nodes, and address or host name of node 0; who told it, if not the user."""
+    """Index of this node, number of nodes, address or host name of node 0, and who set them if not the user."""
 
     node: int
     nodes: int
@@ -24,14 +24,14 @@ class Place:
 
 @dataclass(frozen=True)
 class _Starter:
-    """Who has started this launcher, and the variables that it tells the place in.
+    """A program that starts launchers, and the names of its variables for the place.
 
     Args:
         name: for people.
-        node: the index of this node.
-        nodes: the number of nodes.
-        address: the address of node 0, or those of all nodes, node 0's first.
-        index: of this process among those that it has started on this node; empty: it starts one.
+        node: index of this node.
+        nodes: number of nodes.
+        address: address of node 0, or of all nodes, node 0 first.
+        index: index of this process among those started on this node; empty: it starts one.
     """
 
     name: str
@@ -50,11 +50,11 @@ _STARTERS = (
 )
 
 NAME_WITHIN_S = 60.0
-"""How long the name of node 0 may be unknown: some clusters announce it when the node has started."""
+"""How long to wait for node 0's name to resolve: some clusters announce it when the node has started."""
 
 
 def find_place(node: int | None, nodes: int | None, address: str | None, environ: Mapping[str, str]) -> Place:
-    """Return the place that the arguments give; without ``node``, that of Slurm, SkyPilot, torchrun or Kubeflow.
+    """Return the place from the arguments; without ``node``, from Slurm, SkyPilot, torchrun or Kubeflow.
 
     Raises:
         ConfigError: something is missing or impossible.
@@ -89,7 +89,7 @@ def find_place(node: int | None, nodes: int | None, address: str | None, environ
 
 
 def _ask_slurm(nodes: int | None, address: str | None, environ: Mapping[str, str]) -> tuple[int, int, str | None]:
-    """Return index and number of nodes, and the name of the first host; what is given already stays."""
+    """Return this node's index, the number of nodes, and the first host's name; given values take precedence."""
     if environ.get("SLURM_LOCALID", "0") != "0":
         raise ConfigError("srun started more than one launcher on this node: srun --ntasks-per-node=1")
     node = int(environ.get("SLURM_NODEID") or environ["SLURM_PROCID"])
@@ -110,7 +110,7 @@ def _ask_slurm(nodes: int | None, address: str | None, environ: Mapping[str, str
 def _read(
     starter: _Starter, nodes: int | None, address: str | None, environ: Mapping[str, str]
 ) -> tuple[int, int | None, str | None]:
-    """Return index and number of nodes, and the address of node 0; what is given already stays."""
+    """Return this node's index, the number of nodes, and node 0's address; given values take precedence."""
     if environ.get(starter.index, "0") != "0":
         raise ConfigError(
             f"{starter.name} started more than one launcher on this node, which starts the workers itself: "
@@ -132,10 +132,10 @@ def _number(starter: _Starter, variable: str, environ: Mapping[str, str]) -> int
 
 
 def resolve(address: str, nodes: int, within_s: float = 0.0) -> str:
-    """Return the numeric form of node 0's address, which may be unknown for ``within_s``.
+    """Return the numeric form of node 0's address; wait up to ``within_s`` for it to resolve.
 
     Raises:
-        ConfigError: it is unknown, or a name that means this machine alone, which other nodes would not find.
+        ConfigError: it does not resolve, or it resolves to this machine's loopback, which other nodes cannot reach.
     """
     deadline_s = time.monotonic() + within_s
     while True:

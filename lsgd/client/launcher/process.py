@@ -1,4 +1,4 @@
-"""A process that the launcher starts: in a session of its own, its output read by us, its end seen by us."""
+"""A process that the launcher starts in its own session, reads the output of, and waits for."""
 
 import os
 import pty
@@ -18,14 +18,14 @@ from lsgd.client.launcher.screen import Screen, Transcript
 from lsgd.errors import EvictedError, ServerLostError
 
 NOT_TRAINED = 78  # EX_CONFIG
-"""Exit code for a script that ended well, but never joined the run, or left it before its end."""
+"""Exit code of a script that ended without an error but never joined the run, or left it before its end."""
 
 LSGD = (sys.executable, "-P", "-m", "lsgd.client")
 """The command ``lsgd`` of this environment."""
 
 _TERMINAL_ROWS = 24
 _READ_NBYTES = 1 << 16
-_READS = 16  # at a time: the others have their turn, whatever one of them prints
+_READS = 16  # at a time, so that a process that prints much does not starve the others
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class Command:
         name: for people; the prefix of its output.
         arguments: the program and its arguments.
         environment: all of its variables.
-        log: file that its output goes to.
-        is_server: it serves the workers, and is of no use without them.
-        on_terminal: its output is a terminal if ours is one, so that it can draw a progress bar.
-        restarts: how many times it is started again when a signal has killed it.
-        appends: its log continues from what is in the file.
-        holds_signals: it takes up SIGINT and SIGTERM when it can; one that comes before that waits for it.
-        checkpoints: folder of the checkpoints that it continues from when it is started again, if it has one there.
-        more_again: further arguments for when it is started again.
-        joins: it is to join the run.
-        ignores_term: a scheduler ends a job with SIGTERM to all of its processes, and this one waits for the launcher's
-            word: it ignores SIGTERM, and SIGINT asks it to end.
-        observes: the run does not need it: its end is no failure, and it ends when all others have.
-        helps: its end is no failure either, and it is started again; it is ended when the servers have ended.
+        log: file for its output.
+        is_server: it serves the workers, and is useless without them.
+        on_terminal: its output is a terminal if ours is, so that it can draw a progress bar.
+        restarts: how many times to restart it after a signal has killed it.
+        appends: append to the log.
+        holds_signals: start it with SIGINT and SIGTERM blocked; they wait until it unblocks them.
+        checkpoints: folder of checkpoints; a restart resumes from its own there, if there is one.
+        more_again: further arguments for a restart.
+        joins: it must join the run.
+        ignores_term: it ignores SIGTERM, which a scheduler sends to all processes of a job; the launcher ends it with
+            SIGINT instead.
+        observes: the run does not need it: its end is no failure, and it ends after all others.
+        helps: its end is no failure either, but it is restarted; it ends after the servers.
     """
 
     name: str
@@ -69,31 +69,31 @@ class Command:
 
     @property
     def serves(self) -> bool:
-        """Whether it has to be there as long as workers are."""
+        """Whether the workers need it as long as they run."""
         return self.is_server or self.helps
 
     @property
     def aside(self) -> bool:
-        """Whether the run continues and ends without regard to it."""
+        """Whether the run continues and ends regardless of it."""
         return self.observes or self.helps
 
 
 class Child:
-    """The running process of a :class:`Command`. It leads a process group, which signals and its end are for.
+    """The running process of a :class:`Command`. It leads a process group, which gets its signals and ends with it.
 
     Attributes:
         command: what it runs.
-        output: what to wait on for :meth:`read`.
-        status: its exit code, or minus the number of the signal that ended it; None while it runs.
-        number: of its place in the launch, which gives it its colour.
-        was_told: it was told to end, so that no status of it is a failure.
+        output: file descriptor that :meth:`read` reads.
+        status: exit code, or minus the number of the signal that killed it; None while it runs.
+        number: position in the launch, which picks its color.
+        was_told: it was told to end, so no exit status is a failure.
 
     Args:
         command: what to run.
-        number: of its place.
-        screen: that shows its output.
-        guard: that ends it if the launcher is killed.
-        again: it takes the place of one that has ended.
+        number: position in the launch.
+        screen: shows its output.
+        guard: ends it if the launcher is killed.
+        again: this is a restart.
 
     Raises:
         OSError: it cannot be started.
@@ -131,7 +131,7 @@ class Child:
         )
 
     def _prepare(self) -> None:
-        """What the new process does before it runs the command."""
+        """Prepare the new process, in it, before it runs the command."""
         self._guard.add_self()
         if self.command.holds_signals:
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -150,12 +150,12 @@ class Child:
 
     @property
     def may_return(self) -> bool:
-        """Whether it ended through no fault of its own: a signal killed it, or the run went on without it."""
+        """Whether it ended through no fault of its own: a signal killed it, or the run evicted it."""
         return self.status is not None and (self.status < 0 or self.status == EvictedError.exit_code)
 
     @property
     def was_struck(self) -> bool:
-        """Whether a signal has killed it that was not ours."""
+        """Whether a signal killed it that we did not send."""
         return self.status is not None and self.status < 0 and -self.status not in self._sent
 
     @property
@@ -177,13 +177,13 @@ class Child:
         return f"was killed by {name}" + (" (was memory short?)" if name == "SIGKILL" else "")
 
     def read(self) -> bool:
-        """Take the output that is there, or a good part of it; return False at its end."""
+        """Read the available output, or part of it; return False at its end."""
         for _ in range(_READS):
             try:
                 data = os.read(self.output, _READ_NBYTES)
             except BlockingIOError:
                 return True
-            except OSError:  # how the end of a terminal shows
+            except OSError:  # the end of a terminal
                 return False
             if not data:
                 return False
@@ -191,7 +191,7 @@ class Child:
         return True
 
     def send(self, number: signal.Signals) -> None:
-        """Send its group a signal, SIGINT for SIGTERM if it ignores that."""
+        """Send its group a signal; SIGINT instead of SIGTERM if it ignores that."""
         if number == signal.SIGTERM and self.command.ignores_term:
             number = signal.SIGINT
         self.was_told = True
@@ -200,7 +200,7 @@ class Child:
             os.killpg(self.pid, number)
 
     def has_ended(self) -> bool:
-        """Whether it has ended; then ``status`` is set, and what it left in its group is killed."""
+        """Whether it has ended; if so, set ``status`` and kill the rest of its group."""
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         with suppress(ProcessLookupError):  # while the number is still ours
@@ -210,27 +210,27 @@ class Child:
         return True
 
     def close(self) -> None:
-        """Take the rest of its output."""
+        """Read the rest of its output."""
         self.read()
         self._transcript.close()
         os.close(self.output)
 
     def report(self) -> str:
-        """Return how it ended and what it said last, as lines for people."""
+        """Return how it ended and its last lines, for people."""
         lines = [f"    {line}" for line in self._transcript.tail] or ["    (nothing)"]
         header = f"\nlsgd launch: {self.name} {self.fate}. Its last lines (all are in {self.command.log}):"
         return "\n".join([header, *lines, ""])
 
 
 def first_words(process: subprocess.Popen[bytes], within_s: float) -> str:
-    """Return what a process writes first to its pipe; nothing, if it writes nothing in time."""
+    """Return the first output of a process; empty if there is none in time."""
     assert process.stdout
     ready, _, _ = select.select([process.stdout], [], [], within_s)
     return os.read(process.stdout.fileno(), 4096).decode(errors="replace").strip() if ready else ""
 
 
 def _environment(command: Command) -> Mapping[str, str]:
-    """Return the variables of a process that takes the place of one that died."""
+    """Return the variables for a restart."""
     names = (command.name, f"{command.name}.*")  # of one process, and of several
     if command.checkpoints is None or not any(runs(command.checkpoints, name) for name in names):
         return command.environment
@@ -238,7 +238,7 @@ def _environment(command: Command) -> Mapping[str, str]:
 
 
 def _open_terminal(columns: int) -> tuple[int, int]:
-    """Return both ends of a new terminal of this width: the one that is read, and the one that is written."""
+    """Return both ends of a new terminal of this width: the one to read from, and the one to write to."""
     reading, writing = pty.openpty()
     termios.tcsetwinsize(writing, (_TERMINAL_ROWS, max(20, columns)))
     return reading, writing

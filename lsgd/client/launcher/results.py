@@ -18,25 +18,25 @@ METRICS, RESULT, CURVE = "metrics.jsonl", "result.json", "curve.png"
 """The files of a run folder."""
 
 MAX_POINTS = 2000
-"""Rounds that the picture shows at most; of more, every second, third, ... is left out."""
+"""Most rounds in the picture; of more, only every second, third, ... is shown."""
 
-_STOPPED_CODE = "ordered"  # the global server's reason for a run that was told to stop
+_STOPPED_CODE = "ordered"  # the global server's reason code for a run that was told to stop
 
 
 def clear(folder: Path, *, resume: bool) -> None:
-    """Remove what an earlier run with this folder has left; the rounds of one that is resumed stay."""
+    """Remove the files of an earlier run in this folder; keep the rounds of a run that is resumed."""
     for name in (RESULT, CURVE) if resume else (RESULT, CURVE, METRICS, CURVES):
         (folder / name).unlink(missing_ok=True)
 
 
 def finish(folder: Path, status: int, state: str = "", reason: str = "") -> None:
-    """Write how a run has ended into ``result.json``, draw its curve, and say where both are.
+    """Write how a run ended into ``result.json``, draw its curve, and print where both are.
 
     Args:
         folder: of the run.
         status: the launcher's exit status.
-        state: ``failed`` or ``stopped``, if the launcher knows better than the global server.
-        reason: why, then.
+        state: ``failed`` or ``stopped``, if the launcher knows better than the global server; else empty.
+        reason: why.
     """
     document = read(folder)
     state, reason = state or ended(document), reason or str(document.get("reason", ""))
@@ -57,7 +57,7 @@ def finish(folder: Path, status: int, state: str = "", reason: str = "") -> None
 
 
 def ended(document: dict[str, Any]) -> str:
-    """Return how a run has ended by its global server's word: ``stopped`` or ``finished``."""
+    """Return how a run ended according to its global server: ``stopped`` or ``finished``."""
     return "stopped" if document.get("code") == _STOPPED_CODE else "finished"
 
 
@@ -72,7 +72,7 @@ def _draw(document: dict[str, Any], rounds: list[dict[str, Any]], path: Path) ->
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what ``result.json`` says; empty if there is none."""
+    """Return the content of ``result.json``; empty if there is none."""
     with suppress(OSError, ValueError):
         document = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         return document if isinstance(document, dict) else {}
@@ -82,7 +82,7 @@ def read(folder: Path) -> dict[str, Any]:
 def read_rounds(path: Path) -> list[dict[str, Any]]:
     """Return at most about :data:`MAX_POINTS` rounds of a ``metrics.jsonl``, the last one included.
 
-    What was made again, since the run went back to a checkpoint, is there once.
+    Rounds that were repeated, because the run went back to a checkpoint, appear once.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What several processes say, as one readable output: whole lines with a prefix, and one line that may move."""
+"""The output of several processes as one: whole lines with a prefix, and one line that may be overwritten."""
 
 import codecs
 import os
@@ -13,16 +13,16 @@ from lsgd.client.launcher.log import Log
 from lsgd.output import Output
 
 OVERWRITTEN_EVERY_S = 10.0
-"""A line that its process keeps overwriting (a progress bar) is shown so often where it cannot move."""
+"""How often to show a line that its process keeps overwriting (a progress bar) if the output is no terminal."""
 
 TAIL_LINES = 20
-"""Last lines of each process that are kept for the report of a failure."""
+"""Last lines of each process to keep for a failure report."""
 
 FLUSH_WITHIN_S, FLUSHES = 3.0, 20
-"""How long the end waits while nobody takes in any of what is left, and how many times that at most."""
+"""How long the end waits while nobody reads the remaining output, and for how many such waits at most."""
 
 CROWDED_NCHARS = 1 << 16
-"""While more than this waits to be shown, there is no panel."""
+"""No panel while more characters than this wait to be shown."""
 
 LAUNCHER = "[launch] "
 """Prefix of the launcher's own lines."""
@@ -35,18 +35,18 @@ _COLUMNS = 80
 
 
 class Screen:
-    """Standard output: lines with prefixes, and on a terminal colours, a line that moves, and a panel below it.
+    """Standard output: lines with prefixes; on a terminal also colors, a moving line, and a panel below it.
 
-    The line that moves is one process's to overwrite; the lines of the panel are replaced together. Nobody who writes
-    here waits until it is read. The cursor is never hidden and rests below the panel, so there is nothing to restore
-    for a launcher that is killed.
+    One process may overwrite the moving line; the panel's lines are replaced together. Writing never waits for a
+    reader. The cursor is never hidden and rests below the panel, so a launcher that is killed leaves nothing to
+    restore.
 
     Args:
-        plain: write as where there is no terminal; also with ``TERM=dumb``, and in continuous integration (``CI``).
+        plain: write as if there were no terminal; also with ``TERM=dumb``, and in continuous integration (``CI``).
 
     Attributes:
         is_terminal: whether lines can be overwritten.
-        has_colours: whether they can be coloured too: not with ``NO_COLOR``.
+        has_colours: whether they can be colored too: not with ``NO_COLOR``.
     """
 
     def __init__(self, *, plain: bool = False) -> None:
@@ -66,7 +66,7 @@ class Screen:
             return _COLUMNS
 
     def line(self, prefix: str, text: str, colour: int = 0) -> None:
-        """Write a line, above the one that moves."""
+        """Write a line above the moving line."""
         if self.has_colours:
             prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
         erase = self._erase()
@@ -75,11 +75,11 @@ class Screen:
         self._put(f"{erase}{prefix}{text}\n{self._below()}")
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's own."""
+        """Write a line from the launcher itself."""
         self.line(LAUNCHER, text, colour=1)
 
     def live(self, text: str) -> None:
-        """Replace the line that moves."""
+        """Replace the moving line."""
         if text != self._live:
             erase, self._live = self._erase(), text
             self._put(erase + self._below())
@@ -92,21 +92,21 @@ class Screen:
         self._put(erase + self._below())
 
     def close(self) -> None:
-        """Leave the cursor on a line of its own, when all is written that somebody reads."""
-        self._put("\n" if self._live else "")  # and what there is to say of missing lines
+        """Write what is left as far as somebody reads it, and leave the cursor on a new line."""
+        self._put("\n" if self._live else "")  # also writes the notice of missing lines
         self._output.flush(FLUSH_WITHIN_S, FLUSHES)
 
     def _erase(self) -> str:
-        """Return what removes the line that moves and the panel."""
+        """Return the text that removes the moving line and the panel."""
         if not self._panel:
             return _CLEAR_LINE if self._live else ""
-        columns = self.columns()  # lines of a terminal that was made narrower take up several rows
+        columns = self.columns()  # lines take several rows if the terminal was narrowed
         lines = [*[self._live] * bool(self._live), *self._panel]
         rows = sum(max(1, -(-len(_CONTROL.sub("", line)) // columns)) for line in lines)
         return f"\r\x1b[{rows}A\x1b[J"
 
     def _below(self) -> str:
-        """Return the line that moves and the panel."""
+        """Return the moving line and the panel."""
         if not self._panel:
             return self._live
         return "".join(f"{line}\n" for line in [*[self._live] * bool(self._live), *self._panel])
@@ -116,7 +116,7 @@ class Screen:
 
     def _missing(self, lines: int) -> str:
         clear = _CLEAR_LINE if self.is_terminal else ""
-        return f"{clear}{LAUNCHER}{lines} lines are missing here, which nobody took in; the logs have them all\n"
+        return f"{clear}{LAUNCHER}{lines} lines are missing here, because nobody read them; the logs have them all\n"
 
 
 class Transcript:
@@ -124,11 +124,11 @@ class Transcript:
 
     Args:
         screen: where to show it.
-        name: of the process; its prefix.
+        name: name of the process, used as prefix.
         log: file to write.
-        number: of the process, which picks its colour.
-        live: its unfinished line is shown as the one that moves.
-        again: the process was started again: its log continues.
+        number: position of the process, which picks its color.
+        live: show its unfinished line as the moving line.
+        again: append to the log.
     """
 
     def __init__(self, screen: Screen, name: str, log: Path, number: int, live: bool, *, again: bool = False) -> None:
@@ -143,7 +143,7 @@ class Transcript:
         self.tail = deque[str](maxlen=TAIL_LINES)
 
     def feed(self, data: bytes) -> None:
-        """Take what the process has written."""
+        """Process output bytes."""
         *lines, unfinished = (self._unfinished + self._decoder.decode(data)).split("\n")
         for line in lines:
             self._finish(line)
@@ -155,7 +155,7 @@ class Transcript:
             self._finish(shown)
 
     def close(self) -> None:
-        """Take the end of the output."""
+        """Finish the output."""
         if self._unfinished:
             self._finish(self._unfinished)
         if self._live:
@@ -165,7 +165,7 @@ class Transcript:
     def _finish(self, line: str) -> None:
         line = line.rstrip("\r").rpartition("\r")[2]
         plain = _CONTROL.sub("", line)
-        if plain or not _CONTROL.search(line):  # lines of control sequences alone say nothing
+        if plain or not _CONTROL.search(line):  # skip lines with nothing but control sequences
             self._log.line(plain)
             self.tail.append(plain)
             if self._live:

@@ -1,4 +1,4 @@
-"""The signals that the launcher gets, as something to wait for."""
+"""The launcher's signals, as a socket to wait on."""
 
 import signal
 import socket
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def received() -> Iterator[socket.socket]:
-    """Collect signals, those of children that end too, as bytes on a socket; one ignored from the start stays so."""
+    """Deliver signals, including SIGCHLD, as bytes on a socket; SIGHUP stays ignored if it was."""
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     numbers = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM]

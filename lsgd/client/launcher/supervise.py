@@ -1,4 +1,4 @@
-"""Supervision: several processes started, watched and ended as one."""
+"""Starts, watches and ends several processes as one."""
 
 import selectors
 import signal
@@ -20,31 +20,31 @@ from lsgd.errors import EvictedError, ServerLostError
 from lsgd.output import Output
 
 STOP_PATIENCE_S = 120.0
-"""How long a run that was told to stop may take for its last round, and its workers to save what they save."""
+"""How long a stopping run may take for its last round and for saving."""
 
 SAVE_PATIENCE_S = 30.0
-"""How long workers may take that were told that no answer will come any more, to save what they have."""
+"""How long workers may take to save when no server will answer them."""
 
 TERM_PATIENCE_S = 5.0
 """How long a process may take to end after SIGTERM."""
 
 KILL_PATIENCE_S = 10.0
-"""How long the system may take to end a process after SIGKILL."""
+"""How long the system may take to kill a process after SIGKILL."""
 
 OBSERVE_PATIENCE_S = 15.0
-"""How long processes that only observe the run may take after its end, to write what is left."""
+"""How long observing processes may keep writing after the run's end."""
 
 LINGER_S = 5.0
-"""How long servers that nobody else needs may continue when the workers have ended."""
+"""How long servers may run after the workers end, if nobody else needs them."""
 
 RESTART_WINDOW_S = 600.0
-"""Deaths longer ago than this do not count: a process that has lived for so long may die as often as at first."""
+"""Deaths longer ago than this do not count toward a process's restarts."""
 
 EVICTED_WAIT_S = 1.0
-"""How long a worker that the run went on without waits before it is started again, as often as that happens."""
+"""Wait before an evicted worker is restarted; evictions do not count toward its restarts."""
 
 SERVER_BACKOFF_S = 4.0
-"""Longest wait until a server is started again: the workers' leases continue meanwhile."""
+"""Longest wait before a server is restarted: the workers' leases keep running."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class _Step:
     """A step toward the end.
 
     Args:
-        names: of the processes that it is for.
+        names: of the processes to end.
         patience_s: how long they have to end.
-        number: the signal that they are sent.
-        notice: what the workers are told where no server can tell them.
-        is_clean: the run ends as it should: the workers make their last round and save.
-        in_vain: what is said when they have not ended in time.
+        number: signal to send them.
+        notice: what to tell the workers when no server can.
+        is_clean: the run ends as it should: the workers complete their last round and save.
+        overdue: what to print if they do not end in time.
     """
 
     names: Sequence[str]
@@ -65,29 +65,29 @@ class _Step:
     number: signal.Signals | None = None
     notice: Notice | None = None
     is_clean: bool = False
-    in_vain: str = ""
+    overdue: str = ""
 
 
 class Supervisor:
     """Runs processes until all have ended, or ends them.
 
-    The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) is passed on to ``stops_run``, which is to make the others end by
-    themselves. A second one kills all of them at once. If a process fails, the run is stopped in the same way; but one
-    that a signal killed, or that the run went on without, is started again first, after a second, then two, four, ...,
-    as often as its command says within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server is left to
-    tell, are told to save what they have and to leave; then they are ended.
+    The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) goes to ``stops_run``, which makes the others end by themselves. A
+    second one kills all of them at once. If a process fails, the run is stopped the same way. But a process that was
+    killed by a signal or evicted is restarted first: after one second, then two, four, ..., as often as its command
+    allows within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server can tell, are told to save
+    and leave; then they are ended.
 
     Args:
         commands: what to start, in this order.
         stops_run: name of the server to tell first.
-        linger: servers may continue when the workers have ended, because other nodes need them.
-        folder: a temporary folder of the processes, which is deleted at the end.
-        local: address of the local server, where the workers find what they are told.
-        follow: what tells how the run is, to be shown on a terminal; empty: nothing does.
-        plain: show lines alone, also on a terminal.
+        linger: servers may outlive the workers, because other nodes need them.
+        folder: temporary folder of the processes, deleted at the end.
+        local: address of the local server, where the workers look for notices.
+        follow: command that prints the run's progress for a terminal; empty: none.
+        plain: print lines only, even on a terminal.
 
     Attributes:
-        end: how the run has ended for this node, ``failed`` or ``stopped``, and why; empty: as its servers say.
+        end: how the run ended for this node, ``failed`` or ``stopped``, and why; empty: what its servers say.
     """
 
     def __init__(
@@ -119,15 +119,15 @@ class Supervisor:
         self._step: _Step | None = None
         self._steps: deque[_Step] = deque()
         self._deadline_s = 0.0
-        self._deaths: dict[str, list[float]] = {}  # by name: when
-        self._due: dict[str, float] = {}  # by name: when to start it again
+        self._deaths: dict[str, list[float]] = {}  # times, by name
+        self._due: dict[str, float] = {}  # when to restart it, by name
 
     def run(self) -> int:
-        """Run it all; return the exit status.
+        """Run all processes; return the exit status.
 
-        It is 0 if no process failed and all of them ended by themselves; else that of the first one that failed
-        (128 + the number of the signal, if one killed it), or 128 + the number of the signal that we got. It is
-        :data:`NOT_TRAINED` if a worker never joined, or if all of them left before the end of the run.
+        It is 0 if all processes ended by themselves without an error; else the status of the first that failed
+        (128 + the signal's number, if a signal killed it), or 128 + the number of the signal that we got. It is
+        :data:`NOT_TRAINED` if a worker never joined, or if all workers left before the end of the run.
         """
         self._guard = Guard(self._folder)
         try:
@@ -169,7 +169,7 @@ class Supervisor:
         self._selector.register(child.output, selectors.EVENT_READ, child)
 
     def _start_again(self) -> None:
-        """Start those again whose time has come."""
+        """Restart the processes that are due."""
         now = time.monotonic()
         for name in [name for name, due_s in self._due.items() if due_s <= now]:
             del self._due[name]
@@ -177,23 +177,23 @@ class Supervisor:
             try:
                 self._start(dead.command, dead.number)
             except OSError as error:
-                self._screen.say(f"{name} cannot be started again: {error.strerror}")
+                self._screen.say(f"{name} cannot be restarted: {error.strerror}")
                 if not self._bury(dead):
                     self._fail(dead)
                 continue
             self._children.remove(dead)
             if name == self._stops_run and self._step and self._step.is_clean:
-                self._tell([self._children[-1]], self._gentle)  # the one that was told is gone
+                self._tell([self._children[-1]], self._gentle)  # its predecessor, which was told, is gone
 
     def _bury(self, child: Child) -> bool:
-        """Plan to start a process again that a signal has killed, or the run evicted; return whether that may be."""
+        """Schedule the restart of a process that was killed or evicted; return False if it may not restart."""
         if not child.may_return or not self._is_wanted(child):
             return False
         now = time.monotonic()
-        if child.status == EvictedError.exit_code:  # the network's fault, and each time it took a lease
+        if child.status == EvictedError.exit_code:  # the network's fault, and each eviction takes a whole lease
             self._deaths.setdefault(child.name, [])
             self._due[child.name] = now + EVICTED_WAIT_S
-            self._screen.say(f"{child.name} {child.fate}; it is started again in {EVICTED_WAIT_S:g} s")
+            self._screen.say(f"{child.name} {child.fate}; restarting it in {EVICTED_WAIT_S:g} s")
             return True
         deaths = [at_s for at_s in self._deaths.get(child.name, []) if now - at_s < RESTART_WINDOW_S] + [now]
         self._deaths[child.name] = deaths
@@ -203,27 +203,27 @@ class Supervisor:
         wait_s = min(2.0 ** (len(deaths) - 1), SERVER_BACKOFF_S if child.command.serves else RESTART_WINDOW_S)
         self._due[child.name] = now + wait_s
         self._screen.say(
-            f"{child.name} {child.fate}; it is started again in {wait_s:g} s "
-            f"({left} more times within {RESTART_WINDOW_S / 60:g} minutes)"
+            f"{child.name} {child.fate}; restarting it in {wait_s:g} s "
+            f"({left} more restarts within {RESTART_WINDOW_S / 60:g} minutes)"
         )
         return True
 
     def _is_wanted(self, child: Child) -> bool:
-        """Whether there is anything left to do for a process that would be started again."""
+        """Whether a restarted process would have anything to do."""
         if self._step is not None:
             return self._step.is_clean and child.command.serves
-        evicted = child.status == EvictedError.exit_code  # it is told then that the run is over
+        evicted = child.status == EvictedError.exit_code  # on joining it learns that the run is over
         return evicted or child.command.is_server or not self._is_over
 
     @property
     def _is_over(self) -> bool:
-        """Whether the run has ended, as a server shows that has ended as it should."""
+        """Whether the run has ended: a server has ended without an error."""
         return any(child.command.is_server and child.status == 0 for child in self._children)
 
     # -- watching ----------------------------------------------------------------------------------------------
 
     def _wait(self, signals: socket.socket) -> None:
-        """Wait for output, a signal, the end of a process, or the time of the step; take output and signals."""
+        """Wait for output, a signal, the end of a process, or the step's deadline; handle output and signals."""
         times_s = [*self._due.values(), *([self._deadline_s] if self._step else [])]
         timeout_s = max(0.0, min(times_s) - time.monotonic()) if times_s else None
         for key, _ in self._selector.select(timeout_s):
@@ -255,7 +255,7 @@ class Supervisor:
                 self._fail(child)
 
     def _judge(self, child: Child) -> None:
-        """See whether a worker whose script has ended well has trained to the end of the run."""
+        """Check whether a worker whose script ended without an error has trained to the end of the run."""
         self._early.discard(child.name)
         if self._is_over or is_given(self._local, Notice.ENDED, child.name):
             return
@@ -264,16 +264,16 @@ class Supervisor:
             return
         self._early.add(child.name)
         self._screen.say(
-            f"{child.name} has left before the end of the run, and has no consensus model: the end is the plan's "
-            f"(iterations, seconds), so train until worker.stopped, or call worker.leave() after the loop: it "
-            f"makes the consensus of all workers that leave"
+            f"{child.name} left before the end of the run and has no consensus model: the plan (iterations, seconds) "
+            f"ends the run, so train until worker.stopped, or call worker.leave() after the loop to form the consensus "
+            f"of all workers that leave"
         )
 
     def _fail(self, child: Child) -> None:
         self._screen.say(f"{child.name} {child.fate}")
         self._failed = self._failed or child
         if child.command.is_server or child.status == ServerLostError.exit_code:
-            give(self._local, Notice.GIVEN_UP)  # the others wait for an answer that will not come either
+            give(self._local, Notice.GIVEN_UP)  # the others would wait for an answer that will not come
         if self._step is None:
             self._end_cleanly()
 
@@ -283,10 +283,10 @@ class Supervisor:
             return
         self._signalled = number
         if self._step:
-            self._screen.say(f"{number.name}: the run is being ended already; once more kills it at once")
+            self._screen.say(f"{number.name}: the run is already ending; a second signal kills it at once")
             return
         self._screen.say(
-            f"{number.name}: the run is stopped, for which it has {STOP_PATIENCE_S:g} s; once more kills it at once"
+            f"{number.name}: stopping the run, within {STOP_PATIENCE_S:g} s; a second signal kills it at once"
         )
         self._end_cleanly()
 
@@ -294,17 +294,17 @@ class Supervisor:
 
     @property
     def _gentle(self) -> signal.Signals:
-        """What asks a server to end the run: what the user sent, so that its log says that."""
+        """The signal that asks a server to end the run: what the user sent, so the server's log shows it."""
         return signal.SIGINT if self._signalled == signal.SIGINT else signal.SIGTERM
 
     def _end_cleanly(self) -> None:
-        """Let the workers make their last round and save; then end all processes."""
+        """Let the workers complete their last round and save; then end all processes."""
         if any(child.status == 0 for child in self._named(self._stops_run)):
-            clean = _Step(self._workers, STOP_PATIENCE_S, is_clean=True)  # it is over: who is there still saves
+            clean = _Step(self._workers, STOP_PATIENCE_S, is_clean=True)  # it is over: workers still running are saving
         else:
             clean = _Step([self._stops_run], STOP_PATIENCE_S, self._gentle, is_clean=True)
         for name in [name for name in self._due if name in self._servers]:
-            self._screen.say(f"{name} is started again now, to be told that the run ends")
+            self._screen.say(f"restarting {name} now, to tell it that the run ends")
         self._due = {name: 0.0 for name in self._due if name not in self._workers}
         self._end([clean, *self._ends()])
 
@@ -326,7 +326,7 @@ class Supervisor:
         self._take_step()
 
     def _take_step(self) -> bool:
-        """Take the next step that is for anybody; return False if there is none."""
+        """Take the next step that applies to a process; return False if there is none."""
         while self._steps:
             self._step = self._steps.popleft()
             if not self._step.is_clean:
@@ -344,7 +344,7 @@ class Supervisor:
 
     def _give(self, notice: Notice, targets: Sequence[Child]) -> None:
         self._screen.say(
-            f"{', '.join(child.name for child in targets)}: told to save a checkpoint and to leave, within "
+            f"{', '.join(child.name for child in targets)}: told to save a checkpoint and leave within "
             f"{SAVE_PATIENCE_S:g} s"
         )
         give(self._local, notice)
@@ -356,24 +356,24 @@ class Supervisor:
         _send(number, targets)
 
     def _advance(self) -> bool:
-        """Go on to the next step if it is time to; return whether there is anything left to wait for."""
+        """Take the next step if this one is done; return whether there is anything left to wait for."""
         there = {*self._due, *(child.name for child in self._alive)}.difference(self._aside)
         needed = there.difference(self._servers) or (self._linger and there)
         if not needed and (self._step is None or self._step.is_clean):
-            in_vain = "the workers have ended without the end of the run"
-            self._end([_Step(self._servers, LINGER_S, in_vain=in_vain), *self._ends()])
+            overdue = "the workers have ended before the end of the run"
+            self._end([_Step(self._servers, LINGER_S, overdue=overdue), *self._ends()])
         if self._step is None or not self._is_done(self._step):
             return True
-        if self._step.in_vain:
-            self._screen.say(self._step.in_vain)
+        if self._step.overdue:
+            self._screen.say(self._step.overdue)
         if self._take_step():
             return True
         left = ", ".join(f"{child.name} (process {child.pid})" for child in self._alive)
-        self._screen.say(f"these do not end: {left}")
+        self._screen.say(f"still running after SIGKILL: {left}")
         return False
 
     def _is_done(self, step: _Step) -> bool:
-        """Whether its time is over, or it has nothing left to wait for."""
+        """Whether its time is up, or it has nothing left to wait for."""
         if time.monotonic() >= self._deadline_s:
             return True
         targets = self._named(*step.names)
@@ -382,16 +382,16 @@ class Supervisor:
         return not step.is_clean or any(child.status for child in targets)
 
     def _outcome(self) -> tuple[int, str, str]:
-        """Return the exit status, and how the run has ended (:attr:`end`)."""
+        """Return the exit status, and how the run ended (:attr:`end`)."""
         if self._failed:
             status = self._failed.status
             assert status is not None
             return status if status > 0 else 128 - status, "failed", f"{self._failed.name} {self._failed.fate}"
         if self._signalled and any(child.status != 0 for child in self._children if not child.command.aside):
-            return 128 + self._signalled, "stopped", f"{self._signalled.name}, and not all processes ended in time"
+            return 128 + self._signalled, "stopped", f"{self._signalled.name}; not all processes ended in time"
         if self._early and self._early == {command.name for command in self._commands if command.joins}:
             return NOT_TRAINED, "failed", "all workers left before the end of the run, so there is no consensus"
-        return (1, "failed", "some processes do not end") if self._alive else (0, "", "")
+        return (1, "failed", "some processes did not end") if self._alive else (0, "", "")
 
 
 def _send(number: signal.Signals, children: Sequence[Child]) -> None:

@@ -1,4 +1,4 @@
-"""One question of an operator to a running global server, and its answer."""
+"""Sends an operator's request to a running global server, and returns the answer."""
 
 import json
 import secrets
@@ -11,16 +11,16 @@ from lsgd.protocol.messages import Operator, Refused, Status, decode, encode
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller
 
 ANSWER_WITHIN_S = 5.0
-REFUSED_AFTER_S = 0.5  # a handshake that fails may be that of a server which is just being started
+REFUSED_AFTER_S = 0.5  # the handshake may fail while the server is still starting
 
 
 def ask(
     address: str, message: Operator, keys: ConnectorKeys | None = None, within_s: float | None = None
 ) -> dict[str, Any]:
-    """Ask the global server at ``address`` for the state of its run, to end it or to change it; return its state.
+    """Send a request to the global server at ``address``: show, end or change its run. Return the run's state.
 
     Raises:
-        JoinError: nobody answers there within ``within_s``, or 5 s.
+        JoinError: no answer within ``within_s``, or 5 s.
         ConfigError: the server refuses the change, and says why.
     """
     started_at = time.monotonic()
@@ -46,7 +46,7 @@ def ask(
 
 
 def silent(address: str, silent_s: float) -> str:
-    """Return what to say where nobody has answered for so long."""
+    """Return the message for a server that has not answered for ``silent_s``."""
     return (
         f"no global server answers at {address} within {silent_s:.2g} s; give its address with --connect "
         f"(it prints it when it starts)"

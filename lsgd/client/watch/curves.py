@@ -1,4 +1,4 @@
-"""The curves of a run: what loggers write down, made from its events and from nothing else."""
+"""The curves that loggers write, computed only from a run's events."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -13,11 +13,11 @@ _MAX_OPEN = 1024
 
 
 class Point(NamedTuple):
-    """Values at a moment of a run.
+    """Values at one moment of a run.
 
     Args:
         time: in seconds since the epoch.
-        iterations: made by all workers until then.
+        iterations: of all workers so far.
         values: by name: ``loss/consensus``, ``loss/node0/worker1``, ``user/accuracy``, ...; all finite.
     """
 
@@ -27,18 +27,18 @@ class Point(NamedTuple):
 
 
 class Curves:
-    """Makes points of what a reader has read, each once, whatever the server tells again after a restart.
+    """Turns batches into points, each once, even if a restarted server repeats events.
 
     Attributes:
-        view: of the run.
+        view: the run's view.
     """
 
     def __init__(self) -> None:
         self.view = RunView()
         self._round = 0
-        self._open: dict[int, int] = {}  # count of each round whose end is not known
+        self._open: dict[int, int] = {}  # count of each round that has not ended, as far as known
         self._count = 0
-        self._as_of = 0  # the view's period is that of the events after this one
+        self._as_of = 0  # the view's period is valid after this event
 
     def take(self, batch: Batch) -> Iterator[Point]:
         """Yield the points of a batch, in order."""
@@ -52,11 +52,11 @@ class Curves:
                 yield Point(event.time, count, values)
 
     def rounds(self, time: float, orders: Iterable[RoundOrdered]) -> Iterator[Point]:
-        """Yield the points of rounds that the events have not told of."""
+        """Yield the points of rounds that were not among the events."""
         return (Point(time, order.count, values) for order in orders if (values := self._ordered(order)))
 
     def _values(self, event: Event) -> tuple[int, dict[str, float]]:
-        """Return the run's count for an event, and the values that it tells; perhaps none."""
+        """Return the run's count at an event, and the event's values, if any."""
         match event.what:
             case RoundOrdered():
                 return event.what.count, self._ordered(event.what)
@@ -72,7 +72,7 @@ class Curves:
         return 0, {}
 
     def _ordered(self, order: RoundOrdered) -> dict[str, float]:
-        """Return what a global round tells: the losses that it finds."""
+        """Return the values of a global round: its number and the losses."""
         if order.round <= self._round or order.scope != "global":
             return {}
         self._round = order.round

@@ -1,4 +1,4 @@
-"""Where a run's curves are written: a table, TensorBoard's files, or Weights & Biases."""
+"""Write a run's curves to a table, TensorBoard or Weights & Biases."""
 
 import csv
 import importlib.util
@@ -18,34 +18,34 @@ _TAIL_NBYTES = 1 << 16
 
 
 class Logger(ABC):
-    """Writes the points of one run into its folder. The constructor may raise OSError, as each of its methods may.
+    """Writes the points of one run into its folder. The constructor and all methods may raise OSError.
 
     Args:
-        folder: of the run.
-        run: its identity.
+        folder: run folder.
+        run: identity of the run.
     """
 
     package = ""
-    """What it needs, which the extra of the logger's name brings; empty: nothing."""
+    """Required package, which the extra with the logger's name installs; empty: none."""
 
     @abstractmethod
     def __init__(self, folder: Path, run: str) -> None: ...
 
     @abstractmethod
     def write(self, point: Point) -> None:
-        """Add a point; they come in the order of time."""
+        """Add a point; points come in order of time."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Have what was written seen by those who read along."""
+        """Make what was written visible to readers."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left, for good."""
+        """Write what is left and close."""
 
 
 class _Csv(Logger):
-    """Writes ``curves.csv``: a row for each value. A process that replaces another appends to its rows."""
+    """Writes ``curves.csv``, a row for each value. A restarted process appends."""
 
     def __init__(self, folder: Path, run: str) -> None:
         path, self._run = folder / CURVES, run
@@ -68,7 +68,7 @@ class _Csv(Logger):
 
 
 def _last_time(path: Path, run: str) -> float:
-    """Return the time of the last row if it is of this run, else 0; what a killed process left of a row is cut off."""
+    """Return the time of the last row if it is of this run, else 0; cut off an incomplete last row."""
     if not path.exists():
         return 0.0
     with path.open("r+b") as file:
@@ -124,7 +124,7 @@ class _Wandb(Logger):
         self._run.log({"iterations": point.iterations, "time": point.time, **point.values})
 
     def flush(self) -> None:
-        """It does so by itself."""
+        """Do nothing: wandb flushes by itself."""
 
     def close(self) -> None:
         self._run.finish()
@@ -135,7 +135,7 @@ LOGGERS: dict[str, type[Logger]] = {"csv": _Csv, "tensorboard": _TensorBoard, "w
 
 
 def check(names: Iterable[str]) -> None:
-    """Raise ConfigError where a logger's package is missing."""
+    """Raise ConfigError if a logger's package is missing."""
     for name in names:
         cls = LOGGERS[name]
         if cls.package and importlib.util.find_spec(cls.package) is None:

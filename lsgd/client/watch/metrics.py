@@ -1,4 +1,4 @@
-"""A run's metrics in the text format of Prometheus: made from the view of the run, and from nothing else."""
+"""A run's metrics in Prometheus's text format, computed only from the run's view."""
 
 import importlib.util
 import sys
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of what :func:`exposition` returns."""
+"""Content type of what :func:`exposition` returns."""
 
 MAX_WORKERS = 1024
-"""Metrics of single workers are those of the first so many."""
+"""Most workers with metrics of their own: the first ones."""
 
 RUN_STATES = ("waiting", "running", "stopping", "over")
 WORKER_STATES = ("held", "live", "straggler", "cut", "away", "left")
-"""All states that there are."""
+"""All states."""
 
 Samples = Mapping[Any, float]
-"""Of a metric: numbers by the values of its labels, which are a tuple."""
+"""A metric's values, by the tuple of its labels' values."""
 
 
 def check() -> None:
@@ -35,7 +35,7 @@ def check() -> None:
 
 
 def exposition(view: RunView) -> bytes:
-    """Return all metrics of a run as Prometheus reads them; nothing may change ``view`` meanwhile.
+    """Return all metrics of a run in Prometheus's format; nothing may change ``view`` meanwhile.
 
     Raises:
         ConfigError: prometheus_client is missing.
@@ -47,7 +47,7 @@ def exposition(view: RunView) -> bytes:
 
 
 class _Families:
-    """What ``generate_latest`` takes for a registry."""
+    """The registry that ``generate_latest`` reads."""
 
     def __init__(self, view: RunView) -> None:
         self._view = view
@@ -125,7 +125,7 @@ def _totals(view: RunView, workers: list[WorkerView]) -> Iterator["Metric"]:
 
 
 def _gauge(name: str, help_: str, value: float | None) -> "Metric":
-    """Return a gauge; one without a value has no sample."""
+    """Return a gauge, without a sample if there is no value."""
     return _gauges(name, help_, [], {} if value is None else {(): value})
 
 

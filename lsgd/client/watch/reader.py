@@ -1,4 +1,4 @@
-"""Reads a run's stream of events from its global server, across restarts of it, and never waits longer than told."""
+"""Reads a run's stream of events from its global server, also across the server's restarts."""
 
 import json
 import secrets
@@ -13,30 +13,30 @@ from lsgd.protocol.messages import PROTOCOL, Events, EventsQuery, Refused, Statu
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller
 
 ASK_EVERY_S = 0.25
-"""How often the server is asked while it has nothing new, in seconds."""
+"""How often to ask the server while it has nothing new, in seconds."""
 
 RESEND_S = 1.0
-"""How often a question without an answer is asked again."""
+"""How often to repeat an unanswered question."""
 
 REFUSED_AFTER_S = 0.5
-"""A reader that was never let in is told so after so long."""
+"""How long a reader must have been refused before it raises an error."""
 
 SILENT_AFTER_S = 3.0
-"""A server that has not answered for so long counts as not connected."""
+"""How long a server may be silent before it counts as disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a call of :meth:`Reader.read` has found.
+    """The result of :meth:`Reader.read`.
 
     Args:
-        events: in order; perhaps none.
-        lost: events before these that the server keeps no more; after a loss a new ``report`` follows.
+        events: in order; may be empty.
+        lost: number of earlier events that the server no longer has; after a loss a new ``report`` follows.
         connected: the server has answered within the last 3 s.
-        report: the state of the run as ``lsgd status --json`` has it, at the beginning, after a restart of the server
-            and after a loss; None otherwise. It includes the events up to its ``["stream"]["last"]``.
-        restarted: another process serves the run since the last batch; its events are numbered from 1 again.
-        more: there is more to be read at once.
+        report: state of the run as in ``lsgd status --json``, at the beginning, after a restart of the server and
+            after a loss; None otherwise. It includes the events up to its ``["stream"]["last"]``.
+        restarted: a new server process has served the run since the last batch; its events are numbered from 1 again.
+        more: more can be read at once.
     """
 
     events: tuple[Event, ...] = ()
@@ -48,14 +48,14 @@ class Batch:
 
 
 class Reader:
-    """Follows one run; to be used from one thread.
+    """Follows one run. Use it from one thread.
 
-    The first batch that is connected has a report; then come the events that the server still has, from the oldest
-    on. A server that is away is looked for as long as the reader is asked.
+    The first connected batch has a report. Then come the events that the server still has, oldest first. While the
+    server is away, each read tries to reach it.
 
     Args:
-        address: of the global server.
-        keys: for a server that wants them.
+        address: address of the global server.
+        keys: for a server that requires them.
     """
 
     def __init__(self, address: str, keys: ConnectorKeys | None = None) -> None:
@@ -84,8 +84,8 @@ class Reader:
         """Return what is new as soon as there is something, or an empty batch after ``timeout_s``.
 
         Raises:
-            JoinError: the server does not let us in, from the beginning on, or speaks another version.
-            ProtocolError: what answers is no global server.
+            JoinError: the server has never let us in, or speaks another version.
+            ProtocolError: the other side is no global server.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -98,14 +98,14 @@ class Reader:
                         return batch
             if (now := time.monotonic()) >= deadline:
                 connected = now - self._heard_at < SILENT_AFTER_S
-                # A handshake that fails may be that of a server which is just being started.
+                # The handshake may fail while the server is still starting.
                 young = now - self._made_at < REFUSED_AFTER_S
                 if not (connected or self._epoch or young) and (trouble := self._link.trouble()):
                     raise JoinError(f"the global server at {self._address} does not let us in: {trouble}")
                 return Batch(connected=connected)
 
     def _next_at(self) -> float:
-        """Return when a question is due, or worth another try."""
+        """Return when to ask next, or to ask again."""
         return self._asked_at + (RESEND_S if self._awaits else ASK_EVERY_S)
 
     def _ask(self, now: float) -> None:
@@ -116,7 +116,7 @@ class Reader:
         self._asked_at = now
 
     def _take(self, frame: bytes) -> Batch | None:
-        """Return what an answer says, if anything; ask on at once where there is more."""
+        """Return the batch of an answer, if it has one; if there is more, ask for it at once."""
         answer = decode(frame)
         self._heard_at, self._awaits = time.monotonic(), False
         match answer:
@@ -132,7 +132,7 @@ class Reader:
         raise ProtocolError(f"the server at {self._address} answered {type(answer).__name__}")
 
     def _told(self, first: int, last: int, items: tuple[bytes, ...]) -> Batch | None:
-        """Return the events that are new; a question that was asked twice brings some twice."""
+        """Return the new events; a repeated question returns some twice."""
         known = max(0, self._after + 1 - first)
         events = tuple(decode_event(first + i, item) for i, item in enumerate(items) if i >= known)
         if not events:

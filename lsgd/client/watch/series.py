@@ -1,4 +1,4 @@
-"""A history that stays small: when it is full, every second point goes, and from then on every second one comes."""
+"""A bounded history: when it is full, it drops every second point, and from then on keeps every second new one."""
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -10,7 +10,7 @@ class Series(Generic[T]):
     """Keeps at most ``most`` points of all that were added, evenly spaced, and the last one.
 
     Attributes:
-        step: one of so many points is kept.
+        step: every ``step``-th point is kept.
     """
 
     def __init__(self, most: int) -> None:
@@ -21,7 +21,7 @@ class Series(Generic[T]):
         self._last: T | None = None
 
     def add(self, point: T) -> None:
-        """Add a point that comes after all others."""
+        """Add a point, later than all others."""
         self._last = point
         if self._added % self.step == 0:
             self._points.append(point)
@@ -29,13 +29,13 @@ class Series(Generic[T]):
         self._added += 1
         if len(self._points) >= self._most:
             self.step *= 2
-            if len(self._points) % 2 == 0:  # the last one goes from the even ones
+            if len(self._points) % 2 == 0:  # the last point is among those dropped
                 self._last = self._points[-1]
             del self._points[1::2]
 
     @property
     def last(self) -> T | None:
-        """The last point that was added."""
+        """The newest point."""
         return self._last if self._last is not None else self._points[-1] if self._points else None
 
     def __iter__(self) -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""What people look at: the state of a run and its history, as a report and the events after it tell them."""
+"""The state and history of a run for display, from a report and the events after it."""
 
 import math
 import re
@@ -30,22 +30,22 @@ from lsgd.protocol.events import (
 )
 
 MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
-"""How many points of a worker's curve, rounds, lines of the log, and gaps of a worker are kept."""
+"""How many points of a worker's curve, rounds, log lines, and gaps of a worker to keep."""
 
 RATE_OVER_S = 30.0
-"""The rate is that of so many seconds."""
+"""Seconds over which the rate is measured."""
 
 TOLD = (
     *("run", "state", "code", "reason", "algorithm", "period", "period_reason", "count", "iterations"),
     *("loss", "seconds", "rounds_local", "rounds_global", "generation", "nodes"),
 )
-"""What a report and a view have under the same name."""
+"""Names that a report and a view share."""
 
 _TAKES_PART = ("live", "held")
 
 
 class Line(NamedTuple):
-    """A line of the log: when, in seconds since the epoch; its code, perhaps empty; and its words."""
+    """A log line: time in seconds since the epoch, code (may be empty), and words."""
 
     time: float
     code: str
@@ -53,9 +53,9 @@ class Line(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """A worker at a moment: what it had done until then in all its processes. Subtract two to see what lies between.
+    """A worker's totals up to a moment, over all its processes. Subtract two to get an interval.
 
-    ``time`` is in seconds since the epoch; the rest is as in :class:`lsgd.protocol.events.WorkerProgress`.
+    ``time`` is in seconds since the epoch; for the rest see :class:`lsgd.protocol.events.WorkerProgress`.
     """
 
     time: float
@@ -74,8 +74,8 @@ class Gap:
 
     Args:
         state: ``straggler``, ``cut``, ``away`` or ``left``.
-        code: of the reason, and ``reason`` its words.
-        begin: in seconds since the epoch; ``end`` is None while it lasts.
+        code, reason: why, as a code and in words.
+        begin, end: in seconds since the epoch; ``end`` is None while the gap lasts.
     """
 
     state: str
@@ -94,11 +94,11 @@ class WorkerView:
         node: index of its machine.
         rank: in the generation; -1: outside it.
         state: ``held``, ``live``, ``straggler``, ``cut``, ``away`` or ``left``.
-        code: of the reason for its state, if one was told; ``reason``: its words.
-        done: iterations it has made.
-        loss: as it last reported it.
+        code, reason: reason for its state, if known, as a code and in words.
+        done: iterations it has completed.
+        loss: last reported loss.
         times_leader: rounds that it led.
-        heard_s: seconds since it was heard, at the last progress.
+        heard_s: seconds since its last message, at the last progress.
         totals: its curve, about one point a second at first, at most :data:`MAX_POINTS`.
         gaps: the last :data:`MAX_GAPS`.
     """
@@ -118,7 +118,7 @@ class WorkerView:
     _before: tuple[float, float, float, int, int] = (0.0, 0.0, 0.0, 0, 0)  # totals of its earlier processes
 
     def add(self, time: float, now: WorkerProgress) -> None:
-        """Add a point to its curve; totals that fall are those of another process."""
+        """Add a point to its curve; falling totals mean that a new process replaced the last."""
         spent = (now.compute_s, now.waiting_s, now.exchange_s, now.sent_nbytes, now.received_nbytes)
         before = self.totals.last
         if before is not None and not any(spent):  # this server has not heard its totals yet
@@ -130,7 +130,7 @@ class WorkerView:
         self.totals.add(Totals._make((time, now.done, now.loss, *sums)))
 
     def mind(self, time: float, state: str, code: str, reason: str) -> None:
-        """Begin a gap, or end it."""
+        """Begin or end a gap."""
         last = self.gaps[-1] if self.gaps and self.gaps[-1].end is None else None
         if last is not None and last.state != state:
             last.end = time
@@ -148,11 +148,11 @@ class RoundView:
         leader: the worker that leads it.
         count: the run's iterations when it was ordered.
         seconds: from the run's first round to its order.
-        losses: by worker, as they were then.
-        state: ``open``, ``completed`` or ``failed``; ``open`` too if its end was not told.
-        reason: why it has failed.
-        took_s: from its order to its completion; None: not told.
-        sent_nbytes: by its members; None: not told.
+        losses: by worker, when it was ordered.
+        state: ``open``, ``completed`` or ``failed``; stays ``open`` if its end is unknown.
+        reason: why it failed.
+        took_s: from its order to its completion; None: unknown.
+        sent_nbytes: by its members; None: unknown.
     """
 
     round: int
@@ -168,33 +168,33 @@ class RoundView:
 
 
 class RunView:
-    """The state and the history of a run; only :meth:`take` changes it, and it does no input or output.
+    """The state and history of a run. Only :meth:`take` changes it, and it does no I/O.
 
-    The history is bounded: at most :data:`MAX_ROUNDS` rounds, and so on; what is full keeps every second point.
+    The history is bounded, to :data:`MAX_ROUNDS` rounds for example; a full history keeps every second point.
 
     Args:
-        report: as ``lsgd status --json`` or ``result.json`` has it; None: it comes with the first batch.
+        report: content of ``lsgd status --json`` or ``result.json``; None: it comes with the first batch.
 
     Attributes:
         run: identity; empty before the first report.
         state: ``waiting``, ``running``, ``stopping`` or ``over``; empty before the first report.
-        code: of what it waits for, or of why it ends; ``reason``: the words.
+        code, reason: what it waits for or why it ends, as a code and in words.
         algorithm: its name.
-        period: iterations of a worker between global rounds; ``period_reason``: why so many.
-        count: iterations made; ``iterations``: the limit, 0 without one; ``share``: made of the run, 0 to 1.
+        period: iterations of a worker between global rounds; ``period_reason``: why this period.
+        count: completed iterations; ``iterations``: the limit, 0 without one; ``share``: the run's progress, 0 to 1.
         seconds: since the first round.
         loss: mean of the finite losses at the last global round; None: there are none.
         rounds_local, rounds_global, generation, nodes: as in the report.
-        workers: by name, in rank order, with those that have left.
-        ways: nodes that do not simply dial each other, as the report has them.
+        workers: by name, in the order of node and index, including those that have left.
+        ways: pairs of nodes that do not simply dial each other, as in the report.
         rounds: the history, thinned.
         log: the last lines.
-        logged: numbers that scripts have logged, by name: the mean over the live workers that have one.
-        counters: of what has happened.
-        settings: what operators have changed since this view began, by name.
-        connected: the last batch was.
-        lost: events that were lost in all.
-        time: of the last event, in seconds since the epoch by the server's clock; 0: there was none.
+        logged: numbers that scripts log, by name: the mean over the live workers that have one.
+        counters: counts of events.
+        settings: settings that operators have changed since this view began, by name.
+        connected: whether the last batch was connected.
+        lost: total number of lost events.
+        time: of the last event, in seconds since the epoch by the server's clock; 0: no event yet.
     """
 
     def __init__(self, report: Mapping[str, Any] | None = None) -> None:
@@ -218,7 +218,7 @@ class RunView:
             self._begin(report)
 
     def take(self, batch: Batch) -> None:
-        """Take in what a reader has read."""
+        """Apply a reader's batch."""
         if batch.report is not None:
             self._begin(batch.report)
         self.connected = batch.connected
@@ -229,12 +229,12 @@ class RunView:
 
     @property
     def rate(self) -> float:
-        """Iterations a second in the last :data:`RATE_OVER_S`; 0 before there is a second of them."""
+        """Iterations a second over the last :data:`RATE_OVER_S`; 0 until there are two points."""
         return self._slope(1)
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that the run still takes at the pace of the last :data:`RATE_OVER_S`; None: nobody knows."""
+        """Seconds left at the pace of the last :data:`RATE_OVER_S`; None: unknown."""
         if self.state == "over":
             return 0.0
         pace = self._slope(2)
@@ -242,7 +242,7 @@ class RunView:
 
     @property
     def started_at(self) -> float | None:
-        """When the first round was, in seconds since the epoch: what :attr:`RoundView.seconds` counts from."""
+        """Time of the first round, in seconds since the epoch: :attr:`RoundView.seconds` counts from it."""
         return self.time - self.seconds if self.time and self.seconds else None
 
     def _slope(self, of: int) -> float:
@@ -254,7 +254,7 @@ class RunView:
     # -- a report ----------------------------------------------------------------------------------------------
 
     def _begin(self, report: Mapping[str, Any]) -> None:
-        """Take the state from a report, and the rounds that are not known yet; another run begins anew."""
+        """Take the state and new rounds from a report; reset for another run."""
         if self.run and self.run != report["run"]:
             RunView.__init__(self)
         for name in TOLD:
@@ -275,7 +275,7 @@ class RunView:
     # -- events ------------------------------------------------------------------------------------------------
 
     def fold(self, event: Event) -> None:
-        """Take in one event; of one that the report includes, the history only."""
+        """Apply one event; if the report includes it already, only to the history."""
         self.time = max(self.time, event.time)
         self.counters.fold(event.what)
         self._remember(event.time, event.what)
@@ -311,7 +311,7 @@ class RunView:
                     self._progress = deque([self._progress[-1]])
 
     def _open(self, number: int) -> RoundView | None:
-        """Return a round whose end is not known yet; a server that was started again may tell it twice."""
+        """Return a round that is still open; a restarted server may report its end twice."""
         known = self._recent.get(number)
         return known if known and known.state == "open" else None
 
@@ -362,7 +362,7 @@ class RunView:
                     worker.loss, worker.heard_s = each.loss, each.heard_s
 
     def _worker(self, name: str, node: int | None = None) -> WorkerView:
-        """Return the worker, who is made if nobody has told of it; the order is that of ranks."""
+        """Return the worker, created if it is new."""
         if name not in self.workers:
             self.workers[name] = WorkerView(name, place(name)[0] if node is None else node)
             self.workers = dict(sorted(self.workers.items(), key=lambda item: place(item[0])))
@@ -370,12 +370,12 @@ class RunView:
 
 
 def place(name: str) -> tuple[int, int]:
-    """Return node and index from a worker's name, ``node0/worker1``: the order in which people count."""
+    """Return node and index from a worker's name, ``node0/worker1``, as a sort key."""
     found = re.fullmatch(r"node(\d+)/worker(\d+)", name)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def mean(losses: Iterable[float | None]) -> float | None:
-    """Return the mean of the losses that are told and finite; None: there are none."""
+    """Return the mean of the finite losses; None: there are none."""
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
     return statistics.fmean(finite) if finite else None

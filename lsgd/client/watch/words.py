@@ -1,4 +1,4 @@
-"""Values as people read them."""
+"""Values in words."""
 
 
 def duration(seconds: float) -> str:
