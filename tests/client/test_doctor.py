@@ -40,7 +40,7 @@ def test_two_nodes_that_can_train_together(port) -> None:
         assert re.search(r"ok    node1 to node0: \d+ Mbit/s", said)
         assert re.search(r"all-reduce of 1 MiB over TCP: \d+ ms, right", said)
         assert re.search(r"a model in float32 takes .* --period \d+ keeps exchanges below 5% of the time", said)
-        assert said.endswith("nothing is in the way of a run")
+        assert said.endswith("ready for a run")
 
 
 def test_one_node_alone(port) -> None:
@@ -77,7 +77,7 @@ def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
         assert re.search(r"FAIL  node0 to node1: .* cannot be used \(Connection refused\); open the ports above", said)
     assert f"warn  no relay can listen on port {port + 1} of 127.0.0.1" in results[0][1]
     assert any("install the same release on all" in said for _, said in results)
-    assert all(said.endswith("something above has to be mended first") for _, said in results)
+    assert all(said.endswith("fix the failed checks above first") for _, said in results)
 
 
 @pytest.mark.alone

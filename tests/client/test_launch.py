@@ -506,7 +506,7 @@ class TestTokens:
         if mode == 0o600:
             assert said == f"[launch] {self.LINES[0]}\n" and not private.exists()
             return
-        assert "secret" not in said and f"not here, but in {private}\n" in said
+        assert "secret" not in said and f"the other nodes' tokens are in {private}\n" in said
         assert private.read_text() == f"{self.LINES[0]}\n"
         assert private.stat().st_mode & 0o777 == 0o600
 
@@ -576,10 +576,10 @@ class TestRefusals:
             line = refused("--node", "0", "--port", str(port))
         assert f"port {port} of 127.0.0.1 is taken" in line and f"PORT={port + 2}" in line
         two = ("--node", "0", "--nodes", "2", "--address", "127.0.0.1")
-        assert "all have to know the port" in refused(*two, "--port", "0")
+        assert "every node must know the port" in refused(*two, "--port", "0")
 
     def test_command(self, refused):
-        assert "'no-such-program' is not found" in refused("--node", "0", "--port", "0", command="no-such-program")
+        assert "'no-such-program' was not found" in refused("--node", "0", "--port", "0", command="no-such-program")
 
     def test_token(self, refused, tmp_path, monkeypatch):
         ring = KeyRing.make(tmp_path / "keys", ["node0"])

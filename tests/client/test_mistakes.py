@@ -19,7 +19,7 @@ MISTAKES = [
     (("launch", "--nodes", "2", *SCRIPT), {}, "Say its index, from 0: --node 0"),
     (("launch", "--nodes", "2", "--node", "0", *SCRIPT), {}, "IP_ADDR=10.0.0.1"),
     ((*LAUNCH, "--", "script.py"), {}, "type: lsgd launch -- python script.py"),
-    ((*LAUNCH, "--", "no-such-program"), {}, "the command 'no-such-program' is not found"),
+    ((*LAUNCH, "--", "no-such-program"), {}, "the command 'no-such-program' was not found"),
     ((*LAUNCH, "--resume", *SCRIPT), {}, "runs"),
     ((*LAUNCH, "--plan", "no.toml", *SCRIPT), {}, "the plan no.toml cannot be read"),
     ((*LAUNCH, *SCRIPT), {"LSGD_PERIODE": "4"}, "did you mean 'LSGD_PERIOD'?"),

@@ -56,7 +56,7 @@ def test_local_sgd_in_the_loop_is_named(cluster) -> None:
     cluster.start("--workers", "1", "--iterations", "20", "--period", "4")
     worker = cluster.worker("accelerated", 0, 0, "--local-sgd")
     assert worker.wait() == 1
-    assert "the script imports accelerate's LocalSGD: take it out" in worker.output
+    assert "the script imports accelerate's LocalSGD: remove it" in worker.output
     assert "DetachedError: the parameter weight was replaced after Worker.join" in worker.output
 
 

@@ -1,4 +1,4 @@
-"""What a worker saves of itself when a round says so, and continues from when a run is resumed."""
+"""A worker's checkpoints: saved when a round says so, and loaded when a run is resumed."""
 
 import logging
 import random
@@ -30,48 +30,48 @@ from lsgd.shards import load_optimizer, local, local_state
 logger = logging.getLogger("lsgd")
 
 WHOLE = "whole_model"
-"""In a file's metadata, the digest of the model however it is sharded."""
+"""Key in a file's metadata: digest of the whole model, regardless of sharding."""
 
 
 class Stateful(Protocol):
-    """What can be saved: GradScaler, a learning-rate scheduler, anything of the user's with these two methods."""
+    """What can be saved: a GradScaler, a learning-rate scheduler, or any object with these two methods."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: dicts, lists, tuples, tensors, texts, numbers."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take over what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         ...
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A worker's state in memory, as of a count of the run's iterations."""
+    """A worker's state in memory, after ``count`` iterations of the run."""
 
     count: int
     packed: Packed
 
 
 class Checkpoints:
-    """The checkpoints of one worker, each in a file of its own (client/checkpoint/run_folder.py says where).
+    """The checkpoints of one worker, one file each (client/checkpoint/run_folder.py says where).
 
     Args:
-        model: its parameters and buffers are saved, frozen and non-persistent ones too.
-        optimizers: theirs is the state of the optimization.
+        model: its parameters and buffers are saved, including frozen and non-persistent ones.
+        optimizers: their state is saved.
         extra: what else to save, by name.
-        folder: where checkpoints are written; None: nowhere.
-        resume: where to look for one to continue from; None: nowhere.
+        folder: where to write checkpoints; None: nowhere.
+        resume: where to look for a checkpoint to resume from; None: nowhere.
         island: the processes that share the model; each writes a file with its part.
 
     Attributes:
-        layout: of the model's flat buffers.
+        layout: layout of the model's flat buffers.
         run: identity of the run, written into the files.
-        iterations: that this worker had made at the checkpoint it continues from.
-        losses: of its last batches then.
-        algorithm: the settings and the state of the algorithm then; None without a checkpoint.
-        restarted: this worker takes the place of a process that died in the same run.
-        finite: knows which of the model's tensors are finite unless training breaks them.
+        iterations: this worker's iterations at the checkpoint it resumed from.
+        losses: losses of its last batches then.
+        algorithm: settings and state of the algorithm then; None without a checkpoint.
+        restarted: this worker replaces a process that died in the same run.
+        finite: finds tensors of the model that training has made non-finite.
     """
 
     def __init__(
@@ -100,29 +100,29 @@ class Checkpoints:
         self._island = island
         self._about: dict[str, str] = {}
         self._random: dict[str, Any] = {}
-        self._positions: list[dict[str, Any]] = []  # of loaders that have not been made yet
+        self._positions: list[dict[str, Any]] = []  # of loaders that do not exist yet
         self._loaders: list[weakref.ref[ShardLoader]] = []
         self._is_finite = True  # as of the last snapshot
 
     # -- resuming ----------------------------------------------------------------------------------------------
 
     def load(self, worker: str, digest: str, summary: str) -> Origin:
-        """Take over the worker's last checkpoint that is whole, and return which it is.
+        """Restore the worker's last undamaged checkpoint; return its origin.
 
-        All workers that see a folder look through its runs in the same order: the one in which any worker wrote last
-        comes first. In each, the worker's own files are tried from the highest count down.
+        All workers that see a folder look through its runs in the same order: the run that any worker wrote to last
+        comes first. In each run, the worker's own files are tried from the highest count down.
+
+        All processes of an island restore the same checkpoint, of which all files are undamaged. If it was written by
+        another number of processes, the model is resharded.
 
         Args:
             worker: its name in the run.
-            digest: of its model.
-            summary: of its model, for people.
-
-        In an island all processes take over the same one, of which all files are whole. If there it was of another
-        number of processes, its parts are cut anew.
+            digest: digest of its model.
+            summary: description of its model, for people.
 
         Raises:
-            ConfigError: every one is damaged (of a worker that was restarted, that is no error: the run continues, and
-                has the model), or one is of another model or version, or does not fit.
+            ConfigError: all checkpoints are damaged (no error for a restarted worker: the run continues and has the
+                model), or one is of another model or version, or does not fit.
         """
         island, folder = self._island, self._resume
         name, whole = process_name(worker, island.rank, island.size), describe(self._model, whole=True)[0]
@@ -139,10 +139,10 @@ class Checkpoints:
             except DamagedError as error:
                 damage = error
             if not island.agree(damage is None):
-                damage = damage or DamagedError(f"the checkpoint {path} has no whole one beside it of another process")
+                damage = damage or DamagedError(f"the checkpoint {path} is damaged in another process of its worker")
                 if origin is found[-1][0] and not self.restarted:
                     raise damage
-                logger.warning("%s; the one before it is taken, if there is one", damage)
+                logger.warning("%s; trying the one before it, if there is one", damage)
                 continue
             self._restore(state, path)
             logger.info(
@@ -151,16 +151,14 @@ class Checkpoints:
             )
             return origin
         logger.warning(
-            "%s has no whole checkpoint in %s: it takes over the model of those who have",
-            worker,
-            folder,
+            "%s has no undamaged checkpoint in %s: it takes over the model of workers that have one", worker, folder
         )
         return Origin()
 
     def _resharded(self, paths: list[Path]) -> dict[str, Any]:
-        """Return this process's state from the files of a worker of another number of processes."""
+        """Return this process's state from files that another number of processes wrote."""
         resharding = Resharding(self._model, self.layout, self._optimizers)
-        for path in paths:  # one after the other, since each is as large as what a process has
+        for path in paths:  # one at a time: each is as large as a process's state
             resharding.add(read(path, self._about[WHOLE], self._about["model_summary"], WHOLE), path)
         return resharding.state
 
@@ -186,13 +184,13 @@ class Checkpoints:
         self._random, self._positions = state["random"], state["loaders"]
 
     def restore_random(self) -> None:
-        """Take over the random state of the checkpoint: when the first batch is drawn, as when it was saved."""
+        """Restore the checkpoint's random state. Called when the first batch is drawn, as at saving."""
         if self._random:
             _set_random_state(self._random, next(self._model.parameters()).device)
             self._random = {}
 
     def attend(self, loader: ShardLoader) -> ShardLoader:
-        """Save how far this loader is from now on; let it continue where the one in the checkpoint was."""
+        """Save this loader's position from now on; continue at the position in the checkpoint."""
         self._loaders.append(weakref.ref(loader))
         if self._positions:
             _take_position(loader, self._positions.pop(0))
@@ -201,19 +199,19 @@ class Checkpoints:
     # -- saving ------------------------------------------------------------------------------------------------
 
     def start(self, run: str) -> None:
-        """Write for this run from now on, and delete what earlier processes of this worker left unfinished."""
+        """Write for this run from now on; delete files that earlier processes of this worker left unfinished."""
         self.run = run
         if self.folder is not None:
             sweep(self.folder, self._about["worker"])
 
     def last(self) -> Path | None:
-        """Return the worker's last checkpoint in its folder; None: there is none."""
+        """Return the worker's last checkpoint in its folder, or None."""
         if self.folder is None or not (found := _origins(self.folder, self._about["worker"])):
             return None
         return checkpoint_path(self.folder, found[0].run, found[0].iterations, self._about["worker"])
 
     def non_finite_error(self) -> NonFiniteError | None:
-        """Return the error of a run whose model is not finite at its end; None: it is."""
+        """Return the error if the model is not finite at the end of the run, else None."""
         if not (values := in_words(self.finite.broken())):
             return None
         last = self.last()
@@ -224,13 +222,13 @@ class Checkpoints:
         )
 
     def take(self, count: int, algorithm: Algorithm, losses: Sequence[float], done: int) -> Snapshot | None:
-        """Copy the state as it is now, to be written by :meth:`save`; None if it is not finite, or has no place.
+        """Copy the current state, for :meth:`save`; None if the model is not finite, or there is no folder.
 
         Args:
             count: iterations of the run.
             algorithm: of the run.
-            losses: of this worker's last batches.
-            done: iterations that this worker has made since it joined.
+            losses: losses of this worker's last batches.
+            done: this worker's iterations since it joined.
         """
         if self.folder is None or not self._check_finite(count):
             return None
@@ -256,7 +254,7 @@ class Checkpoints:
             return None
 
     def save(self, snapshot: Snapshot | None) -> Path | None:
-        """Write a snapshot, if there is one; a failure is a warning, and training continues."""
+        """Write a snapshot, if there is one; a failure only logs a warning."""
         if snapshot is None:
             return None
         assert self.folder is not None
@@ -274,7 +272,7 @@ class Checkpoints:
         return path
 
     def _check_finite(self, count: int) -> bool:
-        """Return whether the model is finite, and say once that it is not."""
+        """Return whether the model is finite; warn the first time it is not."""
         words = in_words(self.finite.broken())
         if words and self._is_finite:
             last = self.last()
@@ -295,7 +293,7 @@ def _origins(folder: Path, process: str) -> list[Origin]:
 
 
 def _found(folder: Path, worker: str, size: int) -> list[tuple[Origin, int]]:
-    """Return a worker's checkpoints, each with its number of processes; those of ``size`` first where both are."""
+    """Return a worker's checkpoints, each with its number of processes; on a tie those of ``size`` first."""
     sizes = island_sizes(folder, worker)
     every = [(origin, s) for s in sizes for origin in _origins(folder, process_name(worker, 0, s))]
     order = {run: place for place, run in enumerate(runs(folder))}
@@ -320,13 +318,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, kind: str, saved: dict[str
 
 
 def _position(loader: ShardLoader) -> dict[str, Any]:
-    """Return how far a loader is."""
+    """Return a loader's position."""
     sampler = loader.sampler
     return {"place": list(sampler.dealt_for), "length": sampler.length, "state": loader.state_dict()}
 
 
 def _take_position(loader: ShardLoader, saved: dict[str, Any]) -> None:
-    """Let a loader continue where another was; in a new epoch, if the shards have changed."""
+    """Continue a loader at a saved position; in a new epoch, if the shards have changed."""
     sampler, state = loader.sampler, saved["state"]
     if saved["length"] != sampler.length or state["seed"] != sampler.seed:
         logger.warning("a loader is for other data than that of the checkpoint: it begins at the first epoch")

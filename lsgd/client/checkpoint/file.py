@@ -1,6 +1,6 @@
-"""One checkpoint as a file: tensors by path in safetensors, everything else as JSON in its metadata; no pickle.
+"""A checkpoint file: tensors by path in safetensors, everything else as JSON in its metadata; no pickle.
 
-A digest in the metadata covers everything else that is read from the file.
+A digest in the metadata covers everything else in the file.
 """
 
 import hashlib
@@ -22,21 +22,21 @@ from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, file_name
 from lsgd.errors import ConfigError
 
 FORMAT = "2"
-"""Version of what a file holds."""
+"""Version of the file format."""
 
 FORMATS_WITHOUT_DIGEST = ("1",)
 
 KEPT = 2
-"""How many checkpoints of a worker stay, of each run."""
+"""How many checkpoints to keep, per worker and run."""
 
 
 class DamagedError(ConfigError):
-    """A file that is no whole checkpoint."""
+    """A damaged or incomplete checkpoint file."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A state as a file can hold it.
+    """A state in the form that a file can hold.
 
     Args:
         tensors: copies on the CPU, by path.
@@ -51,7 +51,7 @@ def pack(state: Any) -> Packed:
     """Return a copy of a state: dicts, lists, tuples, tensors, texts, numbers, true, false and None.
 
     Raises:
-        TypeError: there is something else in it; the message says where.
+        TypeError: it contains something else; the message says where.
     """
     tensors: dict[str, Tensor] = {}
     return Packed(tensors, json.dumps(_pack(state, "", tensors)))
@@ -63,25 +63,25 @@ def unpack(packed: Packed) -> Any:
 
 
 def write(folder: Path, run: str, count: int, worker: str, packed: Packed, about: Mapping[str, str]) -> Path:
-    """Write a checkpoint, whole or not at all, and delete the worker's earlier ones of this run but the last.
+    """Write a checkpoint atomically, and delete all but the last of the worker's earlier ones of this run.
 
-    Files of another run are never touched.
+    Files of other runs are never touched.
 
     Args:
-        folder: of the checkpoints of all workers.
+        folder: folder of all workers' checkpoints.
         run: identity of the run.
         count: iterations of the run.
         worker: its name.
         packed: its state.
-        about: what :func:`read` compares, and more for people.
+        about: what :func:`read` checks, and information for people.
 
     Raises:
-        OSError, SafetensorError: it cannot be written; what was there before stays.
+        OSError, SafetensorError: it cannot be written; earlier files are kept.
     """
     path = checkpoint_path(folder, run, count, worker)
     sweep(folder, worker)
     folder.mkdir(parents=True, exist_ok=True)
-    # A name of its own: an earlier process of this worker that was only frozen cannot take it for its own.
+    # A unique name: an earlier process of this worker may only be frozen, and must not write to this file.
     temporary = folder / f"{file_name(worker)}.{secrets.token_hex(4)}.tmp"
     about = {"lsgd": FORMAT, **about, "run": run, "count": str(count), "worker": worker, "state": packed.rest}
     try:
@@ -109,21 +109,21 @@ def read(path: Path, model: str, model_summary: str, key: str = "model") -> Any:
     """Return the state in a file.
 
     Args:
-        path: of the file.
-        model: digest of the model that it is for.
-        model_summary: the same for people.
-        key: of the digest in the metadata.
+        path: the file.
+        model: digest of the expected model.
+        model_summary: description of the expected model, for people.
+        key: key of the digest in the metadata.
 
     Raises:
-        DamagedError: it is cut short, has changed since it was written, or is no checkpoint.
-        ConfigError: it is of another version of lsgd, or of another model.
+        DamagedError: it is truncated, has changed since it was written, or is no checkpoint.
+        ConfigError: it is from another version of lsgd, or of another model.
     """
     try:
         about, tensors = _contents(path)
         written = about.pop("digest", "")
         whole = written == digest(tensors, about)
         version = about["lsgd"]
-    except Exception as error:  # whatever a parser makes of garbage
+    except Exception as error:  # a parser may raise anything on garbage
         raise _damaged(path, error) from None
     if version != FORMAT and (whole or version in FORMATS_WITHOUT_DIGEST):
         raise ConfigError(
@@ -134,8 +134,8 @@ def read(path: Path, model: str, model_summary: str, key: str = "model") -> Any:
         raise DamagedError(f"the checkpoint {path} cannot be read: it has changed since it was written")
     if key not in about:
         raise ConfigError(
-            f"the checkpoint {path} is of an earlier lsgd, and only for a worker of as many processes as before: go "
-            f"on with as many (lsgd launch --processes-per-worker), or begin a new run from the model that was saved"
+            f"the checkpoint {path} is of an earlier lsgd, and only for a worker of as many processes as before: "
+            f"continue with as many (lsgd launch --processes-per-worker), or begin a new run from the saved model"
         )
     if about[key] != model:
         raise ConfigError(
@@ -149,9 +149,9 @@ def read(path: Path, model: str, model_summary: str, key: str = "model") -> Any:
 
 
 def digest(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
-    """Return the digest of a file's tensors (on the CPU) and of the rest of its metadata.
+    """Return the digest of a file's tensors (on the CPU) and the rest of its metadata.
 
-    It is the same in all formats from 2 on, so that a file of a later one is known as whole.
+    It is the same in all formats from 2 on, so a file of a later format can be recognized as undamaged.
     """
     hashed = hashlib.blake2b(json.dumps(sorted(about.items())).encode(), digest_size=32)
     for name in sorted(tensors):
@@ -163,7 +163,7 @@ def digest(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
 
 def _contents(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     with safe_open(path, "pt") as file:
-        # Copied: what safetensors returns is the file itself, mapped into memory.
+        # Copied: safetensors returns views of the memory-mapped file.
         return dict(file.metadata()), {name: file.get_tensor(name).clone() for name in file.keys()}
 
 
@@ -213,7 +213,7 @@ def _join(path: str, key: object) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Have what was written to a file, or the names in a folder, on the disk."""
+    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -222,7 +222,7 @@ def _sync(path: Path) -> None:
 
 
 def _delete_earlier(folder: Path, run: str, count: int, worker: str) -> None:
-    """Delete the worker's files of this run but those of ``count`` and the last before it."""
+    """Delete the worker's files of this run up to ``count``, except the last :data:`KEPT`."""
     for other in [c for c in counts(folder, run, worker) if c <= count][:-KEPT]:
         path = checkpoint_path(folder, run, other, worker)
         path.unlink(missing_ok=True)

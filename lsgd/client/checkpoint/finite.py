@@ -1,4 +1,4 @@
-"""Whether training has left a model finite."""
+"""Checks whether a model is still finite."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,17 +12,17 @@ from lsgd.flat import named_floating_buffers
 from lsgd.shards import local
 
 NAMED = 3
-"""How many tensors are named."""
+"""How many tensors a message names."""
 
 
 class FiniteCheck:
     """Finds the tensors of a model that training has made non-finite.
 
-    Looked at are the parameters that are trained, and the floating-point buffers that are finite when this is made:
-    one that is not (a mask of minus infinity, say) is meant to be so.
+    It checks the trainable parameters, and the floating-point buffers that are finite at construction. A buffer that
+    is not (a mask with minus infinity, for example) is meant to be non-finite.
 
     Args:
-        model: whose parameters and buffers are looked at.
+        model: the model to check.
         island: the processes that share it.
     """
 
@@ -32,19 +32,19 @@ class FiniteCheck:
         self._left_out = {name for name, b in named_floating_buffers(model) if not all_finite([_comparable(b)])}
 
     def buffers(self) -> list[Tensor]:
-        """Return the buffers that training may change, shared ones once: to be averaged."""
+        """Return the buffers to average, shared ones once."""
         return [b for name, b in named_floating_buffers(self._model) if name not in self._left_out]
 
     @torch.no_grad()
     def broken(self) -> dict[str, int]:
-        """Return the names of the tensors with values that are not finite in any process, and how many they are."""
+        """Return the number of non-finite values by tensor, over all processes that have some."""
         found = Counter[str]()
         for each in self._island.gather("looks at its model", self._broken()):
             found.update(each)
         return found
 
     def _broken(self) -> dict[str, int]:
-        """Return what this process finds."""
+        """Return the same for this process."""
         parameters = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         named: list[tuple[str, Tensor]] = [(name, local(p)) for name, p in parameters]
         named += [(name, b) for name, b in named_floating_buffers(self._model) if name not in self._left_out]
@@ -56,7 +56,7 @@ class FiniteCheck:
 
 @torch.no_grad()
 def clear(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Set to zero what is not finite in the optimizers' states: the next step would break the model again."""
+    """Set non-finite values in the optimizers' states to zero: they would break the model again."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for value in state.values():
@@ -65,7 +65,7 @@ def clear(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def in_words(broken: Mapping[str, int]) -> str:
-    """Say which tensors have how many values that are not finite; an empty text: none has."""
+    """Describe which tensors have how many non-finite values; empty if none has."""
     if not broken:
         return ""
     names = list(broken)
@@ -75,5 +75,5 @@ def in_words(broken: Mapping[str, int]) -> str:
 
 
 def _comparable(x: Tensor) -> Tensor:
-    """Return a tensor that torch can take the minimum of: not the eight-bit floats."""
+    """Return a tensor whose minimum torch can compute: it cannot for 8-bit floats."""
     return x.float() if x.element_size() == 1 else x

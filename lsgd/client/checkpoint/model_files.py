@@ -1,4 +1,4 @@
-"""The whole model as safetensors files, with the names and the index that Hugging Face's libraries look for."""
+"""Saves the whole model as safetensors files, with the names and index that Hugging Face's libraries expect."""
 
 import json
 import logging
@@ -20,26 +20,26 @@ from lsgd.shards import state_of, whole
 logger = logging.getLogger("lsgd")
 
 FILE_NBYTES = 5_000_000_000
-"""How long a file becomes at most, in bytes, unless one tensor is longer."""
+"""Largest file, in bytes, unless a single tensor is larger."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SEVERAL = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
 
 COMPILED = "_orig_mod."
-"""What ``torch.compile(model)`` puts before the names of the model's tensors."""
+"""Prefix that ``torch.compile(model)`` adds to the names of the model's tensors."""
 
 
 def save_model(model: nn.Module, folder: Path, file_nbytes: int, island: Island) -> list[Path]:
-    """Write a model to a folder, in the place of the one that is there.
+    """Write a model to a folder, replacing the one there.
 
-    All processes of an island call this together. The head writes, and has the tensors of one file at a time in its
+    All processes of an island call this together. The head writes, and holds the tensors of one file at a time in
     host memory.
 
     Args:
-        model: its parameters and persistent buffers are written, tied ones once, under the first of their names.
-        folder: made if need be.
-        file_nbytes: longest file, without its header; a tensor that is longer gets a file of its own.
+        model: its parameters and persistent buffers are written; tied ones once, under their first name.
+        folder: created if necessary.
+        file_nbytes: largest file, without its header; a larger tensor gets its own file.
         island: the processes that share the model.
 
     Returns:
@@ -47,7 +47,7 @@ def save_model(model: nn.Module, folder: Path, file_nbytes: int, island: Island)
 
     Raises:
         ConfigError: ``file_nbytes`` is less than 1.
-        LsgdError: the files cannot be written; what was there before stays, or could not be replaced.
+        LsgdError: the files cannot be written, or cannot replace the earlier ones.
     """
     if file_nbytes < 1:
         raise ConfigError(f"file_nbytes = {file_nbytes}: no file of a model is so short; give 1 or more")
@@ -70,7 +70,7 @@ def save_model(model: nn.Module, folder: Path, file_nbytes: int, island: Island)
 
 
 def _divided(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]:
-    """Return which tensors each file has, in their order."""
+    """Return the names of the tensors in each file, in order."""
     files: list[list[str]] = [[]]
     room = file_nbytes
     for name, nbytes in sizes.items():
@@ -85,7 +85,7 @@ def _divided(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]
 
 
 def _begin(folder: Path) -> Path:
-    """Return a new folder beside the files of a model, for those that take their place when all are written."""
+    """Return a new temporary folder in the model's folder, for the files until all are written."""
     with _explaining(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(".tmp", "model-", folder))
@@ -97,7 +97,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _finish(unfinished: Path, index: Mapping[str, object], files: Iterable[str]) -> list[Path]:
-    """Put the files in their place, and the index at last; return them."""
+    """Move the files into place, then write the index; return the paths."""
     folder = unfinished.parent
     with _explaining(folder):
         for earlier in (folder / INDEX, *folder.glob(SEVERAL)):

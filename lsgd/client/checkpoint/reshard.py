@@ -1,4 +1,4 @@
-"""The checkpoint of a worker for another number of processes: the parts of each parameter are cut anew."""
+"""Reshards a worker's checkpoint for another number of processes."""
 
 import logging
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ logger = logging.getLogger("lsgd")
 
 
 def layout_of(layout: Layout) -> dict[str, Any]:
-    """Return what a checkpoint says of its flat buffers: their lengths, and where each parameter is."""
+    """Return a checkpoint's description of its flat buffers: their lengths, and where each parameter is."""
     slots = [[s.name, s.buffer, s.offset, list(s.stride)] for s in layout.slots]
     return {"lengths": layout.lengths, "slots": slots}
 
 
 class Resharding:
-    """Makes the state of one process of those of all processes that have written a checkpoint, one after another.
+    """Builds one process's state from the parts that all processes of a checkpoint wrote, added one after another.
 
-    What belongs to parameters is cut anew: they themselves, what an optimizer keeps in their shape, and flat buffers of
-    the algorithm. The rest is that of the first process. Random numbers begin anew, and so do the parts of the
-    algorithm's state that have another form, such as what rounding has lost.
+    Everything shaped like a parameter is resharded: the parameters, optimizer state of their shape, and the algorithm's
+    flat buffers. The rest comes from the first process. Random numbers start over, and so does algorithm state of any
+    other form, such as the error feedback.
 
     Args:
-        model: of the process that continues.
-        layout: of its flat buffers.
-        optimizers: of the process.
+        model: model of this process.
+        layout: layout of its flat buffers.
+        optimizers: optimizers of this process.
 
     Attributes:
-        state: what a checkpoint of this process has, when all parts are added.
+        state: content of a checkpoint of this process, once all parts are added.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -48,7 +48,7 @@ class Resharding:
         self._starts = {name: [0] * parameter.dim() for name, parameter in self._parameters.items()}
 
     def add(self, part: dict[str, Any], path: Path) -> None:
-        """Take over from the state of the next process, in the order of their ranks.
+        """Add the next process's part, in order of rank.
 
         Raises:
             ConfigError: an optimizer keeps something that is neither a number nor of its parameter's shape.
@@ -72,28 +72,28 @@ class Resharding:
                 self._starts[name][dim] += length if length != whole else 0
 
     def _begin(self, part: dict[str, Any], path: Path) -> None:
-        """Begin with what is the first process's, and room for the rest."""
+        """Start from the first process's part, with room for the rest."""
         flat: dict[str, list[Tensor]] = {}
         for key, value in part["algorithm"]["state"].items():
             if isinstance(value, list) and [_length(x) for x in value] == part["layout"]["lengths"]:
                 pairs = zip(self._layout.lengths, value, strict=True)
                 flat[key] = [torch.zeros(length, dtype=saved.dtype) for length, saved in pairs]
             elif any(isinstance(x, Tensor) for x in _pytree.tree_leaves(value)):
-                logger.info("%s is of another number of processes: the algorithm's %r begins anew", path, key)
+                logger.info("%s is of another number of processes: the algorithm's %r starts over", path, key)
         room = {name: torch.zeros(local(p).shape, dtype=p.dtype) for name, p in self._parameters.items()}
         self.state = {
             **part,
             "model": part["model"] | room,
             "optimizers": [saved | {"state": {}} for saved in part["optimizers"]],
             "algorithm": part["algorithm"] | {"state": flat},
-            "loaders": [position | {"place": []} for position in part["loaders"]],  # nobody's: the data is dealt anew
+            "loaders": [position | {"place": []} for position in part["loaders"]],  # nobody's: the data is dealt again
             "random": {},
         }
 
     def _add_values(
         self, name: str, saved: dict[str, Any], values: dict[str, Any], shape: torch.Size, path: Path
     ) -> None:
-        """Take over what an optimizer keeps of one parameter, whose part has this shape."""
+        """Add an optimizer's state of one parameter, whose part has this shape."""
         for key, value in saved.items():
             if not isinstance(value, Tensor) or not value.dim():
                 values.setdefault(key, value)
@@ -107,11 +107,11 @@ class Resharding:
                 )
 
     def _views(self, buffers: list[Tensor]) -> dict[str, Tensor]:
-        """Return the parameters' places in flat buffers."""
+        """Return the parameters' views of flat buffers."""
         return dict(zip((slot.name for slot in self._layout.slots), self._layout.views(buffers), strict=True))
 
     def _cut(self, name: str, source: Tensor, target: Tensor) -> None:
-        """Copy what the next process's part of a parameter and this one's have in common."""
+        """Copy the overlap of the next process's part of a parameter with this process's part."""
         into, out = [], []
         places = zip(begins(self._parameters[name]), target.shape, self._starts[name], source.shape, strict=True)
         for start, length, source_start, source_length in places:

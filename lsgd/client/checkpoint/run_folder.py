@@ -1,7 +1,7 @@
-"""Where checkpoints lie: ``<run folder>/checkpoints/run-<run>/<count>/node0-worker1.safetensors``.
+"""Where checkpoints are: ``<run folder>/checkpoints/run-<run>/<count>/node0-worker1.safetensors``.
 
-A folder has the checkpoints of several runs where one was resumed: the new run has an identity of its own, and a
-folder for its own files. The layout without ``run-<run>`` is that of an earlier lsgd.
+After a resume, a folder has checkpoints of several runs: the new run has its own identity and its own folder of files.
+The layout without ``run-<run>`` is from an earlier lsgd.
 """
 
 import errno
@@ -16,48 +16,48 @@ from pathlib import Path
 from lsgd.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
-"""The folder of a run folder that has its checkpoints."""
+"""Folder of the checkpoints, in the run folder."""
 
 LOOK_S = 1.0
-"""How long a lock that is taken is tried again, in seconds: :func:`find_live` takes it for a moment to look at it."""
+"""How long to retry a taken lock, in seconds: :func:`find_live` briefly takes it to check it."""
 
 EARLIER = ""
 """Stands for the run of files in the earlier layout."""
 
 
 def checkpoint_path(folder: Path, run: str, count: int, worker: str) -> Path:
-    """Return the file of a worker in a folder of checkpoints, for a run's state after ``count`` iterations."""
+    """Return a worker's file in a folder of checkpoints, for a run's state after ``count`` iterations."""
     return _run_path(folder, run) / str(count) / file_name(worker)
 
 
 def process_name(worker: str, rank: int, size: int) -> str:
-    """Return the name of a process's files: the worker's, and in an island of several processes its place."""
+    """Return the name of a process's files: the worker's, plus the rank in an island of several processes."""
     return worker if size == 1 else f"{worker}.{rank}-of-{size}"
 
 
 def island_sizes(folder: Path, worker: str) -> set[int]:
-    """Return of how many processes a worker was that has checkpoints in a folder, of any run."""
+    """Return the numbers of processes with which a worker has checkpoints in a folder, of any run."""
     paths = [path for name in (worker, f"{worker}.0-of-*") for _, path in _files(folder, name)]
     return {int(path.stem.rpartition("-of-")[2]) if "-of-" in path.stem else 1 for path in paths}
 
 
 def counts(folder: Path, run: str, worker: str = "*") -> list[int]:
-    """Return the counts that a run has checkpoints of, of this worker (a pattern) or of any, in rising order."""
+    """Return the counts of a run's checkpoints, of this worker (a pattern) or of any, in increasing order."""
     paths = _run_path(folder, run).glob(f"*/{file_name(worker)}")
     return sorted({int(path.parent.name) for path in paths if path.parent.name.isdecimal()})
 
 
 def runs(folder: Path, worker: str = "*") -> list[str]:
-    """Return the runs that a folder has checkpoints of, of this worker (a pattern) or of any.
+    """Return the runs with checkpoints in a folder, of this worker (a pattern) or of any.
 
-    The one that got a file last comes first.
+    The run with the newest file comes first.
     """
     written = _written(folder, worker)
     return sorted(written, key=lambda run: written[run], reverse=True)
 
 
 def find_run(folder: Path, node: int) -> Path:
-    """Return ``folder`` if it is a run's with checkpoints of this node, else the run folder in it that got one last.
+    """Return ``folder`` if it is a run folder with checkpoints of this node, else the newest such run folder in it.
 
     Raises:
         ConfigError: there is none.
@@ -75,13 +75,13 @@ def find_run(folder: Path, node: int) -> Path:
 
 @contextmanager
 def claimed(folder: Path, node: int, address: str) -> Iterator[None]:
-    """Have a run folder, which is made if need be, for the launcher of a node alone, as long as this lasts.
+    """Lock a run folder for one node's launcher inside the context; create it if necessary.
 
-    Each node has a lock of its own, since several may share the folder. It is this process's: it ends with it. It
-    tells ``address``, where the run's global server is, for :func:`find_live`.
+    Each node has its own lock, because several may share the folder. The lock ends with this process. It contains
+    ``address``, the address of the run's global server, for :func:`find_live`.
 
     Raises:
-        ConfigError: another launcher of this node has it, or it cannot be made or written.
+        ConfigError: another launcher of this node holds it, or it cannot be created or written.
     """
     path = folder / f"node{node}.lock"
     try:
@@ -97,13 +97,13 @@ def claimed(folder: Path, node: int, address: str) -> Iterator[None]:
 
 
 def find_live(folder: Path) -> tuple[Path, str]:
-    """Return the folder, and the global server's address, of this user's run that was launched last and is running.
+    """Return the folder and the global server's address of this user's newest running run.
 
     Args:
-        folder: of the run, or of several.
+        folder: folder of the run, or of several runs.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: none is running.
     """
     live = []
     for path in (*folder.glob("node*.lock"), *folder.glob("*/node*.lock")):
@@ -120,7 +120,7 @@ def find_live(folder: Path) -> tuple[Path, str]:
 
 
 def is_live(folder: Path) -> bool:
-    """Whether a launcher has this run folder, of whatever user and node; one without a lock has none."""
+    """Whether a launcher of any user and node holds this run folder's lock."""
     for path in folder.glob("node*.lock"):
         with suppress(OSError), path.open() as file:
             if _flock(file.fileno(), fcntl.LOCK_SH) in (errno.EWOULDBLOCK, errno.EACCES):
@@ -129,7 +129,7 @@ def is_live(folder: Path) -> bool:
 
 
 def _flock(descriptor: int, kind: int) -> int:
-    """Take a lock if that is possible now; return 0, or the error's number: it is held, or there are no locks."""
+    """Try to take a lock; return 0, or the error number if it is held or locks are not supported."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -161,10 +161,10 @@ def file_name(worker: str) -> str:
 
 
 def _written(folder: Path, worker: str) -> dict[str, float]:
-    """Return when each run got its last checkpoint."""
+    """Return the time of each run's last checkpoint."""
     times: dict[str, float] = {}
     for run, path in _files(folder, worker):
-        with suppress(OSError):  # deleted meanwhile, for a newer one
+        with suppress(OSError):  # deleted meanwhile
             times[run] = max(times.get(run, 0.0), path.stat().st_mtime)
     return times
 

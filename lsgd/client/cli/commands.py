@@ -35,7 +35,7 @@ from lsgd.settings import fields, shown, span
 
 HEALTHY_WITHIN_S = 1.0
 DEVICE_HELP = "auto, cpu, cuda, or one GPU: cuda:0."
-PLAIN_HELP = "Lines alone, as where there is no terminal: no progress below them, no colours."
+PLAIN_HELP = "Print lines only, as without a terminal: no progress display, no colors."
 
 
 @click.group(cls=Main, context_settings={"max_content_width": 110}, invoke_without_command=True)
@@ -51,20 +51,20 @@ def main(context: click.Context) -> None:
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the script and the results; else runs/ and the time of the start.",
+    help="Folder for the script and the results; default: runs/ and the start time.",
 )
 @click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
 @click.option("--plain", is_flag=True, help=PLAIN_HELP)
 def quickstart_command(run_dir: Path | None, device: str, plain: bool) -> None:
     """Train the example, handwritten digits, with two workers on this machine.
 
-    Its script and its plan are then beside the results, to be changed and run again.
+    Its script and plan are copied beside the results, for you to change and run again.
     """
     sys.exit(quickstart.quickstart(run_dir or _new_run_dir(), device, plain=plain))
 
 
 def _in_words(devices: int, processes: int) -> str:
-    """Say how many workers have so many devices in all, and of how many processes they are."""
+    """Describe the number of workers, and of processes per worker, for this many devices in all."""
     workers = devices // processes
     each = f" of {processes} processes" if processes > 1 else ""
     return f"{workers} worker{'s' * (workers > 1)}{each}"
@@ -75,48 +75,48 @@ def _in_words(devices: int, processes: int) -> str:
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    help=f"TCP port of the global server; else {DEFAULT_PORT}, or any that is free (0) if there is one node.",
+    help=f"TCP port of the global server; default: {DEFAULT_PORT}, or any free port (0) with one node.",
 )
 @click.option(
     "--workers",
     type=click.IntRange(1),
-    help=f"Workers of this node; else one for each GPU, or {gpus.CPU_WORKERS} where there is none.",
+    help=f"Workers of this node; default: one for each GPU, or {gpus.CPU_WORKERS} without GPUs.",
 )
 @click.option(
     "--processes-per-worker",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Processes of a worker, which share its model: the script shards it over them (FSDP2).",
+    help="Processes per worker, which share its model: the script shards it over them (FSDP2).",
 )
 @click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
 @options.plan(help="The plan, a TOML file (node 0's).")
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
-    help="Folder for logs and results; else runs/ and the time of the start.",
+    help="Folder for logs and results; default: runs/ and the start time.",
 )
-@click.option("--insecure", is_flag=True, help="Go without keys on a network where everybody is trusted.")
+@click.option("--insecure", is_flag=True, help="Use no keys, on a network where everybody is trusted.")
 @click.option(
     "--join-line",
     metavar="TEXT",
-    help="How another node is started, for the lines that node 0 prints; NODE stands for its index.",
+    help="Command that starts another node, for the lines that node 0 prints; NODE stands for its index.",
 )
 @click.option(
     "--resume",
     is_flag=True,
-    help="Go on from the checkpoints in --run-dir, or of the newest run in it (else in runs/), with its plan.",
+    help="Resume from the checkpoints in --run-dir, or of the newest run in it (default: in runs/), with its plan.",
 )
 @click.option(
     "--resume-if-any",
     is_flag=True,
-    help="The same if --run-dir has checkpoints, else a new run there: one line for all starts.",
+    help="Resume if --run-dir has checkpoints, else begin a new run there: one command for all starts.",
 )
 @click.option(
     "--log-to",
     multiple=True,
     type=click.Choice(list(LOGGERS)),
-    help="Write the run's curves into the run folder, on node 0; several may be given.",
+    help="Write the run's curves into the run folder, on node 0; may be repeated.",
 )
 @click.option(
     "--dashboard",
@@ -124,7 +124,7 @@ def _in_words(devices: int, processes: int) -> str:
     is_flag=False,
     flag_value=0,
     metavar="[PORT]",
-    help="Serve the run's page on node 0 as well (as lsgd dashboard does, to this machine alone).",
+    help="Also serve the run's page on node 0 (like lsgd dashboard, to this machine only).",
 )
 @click.option("--plain", is_flag=True, help=PLAIN_HELP)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.files)
@@ -149,15 +149,15 @@ def launch_command(
 ) -> None:
     """Run COMMAND as each worker of this node, and the servers that they need.
 
-    The global server is a part of node 0, which makes keys for all nodes, and prints the line that starts each other
-    one with its token.
+    Node 0 runs the global server. It makes keys for all nodes, and prints the commands that start the other nodes, with
+    their tokens.
 
     \b
         lsgd launch --node 0 -- python train.py
         srun --ntasks-per-node=1 lsgd launch -- python train.py
 
-    Ctrl-C or SIGTERM stops the run cleanly: the workers make the consensus model and leave; a second one ends all
-    processes at once. If a process fails, the run is stopped in the same way, and its exit code is the launcher's.
+    Ctrl-C or SIGTERM stops the run cleanly: the workers form the consensus model and leave. A second one kills all
+    processes at once. If a process fails, the run is stopped the same way, with that process's exit code.
     """  # noqa: D301
     if not command:
         raise click.UsageError("say what each worker runs: lsgd launch -- python my_script.py")
@@ -169,7 +169,7 @@ def launch_command(
     devices = gpus.choose(device, workers, processes_per_worker)
     if resume_if_any:
         if run_dir is None:
-            raise click.UsageError("--resume-if-any needs to know of which run: --run-dir DIR, the same at each start")
+            raise click.UsageError("--resume-if-any needs the run's folder: --run-dir DIR, the same at each start")
         resume = bool(runs_with_checkpoints(run_dir / CHECKPOINTS))
     elif resume:
         run_dir = find_run(run_dir or Path("runs"), place.node)
@@ -210,7 +210,7 @@ def _new_run_dir() -> Path:
     return Path("runs", time.strftime("%Y%m%d-%H%M%S"))
 
 
-@main.command("status", short_help="Show what a run does, and what it waits for.")
+@main.command("status", short_help="Show a run's progress, and what it waits for.")
 @options.connect
 @click.option("--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/operations.md lists the keys).")
 @click.option("--watch", is_flag=True, help="Redraw it every two seconds, until Ctrl-C or the end of the run.")
@@ -248,11 +248,11 @@ def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watc
 
 @main.command("runs", short_help="List runs: which are running, and how the others ended.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"))
-@click.option("--json", "as_json", is_flag=True, help="Print all that is known of each, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything known about each, as JSON.")
 def runs_command(folder: Path, as_json: bool) -> None:
     """List the runs in FOLDER, or in runs/, the newest first: which are running, and how the others ended.
 
-    The loss is the mean of what the workers had reported at the last global round.
+    The loss is the mean of the workers' reported losses at the last global round.
     """
     found = runs.find_runs(folder)
     if as_json:
@@ -275,9 +275,9 @@ def _pairs(context: click.Context, parameter: click.Parameter, changes: tuple[st
 @options.connect
 @click.argument("changes", metavar="NAME=VALUE...", nargs=-1, callback=_pairs, shell_complete=completion.settings)
 def set_command(connect: str, keys: ConnectorKeys | None, changes: dict[str, str]) -> None:
-    """Change numeric settings of a running run, all or none, for all workers from the next global round on.
+    """Change numeric settings of a running run, for all workers from the next global round; all changes or none.
 
-    Its length (iterations, seconds) changes at once.
+    The run's length (iterations, seconds) changes at once.
     """
     status = ask(connect, ChangeSettings(changes), keys)
     told = ", ".join(f"{name} = {value}" for name, value in changes.items())
@@ -288,7 +288,7 @@ def set_command(connect: str, keys: ConnectorKeys | None, changes: dict[str, str
 @options.connect
 @click.option("--reason", default="lsgd stop", show_default=True, help="What the run's log says.")
 def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
-    """End a running run: its workers make the consensus model and leave."""
+    """End a running run: its workers form the consensus model and leave."""
     status = ask(connect, StopRun(reason), keys)
     click.echo(f"run {status['run']} is stopping after {status['count']} iterations: {status['reason']}")
 
@@ -303,13 +303,14 @@ def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
 def doctor_command(
     node: int | None, nodes: int | None, address: str | None, port: int, parameters: int, step_ms: float
 ) -> None:
-    """Check this machine, and with --nodes and --address on each of several, the network between them.
+    """Check this machine. With --nodes and --address, started on each node, also check the network between them.
 
-    Versions, ports both ways, the interface and why it was chosen, clocks, a short test of each link, and a small
-    all-reduce. Ends with the measured bandwidth and the period that it suggests. Exit code 1: something is in the way.
+    It checks versions, ports both ways, the interface and why it was chosen, and clocks, and runs a short test of each
+    link and a small all-reduce. It prints the measured bandwidth and the period that this suggests. Exit code 1: a
+    check failed.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it says more than is of use about names of hosts
-    from lsgd.client.cli.doctor import Doctor  # and with it torch
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs too much about host names
+    from lsgd.client.cli.doctor import Doctor  # imports torch
 
     place = find_place(node, nodes, address, os.environ)
     sys.exit(Doctor(place, port, click.echo).examine(parameters, step_ms))
@@ -320,34 +321,34 @@ def doctor_command(
     "--keys",
     "folder",
     type=click.Path(path_type=Path),
-    help="Folder of the keys; else LSGD_KEYS, or lsgd/keys among your settings.",
+    help="Folder of the keys; default: LSGD_KEYS, or lsgd/keys in your configuration folder.",
 )
 @click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="How many nodes get a token.")
 def keygen_command(folder: Path | None, nodes: int) -> None:
     """Make the global server's keys, and a token for each node that may join it.
 
-    Done on node 0, before or while the server runs; what is there already is kept. A token goes to its node as a
-    file (--token) or as the text of LSGD_TOKEN. Whoever has it can join the run, so keep it as you keep a password.
-    To shut a node out, delete its line in the file `allowed`.
+    Run it on node 0, before or while the server runs; existing keys are kept. Give each node its token as a file
+    (--token) or as the text of LSGD_TOKEN. Anybody who has a token can join the run, so keep it like a password. To
+    shut a node out, delete its line in the file `allowed`.
     """
     names = [node_name(node) for node in range(nodes)]
     ring = KeyRing.make(folder or default_folder(), [*names, OPERATOR])
     for name in (*names, OPERATOR):
         click.echo(f"{name:9} {token_path(name, ring.folder)}")
     click.echo(
-        f"Copy each node's token to that node, so that nobody else can read it. The global server takes the keys "
-        f"with: --keys {ring.folder}"
+        f"Copy each node's token to that node, so that nobody else can read it. Start the global server with: "
+        f"--keys {ring.folder}"
     )
 
 
 @main.command("algorithms", short_help="List the algorithms, or the settings of one.")
 @click.argument("name", required=False, shell_complete=completion.algorithms)
 @click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the model.")
-@click.option("--workers", type=click.IntRange(1), default=4, show_default=True, help="Each on a node of its own.")
+@click.option("--workers", type=click.IntRange(1), default=4, show_default=True, help="Each on its own node.")
 def algorithms(name: str | None, parameters: int, workers: int) -> None:
-    """List the algorithms with what a worker sends in an iteration, or the settings of one.
+    """List the algorithms with what a worker sends per iteration, or the settings of one.
 
-    docs/algorithms.md has the formulas, and when to use which.
+    docs/algorithms.md has the formulas, and says when to use which.
     """
     if name is not None and name not in ALGORITHMS:
         raise click.UsageError(ALGORITHMS.unknown(name))
@@ -368,7 +369,7 @@ def algorithms(name: str | None, parameters: int, workers: int) -> None:
 @main.command("completion", short_help="Complete commands and options in your shell.")
 @click.argument("shell", type=click.Choice(tuple(completion.SHELLS)), required=False)
 def completion_command(shell: str | None) -> None:
-    """Print the script that completes commands and options in your shell; without SHELL, the line that takes it up."""
+    """Print the script that completes commands and options in your shell; without SHELL, the line that loads it."""
     if shell:
         click.echo(completion.script(main, shell))
     else:
@@ -384,7 +385,7 @@ def config() -> None:
 @options.plan(help="The plan, a TOML file.")
 @plan_options
 def show(plan_path: Path | None, **flags: str | None) -> None:
-    """Print each setting with where its value comes from: flag, variable, file or default."""
+    """Print each setting and the source of its value: flag, variable, file or default."""
     rows = plan.read(plan_path, os.environ, flags).rows()
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:

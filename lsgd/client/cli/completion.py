@@ -1,4 +1,4 @@
-"""Completion in the shell: what may follow, and the scripts that ask for it."""
+"""Shell completion: the candidates, and the scripts that ask for them."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ SHELLS = {
     "zsh": 'eval "$(lsgd completion zsh)"           # in ~/.zshrc, after compinit',
     "fish": "lsgd completion fish | source           # in ~/.config/fish/config.fish",
 }
-"""How each shell takes its script up."""
+"""How each shell loads its script."""
 
 
 def script(main: click.Command, shell: str) -> str:
@@ -25,7 +25,7 @@ def script(main: click.Command, shell: str) -> str:
 
 
 def algorithms(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the algorithms that begin so."""
+    """Return the matching algorithms."""
     return [CompletionItem(name) for name in ALGORITHMS if name.startswith(incomplete)]
 
 
@@ -36,17 +36,17 @@ def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
 
 
 def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Leave it to the shell, which completes names of files."""
+    """Let the shell complete file names."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def devices(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the names of devices that begin so."""
+    """Return the matching devices."""
     return [CompletionItem(name) for name in ("auto", "cpu", "cuda") if name.startswith(incomplete)]
 
 
 def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the run folders in runs/ that begin so, the newest first; else the shell completes names of folders."""
+    """Return the matching run folders in runs/, newest first; if there are none, the shell completes folder names."""
     found = sorted((str(path) for path in Path("runs").glob("*/")), reverse=True)
     return [CompletionItem(name) for name in found if name.startswith(incomplete)] or [
         CompletionItem(incomplete, type="dir")

@@ -1,10 +1,9 @@
-"""``lsgd doctor``: whether these machines can train together, and how often they had better talk.
+"""``lsgd doctor``: checks whether these machines can train together, and suggests how often to exchange.
 
-Started on each node with the same address and number of nodes, as ``lsgd launch`` is. The nodes meet in a key-value
-store of torch's on node 0, at the port that the global server will have. Then all call one another, as they do in a run
-whose workers are new; and they make a group as a run has it, through a relay where two cannot dial each other, in which
-each two neighbors (node k and k + 1, in both directions) time their messages, one after the other, and all take part in
-one all-reduce.
+Start it on each node with the same address and number of nodes, like ``lsgd launch``. The nodes meet in a key-value
+store of torch on node 0, at the port of the global server. Then all nodes call one another, as new workers of a run do.
+They form a group like a run's, with a relay for nodes that cannot dial each other. In it, neighbors (node k and k + 1,
+in both directions) time their messages, one pair at a time, and all nodes take part in one all-reduce.
 """
 
 import json
@@ -46,7 +45,7 @@ MEET_WITHIN_S = 60.0
 CONNECT_WITHIN_S = 5.0
 SMALLEST_NBYTES, LARGEST_NBYTES = 256 << 10, 64 << 20
 LINK_FOR_S, LINK_TRIES = 0.25, 3
-"""A link is timed with messages of 256 KiB to 64 MiB: the best of three of the first size that takes so long."""
+"""A link is timed with messages of 256 KiB to 64 MiB: the best of three of the first size that takes this long."""
 
 REDUCE_NUMEL = 1 << 18
 """Numbers in the all-reduce: 1 MiB of float32."""
@@ -60,7 +59,7 @@ _PING, _DATA = b"p", b"d"
 
 @dataclass(frozen=True)
 class Link:
-    """What a node measured of the way to another."""
+    """A node's measurements of the link to another node."""
 
     to: int
     round_trip_ms: float
@@ -69,12 +68,12 @@ class Link:
 
 
 class Doctor:
-    """Examines one node, and with the others the network between them.
+    """Examines one node and, together with the other nodes, the network between them.
 
     Args:
         place: which node of how many, and the address of node 0.
-        port: the global server's.
-        say: takes the lines for people.
+        port: port of the global server.
+        say: is called with each line for people.
     """
 
     def __init__(self, place: Place, port: int, say: Callable[[str], None]) -> None:
@@ -84,15 +83,15 @@ class Doctor:
         self._failed = False
 
     def examine(self, parameters: int, step_ms: float) -> int:
-        """Make all checks and say what they found; return 0, or 1 if something would keep a run from working.
+        """Run all checks and print the results; return 0, or 1 if something would keep a run from working.
 
         Args:
-            parameters: of the model that the suggestion is for.
-            step_ms: how long one of its iterations takes a worker, in milliseconds.
+            parameters: number of the model's parameters, for the suggestion.
+            step_ms: time of one iteration, in milliseconds.
         """
         interface = self._look_here()
         if self._place.nodes == 1:
-            self._note("ok", "one node: no link to test; on several, start this on each with --nodes and --address")
+            self._note("ok", "one node: no link to test; for several, start this on each with --nodes and --address")
         elif interface is not None and (store := self._meet(interface)) is not None:
             try:
                 with self._relay(store) as relay:
@@ -101,8 +100,8 @@ class Doctor:
                         self._suggest(self._time(store, interface, relay, missed), parameters, step_ms)
                     self._part(store)
             except (RuntimeError, ExchangeError) as error:
-                self._note("FAIL", f"a node answers no more: {_first_line(error)}")
-        self._say("something above has to be mended first" if self._failed else "nothing is in the way of a run")
+                self._note("FAIL", f"a node no longer answers: {_first_line(error)}")
+        self._say("fix the failed checks above first" if self._failed else "ready for a run")
         return int(self._failed)
 
     def _note(self, kind: str, text: str) -> None:
@@ -112,7 +111,7 @@ class Doctor:
     # -- this machine ------------------------------------------------------------------------------------------
 
     def _look_here(self) -> Interface | None:
-        """Check this machine; return the interface towards node 0 if there is one."""
+        """Check this machine; return the interface toward node 0 if there is one."""
         found = {"python": platform.python_version()} | {k: v for k, v in versions().items() if v}
         self._note("ok", "versions: " + ", ".join(f"{name} {version}" for name, version in found.items()))
         usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -164,9 +163,9 @@ class Doctor:
     # -- the nodes together ------------------------------------------------------------------------------------
 
     def _meet(self, interface: Interface) -> Meeting | None:
-        """Return a store that all nodes see, when all are there and have said what they are."""
+        """Return a store that all nodes share, once all have joined and described themselves."""
         place, wait = self._place, timedelta(seconds=MEET_WITHIN_S)
-        self._say(f"...   waits up to {MEET_WITHIN_S:g} s for the other nodes")
+        self._say(f"...   waiting up to {MEET_WITHIN_S:g} s for the other nodes")
         try:
             ip = resolve(place.address, place.nodes)
             store = Meeting(ip, self._port, place.nodes, place.node == 0, wait, wait_for_workers=False)
@@ -191,7 +190,7 @@ class Doctor:
 
     @contextmanager
     def _relay(self, store: Meeting) -> Iterator[RelayAccess]:
-        """Have a relay on node 0, where a run has it; as long as this lasts."""
+        """Run a relay on node 0, like a run's, inside the context."""
         if self._place.node:
             yield RelayAccess.of(store.get("relay"))
             return
@@ -203,10 +202,10 @@ class Doctor:
             yield relay
 
     def _reach(self, store: Meeting, interface: Interface, relay: RelayAccess) -> set[tuple[int, int]]:
-        """Have all nodes call one another, and say how each two reach each other.
+        """Let all nodes call one another, and print how each pair reaches each other.
 
         Returns:
-            nodes of which the first cannot dial the second.
+            pairs of nodes of which the first cannot dial the second.
         """
         me, nodes = self._place.node, range(self._place.nodes)
         others = [node for node in nodes if node != me]
@@ -236,14 +235,14 @@ class Doctor:
     def _time(
         self, store: Meeting, interface: Interface, relay: RelayAccess, missed: set[tuple[int, int]]
     ) -> list[Link]:
-        """Time what a run does: messages between neighbors, one after the other, and an all-reduce of all."""
+        """Time a run's operations: messages between neighbors, one pair at a time, and an all-reduce."""
         me, nodes = self._place.node, self._place.nodes
         names = [node_name(node) for node in range(nodes)]
         routes = partial(Routes, missed=lambda one, other: (one, other) in missed, meet=partial(relay.meet, me))
         mesh = Mesh("doctor", 1, me, names, interface.address, store, None, MEET_WITHIN_S, routes)
         links = []
         with closing(TcpGroup(mesh, Members.apart(names, me), MEET_WITHIN_S)) as group:
-            group.all_reduce(torch.zeros(1)).wait()  # which makes it
+            group.all_reduce(torch.zeros(1)).wait()  # this forms the group
             for source, target in [*pairwise(range(nodes)), *((k + 1, k) for k in range(nodes - 1))]:
                 key = f"link{source}-{target}"
                 if source == me:
@@ -254,7 +253,7 @@ class Doctor:
                 self._tell(source, links[-1])
             self._reduce(group)
             store.set(f"timed{me}", "")
-            for node in range(nodes):  # who closes first would cut what others still wait for
+            for node in range(nodes):  # the first to close would cut off others that still wait
                 store.get(f"timed{node}")
         return links
 
@@ -277,7 +276,7 @@ class Doctor:
         )
 
     def _suggest(self, links: list[Link], parameters: int, step_ms: float) -> None:
-        """Say how rarely to exchange, by the slowest link."""
+        """Print a suggested period for the slowest link."""
         slowest = min(link.mbit_per_s for link in links)
         self._say(
             f"the slowest link has {slowest:.0f} Mbit/s; with {parameters:,} parameters and {step_ms:g} ms an iteration"
@@ -291,7 +290,7 @@ class Doctor:
             )
 
     def _part(self, store: Meeting) -> None:
-        """Keep node 0's store until all have read what they want."""
+        """Keep node 0's store until all nodes are done with it."""
         store.set(f"done{self._place.node}", "")
         if self._place.node == 0:
             store.wait([f"done{node}" for node in range(self._place.nodes)], timedelta(seconds=MEET_WITHIN_S))
@@ -302,7 +301,7 @@ def _first_line(error: Exception) -> str:
 
 
 def suggested_period(transfer_s: float, step_s: float) -> int:
-    """Return the least power of two of iterations between exchanges that keeps these below :data:`EXCHANGE_SHARE`."""
+    """Return the smallest power-of-two period that keeps exchanges below :data:`EXCHANGE_SHARE` of the time."""
     return 1 << (least_period(transfer_s, step_s, EXCHANGE_SHARE) - 1).bit_length()
 
 
@@ -331,7 +330,7 @@ def _measure(group: TcpGroup, target: int) -> Link:
 
 
 def _answer(group: TcpGroup, source: int) -> None:
-    """Answer each message of :func:`_measure` with the time of day."""
+    """Answer each message of :func:`_measure` with the current time."""
     following = torch.tensor([SMALLEST_NBYTES])
     sizes = [PING_NBYTES] * PING_COUNT
     while nbytes := sizes.pop() if sizes else int(following):

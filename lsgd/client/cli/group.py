@@ -1,4 +1,4 @@
-"""The group of all commands: what ``lsgd`` alone shows, its help by purpose, and errors that say what to type."""
+"""The group of all commands: the first steps, help by purpose, and errors that say what to type."""
 
 import difflib
 from typing import Any
@@ -12,7 +12,7 @@ SECTIONS = {
     "Watch and steer": ("status", "runs", "dashboard", "report", "log", "metrics", "set", "stop"),
     "Prepare": ("doctor", "keygen", "algorithms", "config", "completion"),
 }
-"""The commands by what they are for; one that is not here is among the other ones."""
+"""The commands by purpose; all others are listed under Other."""
 
 FIRST_STEPS = (
     ("train the example on this machine, in half a minute", "lsgd quickstart"),
@@ -24,7 +24,7 @@ FIRST_STEPS = (
 
 
 class Group(click.Group):
-    """Commands whose errors of ours end in one line; an unknown command brings the nearest known ones."""
+    """Commands that print lsgd's errors as one line, and suggest the nearest name for an unknown command."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -34,7 +34,7 @@ class Group(click.Group):
             raise click.ClickException(str(error)) from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Return the command that is named."""
+        """Return the named command."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             known = self.list_commands(ctx)
             near = difflib.get_close_matches(args[0], known, 1)
@@ -49,7 +49,7 @@ class Main(Group):
     """``lsgd`` itself."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands, by what they are for."""
+        """Write the commands by purpose."""
         known = {name: self.commands[name] for name in self.list_commands(ctx)}
         named = {name for names in SECTIONS.values() for name in names}
         others = tuple(name for name in known if name not in named)
@@ -61,7 +61,7 @@ class Main(Group):
 
 
 def first_steps() -> str:
-    """Return what a newcomer needs, line by line."""
+    """Return the first commands that a new user needs."""
     width = max(len(example) for _, example in FIRST_STEPS)
     lines = [f"  {example:{width}}  {what}" for what, example in FIRST_STEPS]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""``lsgd log``: one process that follows a run and writes its curves down."""
+"""``lsgd log``: a process that follows a run and writes its curves."""
 
 import json
 import signal
@@ -17,16 +17,16 @@ from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.sockets import ConnectorKeys
 
 AWAY_FOR_S = 600.0
-"""How long a global server is looked for."""
+"""How long to wait for a silent global server."""
 
 READ_ON_S = 1.0
-"""How long events are awaited after the one that says that the run is over."""
+"""How long to wait for more events after the one that ends the run."""
 
 
 def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequence[str]) -> str:
-    """Write the curves of the run at ``address`` until it is over, and return what was written, in words.
+    """Write the curves of the run at ``address`` until it is over; return a summary.
 
-    It continues with a server that was started again, and ends with SIGTERM.
+    It continues with a restarted server, and ends on SIGTERM.
 
     Raises:
         ConfigError: a logger's package is missing, or the folder cannot be written.
@@ -56,13 +56,13 @@ def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequenc
 
 
 def _follow(reader: Reader, curves: Curves, folder: Path, ended: threading.Event) -> Iterator[list[Point]]:
-    """Yield the points of the run as they come; first, perhaps none as soon as the run is known."""
+    """Yield the run's points as they come; the first list, once the run is known, may be empty."""
     view, heard_at, over_at = curves.view, time.monotonic(), 0.0
     while not ended.is_set():
         batch = reader.read(0.25)
         now = time.monotonic()
         if batch.report is not None and view.run not in ("", batch.report["run"]):
-            return  # another one
+            return  # another run
         points = list(curves.take(batch))
         if view.run and (batch.report is not None or points):
             yield points
@@ -76,18 +76,18 @@ def _follow(reader: Reader, curves: Curves, folder: Path, ended: threading.Event
             break
         elif now - heard_at > AWAY_FOR_S:
             raise JoinError(f"the global server has been silent for {now - heard_at:.0f} s; its curves end there")
-    if view.run and view.state != "over":  # it has ended before it could tell us
+    if view.run and view.state != "over":  # it ended before it could tell us
         yield list(curves.rounds(time.time(), _written(folder / METRICS, view.run)))
 
 
 def _is_over(folder: Path, run: str) -> bool:
-    """Whether the run's server has written down that the run is over."""
+    """Whether ``result.json`` says that the run is over."""
     document = read(folder)
     return bool(run) and document.get("run") == run and document.get("state") not in ("waiting", "running", "stopping")
 
 
 def _written(path: Path, run: str) -> Iterator[RoundOrdered]:
-    """Yield the rounds of a run that its server has written down."""
+    """Yield the rounds of a run from ``metrics.jsonl``."""
     with suppress(OSError), path.open(encoding="utf-8") as file:
         for line in file:
             with suppress(ValueError, KeyError, TypeError):

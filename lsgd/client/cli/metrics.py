@@ -1,4 +1,4 @@
-"""``lsgd metrics``: one process that follows a run and tells its metrics to Prometheus."""
+"""``lsgd metrics``: a process that follows a run and serves its metrics to Prometheus."""
 
 import socket
 import threading
@@ -13,21 +13,21 @@ from lsgd.errors import ConfigError
 from lsgd.protocol.sockets import ConnectorKeys
 
 LINGER_S = 60.0
-"""How long the metrics of a run that is over are told, so that they are read once more."""
+"""How long to serve the metrics after the run's end, so that they are read once more."""
 
 
 def serve(address: str, keys: ConnectorKeys | None, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve ``/metrics`` of the run at ``address`` until a while after its end; a server that is away is waited for.
+    """Serve ``/metrics`` of the run at ``address`` until a while after its end; wait for a server that is away.
 
     Raises:
-        ConfigError: prometheus_client is missing, or the port cannot be had.
+        ConfigError: prometheus_client is missing, or the port cannot be used.
         JoinError: the global server refuses us.
     """
     check()
     view, lock = RunView(), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10.0  # for a peer that says nothing
+        timeout = 10.0  # for a silent peer
 
         def do_GET(self) -> None:
             if self.path.partition("?")[0] != "/metrics":

@@ -1,4 +1,4 @@
-"""A running run as its operator sees it in a terminal."""
+"""Shows a running run to its operator in a terminal."""
 
 import math
 import time
@@ -22,10 +22,10 @@ WATCH_EVERY_S = 2.0
 def watch(
     address: str, keys: ConnectorKeys | None = None, answer_within_s: float = ANSWER_WITHIN_S
 ) -> Iterator[RunView]:
-    """Yield the view of a run every so often until it is over; a restart of its server is waited for.
+    """Yield the view of a run every two seconds until it is over; wait for its server to restart.
 
     Raises:
-        JoinError: nobody answers at the address within 5 s, or for 10 s later on.
+        JoinError: no answer from the address within 5 s, or for 10 s later on.
     """
     run = RunView()
     shown_at, heard_at = -math.inf, time.monotonic()
@@ -44,7 +44,7 @@ def watch(
 
 
 def view(run: RunView) -> Group:
-    """Return the state of a run for people: what it waits for, how far it is, and a table of the workers."""
+    """Return the state of a run for people: what it waits for, its progress, and a table of the workers."""
     limit = f" of {run.iterations}" if run.iterations else ""
     rate = run.rate or (run.count / run.seconds if run.seconds else 0.0)
     left = f", about {duration(round(run.left_s))} left" if run.left_s else ""

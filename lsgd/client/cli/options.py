@@ -13,21 +13,21 @@ from lsgd.protocol.keys import OPERATOR, connector_keys
 from lsgd.protocol.sockets import DEFAULT_PORT
 
 FOLDER = "lsgd.folder"
-"""Where a command's context has the folder of the run that was found."""
+"""Key in a command's context: folder of the run that was found."""
 
 plan = functools.partial(click.option, "--plan", "plan_path", envvar="LSGD_PLAN", type=click.Path(path_type=Path))
-"""The option for the plan, or the variable for it."""
+"""The option for the plan, with its variable."""
 
 
 def place(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command of a node the options for :func:`find_place`."""
+    """Give a node's command the options for :func:`find_place`."""
     for option in (
         click.option("--address", help="Address of node 0, the same on all nodes; without --node, the scheduler's."),
-        click.option("--nodes", type=click.IntRange(1), help="Number of nodes; else the scheduler's, or 1."),
+        click.option("--nodes", type=click.IntRange(1), help="Number of nodes; default: the scheduler's, or 1."),
         click.option(
             "--node",
             type=click.IntRange(0),
-            help="Index of this node, from 0; else the scheduler's (Slurm's, ...).",
+            help="Index of this node, from 0; default: the scheduler's (Slurm's, ...).",
         ),
     ):
         command = option(command)
@@ -49,14 +49,14 @@ def connect(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option(
         "--connect",
         metavar="HOST:PORT",
-        help="Address of a global server, for a run of somebody else or by hand.",
+        help="Address of a global server, for a run that somebody else launched, or that was started by hand.",
     )
     @click.option(
         "--token",
         type=click.Path(path_type=Path),
-        help="File with a token for it; else LSGD_TOKEN, or the user's, where one is needed.",
+        help="File with a token for it, if it needs one; default: LSGD_TOKEN, or the user's.",
     )
-    @click.option("--insecure", is_flag=True, help="Go without keys, where the server does too.")
+    @click.option("--insecure", is_flag=True, help="Use no keys, if the server uses none either.")
     @functools.wraps(command)
     def connected(folder: Path, connect: str | None, token: Path | None, insecure: bool, **others: Any) -> Any:
         if connect is None:

@@ -1,4 +1,4 @@
-"""``lsgd quickstart``: the example, trained from a copy of its script that the user can change."""
+"""``lsgd quickstart``: trains the example from a copy of its script, which the user can change."""
 
 import importlib.util
 import shlex
@@ -15,13 +15,13 @@ from lsgd.client.launcher.place import Place
 from lsgd.errors import ConfigError
 
 SCRIPT, PLAN = "digits.py", "digits.toml"
-"""The files of ``lsgd.examples`` that the run folder gets a copy of."""
+"""The files of ``lsgd.examples`` that are copied to the run folder."""
 
 WORKERS = 2
 
 
 def quickstart(run_dir: Path, device: str, *, plain: bool) -> int:
-    """Train the example with two workers of this machine, and say how to continue; return the exit status.
+    """Train the example with two workers on this machine, and print how to continue; return the exit status.
 
     Raises:
         ConfigError: a library is missing, or the folder is of another run or cannot be written.

@@ -1,4 +1,4 @@
-"""A relay for as long as ``lsgd doctor`` looks at the links, as a run would have it."""
+"""A relay like a run's, for the time that ``lsgd doctor`` tests the links."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ class RelayAccess:
 
 @contextmanager
 def running_relay(address: str) -> Iterator[RelayAccess]:
-    """Run a relay at an address, with keys of its own, until the end of the block."""
+    """Run a relay at an address, with its own keys, inside the context."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder, "keys")
         ring = KeyRing.make(keys, [])

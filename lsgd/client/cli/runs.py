@@ -1,4 +1,4 @@
-"""``lsgd runs``: the runs of a folder, from what each has left in its own."""
+"""``lsgd runs``: lists the runs in a folder, from the files in each run folder."""
 
 import textwrap
 import time
@@ -18,10 +18,10 @@ _RIGHT = ("iterations", "loss", "time")
 
 
 def find_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return what ``result.json`` says of each run in ``folder``, or of the run that it is; the newest comes first.
+    """Return the ``result.json`` of each run in ``folder``, or of ``folder`` itself; newest first.
 
-    Added are ``folder``, and a ``state`` that is true: running (somebody has the folder's lock), finished, stopped,
-    failed, or unknown (of a run without a launcher, or on a machine that is not node 0).
+    It adds ``folder`` and the actual ``state``: running (somebody holds the folder's lock), finished, stopped, failed,
+    or unknown (a run without a launcher, or a machine that is not node 0).
     """
     folders = [path for path in (folder, *folder.glob("*/")) if (path / RESULT).exists() or any(path.glob("*.lock"))]
     return [_run(path) for path in sorted(folders, key=lambda path: (_started(path), str(path)), reverse=True)]
@@ -44,7 +44,7 @@ def _run(folder: Path) -> dict[str, Any]:
 
 
 def _started(folder: Path) -> float:
-    """Return when a run was launched: then its lock is written."""
+    """Return when a run was launched: the time of its lock."""
     paths = [*folder.glob("node*.lock")] or [folder / RESULT]
     return max(path.stat().st_mtime for path in paths)
 

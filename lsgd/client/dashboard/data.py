@@ -1,4 +1,4 @@
-"""The page's data: all that it shows of a run, as JSON of a bounded size."""
+"""The page's data: everything it shows, as JSON of bounded size."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from lsgd.plan.run import RunSettings
 from lsgd.settings import changeable
 
 MAX_LOSSES = 8000
-"""Points of the curves of all workers together; each curve has at least :data:`MIN_POINTS`."""
+"""Most points in all workers' curves together; each curve may have at least :data:`MIN_POINTS`."""
 
 MIN_POINTS, MAX_POINTS, MAX_COLUMNS, MAX_MARKS, MAX_LINES, MAX_WORKERS = 60, 600, 200, 150, 200, 256
 """Points of a curve, columns of the timeline, rounds and leaders that are marked, lines of the log, workers shown."""
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def snapshot(story: Story) -> dict[str, Any]:
-    """Return what the page shows of a run now."""
+    """Return the page's data for a running run."""
     view = story.view
     shown = list(view.workers.values())[:MAX_WORKERS]
     return {
@@ -42,13 +42,13 @@ def snapshot(story: Story) -> dict[str, Any]:
 
 
 def encoded(document: Mapping[str, Any]) -> str:
-    """Return it as JSON in one line, which may stand in a script element as well."""
+    """Return the data as one line of JSON that is also safe inside a script element."""
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def finished(document: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the page shows of a run from its ``result.json`` and the lines of ``metrics.jsonl``."""
+    """Return the page's data for a finished run, from its ``result.json`` and the lines of ``metrics.jsonl``."""
     story = Story(rounds)
     story.view = view = RunView(document)
     page = snapshot(story)
@@ -74,9 +74,9 @@ def losses(
     """Return the curves: of each worker, of the mean at global rounds, and where the leader changes.
 
     Args:
-        rounds: by rising count.
-        workers: whose curves are wanted.
-        now: the run's count and the losses at this moment, the last point; None: there is no such moment.
+        rounds: by increasing count.
+        workers: names of the workers to include.
+        now: the run's current count and losses, for the last point; None: omit it.
     """
     most = min(MAX_POINTS, max(MIN_POINTS, MAX_LOSSES // max(1, len(workers))))
     kept = [(r.count, r.losses) for r in _thinned(rounds, most)] + ([now] if now else [])
@@ -109,7 +109,7 @@ def _worker(story: Story, worker: WorkerView) -> dict[str, Any]:
 
 
 def _window(story: Story, shown: Sequence[WorkerView], *, recent: bool) -> dict[str, Any] | None:
-    """Return the timeline of the last minutes, or of all that is known."""
+    """Return the timeline of the last minutes, or of the whole known history."""
     points = {w.worker: list(story.recent.get(w.worker, ()) if recent else w.totals) for w in shown}
     begins = [each[0].time for each in points.values() if each]
     end = story.view.time
@@ -128,17 +128,17 @@ def _window(story: Story, shown: Sequence[WorkerView], *, recent: bool) -> dict[
 
 
 def _mark(time: float, round_: RoundView) -> list[Any]:
-    """Return a round: when, where, who leads, how long, how many bytes, what came of it, its id."""
+    """Return a round as a list: time, scope, leader, duration, bytes, state, id."""
     r = round_
     return [round(time, 2), r.scope, r.leader, _number(r.took_s), r.sent_nbytes, r.state, r.round]
 
 
 def _thinned(items: Sequence[T], most: int) -> list[T]:
-    """Return at most ``most`` of them, evenly spaced, the last one included."""
+    """Return at most ``most`` items, evenly spaced, including the last."""
     step = -(-len(items) // most) or 1
     return list(items[::-step][::-1])
 
 
 def _number(value: float | None) -> float | None:
-    """Return it with the digits that can be seen; None if it is not finite."""
+    """Return the value rounded to five digits; None if it is not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

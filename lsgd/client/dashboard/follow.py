@@ -1,4 +1,4 @@
-"""The thread that reads a run's events and tells, twice a second at most, what the page shows now."""
+"""The thread that reads a run's events and updates the page's data, at most twice a second."""
 
 import threading
 import time
@@ -14,30 +14,30 @@ from lsgd.errors import LsgdError
 from lsgd.output import write_whole
 
 TELL_EVERY_S = 0.5
-"""How often the page changes at most."""
+"""Shortest time between updates of the page."""
 
 TELL_NBYTES_PER_S, TELL_SHARE = 1 << 20, 0.2
-"""A large page changes more rarely: so much for each browser at most, and making it takes so much of the time."""
+"""A large page changes less often: these limit the bytes to each browser, and the share of time to build it."""
 
 UNSEEN_EVERY_S = 5.0
-"""How often the data are made anew while no page is open."""
+"""Time between updates while no page is open."""
 
 READ_S = 0.25
 RETRY_S = 1.0
 
 KEPT = "dashboard.json"
-"""What the page showed at the end, in the run folder: ``lsgd report`` shows it again."""
+"""The page's final data, in the run folder, for ``lsgd report``."""
 
 
 class Follower(threading.Thread):
     """Follows a run until it is told to end.
 
     Args:
-        reader: of the run's events, which this thread closes at its end.
-        story: what is known of the run so far; from now on this thread's alone.
-        tell: takes the page's data as JSON, on this thread.
-        seen: whether a page is open.
-        folder: where to leave :data:`KEPT` at the end; None: nowhere.
+        reader: reader of the run's events; this thread closes it at its end.
+        story: the run's history so far; from now on only this thread uses it.
+        tell: is called with the page's data as JSON, on this thread.
+        seen: returns whether a page is open.
+        folder: where to write :data:`KEPT` at the end; None: nowhere.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class Follower(threading.Thread):
         self._taking = threading.Lock()
 
     def metrics(self) -> bytes:
-        """Return the run's metrics in Prometheus' text format; for any thread."""
+        """Return the run's metrics in Prometheus's text format; callable from any thread."""
         with self._taking:
             return exposition(self._story.view)
 
     def stop(self) -> None:
-        """Tell what is new a last time, and end within :data:`READ_S`."""
+        """Send the last update, and end within :data:`READ_S`."""
         self._stop_asked.set()
 
     def run(self) -> None:
-        """Read, and tell."""
+        """Read events and update the page's data."""
         with self._reader:
             changed, told_at, wait_s, state = True, float("-inf"), 0.0, ""
             while not self._stop_asked.is_set():
@@ -81,7 +81,7 @@ class Follower(threading.Thread):
                 write_whole(self._folder / KEPT, text)
 
     def _take(self) -> bool:
-        """Read once, and all that waits; return whether there is anything new."""
+        """Read until nothing is waiting; return whether there is anything new."""
         view, before = self._story.view, (self._story.view.connected, self._story.problem)
         new = False
         try:

@@ -231,7 +231,7 @@ function controls() {
     }
   });
   at("stop").addEventListener("click", async () => {
-    if (await question("Stop the run? Its workers make the consensus model and leave.", "Stop the run")) {
+    if (await question("Stop the run? Its workers form the consensus model and leave.", "Stop the run")) {
       await change("stop", {}, "the run is stopping");
     }
   });

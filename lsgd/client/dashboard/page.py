@@ -1,4 +1,4 @@
-"""The page as HTML: for the server with links to its parts, for a report with all of them inside."""
+"""The page as HTML: with links to its parts for the server, with all of them inline for a report."""
 
 import functools
 import html
@@ -9,27 +9,27 @@ from importlib import resources
 from lsgd.errors import ConfigError
 
 PARTS = {"page.css": "text/css", "charts.js": "text/javascript", "page.js": "text/javascript"}
-"""The files that belong to the page, beside plotly.js, with their types."""
+"""The page's files besides plotly.js, with their types."""
 
 PLOTLY = "plotly.js"
 
 
 def require(command: str, *modules: str) -> None:
-    """See that these are installed.
+    """Check that these modules are installed.
 
     Raises:
-        ConfigError: one is not; the words have the line to type.
+        ConfigError: one is not; the message has the command to type.
     """
     if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         raise ConfigError(
-            f"{command} needs {' and '.join(missing)}, which the extra `dashboard` brings: "
+            f"{command} needs {' and '.join(missing)}, which the extra `dashboard` installs: "
             f"{sys.executable} -m pip install 'lsgd[dashboard]'"
         )
 
 
 @functools.cache
 def part(name: str) -> str:
-    """Return the text of a file of the page, plotly.js included."""
+    """Return the text of one of the page's files, or of plotly.js."""
     if name == PLOTLY:
         from plotly.offline import get_plotlyjs
 
@@ -38,11 +38,11 @@ def part(name: str) -> str:
 
 
 def live_page(csrf: str, address: str, *, control: bool) -> str:
-    """Return the page that a server shows.
+    """Return the page that the server shows.
 
     Args:
-        csrf: what the page's changes of the run are known by.
-        address: of the global server, for people.
+        csrf: secret that the page sends with its changes to the run.
+        address: address of the global server, for people.
         control: the page may stop and change the run.
     """
     head = '<link rel="stylesheet" href="page.css">'
@@ -52,11 +52,11 @@ def live_page(csrf: str, address: str, *, control: bool) -> str:
 
 
 def report_page(data: str, folder: str) -> str:
-    """Return the page of a finished run, which needs nothing else.
+    """Return the self-contained page of a finished run.
 
     Args:
-        data: the page's data, as JSON that may stand in a script element.
-        folder: of the run, for people.
+        data: the page's data, as JSON that is safe inside a script element.
+        folder: run folder, for people.
     """
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{part("page.css")}</style>'
@@ -74,5 +74,5 @@ def _filled(head: str, about: dict[str, str], end: str) -> str:
 
 
 def _inline(script: str) -> str:
-    """Return a script that may stand in an element: the one thing that would end it is written otherwise."""
+    """Return a script that is safe inside a script element: its end tags are escaped."""
     return script.replace("</script", "<\\/script")

@@ -15,8 +15,8 @@ from lsgd.errors import ConfigError
 def report(folder: Path) -> str:
     """Return the page of the run in ``folder``, as HTML.
 
-    The curves are those of ``metrics.jsonl``. The timeline, the throughput and the log are what a dashboard has kept
-    at the end of the same run, if one was open then.
+    The curves come from ``metrics.jsonl``. The timeline, the throughput and the log come from the file that a dashboard
+    of the same run wrote at its end, if there was one.
 
     Raises:
         ConfigError: there is no run in the folder.
@@ -36,7 +36,7 @@ def report(folder: Path) -> str:
 
 
 def _kept(folder: Path, run: str) -> dict[str, Any]:
-    """Return what a dashboard of this run has kept; empty if none has."""
+    """Return the data that a dashboard of this run kept; empty if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
         if kept["head"]["run"] == run:

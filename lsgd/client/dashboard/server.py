@@ -1,9 +1,9 @@
-"""The dashboard's HTTP server: the page, its data as server-sent events, and an operator's changes of the run.
+"""The dashboard's HTTP server: the page, its data as server-sent events, and an operator's changes to the run.
 
-Who may do what:
-1. A name in ``Host`` has to be one of ours, so that no other site's name can be made to mean this server.
-2. Where a token is set, everything needs it: once in the address, then as a cookie.
-3. A change needs the page's own secret in a header, and no foreign ``Origin``; other sites know neither.
+Access rules:
+1. A name in ``Host`` must be one of ours, so that no other site's name can point to this server (DNS rebinding).
+2. If a token is set, every request needs it: first in the address, then as a cookie.
+3. A change needs the page's secret in a header, and no foreign ``Origin``; other sites cannot send either.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ from lsgd.protocol.sockets import ConnectorKeys
 
 DEFAULT_PORT = 8484
 MAX_BROWSERS = 32
-"""Pages that are served at once."""
+"""Most pages open at once."""
 
 SAY_ALIVE_EVERY_S, SEND_WITHIN_S, MAX_BODY_NBYTES = 5.0, 10.0, 1 << 16
-"""How often a page hears that we are there; how long it may take to receive; the longest request."""
+"""Time between keep-alives; how long a page may take to receive; the longest request."""
 
 LAST_WORDS_S = 1.0
-"""How long pages have to receive the last state when the dashboard ends."""
+"""How long pages have to receive the final state when the dashboard ends."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
@@ -57,14 +57,14 @@ POLICY = (
 
 @dataclass
 class Dashboard:
-    """What the handlers share.
+    """State that the handlers share.
 
     Args:
-        address: of the global server; ``keys`` for it.
-        host: that the server listens at.
-        token: that visitors need; empty: none.
+        address, keys: address of the global server, and keys for it.
+        host: address that this server listens on.
+        token: token that visitors need; empty: none.
         control: visitors may stop and change the run.
-        metrics: returns the run's metrics in Prometheus' text format.
+        metrics: returns the run's metrics in Prometheus's text format.
     """
 
     address: str
@@ -82,13 +82,13 @@ class Dashboard:
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def show(self, text: str | None) -> None:
-        """Show this from now on; None: it is the end."""
+        """Show this from now on; None: close."""
         async with self.news:
             self.text, self.closing = (self.text, True) if text is None else (text, False)
             self.news.notify_all()
 
     async def changes(self, seen: str | None) -> bool:
-        """Wait until there is something else than this to show, or the end; False: not for a while."""
+        """Wait until there is something new to show, or the end; return False if nothing came for a while."""
         async with self.news:
             try:
                 waited = self.news.wait_for(lambda: self.closing or (self.text and self.text is not seen))
@@ -98,7 +98,7 @@ class Dashboard:
         return True
 
     def knows(self, host: str) -> bool:
-        """Whether ``Host`` names this machine as it may be named here."""
+        """Whether ``Host`` is an accepted name of this machine."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -111,14 +111,14 @@ class Dashboard:
         return found.is_loopback or not is_loopback(self.host)
 
     def url(self) -> str:
-        """Return the address for people, with the token."""
+        """Return the address to open, with the token."""
         anywhere = self.host in ("", "0.0.0.0", "::")
         host = socket.gethostname() if anywhere else f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/{f'?token={self.token}' if self.token else ''}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens at ``host``."""
+    """Whether only this machine can reach a server that listens on ``host``."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -131,7 +131,7 @@ def _own_names() -> frozenset[str]:
 
 
 class _Handler(RequestHandler):
-    """What holds for every request, one for an unknown path too."""
+    """Checks and headers for every request, including unknown paths."""
 
     def initialize(self, dashboard: Dashboard) -> None:
         self.dashboard = dashboard
@@ -157,7 +157,7 @@ class _Handler(RequestHandler):
 
     @property
     def cookie(self) -> str:
-        """Name of the token's cookie: browsers do not tell servers on several ports of a host apart."""
+        """Name of the token's cookie; it has the port, because browsers share cookies between a host's ports."""
         return f"lsgd-{self.dashboard.port}"
 
     def write_error(self, status_code: int, **_: Any) -> None:
@@ -219,7 +219,7 @@ class _Metrics(_Handler):
 
 
 class _Events(_Handler):
-    """The page's data, whole, each time that it has changed; whoever is slow misses some."""
+    """Sends the page's complete data whenever it changes; slow browsers skip some versions."""
 
     async def get(self) -> None:
         d = self.dashboard
@@ -242,7 +242,7 @@ class _Events(_Handler):
             await asyncio.wait_for(asyncio.ensure_future(self.finish()), SEND_WITHIN_S)
         except StreamClosedError:
             pass
-        except TimeoutError:  # it takes nothing in
+        except TimeoutError:  # the browser does not read
             self.detach().close()
         finally:
             d.browsers -= 1
@@ -289,7 +289,7 @@ class _Change(_Handler):
 
 
 def application(dashboard: Dashboard) -> Application:
-    """Return the paths and who answers there."""
+    """Return the application with its routes."""
     shared = {"dashboard": dashboard}
     names = "|".join(name.replace(".", r"\.") for name in (*PARTS, PLOTLY))
     paths = [("/", _Page), (f"/({names})", _Part), ("/state.json", _State), ("/metrics", _Metrics)]
@@ -309,20 +309,19 @@ def open_dashboard(
     private: bool = False,
     parent: int = 0,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, or until the process ``parent`` is not ours any more.
+    """Serve until SIGINT or SIGTERM, or until ``parent`` is no longer our parent process.
 
-    Whoever may open the page may change the run, unless the run has keys and the page no token.
+    Anybody who can open the page can change the run, unless the run has keys and the page has no token.
 
     Args:
-        address: of the global server.
-        keys: for it.
-        host: to listen at; one that other machines can reach gets a token.
-        port: TCP port; None: the usual one, or any that is free.
-        folder: of the run: its older rounds are shown, and what a run's own page shows at the end stays there; None: it
-            is not known.
-        say: takes the page's address, once it is open.
-        private: have a token in any case.
-        parent: process id; 0: there is none to watch.
+        address: address of the global server.
+        keys: keys for it.
+        host: address to listen on; if other machines can reach it, the page needs a token.
+        port: TCP port; None: the default port, or else any free one.
+        folder: run folder, for the older rounds, and to keep the final page if ``parent`` is set; None: unknown.
+        say: is called with the page's address once it is open.
+        private: always require a token.
+        parent: process id; 0: watch none.
 
     Raises:
         ConfigError: the port or the host cannot be used.

@@ -1,4 +1,4 @@
-"""What the page tells of a run: its view, the last minutes in full, and the rounds before the view began."""
+"""A run's history for the page: its view, the last minutes in full, and the rounds before the view began."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -10,25 +10,25 @@ from lsgd.client.watch.view import RoundView, RunView, Totals
 from lsgd.protocol.events import Progress
 
 RECENT_S = 240.0
-"""The last seconds, of which every report of a worker is kept."""
+"""How many seconds of the workers' reports are kept in full."""
 
 MAX_RECENT = 256
-"""How many reports of a worker are kept of them."""
+"""Most of these reports per worker."""
 
-_DRIFT_S = 2.0  # the clocks of two servers of a run may differ by less without a change of what is drawn
+_DRIFT_S = 2.0  # smaller differences between the clocks of a run's servers do not move the drawing
 
 
 class Story:
-    """A run as the page tells it, from the batches of a reader.
+    """A run's history for the page, from a reader's batches.
 
     Args:
-        older: lines of ``metrics.jsonl``; of those only what the view does not know is used.
+        older: lines of ``metrics.jsonl``; only those before the view's first round are used.
 
     Attributes:
-        view: of the run.
-        recent: by worker, its totals in the last :data:`RECENT_S`.
-        started_at: when the first round was, in seconds since the epoch; None: not yet.
-        problem: why nothing can be read, in words for people; empty: nothing stands in the way.
+        view: the run's view.
+        recent: totals in the last :data:`RECENT_S`, by worker.
+        started_at: time of the first round, in seconds since the epoch; None: no round yet.
+        problem: why nothing can be read, for people; empty: no problem.
     """
 
     def __init__(self, older: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -41,7 +41,7 @@ class Story:
         ]
 
     def take(self, batch: Batch) -> None:
-        """Take in what a reader has read."""
+        """Apply a reader's batch."""
         run = self.view.run
         self.view.take(replace(batch, events=()))
         if run and run != self.view.run:
@@ -64,7 +64,7 @@ class Story:
                 points.popleft()
 
     def loss_rounds(self) -> list[RoundView]:
-        """Return all rounds that are known with their losses, by rising count."""
+        """Return all rounds with known losses, by increasing count."""
         known = list(self.view.rounds)
         first = known[0].count if known else float("inf")
         return [*(r for r in self._older if r.count < first), *known]

@@ -1,4 +1,4 @@
-"""What workers did with their time, and what they sent, in columns of equal width."""
+"""How workers spent their time, and what they sent, in columns of equal width."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lsgd.client.watch.view import Totals
 
 LEVELS = 20
-"""A share of time is told in so many steps, each as one character: ``0`` to ``9``, ``a`` to ``k``."""
+"""Steps of a share of time, which is one character: ``0`` to ``9``, ``a`` to ``k``."""
 
 _DIGITS = "0123456789abcdefghijk"
 _WIDTHS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
@@ -25,12 +25,12 @@ class Columns(NamedTuple):
 
     @property
     def edges(self) -> NDArray[np.float64]:
-        """Return where they begin, and where the last one ends."""
+        """Return the start of each column, and the end of the last."""
         return np.asarray(self.begin + self.width_s * np.arange(self.number + 1), dtype=np.float64)
 
 
 def columns(begin: float, end: float, most: int, least_s: float = 1.0) -> Columns:
-    """Return columns from ``begin`` to ``end``; where they begin does not move with the time."""
+    """Return columns from ``begin`` to ``end``; their edges do not move as time passes."""
     fits = (w for w in _WIDTHS_S if w >= least_s and (end - begin) / w <= most - 1)
     width = next(fits, max(1.0, (end - begin) / (most - 1)))
     begin = begin // width * width
@@ -38,10 +38,10 @@ def columns(begin: float, end: float, most: int, least_s: float = 1.0) -> Column
 
 
 def shares(points: Sequence[Totals], over: Columns) -> list[str]:
-    """Return the shares of compute, waiting and exchange in each column, as texts of a character a column."""
+    """Return the shares of compute, waiting and exchange, each as a string of one character per column."""
     if len(points) < 2:
         return ["0" * over.number] * 3
-    points = [next(same) for _, same in groupby(points, _spent)]  # those that tell of new seconds
+    points = [next(same) for _, same in groupby(points, _spent)]  # drop points without new time
     spent = np.array([_spent(p) for p in points]).T
     times = np.array([p.time for p in points])
     told = np.array([np.diff(np.interp(over.edges, times, each)) for each in spent]) / over.width_s
@@ -51,7 +51,7 @@ def shares(points: Sequence[Totals], over: Columns) -> list[str]:
 
 
 def traffic(workers: Iterable[Sequence[Totals]], over: Columns) -> dict[str, list[float | None]]:
-    """Return what all workers sent: bytes a second, and bytes an iteration; None where there were no iterations."""
+    """Return what all workers sent, in bytes a second and bytes an iteration; None if there were no iterations."""
     sent, done = np.zeros(over.number), np.zeros(over.number)
     for points in workers:
         if len(points) > 1:
@@ -63,7 +63,7 @@ def traffic(workers: Iterable[Sequence[Totals]], over: Columns) -> dict[str, lis
 
 
 def pace(points: Sequence[Totals], over_s: float) -> dict[str, float | None]:
-    """Return what a worker did in the last seconds: iterations and bytes a second, compute of one, shares of time."""
+    """Return a worker's recent iterations and bytes a second, compute time per iteration, and shares of time."""
     names = ("rate", "compute_s", "compute", "waiting", "exchange", "bytes_per_s")
     points = [p for p in points if p.time >= points[-1].time - over_s]
     if len(points) < 2:

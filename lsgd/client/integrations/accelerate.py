@@ -1,4 +1,4 @@
-"""A training loop with Hugging Face accelerate as a worker of a run, in the place of accelerate's LocalSGD."""
+"""Makes a training loop with Hugging Face accelerate a worker of a run; replaces accelerate's LocalSGD."""
 
 import logging
 import sys
@@ -38,17 +38,17 @@ class LsgdLoop:
                         optimizer.zero_grad()
                     lsgd.report(loss)
 
-    The worker joins where the block begins, and leaves at its end: a loop that ends before the run takes part in the
-    next global round. Gradients are exchanged in the micro-batch that accelerate synchronizes.
+    The worker joins at the start of the block and leaves at its end. If the loop ends before the run, the worker takes
+    part in the next global round. Gradients are exchanged in the micro-batch that accelerate synchronizes.
 
     Args:
         accelerator: of one process.
-        model: as accelerate has prepared it.
-        optimizer: the same; one or several.
-        loader: the same, of the training data. Each worker draws its shard, if the data have a length.
-        shard: whether to deal the training data to the workers; not where each has data of its own.
-        seed: of the shards; the same on all workers.
-        options: of :meth:`lsgd.client.Worker.join`.
+        model: as prepared by accelerate.
+        optimizer: as prepared by accelerate; one or several.
+        loader: training data, as prepared by accelerate. Each worker draws its shard, if the dataset has a length.
+        shard: whether to deal the training data to the workers; False if each has its own data.
+        seed: seed of the shards; the same on all workers.
+        options: options of :meth:`lsgd.client.Worker.join`.
 
     Raises:
         ConfigError: accelerate trains in several processes, or would.
@@ -80,8 +80,8 @@ class LsgdLoop:
     def __enter__(self) -> Self:
         if "accelerate.local_sgd" in sys.modules:
             logger.warning(
-                "the script imports accelerate's LocalSGD: take it out, lsgd takes its place; LocalSGD puts new "
-                "tensors in the place of the parameters, whose training could not be exchanged"
+                "the script imports accelerate's LocalSGD: remove it, because lsgd replaces it; LocalSGD replaces the "
+                "parameters with new tensors, which lsgd could not exchange"
             )
         options = dict(self._options)
         self._stream = self._sharded() if self._shard else None
@@ -107,7 +107,7 @@ class LsgdLoop:
 
     @property
     def worker(self) -> Worker:
-        """The worker, in the block and after it."""
+        """The worker; available inside the block and after it."""
         assert self._worker is not None, "the with block of LsgdLoop has not begun"
         return self._worker
 
@@ -121,7 +121,7 @@ class LsgdLoop:
         yield from self.worker.batches(_Counted(self._loader, self._consume))
 
     def report(self, loss: Tensor | float) -> None:
-        """Take in the loss of a batch, before it is divided by the micro-batches of a step."""
+        """Report the loss of a batch, before it is divided by the number of micro-batches in a step."""
         self.worker.report(loss.detach() if isinstance(loss, Tensor) else loss)
 
     def _sharded(self) -> ShardStream | None:
@@ -139,14 +139,14 @@ class LsgdLoop:
             self._stream.consume(self._loader.batch_sampler.batch_size)
 
     def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Let only the backward pass of a step's last micro-batch exchange gradients."""
+        """Exchange gradients only in the backward pass of a step's last micro-batch."""
         self._muted.close()
         if model.training and not self._accelerator.sync_gradients:
             self._muted.enter_context(self.worker.no_sync())
 
 
 class _Counted:
-    """A loader whose batches are counted as they are given out; those that accelerate fetches ahead are not."""
+    """A loader that counts the batches it yields, but not those that accelerate prefetches."""
 
     def __init__(self, loader: Any, consume: Callable[[], None]) -> None:
         self._loader, self._consume = loader, consume

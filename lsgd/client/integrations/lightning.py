@@ -1,4 +1,4 @@
-"""A callback that makes any Trainer of Lightning a worker of a run."""
+"""A callback that makes any Lightning Trainer a worker of a run."""
 
 import logging
 from contextlib import ExitStack
@@ -27,17 +27,17 @@ logger = logging.getLogger("lsgd")
 class LsgdCallback(Callback):
     """Makes a Trainer a worker of a run: ``Trainer(..., callbacks=[LsgdCallback()])``.
 
-    The worker joins where training begins, with the module and its optimizers. A batch is a step of the worker, and an
-    iteration if an optimizer stepped in it. The run's end stops the Trainer, whatever its ``min_steps`` and
-    ``min_epochs``, and the module is the consensus then. Where the Trainer stops first, the worker leaves.
+    The worker joins when training begins, with the module and its optimizers. A batch is a step of the worker, and an
+    iteration if an optimizer stepped in it. The run's end stops the Trainer, regardless of ``min_steps`` and
+    ``min_epochs``; the module is then the consensus. If the Trainer stops first, the worker leaves.
 
     Each worker draws its shard of the training data. It is paused while the Trainer validates or saves. Only one
     worker saves, and only rank 0 logs.
 
     Args:
-        shard: whether to deal the training data to the workers; not where each has data of its own.
-        seed: of the shards; the same on all workers.
-        options: of :meth:`lsgd.client.Worker.join`.
+        shard: whether to deal the training data to the workers; False if each has its own data.
+        seed: seed of the shards; the same on all workers.
+        options: options of :meth:`lsgd.client.Worker.join`.
 
     Raises:
         ConfigError: the environment has the variables of torchrun.
@@ -59,8 +59,8 @@ class LsgdCallback(Callback):
 
     @property
     def worker(self) -> Worker:
-        """The worker, from the beginning of training on."""
-        assert self._worker is not None, "the worker joins where training begins"
+        """The worker; available once training has begun."""
+        assert self._worker is not None, "the worker joins when training begins"
         return self._worker
 
     @property
@@ -71,7 +71,7 @@ class LsgdCallback(Callback):
     # -- the hooks of a Trainer, in their order ----------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what would not train as a worker."""
+        """Reject a Trainer that cannot be a worker."""
         if stage == "fit":
             check(trainer, shards=self._shard)
 
@@ -97,13 +97,13 @@ class LsgdCallback(Callback):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Have an iteration to make; if there is none, stop the Trainer, and skip the batch."""
+        """Get an iteration; if there is none left, stop the Trainer and skip the batch."""
         worker = self.worker
-        goes_on = (not self._in_step or worker.end_step()) and worker.begin_step()
-        self._in_step, self._away = goes_on, False
-        if not goes_on:
+        has_step = (not self._in_step or worker.end_step()) and worker.begin_step()
+        self._in_step, self._away = has_step, False
+        if not has_step:
             trainer.should_stop = True
-            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0  # else they would gate that
+            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0  # they would delay the stop
             raise StopIteration  # ends the epoch, as -1 from the module's hook does
         if pl_module.automatic_optimization and accumulates(trainer, batch_idx):
             self._muted.enter_context(worker.no_sync())
@@ -128,7 +128,7 @@ class LsgdCallback(Callback):
             self._pause()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """If the Trainer stops by itself, leave, before callbacks that come later save the model."""
+        """If the Trainer stops by itself, leave before later callbacks save the model."""
         if trainer.fit_loop.done:
             self.worker.leave()
 
@@ -140,22 +140,22 @@ class LsgdCallback(Callback):
             self._log(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the worker, when the last callback has saved; end the process if the consensus is not finite."""
+        """Close the worker after the last callback has saved; end the process if the consensus is not finite."""
         self._close(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tell the run, and end the process for errors of lsgd, as the end of ``with Worker.join(...)`` does."""
+        """Handle it as ``with Worker.join(...)`` does: tell the run, and end the process for lsgd's errors."""
         self._close(exception)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data."""
+        """Return the position in the data."""
         return {} if self._stream is None else self._stream.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Begin at this place in the data."""
+        """Begin at this position in the data."""
         self._restored = state_dict
 
-    # -- what they are made of ---------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------
 
     def _close(self, error: BaseException | None) -> None:
         self._muted.close()
@@ -164,14 +164,14 @@ class LsgdCallback(Callback):
             self.worker.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _pause(self) -> None:
-        """Step aside until the next batch, once."""
+        """Pause until the next batch, unless paused already."""
         if self._in_step and not self._away and not self.worker.stopped:
             self._away = True
             with self.worker.pause():
                 pass
 
     def saves(self) -> bool:
-        """Whether this worker is the one that saves; if so, it is paused for it."""
+        """Whether this worker is the one that saves; if so, pause it."""
         if self._worker is None or self._closed:
             return self.rank == 0
         if not is_saver(self._worker):
@@ -180,13 +180,13 @@ class LsgdCallback(Callback):
         return True
 
     def _log(self, trainer: Trainer) -> None:
-        """Give the loggers the run's state: what of it is a number."""
+        """Log the numbers in the run's state."""
         numbers = {name: x for name, x in state_of_run(self.worker).items() if isinstance(x, int | float)}
         for each in trainer.loggers:
             each.log_metrics(numbers, step=trainer.global_step)
 
     def _sharded(self, trainer: Trainer) -> ShardStream | None:
-        """Put the shards in the place of the training data's sampler; return None if it has none."""
+        """Replace the training data's sampler with shards; return None if it has no sampler."""
         loader = trainer.train_dataloader
         self._stream = shard(
             loader,
@@ -205,12 +205,12 @@ class LsgdCallback(Callback):
         if self._restored:
             self._stream.load_state_dict(self._restored)
         if loader.num_workers:
-            iter(trainer.fit_loop._data_fetcher)  # its processes have drawn ahead already
+            iter(trainer.fit_loop._data_fetcher)  # its processes have already prefetched
         return self._stream
 
 
 class _OneSaves(CheckpointIO):
-    """Writes and removes a Trainer's checkpoints in one worker; Lightning takes each for the only process."""
+    """Writes and removes a Trainer's checkpoints in one worker; to Lightning each worker is the only process."""
 
     def __init__(self, inner: CheckpointIO, callback: LsgdCallback) -> None:
         self._inner, self._callback = inner, callback
@@ -234,17 +234,17 @@ class _OneSaves(CheckpointIO):
 
 
 def accumulates(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether this batch only adds to the gradients of a later one: an epoch's last batch steps in any case."""
+    """Whether this batch only accumulates gradients. An epoch's last batch always steps."""
     batches = batch_idx + 1
     is_last = trainer.is_last_batch or batches == trainer.num_training_batches
     return bool(batches % trainer.accumulate_grad_batches and not is_last)
 
 
 def check(trainer: Trainer, *, shards: bool = True) -> None:
-    """Refuse a Trainer that cannot be a worker.
+    """Reject a Trainer that cannot be a worker.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: it cannot.
     """
     if type(trainer.strategy) is not SingleDeviceStrategy:
         raise ConfigError(

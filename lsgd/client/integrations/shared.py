@@ -1,4 +1,4 @@
-"""What the integrations with trainers of other libraries have in common."""
+"""Code that the integrations with other libraries' trainers share."""
 
 import logging
 import os
@@ -10,11 +10,11 @@ from lsgd.errors import ConfigError
 logger = logging.getLogger("lsgd")
 
 DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-"""Variables by which trainers decide to train with DistributedDataParallel."""
+"""Variables that make trainers use DistributedDataParallel."""
 
 
 def refuse_distributed(trainer: str) -> None:
-    """Refuse an environment in which a trainer would set up distributed training.
+    """Reject an environment in which a trainer would set up distributed training.
 
     Raises:
         ConfigError: it has the variables of torchrun.
@@ -28,21 +28,21 @@ def refuse_distributed(trainer: str) -> None:
 
 
 def place(worker: Worker | None) -> tuple[int, int]:
-    """Return (rank, world size) of a worker now; that of one alone before it has joined."""
+    """Return a worker's current (rank, world size); (0, 1) before it has joined."""
     return (0, 1) if worker is None else (worker.rank, worker.world_size)
 
 
 def is_saver(worker: Worker) -> bool:
-    """Whether this worker is the one that saves: rank 0 at the end, before that the first that has not left."""
+    """Whether this worker is the one that saves: rank 0 at the end, before that the first that has not left the run."""
     if worker.stopped:
         return worker.rank == 0
-    # Not rank 0: while one worker pauses, the ranks of the others are counted without it.
+    # Not rank 0: while a worker pauses, the others' ranks do not count it.
     members = [each["worker"] for each in worker.status()["members"] if each["state"] != "left"]
     return worker.name in members[:1]
 
 
 def state_of_run(worker: Worker) -> dict[str, Any]:
-    """Return what a trainer logs of the run: its progress, and the round and leader or the consensus distance."""
+    """Return the run's state for a trainer's log: progress, round and leader, and the consensus distance."""
     state: dict[str, Any] = {"lsgd_progress": round(worker.progress, 4)}
     if worker.consensus_distance is not None:
         state["lsgd_consensus_distance"] = worker.consensus_distance
@@ -55,7 +55,7 @@ def state_of_run(worker: Worker) -> dict[str, Any]:
 
 
 def say_who_ends(worker: Worker, max_steps: float, limits: str) -> None:
-    """Log which ends training: the plan, or the trainer's own number of steps, by the settings named in ``limits``."""
+    """Log what ends training: the plan, or the trainer's own number of steps, set by ``limits``."""
     run = worker.plan.run
     ends = [f"{run.iterations} iterations of all workers together"] if run.iterations else []
     ends += [f"{run.seconds:g} s"] if run.seconds else []

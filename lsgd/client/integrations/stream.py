@@ -1,4 +1,4 @@
-"""The shards of a worker one after another, for a trainer whose epochs are not those of the run."""
+"""A worker's shards one after another, for a trainer whose epochs differ from the run's."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,16 +12,16 @@ from lsgd.errors import ConfigError
 
 
 class ShardStream(Sampler[int]):
-    """Indices of this worker's shards, of one epoch of the run after another, without an end.
+    """Endless indices: this worker's shards, one epoch of the run after another.
 
-    One pass gives as many as it was told, and the next one continues there. So a trainer's count of its own steps does
-    not depend on how many workers there are.
+    One pass yields ``per_pass`` indices, and the next one continues there. So the number of a trainer's own steps does
+    not depend on the number of workers.
 
     Args:
-        length: of the dataset.
+        length: length of the dataset.
         per_pass: indices in one pass.
-        place: returns (rank, world size) of this worker now.
-        seed: of the shards; the same on all workers.
+        place: returns this worker's current (rank, world size).
+        seed: seed of the shards; the same on all workers.
         shuffle: whether to shuffle each shard.
 
     Raises:
@@ -33,8 +33,8 @@ class ShardStream(Sampler[int]):
     ) -> None:
         self._per_pass = per_pass
         self._shards = ShardSampler(length, place, seed, shuffle)
-        self._epoch = 0  # of the oldest sample that is not trained on
-        self._consumed = 0  # samples of that epoch's shard that were trained on
+        self._epoch = 0  # of the oldest sample not yet trained on
+        self._consumed = 0  # samples of that epoch's shard trained on
         self._dealt: deque[int] = deque()  # lengths of the shards from that epoch on
         self._indices = self._deal(0)
 
@@ -45,18 +45,18 @@ class ShardStream(Sampler[int]):
         return islice(self._indices, self._per_pass)
 
     def consume(self, samples: int) -> None:
-        """Count samples that were trained on; those drawn ahead are not."""
+        """Count samples that were trained on; prefetched samples do not count."""
         self._consumed += samples
         while self._dealt and self._consumed >= self._dealt[0]:
             self._consumed -= self._dealt.popleft()
             self._epoch += 1
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far training is."""
+        """Return the position in the data."""
         return {"epoch": self._epoch, "consumed": self._consumed, "seed": self._shards.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where :meth:`state_dict` was taken."""
+        """Continue at the position that :meth:`state_dict` returned."""
         self._epoch, self._consumed = state["epoch"], state["consumed"]
         self._shards.epoch, self._shards.seed = state["epoch"], state["seed"]
         self._dealt.clear()
@@ -75,12 +75,12 @@ class ShardStream(Sampler[int]):
 
 
 def shard(loader: Any, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool) -> ShardStream | None:
-    """Put a worker's shards in the place of a DataLoader's sampler; return None if it has none.
+    """Replace a DataLoader's sampler with a worker's shards; return None if it has no sampler.
 
     Args:
-        loader: changed here; a pass over it keeps its number of batches, each of them a whole one.
-        place: returns (rank, world size) of this worker now.
-        seed: of the shards; the same on all workers.
+        loader: changed in place; a pass keeps its number of batches, all of them full.
+        place: returns this worker's current (rank, world size).
+        seed: seed of the shards; the same on all workers.
         shuffle: whether to shuffle each shard.
     """
     batches = getattr(loader, "batch_sampler", None)

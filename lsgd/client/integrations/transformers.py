@@ -1,4 +1,4 @@
-"""A callback that makes any Trainer of Hugging Face transformers a worker of a run."""
+"""A callback that makes any Hugging Face Trainer a worker of a run."""
 
 import logging
 from collections.abc import Iterator
@@ -30,19 +30,20 @@ logger = logging.getLogger("lsgd")
 class LsgdCallback(TrainerCallback):
     """Makes a Trainer a worker of a run: ``Trainer(..., callbacks=[LsgdCallback()])``.
 
-    The worker joins where training begins, with what accelerate has prepared. Each optimizer step is an iteration. The
-    run's end stops the Trainer, and the model is the consensus then. Where the Trainer stops first, the worker leaves.
+    The worker joins when training begins, with the objects that accelerate has prepared. Each optimizer step is an
+    iteration. The run's end stops the Trainer, and the model is then the consensus. If the Trainer stops first, the
+    worker leaves.
 
-    Each worker draws its shard of the training data. The learning rates of the Trainer's schedule follow the run. The
-    worker is paused while the Trainer evaluates or saves, and only rank 0 saves. The end of training evaluates and
-    saves the consensus, if the Trainer is to do so at all.
+    Each worker draws its shard of the training data. The Trainer's learning-rate schedule follows the run. The worker
+    is paused while the Trainer evaluates or saves, and only rank 0 saves. At the end, the Trainer evaluates and saves
+    the consensus, if it evaluates and saves at all.
 
-    It may be used in a ``with`` statement around ``train()``: then an exception there is told to the run, and errors
-    of lsgd end the process with the exit codes of ``with Worker.join(...)``.
+    It may be used in a ``with`` statement around ``train()``: then the run is told of an exception there, and lsgd's
+    errors end the process with the exit codes of ``with Worker.join(...)``.
 
     Args:
-        shard: whether to deal the training data to the workers; not where each has data of its own.
-        options: of :meth:`lsgd.client.Worker.join`.
+        shard: whether to deal the training data to the workers; False if each has its own data.
+        options: options of :meth:`lsgd.client.Worker.join`.
 
     Raises:
         ConfigError: the environment has the variables of torchrun.
@@ -51,13 +52,13 @@ class LsgdCallback(TrainerCallback):
     def __init__(self, *, shard: bool = True, **options: Any) -> None:
         refuse_distributed("the Trainer")
         self.worker: Worker | None = None
-        """The worker, from the beginning of training on."""
+        """The worker; None before training begins."""
         self._shard = shard
         self._options = options
         self._stream: ShardStream | None = None
         self._batch_size = 0
         self._in_step = False
-        self._at_end: dict[str, Tensor] | None = None  # the model, where the run has ended while the worker paused
+        self._at_end: dict[str, Tensor] | None = None  # the model, if the run ended while the worker paused
         self._losses: list[Tensor] = []  # of the step's micro-batches
         self._has_losses = False  # the model has returned one
         self._summed = False  # whether they add up to the step's loss
@@ -83,7 +84,7 @@ class LsgdCallback(TrainerCallback):
     # -- the events of a Trainer, in their order ---------------------------------------------------------------
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Refuse what would not train as a worker."""
+        """Reject arguments with which the Trainer cannot be a worker."""
         check(args)
 
     def on_train_begin(
@@ -121,13 +122,13 @@ class LsgdCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
-        """Have an iteration to make."""
+        """Get an iteration."""
         worker = self._joined
         with self._leaving_on_error():
-            goes_on = (not self._in_step or worker.end_step()) and worker.begin_step()
-        self._in_step = goes_on
+            has_step = (not self._in_step or worker.end_step()) and worker.begin_step()
+        self._in_step = has_step
         args.save_strategy = self._save_strategy
-        if not goes_on:  # it ended while this worker paused, and the Trainer makes one more step before it stops
+        if not has_step:  # the run ended while this worker paused; the Trainer takes one more step before it stops
             self._at_end = {name: x.clone() for name, x in model.state_dict().items() if isinstance(x, Tensor)}
             control.should_training_stop = True
 
@@ -138,7 +139,7 @@ class LsgdCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: Any, **_: Any
     ) -> None:
-        """End the iteration, or pause after it to evaluate or to save."""
+        """End the iteration, or pause to evaluate or save."""
         worker = self._joined
         self._muted.close()
         if self._at_end is not None:
@@ -164,7 +165,7 @@ class LsgdCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
-        """If the Trainer stops, leave, and have the last model evaluated and saved; else pause if that is due."""
+        """If the Trainer stops, leave and evaluate and save the final model; else pause if due."""
         worker = self._joined
         with self._leaving_on_error():
             if control.should_training_stop:
@@ -183,7 +184,7 @@ class LsgdCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, Any], **_: Any
     ) -> None:
-        """Add the run's round and leader to the logs of rank 0; report a loss that the model itself does not return."""
+        """Add the run's state to rank 0's logs; report the loss if the model does not return it."""
         worker = self._joined
         if "loss" in logs and not self._has_losses:
             worker.report(logs["loss"])
@@ -200,7 +201,7 @@ class LsgdCallback(TrainerCallback):
             self._joined.leave()
         self.__exit__(None, None, None)
 
-    # -- what they are made of ---------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------
 
     @property
     def _joined(self) -> Worker:
@@ -209,7 +210,7 @@ class LsgdCallback(TrainerCallback):
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
-        """Let an error leave the run as one inside ``with Worker.join(...)`` does."""
+        """Handle an error as ``with Worker.join(...)`` does."""
         try:
             yield
         except Exception as error:
@@ -217,12 +218,12 @@ class LsgdCallback(TrainerCallback):
             raise
 
     def _stop(self, control: TrainerControl) -> None:
-        """Stop the Trainer; the end of the epoch, which follows, has the last evaluation and saving."""
+        """Stop the Trainer; the end of the epoch follows, with the last evaluation and saving."""
         control.should_training_stop = True
         control.should_evaluate = control.should_save = False
 
     def _paused(self, args: TrainingArguments, control: TrainerControl) -> bool:
-        """Pause the worker if the Trainer is about to evaluate or to save; say whether it is."""
+        """Pause the worker if the Trainer is about to evaluate or save; return whether it is."""
         if not control.should_evaluate and not control.should_save:
             return False
         worker = self._joined
@@ -232,7 +233,7 @@ class LsgdCallback(TrainerCallback):
             return True
 
     def _let_save(self, args: TrainingArguments, saves: bool) -> None:
-        """Let the Trainer save or not, until its next step; it also looks there after an evaluation."""
+        """Allow or prevent saving until the next step; the Trainer also checks this after an evaluation."""
         args.save_strategy = self._save_strategy if saves else SaveStrategy.NO
 
     def _close(self) -> None:
@@ -242,7 +243,7 @@ class LsgdCallback(TrainerCallback):
         self._hooks.clear()
 
     def _sharded(self, args: TrainingArguments, loader: Any) -> ShardStream | None:
-        """Put the shards in the place of the training data's sampler; return None if it has none."""
+        """Replace the training data's sampler with shards; return None if it has no sampler."""
         strategy = getattr(args, "train_sampling_strategy", "random")
         self._stream = shard(
             loader,
@@ -266,13 +267,13 @@ class LsgdCallback(TrainerCallback):
             self._stream.consume(self._batch_size)
 
     def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Let only the backward pass of a step's last micro-batch exchange gradients."""
+        """Exchange gradients only in the backward pass of a step's last micro-batch."""
         self._muted.close()
         if model.training and not GradientState().sync_gradients:
             self._muted.enter_context(self._joined.no_sync())
 
     def _after_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        """Note the loss: with ``num_items_in_batch`` a share of the step's, else that of the micro-batch."""
+        """Record the loss: with ``num_items_in_batch`` a share of the step's, else the micro-batch's."""
         loss = output.get("loss") if isinstance(output, dict) else None
         if model.training and loss is not None:
             self._has_losses = True
@@ -281,10 +282,10 @@ class LsgdCallback(TrainerCallback):
 
 
 def check(args: TrainingArguments) -> None:
-    """Refuse arguments with which a Trainer cannot be a worker.
+    """Reject arguments with which a Trainer cannot be a worker.
 
     Raises:
-        ConfigError: there are such.
+        ConfigError: there are some.
     """
     if args.world_size > 1 or args.parallel_mode.value == "distributed":
         raise ConfigError(

@@ -5,13 +5,13 @@ import secrets
 import time
 from typing import Any
 
+from lsgd.client.watch.reader import REFUSED_AFTER_S
 from lsgd.errors import ConfigError, JoinError, ProtocolError
 from lsgd.protocol.keys import OPERATOR
 from lsgd.protocol.messages import Operator, Refused, Status, decode, encode
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller
 
 ANSWER_WITHIN_S = 5.0
-REFUSED_AFTER_S = 0.5  # the handshake may fail while the server is still starting
 
 
 def ask(
