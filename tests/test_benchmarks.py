@@ -165,6 +165,7 @@ def test_control_measures_real_servers_and_simulated_runs(tmp_path: Path) -> Non
 
 
 @root
+@alone
 @needs_root
 def test_network_measures_ours_and_baselines_and_goes_on_where_it_was(tmp_path: Path) -> None:
     smallest = ("--steps", "3", "--periods", "1", "--methods")

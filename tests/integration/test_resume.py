@@ -97,7 +97,7 @@ def test_a_run_goes_on_with_other_workers_and_makes_exactly_its_iterations(clust
     assert f"{torn} cannot be read: " in workers[1].output and not half.exists()
     assert f"resumes from {checkpoint_path(folder, run, before, 'node0/worker1')}" in workers[1].output
     assert "node0/worker2 has no undamaged checkpoint in" in workers[2].output
-    assert "the data is dealt out anew" in workers[0].output
+    assert "the data is dealt again" in workers[0].output
 
     servers, workers = start(cluster, 1, *arguments, "--iterations", str(last + 50), **going_on(cluster))
     finish(servers, workers, last + 50)
