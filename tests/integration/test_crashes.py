@@ -142,7 +142,7 @@ def test_workers_whose_servers_stay_away_end_with_a_code_of_their_own(cluster) -
     assert [worker.wait() for worker in workers] == [75, 75]
     ends = r"worker0 ends with exit code 75: node\d/worker0 waits for its next iteration for \d+ s, and the "
     again = re.escape(f"lsgd-server --global --listen {cluster.address}")
-    assert re.search(rf"{ends}global server at .* silent for \d+ s; start it again .*: {again}", workers[0].output)
+    assert re.search(rf"{ends}global server at .* silent for \d+ s; restart it .*: {again}", workers[0].output)
     again = re.escape(f"lsgd-server --local --listen {cluster.local_address(1)}")
     assert re.search(rf"{ends}local server at .* silent for \d+ s; start it again: {again}", workers[1].output)
 
