@@ -133,7 +133,7 @@ def test_the_line_that_node_0_prints_starts_node_1_with_a_token_of_its_own(tmp_p
 def test_node_1_may_start_first_and_waits_for_its_token_in_a_folder_that_both_see(tmp_path: Path) -> None:
     with Testbed(2) as testbed:
         second = start(testbed.hosts[1], tmp_path, *REGRESSION, LSGD_ITERATIONS="200")
-        shows(second, "this node needs a token: LSGD_TOKEN, or a folder of keys that it shares with node 0")
+        shows(second, "this node needs a token: set LSGD_TOKEN, or share a folder of keys with node 0")
         finish([second, start(testbed.hosts[0], tmp_path, *REGRESSION, LSGD_ITERATIONS="200")])
     result = json.loads((tmp_path / "node0" / "result.json").read_text())
     assert (len(result["members"]), result["nodes"], result["count"]) == (4, 2, 200)
