@@ -63,13 +63,14 @@ make_environment() (
 install_cpu_torch() {
     local pin
     ! command -v nvidia-smi >/dev/null && pin=$(grep '^torch==' constraints.txt) || return 0
-    "$python" -m pip install "$pin" --no-deps --no-compile --index-url https://download.pytorch.org/whl/cpu --retries 0 \
-        --timeout 10 --disable-pip-version-check >&2 || say "torch's CPU build cannot be fetched there; pip takes the one that it finds"
+    "$python" -m pip install "$pin" --no-deps --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10 \
+        --disable-pip-version-check >&2 || say "torch's CPU build cannot be fetched there; pip takes the one that it finds"
 }
 
-# With uv, which takes a tenth of pip's time; with pip where packages come from an index that only pip knows.
+# With uv, which is faster than pip; with pip where packages come from an index that only pip knows. Compiled here, as
+# pip does: with PYTHONDONTWRITEBYTECODE set, nothing would be compiled later, and each worker would take seconds longer.
 install_packages() {
-    "$python" -m uv pip install "$@" --python "$python" --constraint constraints.txt >&2 ||
+    "$python" -m uv pip install "$@" --compile-bytecode --python "$python" --constraint constraints.txt >&2 ||
         { say "uv cannot install that; pip tries it" && pip_install "$@"; }
 }
 
