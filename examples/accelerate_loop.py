@@ -1,4 +1,4 @@
-"""Train a tiny Llama on the standard library's sources, byte by byte, in a loop of one's own with accelerate."""
+"""Train a tiny Llama on the standard library's sources, byte by byte, in a custom loop with accelerate."""
 
 import sysconfig
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Train a transformer on the standard library's sources, byte by byte; each worker's model is sharded by FSDP2."""
+"""Train a transformer on the standard library's sources, byte by byte, with each worker's model sharded by FSDP2."""
 
 import sysconfig
 from copy import deepcopy
@@ -23,7 +23,7 @@ data, unseen = TensorDataset(windows[64:]), windows[:64]
 
 
 class Transformer(nn.Module):
-    """A decoder of bytes with 0.9 million parameters."""
+    """A decoder of bytes, with 0.9 million parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Train a tiny transformer on the standard library's sources, byte by byte, by the Trainer of Lightning."""
+"""Train a tiny transformer on the standard library's sources, byte by byte, with Lightning's Trainer."""
 
 import sysconfig
 from pathlib import Path
@@ -38,11 +38,11 @@ class Bytes(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        """Return the optimizer; its learning rate follows the run, which is there when training starts."""
+        """Return the optimizer. The run sets its learning rate once training starts."""
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
     def on_train_start(self):
-        """Set the schedule."""
+        """Set the learning rate's schedule."""
         lsgd.worker.schedule(self.optimizers(), "wsd", warmup=0.05)
 
 

@@ -1,4 +1,4 @@
-"""Train a tiny GPT-2 on the standard library's sources, byte by byte, by the Trainer of Hugging Face transformers."""
+"""Train a tiny GPT-2 on the standard library's sources, byte by byte, with Hugging Face's Trainer."""
 
 import sysconfig
 from pathlib import Path
@@ -18,7 +18,7 @@ data = TensorDataset(windows.view(-1, CONTEXT))
 
 
 def batch(samples):
-    """Return what the model takes: it predicts each byte from those before it."""
+    """Return the model's inputs and labels: it predicts each byte from those before it."""
     inputs = torch.stack([window for (window,) in samples])
     return {"input_ids": inputs, "labels": inputs}
 

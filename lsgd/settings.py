@@ -8,7 +8,6 @@ because the servers use it too.
 import dataclasses
 import difflib
 import math
-import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -17,6 +16,8 @@ from lsgd.errors import ConfigError
 
 AUTO = "auto"
 """The word for the value 0 of a setting that the servers may choose."""
+
+_KINDS: dict[Any, Any] = {kind.__name__: kind for kind in (int, float, bool, str)}
 
 if TYPE_CHECKING:
     from lsgd.algorithms.base import Algorithm, Flat
@@ -124,6 +125,16 @@ def fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(cls)}
 
 
+def values(settings: Any) -> dict[str, Any]:
+    """Return the values of ``settings`` by name, in order."""
+    return {name: getattr(settings, name) for name in fields(type(settings))}
+
+
+def _kind(spec: dataclasses.Field[Any]) -> Any:
+    """Return the type of a setting, which is its name where annotations are not evaluated."""
+    return _KINDS.get(spec.type, spec.type)
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ``did you mean ...?`` with the most similar of ``names``, or a list of all if none is similar."""
     names = sorted(names)
@@ -138,7 +149,7 @@ def checked(cls: type, name: str, value: Any, origin: str) -> Any:
         ConfigError: it has the wrong type or is out of range; the message names ``origin``.
     """
     spec = fields(cls)[name]
-    meta, kind = spec.metadata, typing.get_type_hints(cls)[name]
+    meta, kind = spec.metadata, _kind(spec)
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
     if meta["auto"]:
         if value == AUTO or (value == 0 and type(value) is int):
@@ -172,8 +183,7 @@ def same_form(one: Any, other: Any) -> bool:
 
 def changeable(cls: type) -> list[str]:
     """Return the settings of a settings class that ``lsgd set`` can change during a run."""
-    kinds = typing.get_type_hints(cls)
-    return [n for n, spec in fields(cls).items() if kinds[n] in (int, float) and not spec.metadata["fixed"]]
+    return [n for n, spec in fields(cls).items() if _kind(spec) in (int, float) and not spec.metadata["fixed"]]
 
 
 def changed(settings: Any, changes: Mapping[str, str], others: Collection[str] = ()) -> Any:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the documentation site in build/site; a warning, a broken link and a missing anchor are errors.
+# Builds the documentation site in build/site. Warnings, broken links and missing anchors are errors.
 #   bash scripts/docs.sh          builds it
 #   bash scripts/docs.sh serve    builds it and serves it on http://127.0.0.1:8000 (PORT=... for another port)
 set -euo pipefail

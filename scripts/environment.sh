@@ -1,7 +1,7 @@
-# Sourced by the scripts beside it. Sets $root to the checkout, and has one function:
+# The scripts beside it source this. It sets $root to the checkout, and defines one function:
 #
-#   use_environment EXTRA...    sets $python to the Python to run: that of $PYTHON, as it is, if the variable is set;
-#                               else that of .venv with lsgd and these extras, which the first call makes.
+#   use_environment EXTRA...    sets $python to the Python to run: $PYTHON, unchanged, if that variable is set;
+#                               else the one in .venv, with lsgd and these extras. The first call creates it.
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 recent='import sys; sys.exit(sys.version_info < (3, 11))'
@@ -32,8 +32,8 @@ use_existing() {
             "or unset PYTHON to use .venv"
 }
 
-# Brings .venv up to date, one process at a time. .venv/installed tells what is in it: the Python and the folder, the
-# requirements, the extras. It is empty while something is installed: what was interrupted is made again from nothing.
+# Brings .venv up to date, one process at a time. .venv/installed says what it contains: the Python and the folder, the
+# requirements, the extras. It is empty during an installation, so an interrupted one starts again from nothing.
 make_environment() (
     cd -- "$root"
     flock --nonblock 9 || { say "waiting for another process, which is making $root/.venv" && flock 9; }
@@ -67,8 +67,8 @@ install_cpu_torch() {
         --disable-pip-version-check >&2 || say "torch's CPU build cannot be fetched there; pip takes the one that it finds"
 }
 
-# With uv, which is faster than pip; with pip where packages come from an index that only pip knows. Compiled here, as
-# pip does: with PYTHONDONTWRITEBYTECODE set, nothing would be compiled later, and each worker would take seconds longer.
+# With uv, which is faster than pip, or with pip if packages come from an index that only pip knows. Both compile them
+# now: with PYTHONDONTWRITEBYTECODE set, nothing would be compiled later, and each worker would take seconds longer.
 install_packages() {
     "$python" -m uv pip install "$@" --compile-bytecode --python "$python" --constraint constraints.txt >&2 ||
         { say "uv cannot install that; pip tries it" && pip_install "$@"; }

@@ -1,4 +1,4 @@
-"""Writes the table of a worker's phases into docs/design.md: ``python scripts/member_states.py [PAGE]``."""
+"""Writes the table of a worker's states into docs/design.md: ``python scripts/member_states.py [PAGE]``."""
 
 import re
 import sys

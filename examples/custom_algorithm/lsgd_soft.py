@@ -22,14 +22,14 @@ class SoftSettings(AlgorithmSettings):
     islands: ClassVar[bool] = True
 
     period: int = setting(16, "iterations of a worker, on average, between exchanges", low=1, high=1 << 30)
-    softness: float = setting(0.5, "how far a model stays from the mean; 0: all take the mean", low=0, high=1)
+    softness: float = setting(0.5, "how far from the mean a model stays; 0: all models become the mean", low=0, high=1)
 
     def schedule(self) -> Schedule:
         """Exchange every ``period`` steps."""
         return Schedule(self.period, self.period)
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """The model twice, except the worker's own share."""
+        """Count the model twice, except the worker's own share."""
         return 2 * (workers - 1) / workers * 4 * numel / self.period
 
     def create(self, parameters: Flat, run: str = "") -> Soft:

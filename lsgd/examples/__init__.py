@@ -1,1 +1,1 @@
-"""The example that ``lsgd quickstart`` and ``scripts/train.sh`` train, and what it shows of its run."""
+"""The example that ``lsgd quickstart`` and ``scripts/train.sh`` train, and what it shows and saves."""

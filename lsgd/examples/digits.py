@@ -23,7 +23,7 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
 def network() -> nn.Sequential:
     """Return ten convolutions with batch-norm: five on 8x8 pixels, five on 4x4.
 
-    It is that deep so that models which are trained apart cannot be averaged: the exchange has something to do.
+    It is so deep that separately trained models cannot simply be averaged, so the exchange matters.
     """
     layers: list[nn.Module] = []
     channels = [1, *[24] * 5, *[48] * 5]
@@ -35,7 +35,7 @@ def network() -> nn.Sequential:
 
 
 def main() -> None:
-    """Train until the plan says stop; the model is then the consensus of all workers."""
+    """Train until the plan ends the run. The model is then the consensus of all workers."""
     train, test = datasets()
     home = device()
     model = network().to(home)

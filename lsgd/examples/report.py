@@ -1,6 +1,6 @@
-"""What the examples show and keep of a run: progress, the accuracy, and the model.
+"""What the example shows and saves: progress, the accuracy and the model.
 
-Nothing of it is needed to train; it shows what a worker can tell about its run.
+Training needs none of it. It shows what a worker knows about its run.
 """
 
 import copy
@@ -18,7 +18,7 @@ LINE_PERIOD_S = 5.0
 
 
 class Progress:
-    """How far the run is, told by rank 0 in a line every few seconds."""
+    """Prints the run's progress every few seconds, on rank 0."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -36,8 +36,8 @@ class Progress:
 def write_results(worker: Worker, model: nn.Module, test: TensorDataset) -> None:
     """Print the accuracy, and write accuracy.json and model.safetensors to the folder of the run.
 
-    Called by one worker after the end of training, when ``model`` is the consensus. What the servers know of the run
-    (losses, rounds, leaders) the launcher writes.
+    One worker calls it after training, when ``model`` is the consensus. The launcher writes what the servers know of
+    the run: losses, rounds, leaders.
     """
     leader_state = worker.leader_state_dict()
     leader_accuracy = None

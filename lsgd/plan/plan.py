@@ -16,7 +16,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from lsgd.algorithms.local import LocalSettings
 from lsgd.codecs import CODECS
 from lsgd.errors import ConfigError
 from lsgd.plan.run import RunSettings
-from lsgd.settings import AlgorithmSettings, checked, fields, nearest, shown
+from lsgd.settings import AlgorithmSettings, checked, fields, nearest, shown, values
 
 VARIABLE_PREFIX = "LSGD_"
 OTHER_VARIABLES = frozenset(
@@ -98,7 +98,7 @@ class Plan:
         tables, packages = self.tables(), self.packages()
         phases = {"phase": tables} if len(tables) > 1 else {"algorithm": tables[0]}
         needed = {"packages": packages} if packages else {}
-        return json.dumps({**asdict(self.run), **phases, **needed})
+        return json.dumps({**values(self.run), **phases, **needed})
 
     def packages(self) -> list[str]:
         """Return what pip installs for algorithms and codecs that are not lsgd's own."""
@@ -142,7 +142,7 @@ class Plan:
 
     def to_toml(self) -> str:
         """Return the plan as a TOML file with every setting."""
-        lines = [f"{name} = {json.dumps(value)}" for name, value in asdict(self.run).items()]
+        lines = [f"{name} = {json.dumps(value)}" for name, value in values(self.run).items()]
         for table in self.tables():
             lines += ["", "[[phase]]" if len(self.phases) > 1 else "[algorithm]"]
             lines += [f"{name} = {json.dumps(value)}" for name, value in table.items()]
@@ -158,16 +158,16 @@ class Sourced:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return (setting, value in TOML, origin) for each setting, in the plan's order."""
-        values, tables = asdict(self.plan.run), self.plan.tables()
+        every, tables = values(self.plan.run), self.plan.tables()
         for number, table in enumerate(tables, start=1):
             section = f"phase{number}" if len(tables) > 1 else "algorithm"
-            values |= {f"{section}.{name}": value for name, value in table.items()}
-        return [(name, json.dumps(value), self.origins.get(name, "default")) for name, value in values.items()]
+            every |= {f"{section}.{name}": value for name, value in table.items()}
+        return [(name, json.dumps(value), self.origins.get(name, "default")) for name, value in every.items()]
 
 
 def table_of(settings: AlgorithmSettings) -> dict[str, Any]:
     """Return an algorithm's name and settings as its table in a plan."""
-    return {"name": settings.name, **asdict(settings)}
+    return {"name": settings.name, **values(settings)}
 
 
 def _shown_table(settings: AlgorithmSettings) -> dict[str, Any]:
@@ -286,13 +286,13 @@ def _derive_local_period(sourced: dict[str, tuple[Any, str]]) -> None:
 
 def _settings(cls: Any, sourced: Mapping[str, tuple[Any, str]]) -> Any:
     known = fields(cls)
-    values = {}
+    read = {}
     for name, (value, origin) in sourced.items():
         if name not in known:
             whose = f"the algorithm {cls.name}" if hasattr(cls, "name") else "the run"
             raise ConfigError(f"{origin}: {whose} has no setting {name!r}; {_hint(cls, name)}")
-        values[name] = checked(cls, name, value, origin)
-    return cls(**values)
+        read[name] = checked(cls, name, value, origin)
+    return cls(**read)
 
 
 def _hint(cls: Any, name: str) -> str:

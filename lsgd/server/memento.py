@@ -51,10 +51,11 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "next_algorithm": table_of(course.next_algorithm),
         "pace": course.pace.to_json(),
         "why": course.why.to_json(),
-        "generation": None if roster.generation is None else dataclasses.asdict(roster.generation),
+        "generation": None if roster.generation is None else _fields(roster.generation),
         "broken": roster.broken.to_json(),
         "open": [
-            {"round": _fields(o.round), "waiting": sorted(m.worker for m in o.waiting)} for o in book.open.values()
+            {"round": _fields(o.round, "generation"), "waiting": sorted(m.worker for m in o.waiting)}
+            for o in book.open.values()
         ],
         "members": [_member(m) for m in roster.members.values()],
         "digests": {digest: m.worker for digest, m in roster.digests.items()},
@@ -126,7 +127,7 @@ def _answer_again(state: RunState, opened: OpenRound) -> None:
 
 def _member(member: Member) -> dict[str, Any]:
     return {name: getattr(member, name) for name in (*_KEPT, "granted", "seq")} | {
-        "join": dataclasses.asdict(member.join),
+        "join": _fields(member.join),
         "state": member.state.name,
         "loss": finite(member.loss),
         "leaving": member.leaving.to_json(),
@@ -154,10 +155,10 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
     return member
 
 
-def _fields(order: Round) -> dict[str, Any]:
-    """Return a round's fields except the generation, which is kept once."""
-    names = (field.name for field in dataclasses.fields(order))
-    return {name: getattr(order, name) for name in names if name != "generation"}
+def _fields(message: Generation | Join | Round, *without: str) -> dict[str, Any]:
+    """Return a message's fields, except those that are kept elsewhere."""
+    names = (field.name for field in dataclasses.fields(message))
+    return {name: getattr(message, name) for name in names if name not in without}
 
 
 def _of_lists(saved: dict[str, Any]) -> dict[str, Any]:

@@ -109,7 +109,8 @@ class Recorder(Network):
 
     def _carry(self, source: socket.socket, target: socket.socket) -> None:
         heard = bytearray()
-        self.heard.append((target.getpeername(), heard))
+        with suppress(OSError):  # it may be closed already
+            self.heard.append((target.getpeername(), heard))
 
         class Tapped:
             def recv(self, nbytes: int) -> bytes:

@@ -37,6 +37,7 @@ LOADED_BY_WORKERS = (
         "lsgd.kernels.cpu.blockwise",
         "lsgd.kernels.cpu.path",
         "llvmlite.binding",
+        "warm",
     ),
 )
 """Modules that workers use sooner or later. The first optimizer imports torch._dynamo, which takes as long as torch."""

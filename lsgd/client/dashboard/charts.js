@@ -2,11 +2,11 @@
 // The charts of the page, as data and layouts for Plotly; nothing here touches the page.
 
 const charts = (() => {
-  // Okabe and Ito's colours, without the yellow that does not show on white; dashes tell more workers apart.
+  // Okabe and Ito's colours, except the yellow, which is invisible on white; dashes distinguish further workers.
   const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c"];
   const DARK = ["#56b4e9", "#e69f00", "#00b386", "#cc79a7", "#d55e00", "#0072b2", "#8c8c8c"];
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
-  const FEW = 8; // more workers are grey lines, of which one can be chosen
+  const FEW = 8; // with more workers, all are grey but a chosen one
   const ACTS = ["compute", "waiting", "exchange", "straggler", "cut", "away", "left"];
   const SIGNS = { straggler: "triangle-up", cut: "square-x-open", away: "circle-open", left: "x" };
   const LEVELS = 20;
@@ -38,7 +38,7 @@ const charts = (() => {
     };
   }
 
-  // Many workers' curves as one trace, since each trace costs time to draw.
+  // Many workers' curves as one trace, because every trace takes time to draw.
   function crowd(data, t) {
     const x = [], y = [], text = [];
     for (const [name, losses] of Object.entries(data.workers)) {
@@ -72,7 +72,7 @@ const charts = (() => {
       x: data.leaders.map((p) => p[0]), y: data.leaders.map((p) => p[1]), name: "new leader", type: "scatter",
       mode: "markers", text: data.leaders.map((p) => plain(p[2])),
       marker: { symbol: "diamond-open", size: narrow || data.leaders.length > 50 ? 5 : 8, color: t.consensus, line: { width: 1.5 } },
-      hovertemplate: "%{text} leads from %{x} on<extra></extra>",
+      hovertemplate: "%{text} leads from %{x}<extra></extra>",
     });
     const legend = narrow ? { orientation: "h", y: -0.25 } : { orientation: "v", x: 1.01, y: 1 };
     return [traces, layout(t, {
@@ -84,7 +84,7 @@ const charts = (() => {
 
   const rowsOf = (workers) => workers <= 4 ? 20 : workers <= 16 ? 10 : 5;
 
-  // Every worker is a band of thin rows: of a column, so many of them have an act's colour as its share is.
+  // Each worker is a band of thin rows. In a column, the number of rows in an act's colour is the act's share of time.
   function timeline(span, gaps, t, { chosen, narrow }) {
     const names = Object.keys(span.rows), many = names.length;
     const rows = rowsOf(many), z = [], middle = {};
@@ -147,19 +147,19 @@ const charts = (() => {
   function traffic(span, t, { narrow }) {
     const x = span.bytes_per_s.map((_, k) => local(span.begin + (k + 0.5) * span.width_s));
     const traces = [
-      { x, y: span.bytes_per_s, name: "bytes a second", type: "scatter", mode: "lines", line: { color: t.acts[0], width: 2 } },
-      { x, y: span.bytes_per_iteration, name: "bytes an iteration", type: "scatter", mode: "lines", yaxis: "y2", connectgaps: true, line: { color: t.acts[3], width: 2, dash: "dash" } },
+      { x, y: span.bytes_per_s, name: "bytes per second", type: "scatter", mode: "lines", line: { color: t.acts[0], width: 2 } },
+      { x, y: span.bytes_per_iteration, name: "bytes per iteration", type: "scatter", mode: "lines", yaxis: "y2", connectgaps: true, line: { color: t.acts[3], width: 2, dash: "dash" } },
     ].map((trace) => ({ ...trace, hovertemplate: `%{y:.3s}B ${trace.name.slice(6)}<extra></extra>` }));
     const axis = { rangemode: "tozero", tickformat: ".2~s", ticksuffix: "B", gridcolor: t.grid, zeroline: false };
     return [traces, layout(t, {
       xaxis: { type: "date", range: [local(span.begin), local(span.begin + span.number * span.width_s)] },
-      yaxis: { ...axis, title: { text: narrow ? "" : "a second" } }, uirevision: span.name,
-      yaxis2: { ...axis, title: { text: narrow ? "" : "an iteration" }, overlaying: "y", side: "right", showgrid: false },
+      yaxis: { ...axis, title: { text: narrow ? "" : "per second" } }, uirevision: span.name,
+      yaxis2: { ...axis, title: { text: narrow ? "" : "per iteration" }, overlaying: "y", side: "right", showgrid: false },
       legend: { orientation: "h", y: 1.15 }, margin: { l: 56, r: 56, t: 24, b: 42 },
     })];
   }
 
-  // What a column says, for the line under the timeline.
+  // The numbers of a column, for the line below the timeline.
   function column(span, gaps, row, k) {
     const names = Object.keys(span.rows), name = names[Math.floor(row / (rowsOf(names.length) + 1))];
     if (!name) return "";

@@ -1,5 +1,5 @@
 "use strict";
-// The page: takes the data as it comes, writes it down as text, and has the charts drawn.
+// The page: receives the data, updates the texts and tables, and has the charts drawn.
 
 const at = (id) => document.getElementById(id);
 const about = document.body.dataset, live = about.mode === "live";
@@ -27,7 +27,7 @@ function span(seconds) {
 
 const isOver = () => !["", "waiting", "running", "stopping"].includes(data.head.state);
 
-// -- texts
+// -- text
 
 function write() {
   const head = data.head;
@@ -45,7 +45,7 @@ function write() {
   const there = isOver() || !out ? many : `${many - out} of ${many}`;
   tiles({
     iterations: number(head.count) + (head.iterations ? ` of ${number(head.iterations)}` : ""),
-    rate: head.rate === null ? "–" : `${number(head.rate, 3)} a second`,
+    rate: head.rate === null ? "–" : `${number(head.rate, 3)} per second`,
     time: span(head.seconds),
     ...(live ? { "time left": span(head.left_s) } : {}),
     loss: number(head.loss),
@@ -53,9 +53,9 @@ function write() {
     workers: `${there} on ${head.nodes} node${head.nodes === 1 ? "" : "s"}`,
     generation: head.generation,
     ...(known ? { sent: live ? `${charts.bytes(sums[0])}/s` : charts.bytes(sums[1]),
-      "sent an iteration": head.count ? charts.bytes(sums[1] / head.count) : "–" } : {}),
+      "sent per iteration": head.count ? charts.bytes(sums[1] / head.count) : "–" } : {}),
   });
-  at("leaders").textContent = data.loss.leader_changes ? `${data.loss.leader_changes} changes of the leader` : "";
+  at("leaders").textContent = data.loss.leader_changes ? `the leader changed ${data.loss.leader_changes === 1 ? "once" : `${data.loss.leader_changes} times`}` : "";
   table();
   log();
   at("names").replaceChildren(...data.names.map((name) => make("option", { value: name })));
@@ -74,11 +74,11 @@ function tiles(values) {
 
 const COLUMNS = {
   worker: (w) => w.worker, state: (w) => `${SIGNS[w.state] || ""} ${w.state}`, rank: (w) => w.rank < 0 ? "–" : w.rank,
-  iterations: (w) => number(w.done), "a second": (w) => number(w.rate, 3),
-  "ms a step": (w) => w.compute_s === null ? "–" : number(w.compute_s * 1000, 3),
+  iterations: (w) => number(w.done), "per second": (w) => number(w.rate, 3),
+  "ms per step": (w) => w.compute_s === null ? "–" : number(w.compute_s * 1000, 3),
   compute: (w) => percent(w.compute), waiting: (w) => percent(w.waiting), exchange: (w) => percent(w.exchange),
-  loss: (w) => number(w.loss), led: (w) => w.times_leader, sent: (w) => charts.bytes(w.sent_nbytes),
-  "heard before": (w) => w.heard_s === null ? "–" : `${w.heard_s.toFixed(1)} s`,
+  loss: (w) => number(w.loss), "times leader": (w) => w.times_leader, sent: (w) => charts.bytes(w.sent_nbytes),
+  "last heard": (w) => w.heard_s === null ? "–" : `${w.heard_s.toFixed(1)} s ago`,
 };
 
 function table() {
@@ -87,7 +87,7 @@ function table() {
     at("columns").append(...names.map((name) => make("th", { scope: "col" }, name)));
   }
   const key = data.workers.map((w) => w.worker).join();
-  if (body.dataset.key !== key) {  // rows stay, and with them the focus
+  if (body.dataset.key !== key) {  // rows stay, so the focus does too
     body.dataset.key = key;
     body.replaceChildren(...data.workers.map((w) => {
       const row = make("tr", {}, ...names.map(() => make("td")));
@@ -106,7 +106,7 @@ function table() {
     row.querySelector("small").textContent = OUT.includes(w.state) ? w.reason || w.code : "";
     names.forEach((name, k) => { if (k) row.children[k].textContent = COLUMNS[name](w); });
   });
-  at("more-workers").textContent = data.more_workers ? `… and ${data.more_workers} more: lsgd status has all` : "";
+  at("more-workers").textContent = data.more_workers ? `… and ${data.more_workers} more: lsgd status lists all` : "";
 }
 
 function log() {
@@ -122,11 +122,11 @@ function banner() {
   const over = data && isOver();
   let text = "";
   if (live && (late || !source || source.readyState !== EventSource.OPEN)) {
-    text = over ? "The run is over and its dashboard has ended: this is the last state." :
-      `Disconnected: the dashboard at ${location.host} does not answer${data ? "; this is the last state" : ""}. It is tried again.`;
+    text = over ? "The run is over and its dashboard has ended. This is the last state." :
+      `Disconnected: the dashboard at ${location.host} does not answer${data ? "; this is the last state" : ""}. Trying again.`;
   } else if (live && data && data.problem) text = data.problem;
   else if (live && data && !data.connected && !over) {
-    text = `Disconnected: the global server at ${about.address} does not answer. It is looked for.`;
+    text = `Disconnected: the global server at ${about.address} does not answer. Trying again.`;
   }
   if (at("banner").textContent !== text) at("banner").textContent = text;
   at("banner").hidden = !text;
@@ -136,7 +136,7 @@ function banner() {
 
 function draw() {
   if (waiting || !data || document.hidden) return;
-  waiting = true;  // drawing takes a quarter of the time at most, however much there is to draw
+  waiting = true;  // drawing takes at most a quarter of the time, however much there is to draw
   setTimeout(() => requestAnimationFrame(() => {
     waiting = false;
     const begin = performance.now();
@@ -221,12 +221,12 @@ function controls() {
   if (!live) at("change-section").hidden = true;
   if (about.control !== "yes") {
     at("set").hidden = true;
-    at("answer").textContent = "This page only shows the run. To change it from here, start lsgd dashboard --private; or use lsgd set and lsgd stop.";
+    at("answer").textContent = "This page only shows the run. To change it from here, start lsgd dashboard --private, or use lsgd set and lsgd stop.";
   }
   at("set").addEventListener("submit", async (event) => {
     event.preventDefault();
     const { name, value } = Object.fromEntries(new FormData(at("set")));
-    if (await question(`Set ${name} = ${value} for all workers, from the next global round on?`, "Set")) {
+    if (await question(`Set ${name} = ${value} for all workers, from the next global round?`, "Set")) {
       await change("set", { [name.trim()]: value.trim() }, `${name} = ${value}`);
     }
   });
@@ -237,7 +237,7 @@ function controls() {
   });
 }
 
-// -- the beginning
+// -- start
 
 function take(text) {
   data = JSON.parse(text);
@@ -264,7 +264,7 @@ function legend() {
     swatch.style.background = t.acts[i];
     return make("li", {}, swatch, OUT.includes(act) ? `${SIGNS[act]} ${act}` : act);
   });
-  const blank = make("li", {}, make("i"), "nothing told");
+  const blank = make("li", {}, make("i"), "not reported");
   const rounds = [["◆", "global round, at its leader"], ["•", "local round"]];
   at("legend").replaceChildren(...acts, blank, ...rounds.map(([sign, words]) => make("li", {}, make("b", {}, sign), words)));
 }
