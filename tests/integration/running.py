@@ -127,11 +127,15 @@ class ForkServer:
     Args:
         modules: to import before the first fork.
         popen: starts the server of forks, on another host perhaps.
+        variables: of the server of forks.
     """
 
-    def __init__(self, *modules: str, popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen) -> None:
+    def __init__(
+        self, *modules: str, popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen, **variables: str
+    ) -> None:
         self._modules = modules
         self._popen = popen
+        self._variables = variables
         self._process: subprocess.Popen[bytes] | None = None
         self._codes: dict[int, int] = {}
         self._started: list[int] = []
@@ -148,6 +152,7 @@ class ForkServer:
 
     def _begin(self) -> subprocess.Popen[bytes]:
         environ = {**os.environ, **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}}
+        environ |= self._variables
         process = self._popen(
             [sys.executable, str(HERE / "forkserver.py"), *self._modules],
             stdin=subprocess.PIPE,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from .running import LOADED_BY_WORKERS, SCRIPTS, Cluster, ForkServer, Process, free_port
+from .running import LIGHT, LOADED_BY_WORKERS, SCRIPTS, Cluster, ForkServer, Process, free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp.py"
 
@@ -27,6 +27,7 @@ class Islands(Cluster):
     worker_forks = ForkServer(
         *(*LOADED_BY_WORKERS, "torch.distributed.fsdp", "torch.distributed.tensor"),
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        **LIGHT,
     )
 
     def begin(self, *plan: str, workers: int = 2) -> Process:
@@ -278,10 +279,11 @@ def test_launch_starts_an_island_whole_again_when_a_process_dies_in_a_round(tmp_
         ],
         env={
             **os.environ,
+            **LIGHT,
             "LSGD_ALGORITHM": "local",
             "LSGD_COMPRESSION": "none",
             "LSGD_PERIOD": "4",
-            "LSGD_ITERATIONS": "160",
+            "LSGD_ITERATIONS": "96",
         }
         | {"LSGD_SYNC_OPTIMIZER": "true", "LSGD_CHECKPOINT_EVERY": "2", "OMP_NUM_THREADS": "1"},
         capture_output=True,
