@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import logging
 import pkgutil
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+entry_points = functools.cache(importlib.metadata.entry_points)
+"""All entry points, read once: with a hundred distributions installed, that takes 40 ms."""
 
 
 class Registry(Mapping[str, type[T]], Generic[T]):
@@ -36,11 +39,11 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         self.requirements: dict[str, str] = {}
         self._broken: dict[str, str] = {}
 
-    @cached_property
+    @functools.cached_property
     def classes(self) -> dict[str, type[T]]:
         """All of them by name, lsgd's own first."""
         found = {name: cls for name, cls in sorted(self._ours())}
-        for entry in sorted(importlib.metadata.entry_points(group=self._package)):
+        for entry in sorted(entry_points().select(group=self._package)):
             requirement = f"{entry.dist.name}=={entry.dist.version}" if entry.dist else ""
             try:
                 cls = entry.load()

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lsgd.registry import Registry
+from lsgd.registry import Registry, entry_points
 from lsgd.settings import AlgorithmSettings
 
 MODULE = """
@@ -38,8 +38,10 @@ def registry(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text(ENTRIES)
     monkeypatch.syspath_prepend(str(tmp_path))
+    entry_points.cache_clear()
     yield Registry("lsgd.algorithms", AlgorithmSettings, "algorithm")
     sys.modules.pop("thirdparty", None)
+    entry_points.cache_clear()
 
 
 def test_a_good_one_is_there_with_what_pip_installs(registry):

@@ -6,7 +6,6 @@ import click
 
 from lsgd.client.cli import log, metrics, options
 from lsgd.client.dashboard.page import require
-from lsgd.client.dashboard.report import report
 from lsgd.client.watch.loggers import LOGGERS
 from lsgd.protocol.sockets import ConnectorKeys
 
@@ -81,6 +80,8 @@ def report_command(folder: Path, output: Path | None) -> None:
     After lsgd launch --dashboard it also has the timeline, the throughput and the log.
     """
     require("lsgd report", "plotly")
+    from lsgd.client.dashboard.report import report
+
     output = output or folder / "report.html"
     text = report(folder)
     try:
