@@ -1,9 +1,9 @@
 """Converts the state of a run to plain data and back, so that a restarted global server can continue it.
 
 The data has rounds, generations and members, with what each has reported so far; of grants only those of evicted
-members, and no tokens. So a restored run has nothing to grant until all live members have asked, and thereby reported
-what they did meanwhile: then no grant is outstanding, the count is exact, and a global round follows. Members that ask
-for an open round again get the same answer.
+members, and no tokens. So a restored run has nothing to grant until all live members have asked and so reported what
+they did meanwhile. Then no grant is outstanding, the count is exact, and a global round follows. Members that ask again
+for an open round get the same answer.
 """
 
 import dataclasses
