@@ -23,22 +23,9 @@ from lsgd.protocol.sockets import Connector, Poller
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "workers"
 DEADLINE_S = 60.0
-LSGD = HERE.parents[1] / "lsgd"
 LOADED_BY_WORKERS = (
     *("torch", "torch._dynamo", "torch.profiler", "numpy.ctypeslib", "encodings.idna"),
-    *(
-        f"lsgd.{folder}.{file.stem}"
-        for folder in ("algorithms", "codecs")
-        for file in (LSGD / folder).glob("[a-z]*.py")
-    ),
-    *(
-        "lsgd.plan.options",
-        "lsgd.client.worker",
-        "lsgd.kernels.cpu.blockwise",
-        "lsgd.kernels.cpu.path",
-        "llvmlite.binding",
-        "warm",
-    ),
+    *("lsgd.plan.options", "lsgd.client.worker", "warm"),
 )
 """Modules that workers use sooner or later. The first optimizer imports torch._dynamo, which takes as long as torch."""
 LIGHT = {"PYTHONPATH": os.pathsep.join([str(HERE / "light"), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
@@ -151,8 +138,8 @@ class ForkServer:
         return Process(log.stem, pid, log, lambda: self._code(pid))
 
     def _begin(self) -> subprocess.Popen[bytes]:
-        environ = {**os.environ, **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}}
-        environ |= self._variables
+        one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+        environ = {**os.environ, **one_thread, **self._variables}
         process = self._popen(
             [sys.executable, str(HERE / "forkserver.py"), *self._modules],
             stdin=subprocess.PIPE,

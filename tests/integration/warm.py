@@ -1,12 +1,12 @@
-"""Imported before workers are forked: reads the registries and compiles the kernels that most workers use, once."""
+"""Imported before workers are forked: loads algorithms and codecs, and compiles the kernels that most workers use."""
+
+import torch
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.codecs import CODECS, codec_of
-from lsgd.kernels import few_bits
-from lsgd.kernels.dispatch import path_for
 
 list(ALGORITHMS)
 list(CODECS)
-path_for("cpu")
-levels2 = codec_of("levels2")
-few_bits.path("cpu", levels2.family, levels2.unit, *levels2.form)  # type: ignore[attr-defined]
+x = torch.zeros(1 << 12)
+for codec in map(codec_of, ("minmax8", "levels2")):
+    codec.encode(x, codec.empty(x.numel(), x.device))

@@ -2,7 +2,7 @@
 // The charts of the page, as data and layouts for Plotly; nothing here touches the page.
 
 const charts = (() => {
-  // Okabe and Ito's colours, except the yellow, which is invisible on white; dashes distinguish further workers.
+  // Okabe and Ito's colors, except the yellow, which is invisible on white; dashes distinguish further workers.
   const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c"];
   const DARK = ["#56b4e9", "#e69f00", "#00b386", "#cc79a7", "#d55e00", "#0072b2", "#8c8c8c"];
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
@@ -84,7 +84,7 @@ const charts = (() => {
 
   const rowsOf = (workers) => workers <= 4 ? 20 : workers <= 16 ? 10 : 5;
 
-  // Each worker is a band of thin rows. In a column, the number of rows in an act's colour is the act's share of time.
+  // Each worker is a band of thin rows. In a column, the number of rows in an act's color is the act's share of time.
   function timeline(span, gaps, t, { chosen, narrow }) {
     const names = Object.keys(span.rows), many = names.length;
     const rows = rowsOf(many), z = [], middle = {};

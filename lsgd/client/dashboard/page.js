@@ -55,7 +55,7 @@ function write() {
     ...(known ? { sent: live ? `${charts.bytes(sums[0])}/s` : charts.bytes(sums[1]),
       "sent per iteration": head.count ? charts.bytes(sums[1] / head.count) : "–" } : {}),
   });
-  at("leaders").textContent = data.loss.leader_changes ? `the leader changed ${data.loss.leader_changes === 1 ? "once" : `${data.loss.leader_changes} times`}` : "";
+  at("leaders").textContent = data.loss.leader_changes ? `leader changes: ${data.loss.leader_changes}` : "";
   table();
   log();
   at("names").replaceChildren(...data.names.map((name) => make("option", { value: name })));
