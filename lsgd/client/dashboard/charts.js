@@ -140,7 +140,7 @@ const charts = (() => {
     return [traces, layout(t, {
       xaxis: { type: "date", range: ends }, shapes, uirevision: span.name,
       yaxis: { tickvals: ticks.map((n) => middle[n]), ticktext: ticks.map(short), range: [z.length - 0.5, -0.5], fixedrange: true, showgrid: false },
-      margin: { l: 56, r: 56, t: 8, b: 36 }, height: Math.min(680, Math.max(170, 60 + many * (many > 16 ? 9.5 : 34))),
+      margin: { l: 68, r: 68, t: 8, b: 36 }, height: Math.min(680, Math.max(170, 60 + many * (many > 16 ? 9.5 : 34))),
     })];
   }
 
@@ -155,7 +155,7 @@ const charts = (() => {
       xaxis: { type: "date", range: [local(span.begin), local(span.begin + span.number * span.width_s)] },
       yaxis: { ...axis, title: { text: narrow ? "" : "per second" } }, uirevision: span.name,
       yaxis2: { ...axis, title: { text: narrow ? "" : "per iteration" }, overlaying: "y", side: "right", showgrid: false },
-      legend: { orientation: "h", y: 1.15 }, margin: { l: 56, r: 56, t: 24, b: 42 },
+      legend: { orientation: "h", y: 1.15 }, margin: { l: 68, r: 68, t: 24, b: 42 },
     })];
   }
 

@@ -45,7 +45,7 @@ function write() {
   const there = isOver() || !out ? many : `${many - out} of ${many}`;
   tiles({
     iterations: number(head.count) + (head.iterations ? ` of ${number(head.iterations)}` : ""),
-    rate: head.rate === null ? "–" : `${number(head.rate, 3)} per second`,
+    rate: head.rate === null ? "–" : `${number(head.rate, 3)}/s`,
     time: span(head.seconds),
     ...(live ? { "time left": span(head.left_s) } : {}),
     loss: number(head.loss),
@@ -122,7 +122,7 @@ function banner() {
   const over = data && isOver();
   let text = "";
   if (live && (late || !source || source.readyState !== EventSource.OPEN)) {
-    text = over ? "The run is over and its dashboard has ended. This is the last state." :
+    text = over ? "The run is over and its dashboard has ended; this is the last state." :
       `Disconnected: the dashboard at ${location.host} does not answer${data ? "; this is the last state" : ""}. Trying again.`;
   } else if (live && data && data.problem) text = data.problem;
   else if (live && data && !data.connected && !over) {
