@@ -113,6 +113,7 @@ def test_twenty_generations_leave_no_descriptor(switchboard) -> None:
     assert descriptors() <= before, per_channel
 
 
+@pytest.mark.slow
 def test_a_flood_of_connections_while_groups_form(switchboard, addresses) -> None:
     """Gloo ends the process if what it accepts is gone at that moment: it must not be."""
     over = threading.Event()

@@ -518,6 +518,7 @@ class TestTokens:
 class TestUnderAScheduler:
     """What differs where Slurm and others start the launchers."""
 
+    @pytest.mark.slow
     def test_sigterm_to_all_processes_is_for_the_launcher_alone(self, start):
         node = start("--nodes", "1", "--workers", "2", NODE_RANK="0", NNODES="1", LSGD_CHECKPOINT_EVERY="1")
         until(lambda: checkpoints(node.run_dir / "checkpoints"), "it trains")
@@ -528,6 +529,7 @@ class TestUnderAScheduler:
         assert status == 0, output
         assert "stopped: the global server got SIGINT" in output and "killed by" not in output
 
+    @pytest.mark.slow
     def test_resumes_if_there_is_anything(self, start, tmp_path):
         here = ("--nodes", "1", "--workers", "1", "--run-dir", str(tmp_path / "run"), "--resume-if-any")
         status, output = start(*here, LSGD_ITERATIONS="40").finish()

@@ -153,6 +153,7 @@ def test_where_lines_cannot_move_there_are_plain_ones(terminal, monkeypatch, var
     assert terminal.written == "[a] one\r\n"
 
 
+@pytest.mark.slow
 def test_a_run_on_a_terminal_shows_its_workers_and_ctrl_c_leaves_the_terminal_as_it_was(terminal, tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAIN)
     environ = {**os.environ, **LIGHT, "LSGD_ALGORITHM": "leader", "TERM": "xterm", "NO_COLOR": "1", "CI": ""}

@@ -15,7 +15,6 @@ from lsgd.protocol.keys import KeyRing, connector_keys
 
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", exc_type=ImportError)
-models = pytest.importorskip("kubeflow_trainer_api.models", exc_type=ImportError)
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 Manifest = dict[str, Any]
@@ -58,6 +57,7 @@ def test_core_kinds_fit_the_schemas_of_kubernetes(name: str) -> None:
     ],
 )
 def test_custom_kinds_have_only_fields_that_their_models_know(name: str, kind: str, model: str) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", exc_type=ImportError)  # takes half a second
     manifest = manifests(name)[kind]
     known = getattr(models, model).from_dict(manifest).to_dict()
     assert list(unknown(manifest, known)) == []

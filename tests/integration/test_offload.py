@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from .running import Cluster
 from .test_algorithms import plan, run
 
@@ -16,6 +18,7 @@ PHASES = [  # in which each worker makes one iteration a round, and leaders and 
 ]
 
 
+@pytest.mark.slow
 def test_offload_changes_no_bit_of_the_model(tmp_path: Path) -> None:
     made = []
     for offload in (False, True):

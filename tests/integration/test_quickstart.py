@@ -7,6 +7,8 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
+
 from .running import DEADLINE_S, LIGHT
 
 LSGD = [sys.executable, "-m", "lsgd.client"]
@@ -24,6 +26,7 @@ def lsgd(folder: Path, *arguments: str, **variables: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 def test_the_example_trains_without_a_clone_and_leaves_its_script(tmp_path: Path) -> None:
     done = lsgd(tmp_path, "quickstart", "--run-dir", "first", "--device", "cpu", LSGD_ITERATIONS="40")
     assert done.returncode == 0, done.stdout + done.stderr

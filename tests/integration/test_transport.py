@@ -43,6 +43,7 @@ def test_training_over_encrypted_connections(cluster, tmp_path, algorithm) -> No
     assert all(result["loss"] < 1.0 for result in results)
 
 
+@pytest.mark.slow
 def test_the_transport_changes_no_bit_of_the_model(tmp_path) -> None:
     """ByteGrad's workers go in step, so that the same run comes out whatever their speed is."""
     made = []
