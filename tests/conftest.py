@@ -1,5 +1,6 @@
 """What all tests have in common."""
 
+import gc
 import importlib
 import signal
 from collections.abc import Callable
@@ -18,6 +19,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """Let no search for garbage go through the modules and the thousands of tests that stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def example(name: str) -> Callable[[], ModuleType]:

@@ -15,12 +15,12 @@ Four workers train with Leader SGD, without a server::
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 import torch
@@ -40,28 +40,26 @@ T = TypeVar("T")
 
 
 class _Mail:
-    """Tensors in transit between members, by sender and receiver."""
+    """Tensors in transit between members: a queue for each sender and receiver, so that only the receiver wakes."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._arrived = threading.Condition()
-        self._boxes: dict[tuple[str, int, int], deque[Tensor]] = {}
-        self._failure: str | None = None
+        self._lock = threading.Lock()
+        self._boxes: dict[tuple[str, int, int], SimpleQueue[Tensor | None]] = {}  # None: nothing more comes
+        self._failure = ""
 
     def send(self, name: str, source: int, target: int, tensor: Tensor) -> None:
-        with self._arrived:
-            self._boxes.setdefault((name, source, target), deque()).append(tensor.detach().clone())
-            self._arrived.notify_all()
+        self._box(name, source, target).put(tensor.detach().clone())
 
     def receive(self, name: str, source: int, target: int, out: Tensor) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        with self._arrived:
-            while not (box := self._boxes.get((name, source, target))):
-                if self._failure:
-                    raise ExchangeError(self._failure)
-                if not self._arrived.wait(deadline - time.monotonic()):
-                    raise ExchangeError(f"rank {source} sent nothing to rank {target} for {self._timeout_s:g} s")
-            tensor = box.popleft()
+        box = self._box(name, source, target)
+        try:
+            tensor = box.get(timeout=self._timeout_s)
+        except Empty:
+            raise ExchangeError(f"rank {source} sent nothing to rank {target} for {self._timeout_s:g} s") from None
+        if tensor is None:
+            box.put(None)
+            raise ExchangeError(self._failure)
         if tensor.shape != out.shape or tensor.dtype != out.dtype:
             raise AssertionError(
                 f"{source} sent {tensor.shape} {tensor.dtype}, {target} expects {out.shape} {out.dtype}"
@@ -69,9 +67,18 @@ class _Mail:
         out.copy_(tensor)
 
     def fail(self, reason: str) -> None:
-        with self._arrived:
+        with self._lock:
             self._failure = reason
-            self._arrived.notify_all()
+            for box in self._boxes.values():
+                box.put(None)
+
+    def _box(self, name: str, source: int, target: int) -> "SimpleQueue[Tensor | None]":
+        with self._lock:
+            if (place := (name, source, target)) not in self._boxes:
+                box = self._boxes[place] = SimpleQueue()
+                if self._failure:
+                    box.put(None)
+            return self._boxes[place]
 
 
 class SimulatedGroup(Group):

@@ -14,7 +14,7 @@ def aligned(nbytes):
 
 
 def philox(call, seed, rounds=7):
-    """Philox4x32: the four words of one call, as Python integers."""
+    """Philox4x32: the four words of one call, an integer, or of an array of calls (uint64)."""
     a, b, c, d = call % 2**32, call // 2**32, 0, 0
     key0, key1 = seed % 2**32, seed // 2**32
     return philox_words((a, b, c, d), (key0, key1), rounds)
@@ -32,10 +32,8 @@ def philox_words(counter, key, rounds):
 
 def random_bits(numel, seed):
     """16 bits for each element: element i takes half i % 2 of word i // 2 % 4 of call i // 8."""
-    bits = [
-        word >> shift & 0xFFFF for call in range(-(-numel // 8)) for word in philox(call, seed) for shift in (0, 16)
-    ]
-    return np.array(bits[:numel], dtype=np.int64)
+    words = np.stack(philox(np.arange(-(-numel // 8), dtype=np.uint64), seed), axis=1)
+    return np.stack([words & 0xFFFF, words >> 16], axis=2).reshape(-1)[:numel].astype(np.int64)
 
 
 def quantize_block(x, bits):
