@@ -27,7 +27,7 @@ PATH = os.pathsep.join([LIGHT["PYTHONPATH"], str(ROOT)])
 WORKERS = 3  # an odd number: a bye in pairs, two neighbors in a ring
 ROWS = 2000  # of the model, of 1001 parameters each
 ROWS_ON_ISLANDS = 500
-ROUNDS = 7  # of each algorithm; a multiple of three after the first, so that each has had its bye as often
+ROUNDS = 4  # of each algorithm; a multiple of three after the first, so that each has had its bye as often
 
 ALGORITHMS: list[dict[str, Any]] = [
     {"name": "allreduce"},
