@@ -43,13 +43,6 @@ def local(tensor: Tensor) -> Tensor:
     return held  # type: ignore[no-any-return]
 
 
-def addresses(tensors: Iterable[Tensor]) -> list[int]:
-    """Return where this process's part of each tensor is in memory; fast, as every step asks."""
-    if _loaded("torch.distributed.tensor", "DTensor") is None:
-        return list(map(Tensor.data_ptr, tensors))
-    return [local(tensor).data_ptr() for tensor in tensors]
-
-
 def begins(tensor: Tensor) -> list[int]:
     """Return where this process's part begins in the whole tensor, for each dimension."""
     starts = [0] * tensor.dim()

@@ -53,6 +53,10 @@ def replace_module(model: nn.Sequential) -> None:
     model[2] = nn.Linear(8, 1)
 
 
+def replace_all_modules(model: nn.Sequential) -> None:
+    model._modules = {**model._modules, "2": nn.Linear(8, 1)}
+
+
 def assign_state(model: nn.Sequential) -> None:
     model.load_state_dict(network().state_dict(), assign=True)
 
@@ -62,6 +66,7 @@ def assign_state(model: nn.Sequential) -> None:
     [
         (replace_parameter, "the parameter 0.weight was replaced after Worker.join"),
         (replace_module, "the parameter 2.weight was replaced after Worker.join"),
+        (replace_all_modules, "the parameter 2.weight was replaced after Worker.join"),
         (assign_state, "the parameter 0.weight was replaced after Worker.join"),
         (lambda model: model.append(nn.Linear(1, 1)), "the parameter 3.weight was added after Worker.join"),
         (lambda model: model[0].register_parameter("bias", None), "the parameter 0.bias was removed after"),

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -87,8 +86,7 @@ class Replica:
 
     def _in_groups(self) -> set[int]:
         """Return the identities of the optimizers' parameters."""
-        groups = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
-        return set(map(id, chain.from_iterable(groups)))
+        return {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
 
     def take_up(self, text: str) -> bool:
         """Switch to a round's algorithm and settings; return whether it is a new algorithm, with fresh state."""
