@@ -27,13 +27,13 @@ from tornado.netutil import bind_sockets
 from benchmarks.control.simulation import Simulation, percentile
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
-from lsgd.client.dashboard.data import encoded, snapshot
-from lsgd.client.dashboard.follow import Follower
-from lsgd.client.dashboard.server import Dashboard, application
-from lsgd.client.dashboard.story import Story
-from lsgd.client.watch.reader import Batch, Reader
 from lsgd.protocol.events import Event, Happening
 from lsgd.server.report import progress, report
+from lsgd.watch.dashboard.data import encoded, snapshot
+from lsgd.watch.dashboard.follow import Follower
+from lsgd.watch.dashboard.server import Dashboard, application
+from lsgd.watch.dashboard.story import Story
+from lsgd.watch.reader import Batch, Reader
 
 STEP_S, PERIOD, LOCAL_PERIOD = 1.0, 4, 2
 """Of a simulated worker: 5,400 global rounds in six hours."""

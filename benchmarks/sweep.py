@@ -1,6 +1,6 @@
 """Leader SGD's learning rate and pull: ``python -m benchmarks.sweep [--quick] [--json FILE]``.
 
-Four simulated workers on two nodes (lsgd.collectives.simulation, the real LeaderSGD) train an MLP on handwritten
+Four simulated workers on two nodes (lsgd.testing.simulation, the real LeaderSGD) train an MLP on handwritten
 digits, with 3
 learning rates and 3 strengths; a strength is that of both pulls and of both proximal terms. Leaders are elected by the
 mean loss of the last batches, as the coordinator does it; all workers are equally fast. A seed chooses the split of the
@@ -26,8 +26,8 @@ from torch.nn.functional import cross_entropy
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
 from lsgd.algorithms.leader import LeaderSettings
-from lsgd.collectives.simulation import SimulatedGroup, SimulatedWorker, simulate
 from lsgd.flat import FlatParameters
+from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
 
 NODE_SIZES = (2, 2)
 LEARNING_RATES = (0.02, 0.06, 0.2)

@@ -66,7 +66,7 @@ def by_lightning(model: Model, data: Tensor, steps: int, shared: bool) -> int:
 
     callbacks: list[Any] = []
     if shared:
-        from lsgd.client.integrations.lightning import LsgdCallback
+        from lsgd.integrations.lightning import LsgdCallback
 
         callbacks = [LsgdCallback()]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -97,7 +97,7 @@ def by_accelerate(model: Model, data: Tensor, steps: int, shared: bool) -> int:
         for x in _forever(loader, steps):
             step(x)
         return 0
-    from lsgd.client.integrations.accelerate import LsgdLoop
+    from lsgd.integrations.accelerate import LsgdLoop
 
     with LsgdLoop(accelerator, model, optimizer, loader) as lsgd:
         while not lsgd.stopped:
@@ -112,7 +112,7 @@ def by_transformers(model: Model, data: Tensor, steps: int, shared: bool) -> int
 
     callbacks: list[Any] = []
     if shared:
-        from lsgd.client.integrations.transformers import LsgdCallback
+        from lsgd.integrations.transformers import LsgdCallback
 
         callbacks = [LsgdCallback()]
     arguments = TrainingArguments(

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lsgd.client.integrations.accelerate import LsgdLoop
+from lsgd.integrations.accelerate import LsgdLoop
 
 CONTEXT, WIDTH = 64, 64
 

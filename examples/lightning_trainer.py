@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lsgd.client.integrations.lightning import LsgdCallback
+from lsgd.integrations.lightning import LsgdCallback
 
 CONTEXT, WIDTH = 64, 64
 

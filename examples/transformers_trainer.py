@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from lsgd.client.integrations.transformers import LsgdCallback
+from lsgd.integrations.transformers import LsgdCallback
 
 CONTEXT = 64
 

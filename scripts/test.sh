@@ -2,7 +2,7 @@
 # Checks everything: style, types, tests, and their coverage. The first call makes .venv.
 #   bash scripts/test.sh            all of it, as continuous integration does
 #   bash scripts/test.sh --fast     what to run before a commit: no test that is slow or needs root
-#   bash scripts/test.sh ARGUMENTS  only pytest, with these:  bash scripts/test.sh tests/client -k launch
+#   bash scripts/test.sh ARGUMENTS  only pytest, with these:  bash scripts/test.sh tests/node -k launch
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 use_environment dashboard dev docs examples lightning metrics tensorboard transformers

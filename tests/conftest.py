@@ -3,11 +3,13 @@
 import gc
 import importlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from .integration.running import Cluster
 
 # Whoever runs the tests may ignore signals, as nohup and a shell's background jobs do. Every process that a test starts
 # would inherit that, and some of them are sent just these.
@@ -38,3 +40,12 @@ def example(name: str) -> Callable[[], ModuleType]:
 
 
 digits, report = map(example, ("digits", "report"))
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A global server and one node without workers."""
+    made = Cluster(tmp_path_factory.mktemp("servers"))
+    made.start("--workers", "2", "--algorithm", "local", "--period", "8", "--iterations", "100")
+    yield made
+    made.close()

@@ -18,13 +18,13 @@ TIME_OF_DAY = {
 }
 FOR_PEOPLE = {
     ("server/daemon.py", "strftime"),  # before each line that a server prints
-    ("client/cli/commands.py", "strftime"),  # the name of a run's folder
-    ("client/cli/runs.py", "datetime"),  # when a run began
-    ("client/cli/runs.py", "strftime"),
+    ("cli/commands.py", "strftime"),  # the name of a run's folder
+    ("cli/runs.py", "datetime"),  # when a run began
+    ("cli/runs.py", "strftime"),
     ("server/record.py", "datetime"),  # when a run began
     ("server/record.py", "now"),
-    ("client/cli/doctor.py", "time"),  # compared between two machines
-    ("client/cli/log.py", "time"),  # beside each point of a curve
+    ("cli/doctor.py", "time"),  # compared between two machines
+    ("cli/log.py", "time"),  # beside each point of a curve
     ("server/stream.py", "time"),  # beside each event
 }
 

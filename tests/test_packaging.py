@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 LINKS = ("server", "client", "kernels")
-ENTRY_POINTS = {"lsgd": "lsgd.client.cli.commands:main", "lsgd-server": "lsgd.server.cli:main"}
+ENTRY_POINTS = {"lsgd": "lsgd.cli.commands:main", "lsgd-server": "lsgd.server.cli:main"}
 
 
 def modules() -> set[str]:

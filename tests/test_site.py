@@ -14,7 +14,7 @@ import pytest
 
 import lsgd.client
 from lsgd.algorithms import ALGORITHMS
-from lsgd.client.cli.commands import main as lsgd_command
+from lsgd.cli.commands import main as lsgd_command
 from lsgd.plan.plan import flag
 from lsgd.plan.run import RunSettings
 from lsgd.server.cli import main as server_command

@@ -3,8 +3,8 @@
 import argparse
 import time
 
-from lsgd.client.watch.reader import ASK_EVERY_S, Reader
-from lsgd.client.watch.view import RunView
+from lsgd.watch.reader import ASK_EVERY_S, Reader
+from lsgd.watch.view import RunView
 
 
 def main() -> None:

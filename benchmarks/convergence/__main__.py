@@ -5,7 +5,7 @@ transformer; ``text-full`` is its full size: a million parameters, 4,096 steps, 
 a vision transformer) and ``skewed`` (digits, of which each worker has some labels only). One worker alone ends far
 behind there. ``digits`` and ``bytes`` are easier, and their learning rate is constant.
 
-Workers of lsgd's methods are simulated, threads of one process (lsgd.collectives.simulation, the real algorithms);
+Workers of lsgd's methods are simulated, threads of one process (lsgd.testing.simulation, the real algorithms);
 those of the baselines are real processes on this machine. All have the same first model, batches, optimizer and
 schedule. ``one-machine`` is one worker with all data and the steps of one worker, ``one-machine-samples`` the same with
 the steps of all. ``alone`` exchanges nothing; kept is the better of the average and the first worker's own model.

@@ -16,8 +16,8 @@ from benchmarks.methods import ALONE, ONE_MACHINE, ONE_MACHINE_SAMPLES, OURS, se
 from benchmarks.testbed.launch import await_all, free_port, start
 from benchmarks.workloads import TASKS, Task
 from lsgd.algorithms.local import LocalSettings
-from lsgd.collectives.simulation import SimulatedGroup, SimulatedWorker, simulate, steps_at
 from lsgd.settings import AlgorithmSettings
+from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate, steps_at
 
 NEVER = 1 << 30  # a period that no run reaches
 DIGITS = 5  # of a curve's points

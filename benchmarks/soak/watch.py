@@ -4,10 +4,10 @@ import json
 import sys
 import time
 
-from lsgd.client.watch.ask import ask
 from lsgd.errors import LsgdError
 from lsgd.protocol.keys import OPERATOR, connector_keys
 from lsgd.protocol.messages import StatusQuery
+from lsgd.watch.ask import ask
 
 PERIOD_S = 0.5
 

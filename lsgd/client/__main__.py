@@ -1,5 +1,5 @@
 """``python -m lsgd.client`` is ``lsgd``."""
 
-from lsgd.client.cli.commands import main
+from lsgd.cli.commands import main
 
 main(prog_name="lsgd")

@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model
-from lsgd.client.checkpoint.run_folder import CHECKPOINTS
 from lsgd.client.control.closing import on_error
 from lsgd.client.control.identity import identify
 from lsgd.client.control.island import island_of
@@ -37,6 +36,7 @@ from lsgd.errors import (
 )
 from lsgd.flat import FlatParameters
 from lsgd.protocol.messages import Data, Leave, Left, Status, StatusQuery
+from lsgd.run_folder import CHECKPOINTS
 from lsgd.settings import AlgorithmSettings
 from lsgd.shards import full_state_dict
 

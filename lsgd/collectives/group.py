@@ -1,7 +1,7 @@
 """The Group: the few operations by which members of a generation exchange tensors.
 
 It is all that algorithms see of the outside. :mod:`lsgd.client.groups` has the real ones;
-:mod:`lsgd.collectives.simulation` has one of threads in a process.
+:mod:`lsgd.testing.simulation` has one of threads in a process.
 """
 
 from __future__ import annotations

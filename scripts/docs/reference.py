@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import click
 
 from lsgd.algorithms import ALGORITHMS
-from lsgd.client.cli.commands import main as lsgd
+from lsgd.cli.commands import main as lsgd
 from lsgd.plan.plan import DEFAULT, flag, variable
 from lsgd.plan.run import RunSettings
 from lsgd.server.cli import main as lsgd_server
@@ -26,17 +26,17 @@ The public names of lsgd. [The client library](../client.md) tells how they work
 
 ## Trainers
 
-::: lsgd.client.integrations.transformers.LsgdCallback
+::: lsgd.integrations.transformers.LsgdCallback
     options:
       members: [worker]
       show_root_full_path: true
 
-::: lsgd.client.integrations.lightning.LsgdCallback
+::: lsgd.integrations.lightning.LsgdCallback
     options:
       members: [worker]
       show_root_full_path: true
 
-::: lsgd.client.integrations.accelerate.LsgdLoop
+::: lsgd.integrations.accelerate.LsgdLoop
 
 ## Without lsgd's servers
 

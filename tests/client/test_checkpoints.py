@@ -18,12 +18,12 @@ from torch.utils.data import TensorDataset
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.checkpoint.file import DamagedError, Packed, digest, pack, read, unpack, write
-from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, find_run, runs
 from lsgd.client.control.island import Island
 from lsgd.client.loader import ShardLoader, shard_loader
 from lsgd.errors import ConfigError
 from lsgd.flat import FlatParameters, describe
 from lsgd.protocol.messages import Origin
+from lsgd.run_folder import checkpoint_path, counts, find_run, runs
 
 WORKER = "node0/worker1"
 RUN = "5e55"

@@ -9,7 +9,6 @@ from torch import nn
 
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
-from lsgd.client.checkpoint.run_folder import checkpoint_path, counts
 from lsgd.client.control.island import Island
 from lsgd.client.iteration.asking import Asking
 from lsgd.client.iteration.replica import Replica
@@ -21,6 +20,7 @@ from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Round
+from lsgd.run_folder import checkpoint_path, counts
 
 from ..integration.running import until
 from .bench import Switchboard, generation, together

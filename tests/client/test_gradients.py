@@ -13,10 +13,10 @@ from lsgd.algorithms.bytegrad import ByteGradSettings
 from lsgd.algorithms.qsgd import QSGDSettings
 from lsgd.client.iteration.gradients import GradientExchange
 from lsgd.client.iteration.round import ActiveRound, State
-from lsgd.collectives.simulation import SimulatedGroup, simulate
 from lsgd.errors import DetachedError, ExchangeError, LsgdError
 from lsgd.flat import FlatParameters
 from lsgd.protocol.messages import Round
+from lsgd.testing.simulation import SimulatedGroup, simulate
 
 from .bench import generation
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from lsgd.client.cli.commands import main
-from lsgd.client.launcher.place import find_place
+from lsgd.cli.commands import main
+from lsgd.node.place import find_place
 from lsgd.protocol.keys import KeyRing, connector_keys
 
 yaml = pytest.importorskip("yaml")

@@ -12,7 +12,7 @@ from lsgd.errors import ConfigError
 from .running import Cluster, ForkServer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
-MODULE = "lsgd.client.integrations.accelerate"
+MODULE = "lsgd.integrations.accelerate"
 
 
 class AccelerateCluster(Cluster):

@@ -12,8 +12,8 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
+from lsgd.cli.commands import main
 from lsgd.client import Worker
-from lsgd.client.cli.commands import main
 from lsgd.errors import DetachedError, LsgdError
 
 from .running import Cluster, Process, until

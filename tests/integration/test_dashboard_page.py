@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lsgd.client.cli.commands import main
+from lsgd.cli.commands import main
 
 from .running import DEADLINE_S, LIGHT, until
 from .test_crashes import EVERY, JournaledRun, kill

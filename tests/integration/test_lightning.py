@@ -13,7 +13,7 @@ from lsgd.errors import ConfigError
 from .running import Cluster, ForkServer, train_two
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_trainer.py"
-MODULE = "lsgd.client.integrations.lightning"
+MODULE = "lsgd.integrations.lightning"
 
 
 class LightningCluster(Cluster):

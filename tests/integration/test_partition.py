@@ -31,7 +31,7 @@ class Operator:
     def __init__(self, host: Host, keys: Path) -> None:
         self._keys = keys
         self._outputs = (keys.parent / f"operator{number}.log" for number in count())
-        self._forks = ForkServer("lsgd.client.cli.commands", popen=host.popen)
+        self._forks = ForkServer("lsgd.cli.commands", popen=host.popen)
 
     def finds_the_server(self) -> None:
         """Wait until node 0 has made the keys, and its server listens."""

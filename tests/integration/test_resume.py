@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from lsgd.client.checkpoint.run_folder import CHECKPOINTS, checkpoint_path, counts, runs
+from lsgd.run_folder import CHECKPOINTS, checkpoint_path, counts, runs
 
 from .running import Cluster, Process
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lsgd.client import Worker
-from lsgd.client.checkpoint.run_folder import CHECKPOINTS
 from lsgd.errors import ConfigError
 from lsgd.learning_rate import factor
+from lsgd.run_folder import CHECKPOINTS
 
 RATE = 0.05
 ITERATIONS = 64

@@ -15,7 +15,7 @@ from lsgd.errors import ConfigError
 from .running import Cluster, ForkServer, train_two
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
-MODULE = "lsgd.client.integrations.transformers"
+MODULE = "lsgd.integrations.transformers"
 
 
 class TrainerCluster(Cluster):

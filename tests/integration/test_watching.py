@@ -10,11 +10,11 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from lsgd.client.cli import operate
-from lsgd.client.watch.reader import Reader
-from lsgd.client.watch.view import RunView
+from lsgd.cli import operate
 from lsgd.errors import JoinError
 from lsgd.protocol.messages import StopRun
+from lsgd.watch.reader import Reader
+from lsgd.watch.view import RunView
 
 from .running import DEADLINE_S, LIGHT
 from .test_crashes import EVERY, JournaledRun, kill

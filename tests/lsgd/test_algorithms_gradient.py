@@ -9,8 +9,8 @@ from lsgd.algorithms.bytegrad import ByteGradSettings
 from lsgd.algorithms.gradient import buckets
 from lsgd.algorithms.qsgd import QSGDSettings
 from lsgd.collectives.group import Transfer
-from lsgd.collectives.simulation import simulate
 from lsgd.errors import ExchangeError
+from lsgd.testing.simulation import simulate
 
 from .reference import Problem, Worker, close_to, decode, nodes_of
 from .training import SPLIT, TorchWorker, make_round, relative_error, train

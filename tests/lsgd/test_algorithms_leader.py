@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from lsgd.algorithms.leader import LeaderSettings
-from lsgd.collectives.simulation import SimulatedWorker, simulate
 from lsgd.errors import ExchangeError
+from lsgd.testing.simulation import SimulatedWorker, simulate
 
 from .reference import Exchange, LeaderReference, Problem
 from .training import TorchWorker, make_round, relative_error

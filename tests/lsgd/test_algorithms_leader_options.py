@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lsgd.algorithms.leader import LeaderSettings
-from lsgd.collectives.simulation import simulate
 from lsgd.errors import ExchangeError
+from lsgd.testing.simulation import simulate
 
 from .reference import Exchange, Problem, Worker, close_to, decode, nodes_of
 from .training import SPLIT, Recording, TorchWorker, make_round, relative_error

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from lsgd.algorithms.local import LocalSettings, SparseSettings
-from lsgd.collectives.simulation import simulate
 from lsgd.errors import ConfigError, ExchangeError
+from lsgd.testing.simulation import simulate
 
 from .reference import Problem, Worker
 from .training import SPLIT, Recording, TorchWorker, make_round, relative_error

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSettings
-from lsgd.collectives.simulation import simulate
 from lsgd.errors import ExchangeError
+from lsgd.testing.simulation import simulate
 
 from .reference import Problem, Worker, close_to, decode, nodes_of
 from .training import SPLIT, Recording, TorchWorker, make_round, relative_error, train

@@ -9,8 +9,8 @@ import torch
 from lsgd.algorithms.decentralized import DecentralizedSettings
 from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.local import DiLoCoSettings, LocalSettings, SparseSettings
-from lsgd.collectives.simulation import simulate
 from lsgd.errors import ExchangeError
+from lsgd.testing.simulation import simulate
 
 from .reference import Problem, Worker, nodes_of
 from .training import SPLIT, TorchWorker, make_round, relative_error, train

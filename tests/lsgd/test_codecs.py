@@ -21,11 +21,11 @@ from lsgd.codecs.minmax4 import MinMax4
 from lsgd.codecs.minmax8 import MinMax8
 from lsgd.codecs.plain import Float16, Float32
 from lsgd.codecs.topk import TopK
-from lsgd.collectives.simulation import simulate
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.kernels import payload_nbytes, quantize
 from lsgd.payload import HEADER_NBYTES
+from lsgd.testing.simulation import simulate
 
 from .reference import Problem
 from .training import TorchWorker, make_round, train

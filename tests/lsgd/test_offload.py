@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils import _pytree
 
 from lsgd.algorithms import ALGORITHMS
-from lsgd.collectives.simulation import SimulatedWorker, simulate
 from lsgd.flat import FlatParameters
+from lsgd.testing.simulation import SimulatedWorker, simulate
 
 CASES = [
     ("leader", {"period": 4, "local_period": 2}),

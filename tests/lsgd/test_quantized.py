@@ -9,8 +9,8 @@ import torch
 from lsgd.codecs.minmax8 import MinMax8
 from lsgd.collectives import two_round as quantized
 from lsgd.collectives.feedback import ErrorFeedback
-from lsgd.collectives.simulation import simulate
 from lsgd.collectives.two_round import QuantizedAllReduce, chunk_bounds, seed_of
+from lsgd.testing.simulation import simulate
 
 from .reference import close_to, decode
 from .training import Recording

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lsgd.algorithms import ALGORITHMS
-from lsgd.collectives.simulation import simulate
+from lsgd.testing.simulation import simulate
 
 from .training import make_round
 

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from lsgd.collectives.simulation import SimulatedWorker, generation_of, simulate
 from lsgd.collectives.topology import first_ranks
 from lsgd.protocol.messages import Round
+from lsgd.testing.simulation import SimulatedWorker, generation_of, simulate
 
 from .reference import Exchange, Problem
 

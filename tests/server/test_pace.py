@@ -11,7 +11,6 @@ from lsgd.algorithms.common import LONGEST_PERIOD, Periodic, least_period, ramp
 from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
-from lsgd.collectives.simulation import SimulatedGroup, SimulatedWorker, simulate
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
@@ -20,6 +19,7 @@ from lsgd.server.coordinator import Coordinator
 from lsgd.server.memento import capture, restore
 from lsgd.server.pace import LEAST_ROUNDS, MOST_PERIOD, SHORT_PERIOD
 from lsgd.server.report import report
+from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
 
 from .helpers import Bench, make_plan, started
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.client.watch.ask import ask
-from lsgd.client.watch.reader import Reader
 from lsgd.errors import JoinError
 from lsgd.protocol.descriptors import MAX_DESCRIPTORS, raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
@@ -28,6 +26,8 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller, new_key_pair
 from lsgd.server.daemon import GUARD_EVERY_S
+from lsgd.watch.ask import ask
+from lsgd.watch.reader import Reader
 
 from ..integration.running import Cluster, Process, until
 from .helpers import greeting

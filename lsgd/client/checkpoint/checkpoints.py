@@ -17,13 +17,13 @@ from lsgd.algorithms import Algorithm
 from lsgd.client.checkpoint.file import DamagedError, Packed, pack, read, sweep, write
 from lsgd.client.checkpoint.finite import FiniteCheck, in_words
 from lsgd.client.checkpoint.reshard import Resharding, layout_of
-from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, island_sizes, process_name, runs
 from lsgd.client.control.island import Island
 from lsgd.client.loader import ShardLoader
 from lsgd.errors import ConfigError, NonFiniteError
 from lsgd.flat import Layout, describe
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
+from lsgd.run_folder import checkpoint_path, counts, island_sizes, process_name, runs
 from lsgd.settings import AlgorithmSettings
 from lsgd.shards import load_optimizer, local, local_state
 
@@ -54,7 +54,7 @@ class Snapshot:
 
 
 class Checkpoints:
-    """The checkpoints of one worker, one file each (client/checkpoint/run_folder.py says where).
+    """The checkpoints of one worker, one file each (run_folder.py says where).
 
     Args:
         model: its parameters and buffers are saved, including frozen and non-persistent ones.

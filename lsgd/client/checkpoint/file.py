@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lsgd.client.checkpoint.run_folder import checkpoint_path, counts, file_name
 from lsgd.errors import ConfigError
+from lsgd.run_folder import checkpoint_path, counts, file_name
 
 FORMAT = "2"
 """Version of the file format."""

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from lsgd.client.control.folder import socket_folder
 from lsgd.errors import ConfigError, ExchangeError, IslandError, LsgdError
+from lsgd.protocol.socket_folder import socket_folder
 from lsgd.shards import mesh_of
 
 logger = logging.getLogger("lsgd")

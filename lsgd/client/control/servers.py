@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lsgd.client.control.folder import GLOBAL_SOCKET_NAME, SOCKET_NAME
 from lsgd.client.control.notices import Notice, give
+from lsgd.protocol.socket_folder import GLOBAL_SOCKET_NAME, SOCKET_NAME
 
 LOOK_EVERY_S = 0.2
 """How often this process checks that its parent is alive, in seconds."""

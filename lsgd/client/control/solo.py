@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from lsgd.client.control.closing import on_error
-from lsgd.client.control.folder import GLOBAL_SOCKET_NAME, SOCKET_NAME, socket_folder
 from lsgd.client.control.identity import INDEX_VARIABLES
 from lsgd.client.control.notices import Notice, is_given
 from lsgd.errors import ConfigError, JoinError
 from lsgd.plan.plan import read
 from lsgd.plan.run import RunSettings
+from lsgd.protocol.socket_folder import GLOBAL_SOCKET_NAME, SOCKET_NAME, socket_folder
 from lsgd.protocol.sockets import default_local_address
 
 logger = logging.getLogger("lsgd")

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
-from lsgd.client.integrations.accelerate import LsgdLoop
+from lsgd.integrations.accelerate import LsgdLoop
 
 LENGTH = 96
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
-from lsgd.client.integrations.lightning import LsgdCallback
+from lsgd.integrations.lightning import LsgdCallback
 
 LENGTH = 96
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from lsgd.client.integrations.transformers import LsgdCallback
+from lsgd.integrations.transformers import LsgdCallback
 
 LENGTH, CONTEXT = 96, 8
 

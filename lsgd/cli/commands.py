@@ -1,0 +1,396 @@
+"""``lsgd``: the command line of those who train."""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from lsgd import __version__
+from lsgd.algorithms import ALGORITHMS
+from lsgd.cli import completion, operate, options, quickstart, runs, watching
+from lsgd.cli.group import Group, Main, first_steps
+from lsgd.node import gpus
+from lsgd.node.launch import Launch, launch
+from lsgd.node.place import find_place
+from lsgd.plan import plan
+from lsgd.plan.options import plan_options
+from lsgd.protocol.keys import OPERATOR, KeyRing, default_folder, node_name, token_path
+from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
+from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
+from lsgd.run_folder import CHECKPOINTS, find_run
+from lsgd.run_folder import runs as runs_with_checkpoints
+from lsgd.settings import fields, shown, span
+from lsgd.watch.ask import ask
+from lsgd.watch.dashboard.page import require
+from lsgd.watch.loggers import LOGGERS
+from lsgd.watch.view import RunView
+
+HEALTHY_WITHIN_S = 1.0
+DEVICE_HELP = "auto, cpu, cuda, or one GPU: cuda:0."
+PLAIN_HELP = "Print lines only, as without a terminal: no progress display, no colors."
+
+
+@click.group(cls=Main, context_settings={"max_content_width": 110}, invoke_without_command=True)
+@click.version_option(__version__)
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Train one PyTorch model on several machines with local SGD."""
+    if context.invoked_subcommand is None:
+        click.echo(first_steps())
+
+
+@main.command("quickstart", short_help="Train the example on this machine.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the script and the results; default: runs/ and the start time.",
+)
+@click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
+@click.option("--plain", is_flag=True, help=PLAIN_HELP)
+def quickstart_command(run_dir: Path | None, device: str, plain: bool) -> None:
+    """Train the example, handwritten digits, with two workers on this machine.
+
+    Its script and plan are copied beside the results, for you to change and run again.
+    """
+    sys.exit(quickstart.quickstart(run_dir or _new_run_dir(), device, plain=plain))
+
+
+def _in_words(devices: int, processes: int) -> str:
+    """Describe the number of workers, and of processes per worker, for this many devices in all."""
+    workers = devices // processes
+    each = f" of {processes} processes" if processes > 1 else ""
+    return f"{workers} worker{'s' * (workers > 1)}{each}"
+
+
+@main.command("launch", short_help="Run a script as each worker of this machine.")
+@options.place
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    help=f"TCP port of the global server; default: {DEFAULT_PORT}, or any free port (0) with one node.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help=f"Workers of this node; default: one for each GPU, or {gpus.CPU_WORKERS} without GPUs.",
+)
+@click.option(
+    "--processes-per-worker",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Processes per worker, which share its model: the script shards it over them (FSDP2).",
+)
+@click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
+@options.plan(help="The plan, a TOML file (node 0's).")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Folder for logs and results; default: runs/ and the start time.",
+)
+@click.option("--insecure", is_flag=True, help="Use no keys, on a network where everybody is trusted.")
+@click.option(
+    "--join-line",
+    metavar="TEXT",
+    help="Command that starts another node, for the lines that node 0 prints; NODE stands for its index.",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Resume from the checkpoints in --run-dir, or of the newest run in it (default: in runs/), with its plan.",
+)
+@click.option(
+    "--resume-if-any",
+    is_flag=True,
+    help="Resume if --run-dir has checkpoints, else begin a new run there: one command for all starts.",
+)
+@click.option(
+    "--log-to",
+    multiple=True,
+    type=click.Choice(list(LOGGERS)),
+    help="Write the run's curves into the run folder, on node 0; may be repeated.",
+)
+@click.option(
+    "--dashboard",
+    type=click.IntRange(0, 65535),
+    is_flag=False,
+    flag_value=0,
+    metavar="[PORT]",
+    help="Also serve the run's page on node 0 (like lsgd dashboard, to this machine only).",
+)
+@click.option("--plain", is_flag=True, help=PLAIN_HELP)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.files)
+def launch_command(
+    node: int | None,
+    nodes: int | None,
+    address: str | None,
+    port: int | None,
+    workers: int | None,
+    processes_per_worker: int,
+    device: str,
+    plan_path: Path | None,
+    run_dir: Path | None,
+    insecure: bool,
+    join_line: str | None,
+    resume: bool,
+    resume_if_any: bool,
+    log_to: tuple[str, ...],
+    dashboard: int | None,
+    plain: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND as each worker of this node, and the servers that they need.
+
+    Node 0 runs the global server. It makes keys for all nodes, and prints the commands that start the other nodes, with
+    their tokens.
+
+    \b
+        lsgd launch --node 0 -- python train.py
+        srun --ntasks-per-node=1 lsgd launch -- python train.py
+
+    Ctrl-C or SIGTERM stops the run cleanly: the workers form the consensus model and leave. A second one kills all
+    processes at once. If a process fails, the run is stopped the same way, with that process's exit code.
+    """  # noqa: D301
+    if not command:
+        raise click.UsageError("say what each worker runs: lsgd launch -- python my_script.py")
+    if dashboard is not None:
+        require("lsgd launch --dashboard", *watching.DASHBOARD_NEEDS)
+    place = find_place(node, nodes, address, os.environ)
+    if port is None:
+        port = DEFAULT_PORT if place.nodes > 1 else 0
+    devices = gpus.choose(device, workers, processes_per_worker)
+    if resume_if_any:
+        if run_dir is None:
+            raise click.UsageError("--resume-if-any needs the run's folder: --run-dir DIR, the same at each start")
+        resume = bool(runs_with_checkpoints(run_dir / CHECKPOINTS))
+    elif resume:
+        run_dir = find_run(run_dir or Path("runs"), place.node)
+    if resume:
+        click.echo(f"[launch] resumes from the checkpoints in {run_dir}")
+    run_dir = (run_dir or _new_run_dir()).absolute()
+    if devices.warning:
+        click.echo(f"[launch] {devices.warning}", err=True)
+    click.echo(
+        f"[launch] node {place.node} of {place.nodes}: {_in_words(len(devices.names), processes_per_worker)} on "
+        f"{', '.join(dict.fromkeys(devices.names))}; "
+        f"logs and results in {run_dir}"
+    )
+    again = f" --run-dir {run_dir} --resume-if-any" if resume_if_any else " --resume" * resume
+    if processes_per_worker > 1:
+        again += f" --processes-per-worker {processes_per_worker}"
+    node_options = f"--nodes {place.nodes} --address {place.address} --port {port}{again}"
+    join_line = join_line or f"lsgd launch --node NODE {node_options} -- {shlex.join(command)}"
+    settings = Launch(
+        place,
+        port,
+        devices.names,
+        plan_path,
+        run_dir,
+        command,
+        insecure,
+        join_line,
+        resume,
+        log_to=log_to,
+        dashboard=dashboard,
+        plain=plain,
+        processes=processes_per_worker,
+    )
+    sys.exit(launch(settings))
+
+
+def _new_run_dir() -> Path:
+    return Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+
+
+@main.command("status", short_help="Show a run's progress, and what it waits for.")
+@options.connect
+@click.option("--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/operations.md lists the keys).")
+@click.option("--watch", is_flag=True, help="Redraw it every two seconds, until Ctrl-C or the end of the run.")
+@click.option(
+    "--healthy",
+    is_flag=True,
+    help=f"Print one line; exit code 1 if no global server answers within {HEALTHY_WITHIN_S:g} s (for probes).",
+)
+def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watch: bool, healthy: bool) -> None:
+    """Show a running run: its workers, its rounds, and what it waits for."""
+    if healthy:
+        status = ask(connect, StatusQuery(0), keys, HEALTHY_WITHIN_S)
+        click.echo(
+            f"healthy: run {status['run']} is {status['state']}, {status['count']} iterations: {status['reason']}"
+        )
+        return
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    if as_json:
+        status = ask(connect, StatusQuery(0), keys)
+        click.echo(json.dumps(status))
+        while watch and status["state"] != "over":
+            time.sleep(operate.WATCH_EVERY_S)
+            status = ask(connect, StatusQuery(0), keys)
+            click.echo(f"\n{json.dumps(status)}")
+    elif not watch:
+        console.print(operate.view(RunView(ask(connect, StatusQuery(0), keys))))
+    else:
+        with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+            for number, run in enumerate(operate.watch(connect, keys)):
+                if live:
+                    live.update(operate.view(run), refresh=True)
+                else:
+                    console.print(*[""] * (number > 0), operate.view(run), sep="\n")
+
+
+@main.command("runs", short_help="List runs: which are running, and how the others ended.")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"))
+@click.option("--json", "as_json", is_flag=True, help="Print everything known about each, as JSON.")
+def runs_command(folder: Path, as_json: bool) -> None:
+    """List the runs in FOLDER, or in runs/, the newest first: which are running, and how the others ended.
+
+    The loss is the mean of the workers' reported losses at the last global round.
+    """
+    found = runs.find_runs(folder)
+    if as_json:
+        click.echo(json.dumps(found))
+    elif found:
+        click.echo("\n".join(runs.view(found, max(80, shutil.get_terminal_size().columns))))
+    else:
+        click.echo(f"there are no runs in {folder}; name the folder: lsgd runs FOLDER", err=True)
+
+
+def _pairs(context: click.Context, parameter: click.Parameter, changes: tuple[str, ...]) -> dict[str, str]:
+    if not changes:
+        raise click.UsageError("say which setting gets which value: lsgd set period=16")
+    if wrong := [change for change in changes if "=" not in change]:
+        raise click.UsageError(f"write it as NAME=VALUE, not {wrong[0]!r}: lsgd set period=16")
+    return dict(change.split("=", 1) for change in changes)
+
+
+@main.command("set", short_help="Change settings of a running run.")
+@options.connect
+@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, callback=_pairs, shell_complete=completion.settings)
+def set_command(connect: str, keys: ConnectorKeys | None, changes: dict[str, str]) -> None:
+    """Change numeric settings of a running run, for all workers from the next global round; all changes or none.
+
+    The run's length (iterations, seconds) changes at once.
+    """
+    status = ask(connect, ChangeSettings(changes), keys)
+    told = ", ".join(f"{name} = {value}" for name, value in changes.items())
+    click.echo(f"run {status['run']}: {told}, after {status['count']} iterations")
+
+
+@main.command("stop", short_help="End a running run, with a consensus model.")
+@options.connect
+@click.option("--reason", default="lsgd stop", show_default=True, help="What the run's log says.")
+def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
+    """End a running run: its workers form the consensus model and leave."""
+    status = ask(connect, StopRun(reason), keys)
+    click.echo(f"run {status['run']} is stopping after {status['count']} iterations: {status['reason']}")
+
+
+@main.command("doctor", short_help="Check this machine, and the network to others.")
+@options.place
+@click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True)
+@click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of your model.")
+@click.option(
+    "--step-ms", type=click.FloatRange(0.001), default=100.0, show_default=True, help="Time of one iteration."
+)
+def doctor_command(
+    node: int | None, nodes: int | None, address: str | None, port: int, parameters: int, step_ms: float
+) -> None:
+    """Check this machine. With --nodes and --address, started on each node, also check the network between them.
+
+    It checks versions, ports both ways, the interface and why it was chosen, and clocks, and runs a short test of each
+    link and a small all-reduce. It prints the measured bandwidth and the period that this suggests. Exit code 1: a
+    check failed.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs too much about host names
+    from lsgd.cli.doctor import Doctor  # imports torch
+
+    place = find_place(node, nodes, address, os.environ)
+    sys.exit(Doctor(place, port, click.echo).examine(parameters, step_ms))
+
+
+@main.command("keygen", short_help="Make keys, and a token for each node.")
+@click.option(
+    "--keys",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Folder of the keys; default: LSGD_KEYS, or lsgd/keys in your configuration folder.",
+)
+@click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="How many nodes get a token.")
+def keygen_command(folder: Path | None, nodes: int) -> None:
+    """Make the global server's keys, and a token for each node that may join it.
+
+    Run it on node 0, before or while the server runs; existing keys are kept. Give each node its token as a file
+    (--token) or as the text of LSGD_TOKEN. Anybody who has a token can join the run, so keep it like a password. To
+    shut a node out, delete its line in the file `allowed`.
+    """
+    names = [node_name(node) for node in range(nodes)]
+    ring = KeyRing.make(folder or default_folder(), [*names, OPERATOR])
+    for name in (*names, OPERATOR):
+        click.echo(f"{name:9} {token_path(name, ring.folder)}")
+    click.echo(
+        f"Copy each node's token to that node, so that nobody else can read it. Start the global server with: "
+        f"--keys {ring.folder}"
+    )
+
+
+@main.command("algorithms", short_help="List the algorithms, or the settings of one.")
+@click.argument("name", required=False, shell_complete=completion.algorithms)
+@click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the model.")
+@click.option("--workers", type=click.IntRange(1), default=4, show_default=True, help="Each on its own node.")
+def algorithms(name: str | None, parameters: int, workers: int) -> None:
+    """List the algorithms with what a worker sends per iteration, or the settings of one.
+
+    docs/algorithms.md has the formulas, and says when to use which.
+    """
+    if name is not None and name not in ALGORITHMS:
+        raise click.UsageError(ALGORITHMS.unknown(name))
+    click.echo(f"{'':28} MB sent an iteration by one of {workers} workers, {parameters:,} parameters")
+    for cls in ALGORITHMS.values() if name is None else [ALGORITHMS[name]]:
+        settings = cls()
+        megabytes = settings.sent_nbytes(parameters, workers) / 1e6
+        rarely = " (in an exchange; its period is auto)" if settings.time_share else ""
+        click.echo(f"{cls.name:28} {megabytes:10.3f}  {cls.summary}{rarely}")
+    if name is None:
+        return
+    click.echo()
+    for setting, spec in fields(ALGORITHMS[name]).items():
+        value = json.dumps(shown(spec, spec.default))
+        click.echo(f"  {setting:18} {value:12} {span(spec) or 'any':24} {spec.metadata['meaning']}")
+
+
+@main.command("completion", short_help="Complete commands and options in your shell.")
+@click.argument("shell", type=click.Choice(tuple(completion.SHELLS)), required=False)
+def completion_command(shell: str | None) -> None:
+    """Print the script that completes commands and options in your shell; without SHELL, the line that loads it."""
+    if shell:
+        click.echo(completion.script(main, shell))
+    else:
+        click.echo("\n".join(completion.SHELLS.values()))
+
+
+@main.group(cls=Group)
+def config() -> None:
+    """Show the settings of the plan."""
+
+
+@config.command("show")
+@options.plan(help="The plan, a TOML file.")
+@plan_options
+def show(plan_path: Path | None, **flags: str | None) -> None:
+    """Print each setting and the source of its value: flag, variable, file or default."""
+    rows = plan.read(plan_path, os.environ, flags).rows()
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, value, origin in rows:
+        click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+
+
+for command in (watching.log_command, watching.metrics_command, watching.dashboard_command, watching.report_command):
+    main.add_command(command)

@@ -1,0 +1,86 @@
+"""``lsgd runs``: lists the runs in a folder, from the files in each run folder."""
+
+import textwrap
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lsgd.run_folder import is_live
+from lsgd.watch.results import RESULT, ended, read
+from lsgd.watch.words import duration
+
+ENDED = ("finished", "stopped", "failed")
+"""The states that a launcher writes at the end of a run."""
+
+_HEADER = ("run", "state", "algorithm", "iterations", "loss", "time", "started")
+_RIGHT = ("iterations", "loss", "time")
+
+
+def find_runs(folder: Path) -> list[dict[str, Any]]:
+    """Return the ``result.json`` of each run in ``folder``, or of ``folder`` itself; newest first.
+
+    It adds ``folder`` and the actual ``state``: running (somebody holds the folder's lock), finished, stopped, failed,
+    or unknown (a run without a launcher, or a machine that is not node 0).
+    """
+    folders = [path for path in (folder, *folder.glob("*/")) if (path / RESULT).exists() or any(path.glob("*.lock"))]
+    return [_run(path) for path in sorted(folders, key=lambda path: (_started(path), str(path)), reverse=True)]
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    result = read(folder)
+    if is_live(folder):
+        result["state"] = "running"
+    elif result.get("state") == "over":
+        result["state"] = ended(result)
+    elif result.get("state") not in ENDED and (folder / "node0.lock").exists():
+        result |= {"state": "failed", "reason": f"its launcher was killed; the logs are in {folder}"}
+    elif result.get("state") not in ENDED:
+        by_hand = "it has no launcher: ask its global server with lsgd status --connect HOST:PORT"
+        elsewhere = any(folder.glob("node*.lock"))
+        result |= {"state": "unknown", "reason": "its results are on node 0" if elsewhere else by_hand}
+    started = datetime.fromtimestamp(_started(folder)).astimezone().isoformat(timespec="seconds")
+    return {"folder": str(folder), "started": started, **result}
+
+
+def _started(folder: Path) -> float:
+    """Return when a run was launched: the time of its lock."""
+    paths = [*folder.glob("node*.lock")] or [folder / RESULT]
+    return max(path.stat().st_mtime for path in paths)
+
+
+def view(found: list[dict[str, Any]], columns: int) -> list[str]:
+    """Return runs as a table of lines no longer than ``columns``, with the reasons of those that did not finish."""
+    rows = [_HEADER, *map(_row, found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for index, least in ((2, 9), (0, 15), (6, 5)):  # the algorithm's name is shortened first, then the run's, the date
+        over = sum(widths) + 2 * (len(widths) - 1) - columns
+        widths[index] -= min(max(0, over), max(0, widths[index] - least))
+    lines = []
+    for row, run in zip(rows, [{}, *found], strict=True):
+        cells = [
+            _short(text, width).rjust(width) if name in _RIGHT else _short(text, width).ljust(width)
+            for name, text, width in zip(_HEADER, row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+        if run.get("state") in ("failed", "stopped", "unknown"):
+            lines += textwrap.wrap(str(run.get("reason", "")), columns, initial_indent="    ", subsequent_indent="    ")
+    return lines
+
+
+def _row(run: dict[str, Any]) -> tuple[str, ...]:
+    limit = f"/{run['iterations']}" if run.get("iterations") else ""
+    loss = run.get("loss")
+    return (
+        Path(run["folder"]).absolute().name,
+        run["state"],
+        str(run.get("algorithm", "-")),
+        f"{run['count']}{limit}" if "count" in run else "-",
+        "-" if loss is None else f"{loss:.4g}",
+        duration(run["seconds"]) if "seconds" in run else "-",
+        time.strftime("%m-%d %H:%M", datetime.fromisoformat(run["started"]).timetuple()),
+    )
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"

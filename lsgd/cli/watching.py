@@ -1,0 +1,91 @@
+"""Commands that show a run outside the terminal: a page, metrics, curves, a report."""
+
+from pathlib import Path
+
+import click
+
+from lsgd.cli import log, metrics, options
+from lsgd.protocol.sockets import ConnectorKeys
+from lsgd.watch.dashboard.page import require
+from lsgd.watch.loggers import LOGGERS
+
+DASHBOARD_NEEDS = ("tornado", "plotly")
+"""The libraries of the dashboard."""
+
+
+@click.command("log", short_help="Write the curves of a running run: CSV, TensorBoard, W&B.")
+@options.connect
+@click.option(
+    "--to",
+    "names",
+    multiple=True,
+    required=True,
+    type=click.Choice(list(LOGGERS)),
+    help="What to write; may be repeated.",
+)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; default: the run's.")
+def log_command(connect: str, keys: ConnectorKeys | None, names: tuple[str, ...], out: Path | None) -> None:
+    """Write the curves of a running run, from its beginning to its end.
+
+    csv writes curves.csv, tensorboard writes event files in tensorboard/, wandb writes a run in wandb/ (offline, unless
+    WANDB_MODE says otherwise).
+    """
+    out = out or click.get_current_context().meta.get(options.FOLDER)
+    if out is None:
+        raise click.UsageError("with --connect, say where to write the curves: --out FOLDER")
+    out.mkdir(parents=True, exist_ok=True)
+    click.echo(log.write(connect, keys, out.absolute(), tuple(dict.fromkeys(names))))
+
+
+@click.command("metrics", short_help="Serve the metrics of a running run to Prometheus.")
+@options.connect
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; whoever can reach it can read."
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=9464, show_default=True, help="0: any free port.")
+def metrics_command(connect: str, keys: ConnectorKeys | None, host: str, port: int) -> None:
+    """Serve the metrics of a running run to Prometheus, until a minute after its end."""
+    metrics.serve(connect, keys, host, port, click.echo)
+
+
+@click.command("dashboard", short_help="Serve a page that shows a running run live.")
+@options.connect
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; any other needs a token.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Default: 8484, or else any free port.")
+@click.option("--private", is_flag=True, help="Require a token on this machine too.")
+@click.option("--parent", type=int, default=0, hidden=True, help="End with this process, our parent.")
+def dashboard_command(
+    connect: str, keys: ConnectorKeys | None, host: str, port: int | None, private: bool, parent: int
+) -> None:
+    """Serve a page that shows a running run live, until Ctrl-C.
+
+    Only this machine can open it; from another one: ssh -L 8484:localhost:8484 THIS-MACHINE. With --host, others can
+    open it with the token in the printed address; traffic is not encrypted.
+    """
+    require("lsgd dashboard", *DASHBOARD_NEEDS)
+    from lsgd.watch.dashboard.server import open_dashboard
+
+    folder = click.get_current_context().meta.get(options.FOLDER)
+    open_dashboard(connect, keys, host, port, folder, lambda url: click.echo(f"dashboard: {url}"), private, parent)
+
+
+@click.command("report", short_help="Write the page of a finished run as one HTML file.")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Default: report.html in the run's folder."
+)
+def report_command(folder: Path, output: Path | None) -> None:
+    """Write the page of the run in FOLDER as one HTML file, which needs no network and can be mailed.
+
+    After lsgd launch --dashboard it also has the timeline, the throughput and the log.
+    """
+    require("lsgd report", "plotly")
+    from lsgd.watch.dashboard.report import report
+
+    output = output or folder / "report.html"
+    text = report(folder)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{output} cannot be written: {error.strerror}; name another file with -o") from None
+    click.echo(f"{output}: {len(text) / 1e6:.1f} MB")

@@ -1,0 +1,160 @@
+"""Makes a training loop with Hugging Face accelerate a worker of a run; replaces accelerate's LocalSGD."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.utils.data import RandomSampler
+
+from lsgd.client.worker import Worker
+from lsgd.errors import ConfigError
+from lsgd.integrations.shared import place, refuse_distributed
+from lsgd.integrations.stream import ShardStream, shard
+
+try:
+    from accelerate import Accelerator
+except ImportError as missing:
+    raise ImportError(f"LsgdLoop needs accelerate: pip install 'lsgd[accelerate]' ({missing})") from missing
+
+logger = logging.getLogger("lsgd")
+
+
+class LsgdLoop:
+    """Makes a loop with accelerate a worker of a run.
+
+    ::
+
+        with LsgdLoop(accelerator, model, optimizer, loader) as lsgd:
+            while not lsgd.stopped:
+                for batch in lsgd.batches():
+                    with accelerator.accumulate(model):
+                        loss = model(**batch).loss
+                        accelerator.backward(loss)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    lsgd.report(loss)
+
+    The worker joins at the start of the block and leaves at its end. If the loop ends before the run, the worker takes
+    part in the next global round. Gradients are exchanged in the micro-batch that accelerate synchronizes.
+
+    Args:
+        accelerator: of one process.
+        model: as prepared by accelerate.
+        optimizer: as prepared by accelerate; one or several.
+        loader: training data, as prepared by accelerate. Each worker draws its shard, if the dataset has a length.
+        shard: whether to deal the training data to the workers; False if each has its own data.
+        seed: seed of the shards; the same on all workers.
+        options: options of :meth:`lsgd.client.Worker.join`.
+
+    Raises:
+        ConfigError: accelerate trains in several processes, or would.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Any,
+        loader: Any,
+        *,
+        shard: bool = True,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        refuse_distributed("accelerate")
+        if accelerator.use_distributed:
+            raise ConfigError(
+                f"accelerate has set up {accelerator.num_processes} processes ({accelerator.distributed_type}), and "
+                f"lsgd takes the place of DistributedDataParallel and of accelerate's LocalSGD: start the script by "
+                f"`lsgd launch -- python SCRIPT`, without torchrun, accelerate launch or mpirun"
+            )
+        self._accelerator, self._model, self._optimizer, self._loader = accelerator, model, optimizer, loader
+        self._shard, self._seed, self._options = shard, seed, options
+        self._worker: Worker | None = None
+        self._muted = ExitStack()
+
+    def __enter__(self) -> Self:
+        if "accelerate.local_sgd" in sys.modules:
+            logger.warning(
+                "the script imports accelerate's LocalSGD: remove it, because lsgd replaces it; LocalSGD replaces the "
+                "parameters with new tensors, which lsgd could not exchange"
+            )
+        options = dict(self._options)
+        self._stream = self._sharded() if self._shard else None
+        if self._stream is not None:
+            options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": self._stream}
+        self._worker = Worker.join(self._model, self._optimizer, **options)
+        self._hook = self._model.register_forward_pre_hook(self._before_forward)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._muted.close()
+        self._hook.remove()
+        try:
+            if error is None:
+                self.worker.leave()
+        except BaseException as late:
+            kind, error, trace = type(late), late, late.__traceback__
+            raise
+        finally:
+            self.worker.__exit__(kind, error, trace)
+
+    @property
+    def worker(self) -> Worker:
+        """The worker; available inside the block and after it."""
+        assert self._worker is not None, "the with block of LsgdLoop has not begun"
+        return self._worker
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run has ended; see :attr:`lsgd.client.Worker.stopped`."""
+        return self.worker.stopped
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the loader's batches, once, as :meth:`lsgd.client.Worker.batches`; it raises the same."""
+        yield from self.worker.batches(_Counted(self._loader, self._consume))
+
+    def report(self, loss: Tensor | float) -> None:
+        """Report the loss of a batch, before it is divided by the number of micro-batches in a step."""
+        self.worker.report(loss.detach() if isinstance(loss, Tensor) else loss)
+
+    def _sharded(self) -> ShardStream | None:
+        shuffled = isinstance(getattr(getattr(self._loader, "batch_sampler", None), "sampler", None), RandomSampler)
+        stream = shard(self._loader, lambda: place(self._worker), self._seed, shuffled)
+        if stream is None:
+            logger.warning(
+                "the training data has no sampler that could be sharded, so each worker draws from all of it: give "
+                "a DataLoader of a dataset with a length, or each worker data of its own and LsgdLoop(shard=False)"
+            )
+        return stream
+
+    def _consume(self) -> None:
+        if self._stream is not None:
+            self._stream.consume(self._loader.batch_sampler.batch_size)
+
+    def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Exchange gradients only in the backward pass of a step's last micro-batch."""
+        self._muted.close()
+        if model.training and not self._accelerator.sync_gradients:
+            self._muted.enter_context(self.worker.no_sync())
+
+
+class _Counted:
+    """A loader that counts the batches it yields, but not those that accelerate prefetches."""
+
+    def __init__(self, loader: Any, consume: Callable[[], None]) -> None:
+        self._loader, self._consume = loader, consume
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._consume()  # a checkpoint at the end of its step counts it
+            yield batch

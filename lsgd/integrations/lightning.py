@@ -1,0 +1,265 @@
+"""A callback that makes any Lightning Trainer a worker of a run."""
+
+import logging
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import RandomSampler
+
+from lsgd.client.worker import Worker
+from lsgd.errors import ConfigError
+from lsgd.integrations.shared import is_saver, place, refuse_distributed, say_who_ends, state_of_run
+from lsgd.integrations.stream import ShardStream, shard
+
+try:
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.plugins import CheckpointIO
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+except ImportError as missing:
+    raise ImportError(f"LsgdCallback needs lightning: pip install 'lsgd[lightning]' ({missing})") from missing
+
+logger = logging.getLogger("lsgd")
+
+
+class LsgdCallback(Callback):
+    """Makes a Trainer a worker of a run: ``Trainer(..., callbacks=[LsgdCallback()])``.
+
+    The worker joins when training begins, with the module and its optimizers. A batch is a step of the worker, and an
+    iteration if an optimizer stepped in it. The run's end stops the Trainer, regardless of ``min_steps`` and
+    ``min_epochs``; the module is then the consensus. If the Trainer stops first, the worker leaves.
+
+    Each worker draws its shard of the training data. It is paused while the Trainer validates or saves. Only one
+    worker saves, and only rank 0 logs.
+
+    Args:
+        shard: whether to deal the training data to the workers; False if each has its own data.
+        seed: seed of the shards; the same on all workers.
+        options: options of :meth:`lsgd.client.Worker.join`.
+
+    Raises:
+        ConfigError: the environment has the variables of torchrun.
+    """
+
+    def __init__(self, *, shard: bool = True, seed: int = 0, **options: Any) -> None:
+        refuse_distributed("the Trainer")
+        self._worker: Worker | None = None
+        self._shard = shard
+        self._seed = seed
+        self._options = options
+        self._stream: ShardStream | None = None
+        self._restored: dict[str, int] = {}  # the stream's state in a checkpoint of Lightning
+        self._batch_size = 0
+        self._in_step = False
+        self._away = False  # paused in this step
+        self._closed = False
+        self._muted = ExitStack()
+
+    @property
+    def worker(self) -> Worker:
+        """The worker; available once training has begun."""
+        assert self._worker is not None, "the worker joins when training begins"
+        return self._worker
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the run, 0 before training: ``if callback.rank == 0: trainer.save_checkpoint(...)``."""
+        return place(self._worker)[0]
+
+    # -- the hooks of a Trainer, in their order ----------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Reject a Trainer that cannot be a worker."""
+        if stage == "fit":
+            check(trainer, shards=self._shard)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Join the run."""
+        options = dict(self._options)
+        if self._shard and (stream := self._sharded(trainer)):
+            options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": stream}
+        self._in_step = self._away = self._closed = False
+        self._worker = worker = Worker.join(pl_module, trainer.optimizers, **options)
+        rank_zero_only.rank = worker.rank
+        if worker.rank != 0 and trainer.progress_bar_callback is not None:
+            trainer.progress_bar_callback.disable()
+        if not isinstance(trainer.strategy.checkpoint_io, _OneSaves):
+            trainer.strategy.checkpoint_io = _OneSaves(trainer.strategy.checkpoint_io, self)
+        say_who_ends(worker, trainer.estimated_stepping_batches, "max_steps, or max_epochs")
+        if trainer.lr_scheduler_configs:
+            logger.warning(
+                "%s: the module's learning-rate schedulers follow this worker's own steps and not the run, unless "
+                "they read worker.progress; in place of them, call worker.schedule(module.optimizers()) in the "
+                "module's on_train_start",
+                worker.name,
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Get an iteration; if there is none left, stop the Trainer and skip the batch."""
+        worker = self.worker
+        has_step = (not self._in_step or worker.end_step()) and worker.begin_step()
+        self._in_step, self._away = has_step, False
+        if not has_step:
+            trainer.should_stop = True
+            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0  # they would delay the stop
+            raise StopIteration  # ends the epoch, as -1 from the module's hook does
+        if pl_module.automatic_optimization and accumulates(trainer, batch_idx):
+            self._muted.enter_context(worker.no_sync())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Report the loss, and log the run's state on rank 0; the next batch, or a pause before it, ends the step."""
+        worker = self.worker
+        self._muted.close()
+        if self._stream is not None:
+            self._stream.consume(self._batch_size)
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):  # of a micro-batch: its share of the step's
+            worker.report(loss.detach() * (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1))
+        if trainer.loggers and worker.rank == 0 and trainer.global_step % trainer.log_every_n_steps == 0:
+            self._log(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pause."""
+        if not trainer.sanity_checking:
+            self._pause()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """If the Trainer stops by itself, leave before later callbacks save the model."""
+        if trainer.fit_loop.done:
+            self.worker.leave()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the run."""
+        worker = self.worker
+        worker.leave()
+        if worker.rank == 0:
+            self._log(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the worker after the last callback has saved; end the process if the consensus is not finite."""
+        self._close(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Handle it as ``with Worker.join(...)`` does: tell the run, and end the process for lsgd's errors."""
+        self._close(exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data."""
+        return {} if self._stream is None else self._stream.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Begin at this position in the data."""
+        self._restored = state_dict
+
+    # -- helpers -----------------------------------------------------------------------------------------------
+
+    def _close(self, error: BaseException | None) -> None:
+        self._muted.close()
+        self._closed = True
+        if self._worker is not None:
+            self.worker.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+    def _pause(self) -> None:
+        """Pause until the next batch, unless paused already."""
+        if self._in_step and not self._away and not self.worker.stopped:
+            self._away = True
+            with self.worker.pause():
+                pass
+
+    def saves(self) -> bool:
+        """Whether this worker is the one that saves; if so, pause it."""
+        if self._worker is None or self._closed:
+            return self.rank == 0
+        if not is_saver(self._worker):
+            return False
+        self._pause()
+        return True
+
+    def _log(self, trainer: Trainer) -> None:
+        """Log the numbers in the run's state."""
+        numbers = {name: x for name, x in state_of_run(self.worker).items() if isinstance(x, int | float)}
+        for each in trainer.loggers:
+            each.log_metrics(numbers, step=trainer.global_step)
+
+    def _sharded(self, trainer: Trainer) -> ShardStream | None:
+        """Replace the training data's sampler with shards; return None if it has no sampler."""
+        loader = trainer.train_dataloader
+        self._stream = shard(
+            loader,
+            lambda: place(self._worker),
+            self._seed,
+            shuffle=isinstance(getattr(loader, "sampler", None), RandomSampler),
+        )
+        if self._stream is None:
+            logger.warning(
+                "the training data has no sampler that could be sharded, so each worker draws from all of it: give "
+                "the Trainer one DataLoader of a dataset with a length, or each worker data of its own and "
+                "LsgdCallback(shard=False)"
+            )
+            return None
+        self._batch_size = loader.batch_sampler.batch_size
+        if self._restored:
+            self._stream.load_state_dict(self._restored)
+        if loader.num_workers:
+            iter(trainer.fit_loop._data_fetcher)  # its processes have already prefetched
+        return self._stream
+
+
+class _OneSaves(CheckpointIO):
+    """Writes and removes a Trainer's checkpoints in one worker; to Lightning each worker is the only process."""
+
+    def __init__(self, inner: CheckpointIO, callback: LsgdCallback) -> None:
+        self._inner, self._callback = inner, callback
+        self._saved = False  # the last checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self._saved = self._callback.saves()
+        if self._saved:
+            self._inner.save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        loaded: dict[str, Any] = self._inner.load_checkpoint(*args, **kwargs)
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        if self._saved:
+            self._inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self._inner.teardown()
+
+
+def accumulates(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether this batch only accumulates gradients. An epoch's last batch always steps."""
+    batches = batch_idx + 1
+    is_last = trainer.is_last_batch or batches == trainer.num_training_batches
+    return bool(batches % trainer.accumulate_grad_batches and not is_last)
+
+
+def check(trainer: Trainer, *, shards: bool = True) -> None:
+    """Reject a Trainer that cannot be a worker.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if type(trainer.strategy) is not SingleDeviceStrategy:
+        raise ConfigError(
+            f"the Trainer has the strategy {type(trainer.strategy).__name__}, and lsgd takes its place: pass "
+            f"Trainer(strategy='auto', devices=1, num_nodes=1), and start several workers by `lsgd launch --workers N "
+            f"-- python SCRIPT`"
+        )
+    if shards and trainer.reload_dataloaders_every_n_epochs:
+        raise ConfigError(
+            "reload_dataloaders_every_n_epochs makes loaders that are not sharded; leave it out, or give each worker "
+            "data of its own and LsgdCallback(shard=False)"
+        )
+    for each in trainer.callbacks:
+        if isinstance(each, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigError(
+                f"{type(each).__name__} would put another model in the consensus' place; leave it out: lsgd averages "
+                f"the workers' models"
+            )

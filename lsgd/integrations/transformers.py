@@ -1,0 +1,304 @@
+"""A callback that makes any Hugging Face Trainer a worker of a run."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from lsgd.client.worker import Worker
+from lsgd.errors import ConfigError
+from lsgd.integrations.shared import is_saver, place, refuse_distributed, say_who_ends, state_of_run
+from lsgd.integrations.stream import ShardStream, shard
+
+try:
+    from accelerate.state import GradientState
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import SaveStrategy
+except ImportError as missing:
+    raise ImportError(
+        f"LsgdCallback needs transformers and accelerate: pip install 'lsgd[transformers]' ({missing})"
+    ) from missing
+
+logger = logging.getLogger("lsgd")
+
+
+class LsgdCallback(TrainerCallback):
+    """Makes a Trainer a worker of a run: ``Trainer(..., callbacks=[LsgdCallback()])``.
+
+    The worker joins when training begins, with the objects that accelerate has prepared. Each optimizer step is an
+    iteration. The run's end stops the Trainer, and the model is then the consensus. If the Trainer stops first, the
+    worker leaves.
+
+    Each worker draws its shard of the training data. The Trainer's learning-rate schedule follows the run. The worker
+    is paused while the Trainer evaluates or saves, and only rank 0 saves. At the end, the Trainer evaluates and saves
+    the consensus, if it evaluates and saves at all.
+
+    It may be used in a ``with`` statement around ``train()``: then the run is told of an exception there, and lsgd's
+    errors end the process with the exit codes of ``with Worker.join(...)``.
+
+    Args:
+        shard: whether to deal the training data to the workers; False if each has its own data.
+        options: options of :meth:`lsgd.client.Worker.join`.
+
+    Raises:
+        ConfigError: the environment has the variables of torchrun.
+    """
+
+    def __init__(self, *, shard: bool = True, **options: Any) -> None:
+        refuse_distributed("the Trainer")
+        self.worker: Worker | None = None
+        """The worker; None before training begins."""
+        self._shard = shard
+        self._options = options
+        self._stream: ShardStream | None = None
+        self._batch_size = 0
+        self._in_step = False
+        self._at_end: dict[str, Tensor] | None = None  # the model, if the run ended while the worker paused
+        self._losses: list[Tensor] = []  # of the step's micro-batches
+        self._has_losses = False  # the model has returned one
+        self._summed = False  # whether they add up to the step's loss
+        self._muted = ExitStack()
+        self._hooks: list[Any] = []
+        self._save_strategy = SaveStrategy.NO
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the run, 0 before training: ``if callback.rank == 0: trainer.save_model()``."""
+        return 0 if self.worker is None else self.worker.rank
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+        if self.worker is not None:
+            self.worker.__exit__(kind, error, trace)
+
+    # -- the events of a Trainer, in their order ---------------------------------------------------------------
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Reject arguments with which the Trainer cannot be a worker."""
+        check(args)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: Any,
+        lr_scheduler: Any,
+        train_dataloader: Any,
+        **_: Any,
+    ) -> None:
+        """Join the run."""
+        check(args)
+        options = dict(self._options)
+        if self._shard and (stream := self._sharded(args, train_dataloader)):
+            options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": stream}
+        self.worker = worker = Worker.join(model, optimizer, **options)
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward, with_kwargs=True),
+        ]
+        self._save_strategy = args.save_strategy
+        state.is_world_process_zero = worker.rank == 0  # has the progress bar; later, that must not change
+        say_who_ends(worker, state.max_steps, "max_steps, or num_train_epochs")
+        if not isinstance(lr_scheduler, LambdaLR):
+            logger.warning(
+                "%s: a %s follows this worker's own steps and not the run; the schedules that TrainingArguments "
+                "(lr_scheduler_type) names follow the run",
+                *(worker.name, type(lr_scheduler).__name__),
+            )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
+    ) -> None:
+        """Get an iteration."""
+        worker = self._joined
+        with self._leaving_on_error():
+            has_step = (not self._in_step or worker.end_step()) and worker.begin_step()
+        self._in_step = has_step
+        args.save_strategy = self._save_strategy
+        if not has_step:  # the run ended while this worker paused; the Trainer takes one more step before it stops
+            self._at_end = {name: x.clone() for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+            control.should_training_stop = True
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Count a micro-batch."""
+        self._consume()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: Any, **_: Any
+    ) -> None:
+        """End the iteration, or pause to evaluate or save."""
+        worker = self._joined
+        self._muted.close()
+        if self._at_end is not None:
+            state.global_step -= 1
+            self._stop(control)
+            return
+        self._consume()
+        if self._losses:
+            worker.report(torch.stack(self._losses).sum() / (1 if self._summed else len(self._losses)))
+            self._losses.clear()
+        with self._leaving_on_error():
+            if control.should_training_stop:
+                self._stop(control)
+            elif not self._paused(args, control):
+                self._in_step = False
+                if not worker.end_step():
+                    self._stop(control)
+        if isinstance(lr_scheduler, LambdaLR):
+            share = max(worker.progress, state.global_step / state.max_steps)
+            lr_scheduler.last_epoch = round(share * state.max_steps) - 1
+            lr_scheduler.step()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
+    ) -> None:
+        """If the Trainer stops, leave and evaluate and save the final model; else pause if due."""
+        worker = self._joined
+        with self._leaving_on_error():
+            if control.should_training_stop:
+                worker.leave()
+            else:
+                self._paused(args, control)
+        if not control.should_training_stop:
+            return
+        if self._at_end is not None:
+            model.load_state_dict(self._at_end, strict=False)
+            self._at_end = None
+        self._let_save(args, worker.rank == 0)
+        control.should_evaluate = args.eval_strategy != "no"
+        control.should_save = args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, Any], **_: Any
+    ) -> None:
+        """Add the run's state to rank 0's logs; report the loss if the model does not return it."""
+        worker = self._joined
+        if "loss" in logs and not self._has_losses:
+            worker.report(logs["loss"])
+        if worker.rank != 0 or not {"loss", "train_loss"} & logs.keys():
+            return
+        more = state_of_run(worker)
+        logs |= more
+        state.log_history[-1] |= more
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Leave the run."""
+        args.save_strategy = self._save_strategy
+        with self._leaving_on_error():
+            self._joined.leave()
+        self.__exit__(None, None, None)
+
+    # -- helpers -----------------------------------------------------------------------------------------------
+
+    @property
+    def _joined(self) -> Worker:
+        assert self.worker is not None
+        return self.worker
+
+    @contextmanager
+    def _leaving_on_error(self) -> Iterator[None]:
+        """Handle an error as ``with Worker.join(...)`` does."""
+        try:
+            yield
+        except Exception as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _stop(self, control: TrainerControl) -> None:
+        """Stop the Trainer; the end of the epoch follows, with the last evaluation and saving."""
+        control.should_training_stop = True
+        control.should_evaluate = control.should_save = False
+
+    def _paused(self, args: TrainingArguments, control: TrainerControl) -> bool:
+        """Pause the worker if the Trainer is about to evaluate or save; return whether it is."""
+        if not control.should_evaluate and not control.should_save:
+            return False
+        worker = self._joined
+        self._let_save(args, is_saver(worker))
+        control.should_save &= args.save_strategy != SaveStrategy.NO
+        with worker.pause():
+            return True
+
+    def _let_save(self, args: TrainingArguments, saves: bool) -> None:
+        """Allow or prevent saving until the next step; the Trainer also checks this after an evaluation."""
+        args.save_strategy = self._save_strategy if saves else SaveStrategy.NO
+
+    def _close(self) -> None:
+        self._muted.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _sharded(self, args: TrainingArguments, loader: Any) -> ShardStream | None:
+        """Replace the training data's sampler with shards; return None if it has no sampler."""
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        self._stream = shard(
+            loader,
+            lambda: place(self.worker),
+            args.seed if args.data_seed is None else args.data_seed,
+            shuffle=strategy != "sequential",
+        )
+        if self._stream is None:
+            logger.warning(
+                "the training data has no sampler that could be sharded, so each worker draws from all of it: give "
+                "the Trainer a dataset with a length, or each worker data of its own and LsgdCallback(shard=False)"
+            )
+            return None
+        if strategy not in ("random", "sequential"):
+            logger.warning("train_sampling_strategy = %r is not used: shards are dealt at random", str(strategy))
+        self._batch_size = loader.batch_sampler.batch_size
+        return self._stream
+
+    def _consume(self) -> None:
+        if self._stream is not None:
+            self._stream.consume(self._batch_size)
+
+    def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Exchange gradients only in the backward pass of a step's last micro-batch."""
+        self._muted.close()
+        if model.training and not GradientState().sync_gradients:
+            self._muted.enter_context(self._joined.no_sync())
+
+    def _after_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        """Record the loss: with ``num_items_in_batch`` a share of the step's, else the micro-batch's."""
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if model.training and loss is not None:
+            self._has_losses = True
+            self._losses.append(loss.detach().float().mean())
+            self._summed = options.get("num_items_in_batch") is not None
+
+
+def check(args: TrainingArguments) -> None:
+    """Reject arguments with which a Trainer cannot be a worker.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if args.world_size > 1 or args.parallel_mode.value == "distributed":
+        raise ConfigError(
+            f"accelerate has set up distributed training ({args.world_size} processes), and lsgd takes its place: "
+            f"start the script by `lsgd launch -- python SCRIPT`, without torchrun, accelerate launch or mpirun"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"this process sees {args.n_gpu} GPUs, and the Trainer would use them all by DataParallel; show each "
+            f"worker one, by this line before torch is imported: "
+            f"os.environ['CUDA_VISIBLE_DEVICES'] = os.environ.get('LSGD_LOCAL_RANK', '0')"
+        )
+    if args.load_best_model_at_end:
+        raise ConfigError("load_best_model_at_end would put another model in the consensus' place; leave it out")
+    if args.auto_find_batch_size:
+        raise ConfigError("auto_find_batch_size begins training again after the join; set per_device_train_batch_size")

@@ -1,0 +1,115 @@
+"""Draws the run's progress for the launcher: ``python -m lsgd.node.follow ADDRESS [--insecure]``.
+
+It is a separate process, so that it cannot delay supervision. It follows the run's stream of events and writes frames
+to its standard output, each ended by :data:`END`. Its standard input is the terminal that shows them, and gives their
+size.
+"""
+
+import math
+import os
+import signal
+import sys
+import time
+
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lsgd.errors import LsgdError
+from lsgd.protocol.keys import OPERATOR, connector_keys
+from lsgd.watch.reader import Reader
+from lsgd.watch.view import RunView, WorkerView
+from lsgd.watch.words import duration
+
+END = "\0"
+"""Ends a frame."""
+
+EVERY_S = 0.5
+"""Time between frames."""
+
+_TRAINS = ("live", "held")
+_UNTOLD = ("busy", "nobody")  # reasons of a run that trains normally, which are not shown
+
+
+def follow(address: str, *, insecure: bool) -> None:
+    """Write frames until the run is over."""
+    run = RunView()
+    shown_at = -math.inf
+    with Reader(address, connector_keys(address, None, OPERATOR, insecure=insecure)) as reader:
+        while run.state != "over":
+            batch = reader.read(EVERY_S)
+            run.take(batch)
+            now = time.monotonic()
+            if run.run and not batch.more and now - shown_at >= EVERY_S:
+                shown_at = now
+                _tell(frame(run, *os.get_terminal_size(sys.stdin.fileno())))
+
+
+def frame(run: RunView, columns: int, rows: int) -> str:
+    """Return the lines for a terminal of this size: the progress, what the run is waiting for, and the workers."""
+    console = Console(force_terminal=True, width=max(40, columns) - 1, highlight=False)
+    lines = []
+    if not run.connected:
+        lines.append(Text("the global server does not answer; training continues as far as it can", "yellow"))
+    elif run.state != "running" or run.code.partition(".")[0] not in _UNTOLD:
+        lines.append(Text(f"{run.state}: {run.reason}", "yellow"))
+    workers = list(run.workers.values())
+    most = max(1, rows // 2 - 3)
+    if len(workers) > most:  # workers with a problem first
+        workers.sort(key=lambda worker: worker.state in _TRAINS)
+    width = max((len(worker.worker) for worker in workers[:most]), default=0)
+    lines += [_worker(run, worker, width) for worker in workers[:most]]
+    if len(workers) > most:
+        lines.append(Text(f"and {len(workers) - most} more: lsgd status", "dim"))
+    with console.capture() as shown:
+        console.print(_progress(run))
+        for line in lines:
+            console.print(line, no_wrap=True, overflow="ellipsis")
+    return shown.get()
+
+
+def _progress(run: RunView) -> Table:
+    """Return one line: a bar if the length is known, iterations, rate, time left, loss."""
+    has_end = bool(run.iterations or run.share)
+    cells = [f"{run.share:.0%}"] * has_end
+    cells.append(f"{run.count}/{run.iterations}" if run.iterations else f"{run.count} iterations")
+    if run.rate:
+        cells.append(f"{run.rate:.3g}/s")
+    if run.state == "running" and run.left_s is not None:
+        cells.append(f"{duration(round(run.left_s))} left")
+    if run.loss is not None:
+        cells.append(f"loss {run.loss:.4g}")
+    line = Table.grid(expand=has_end, padding=(0, 2, 0, 0))
+    if has_end:
+        line.add_column(ratio=1)
+    for _ in cells:
+        line.add_column(no_wrap=True)
+    line.add_row(*[ProgressBar(total=1.0, completed=run.share)] * has_end, *cells)
+    return line
+
+
+def _worker(run: RunView, worker: WorkerView, width: int) -> Text:
+    """Return a worker's line, its name padded to ``width``."""
+    trains = worker.state in _TRAINS
+    last = run.rounds.last
+    line = Text(f"{worker.worker:{width}}  ")
+    line.append(f"{'trains' if trains else worker.state:9}", "green" if trains else "yellow")
+    loss = "-" if worker.loss is None else f"{worker.loss:.4g}"
+    line.append(f"  {worker.done:>8}  loss {loss:<9}")
+    return line.append(f"  {worker.reason or ('leads' if last and last.leader == worker.worker else '')}")
+
+
+def _tell(text: str) -> None:
+    sys.stdout.write(f"{text}{END}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    try:
+        follow(sys.argv[1], insecure="--insecure" in sys.argv)
+    except LsgdError as error:
+        _tell(f"no progress is shown: {error}")
+        signal.pause()  # until the launcher ends it
+    except OSError:  # the launcher or its terminal is gone
+        sys.exit(1)

@@ -1,0 +1,337 @@
+"""``lsgd launch``: starts, shows and ends everything that one node runs.
+
+Node 0 runs the global server. Every node runs a local server and its workers, which learn who they are from
+variables: ``LSGD_LOCAL`` (the local server's address), ``LSGD_NODE``, ``LSGD_LOCAL_RANK``, ``LSGD_DEVICE``,
+``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a resumed run. A worker of several processes has a parent process
+(:mod:`lsgd.node.island`), so each worker is one process here.
+"""
+
+import os
+import shlex
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lsgd.errors import ConfigError
+from lsgd.node import gpus
+from lsgd.node.dashboard import dashboard
+from lsgd.node.place import NAME_WITHIN_S, Place, claim_port, resolve
+from lsgd.node.process import LSGD, Command
+from lsgd.node.screen import LAUNCHER, show
+from lsgd.node.supervise import Supervisor
+from lsgd.plan import plan
+from lsgd.protocol.descriptors import raise_descriptor_limit
+from lsgd.protocol.keys import (
+    OPERATOR,
+    TOKEN_VARIABLE,
+    KeyRing,
+    connector_keys,
+    default_folder,
+    is_local,
+    node_name,
+    token_path,
+)
+from lsgd.protocol.messages import worker_name
+from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
+from lsgd.run_folder import CHECKPOINTS, claimed, runs
+from lsgd.watch import results
+from lsgd.watch.loggers import check
+
+TOKEN_WITHIN_S = 60.0
+"""How long a node waits for node 0 to write its token to a shared folder."""
+
+_SERVER = (sys.executable, "-P", "-m", "lsgd.server")
+_ISLAND = (sys.executable, "-P", "-m", "lsgd.node.island")
+_FOLLOW = (sys.executable, "-P", "-m", "lsgd.node.follow")
+RESTARTS = 5
+"""How often a process killed by a signal is restarted within ten minutes."""
+
+JOURNAL = "journal.sqlite"
+"""The global server's journal, in the run folder."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one node runs.
+
+    Args:
+        place: which node this is.
+        port: TCP port of the global server; 0: any free port (one node only).
+        devices: device of each process, grouped by worker.
+        plan_path: the plan, a TOML file, or None; only node 0's counts.
+        run_dir: folder for the logs, the plan as used, and what the workers save.
+        command: what each worker runs.
+        insecure: use no keys, on a network where everybody is trusted.
+        join_line: command that starts another node, to print; NODE stands for its index.
+        resume: continue from the checkpoints in ``run_dir``, with the plan there unless another is given.
+        log_to: loggers that write the run's curves, on node 0.
+        dashboard: port of the run's page, on node 0; 0: any; None: no page.
+        plain: print lines only, even on a terminal.
+        processes: per worker; several share a model that the script shards.
+    """
+
+    place: Place
+    port: int
+    devices: tuple[str, ...]
+    plan_path: Path | None
+    run_dir: Path
+    command: tuple[str, ...]
+    insecure: bool = False
+    join_line: str = ""
+    resume: bool = False
+    log_to: tuple[str, ...] = ()
+    dashboard: int | None = None
+    plain: bool = False
+    processes: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Workers of this node."""
+        return len(self.devices) // self.processes
+
+
+def launch(settings: Launch) -> int:
+    """Run the servers and workers of this node until they end; return the exit status.
+
+    Raises:
+        ConfigError: an address, the port, the plan, the run folder or the command is unusable.
+    """
+    raise_descriptor_limit()
+    place = settings.place
+    environ = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not shutil.which(settings.command[0], path=environ["PATH"]):
+        name = settings.command[0]
+        script = Path(name).suffix == ".py" and Path(name).is_file()
+        hint = f"; type: lsgd launch -- python {shlex.join(settings.command)}" if script else ""
+        raise ConfigError(f"the command {name!r} was not found or is not executable{hint}")
+    network = _network_address(place, settings.port)
+    if place.node == 0:
+        if not settings.resume and runs(settings.run_dir / CHECKPOINTS):
+            raise ConfigError(
+                f"{settings.run_dir} has the checkpoints of an earlier run: resume it with --resume (RESUME=1), "
+                f"or name another folder with --run-dir (RUN_NAME)"
+            )
+        check(settings.log_to)
+    keys, token, lines = _access(settings, network)
+    servers = _shared_servers(settings, network, keys) if place.node == 0 else {}
+    with claimed(settings.run_dir, place.node, network):
+        if place.node == 0:
+            for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
+                old.unlink()
+            results.clear(settings.run_dir, resume=settings.resume)
+        _show_tokens(lines, settings.run_dir)
+        supervisor = _supervisor(settings, network, servers, environ, token)
+        port = settings.dashboard if place.node == 0 else None
+        with dashboard(settings.run_dir, port, environ, insecure=settings.insecure):
+            status = supervisor.run()
+        if place.node == 0:
+            show(results.finish(settings.run_dir, status, *supervisor.end))
+        return status
+
+
+def _supervisor(
+    settings: Launch, network: str, servers: dict[str, list[str]], environ: dict[str, str], token: str
+) -> Supervisor:
+    """Return the supervisor of these servers, the local server, and the workers."""
+    place = settings.place
+    folder = socket_folder()
+    local = f"ipc://{folder / SOCKET_NAME}"
+    servers[f"node{place.node}"] = [
+        *("--local", "--node", str(place.node)),
+        *("--workers", str(settings.workers)),
+        *("--listen", local, "--connect", network, *["--insecure"] * settings.insecure),
+    ]
+    variables = environ | ({TOKEN_VARIABLE: token} if token else {})
+    commands = [
+        Command(
+            name,
+            [*_SERVER, *arguments],
+            variables,
+            _log(settings, name),
+            is_server=name != "relay",
+            helps=name == "relay",
+            restarts=RESTARTS,
+            appends=settings.resume,
+            holds_signals=True,
+            more_again=["--continue"] if name == "global" else [],
+            ignores_term=bool(place.starter),
+        )
+        for name, arguments in servers.items()
+    ]
+    environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
+    commands += _workers(settings, local, environ)
+    if place.node == 0 and settings.log_to:
+        commands.append(_logger(settings, network, environ))
+    linger = place.node == 0 and place.nodes > 1
+    follow = [*_FOLLOW, network, *["--insecure"] * settings.insecure] if place.node == 0 else []
+    return Supervisor(
+        commands,
+        stops_run=commands[0].name,
+        linger=linger,
+        folder=folder,
+        local=local,
+        follow=follow,
+        plain=settings.plain,
+    )
+
+
+def _network_address(place: Place, port: int) -> str:
+    """Return where the global server listens; on node 0, check that it can."""
+    if port == 0 and place.nodes > 1:
+        raise ConfigError("port 0 (any free port) works for one node only; with more, every node must know the port")
+    ip = resolve(place.address, place.nodes, NAME_WITHIN_S if place.nodes > 1 else 0.0)
+    if place.node == 0:
+        port = claim_port(ip, port)
+    return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
+
+
+def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
+    """Return the global server's key arguments, this node's token, and lines to print; empty without keys.
+
+    Node 0 makes the keys of all nodes and returns the commands that start the others. Another node waits until its
+    token exists, in case it shares the key folder with node 0.
+    """
+    place = settings.place
+    if settings.insecure:
+        return ["--insecure"], "", []
+    if is_local(network):
+        return [], "", []
+    folder, name = default_folder(), node_name(place.node)
+    if place.node == 0:
+        ring = KeyRing.make(folder, [*map(node_name, range(place.nodes)), OPERATOR])
+        lines = [
+            f"node {node} joins with: {TOKEN_VARIABLE}={ring.token(node_name(node))} "
+            f"{settings.join_line.replace('NODE', str(node))}"
+            for node in range(1, place.nodes)
+            if not place.starter  # it starts the other nodes itself, and may store our output where others read it
+        ]
+        return ["--keys", str(folder)], ring.token(name), lines
+    token, path = os.environ.get(TOKEN_VARIABLE, ""), token_path(name)
+    if not token and not path.exists():
+        print(
+            f"{LAUNCHER}this node needs a token: set LSGD_TOKEN, or share a folder of keys with node 0 (LSGD_KEYS). "
+            f"Waiting {TOKEN_WITHIN_S:g} s for {path}",
+            flush=True,
+        )
+        deadline_s = time.monotonic() + TOKEN_WITHIN_S
+        while not path.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+    connector_keys(network, None, name, insecure=False)
+    return [], token or path.read_text(encoding="ascii").strip(), []
+
+
+def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
+    """Print the lines that start the other nodes; if others can read our output, write them to a private file."""
+    if not lines:
+        return
+    output = os.fstat(sys.stdout.fileno())
+    if not (stat.S_ISREG(output.st_mode) and output.st_mode & 0o077):
+        print(*(f"{LAUNCHER}{line}" for line in lines), sep="\n", flush=True)
+        return
+    path = run_dir / "join.txt"
+    path.unlink(missing_ok=True)
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+    except OSError as error:
+        where = f"{default_folder()}, because {path} cannot be written: {error.strerror}"
+    else:
+        where = str(path)
+    print(f"{LAUNCHER}others can read this output, so the other nodes' tokens are in {where}", flush=True)
+
+
+def _shared_servers(settings: Launch, network: str, keys: Sequence[str]) -> dict[str, list[str]]:
+    """Return the arguments, by name, of the servers that node 0 runs for all nodes: with a relay if it can help.
+
+    The global server waits for the workers of all nodes, or for as many as the plan says.
+    """
+    used = settings.run_dir / "plan.toml"
+    keeps_plan = settings.plan_path is None and settings.resume and used.exists()
+    path = used if keeps_plan else settings.plan_path
+    nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
+    arguments = ["--global", "--listen", network, "--save-plan", str(used), "--nodes", str(nodes), *keys]
+    arguments += ["--journal", str(settings.run_dir / JOURNAL), "--results", str(settings.run_dir)]
+    if path:
+        arguments += ["--plan", str(path)]
+    is_old = keeps_plan and sourced.origins.get("workers", "") == f"the plan {path}"  # the earlier run's number
+    if is_old:
+        arguments += ["--workers", "0"]
+    if nodes > 1 and (is_old or not sourced.plan.run.workers):
+        print(
+            f"{LAUNCHER}the run begins when the workers of all {nodes} nodes have joined; to begin with N workers, "
+            f"start this node with LSGD_WORKERS=N",
+            flush=True,
+        )
+    if nodes == 1 or sourced.plan.run.transport not in ("auto", "tcp"):
+        return {"global": arguments}
+    host, _, port = network.rpartition(":")
+    relay = f"{host}:{int(port) + 1}"
+    return {
+        "global": [*arguments, "--relay-address", relay],
+        "relay": ["--relay", "--listen", relay, *keys],
+    }
+
+
+def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[Command]:
+    node = settings.place.node
+    threads = max(1, len(os.sched_getaffinity(0)) // len(settings.devices))
+    commands = []
+    for index in range(settings.workers):
+        name = worker_name(node, index)
+        arguments, devices = _worker(settings, index)
+        variables = {
+            **environ,
+            **devices,
+            "LSGD_LOCAL": local,
+            "LSGD_NODE": str(node),
+            "LSGD_LOCAL_RANK": str(index),
+            "LSGD_RUN_DIR": str(settings.run_dir),
+            "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads),
+        }
+        if settings.resume:
+            variables["LSGD_RESUME"] = str(settings.run_dir / CHECKPOINTS)
+        commands.append(
+            Command(
+                name,
+                arguments,
+                variables,
+                _log(settings, name),
+                joins=True,
+                on_terminal=node == index == 0,
+                restarts=RESTARTS,
+                appends=settings.resume,
+                checkpoints=settings.run_dir / CHECKPOINTS,
+                ignores_term=bool(settings.place.starter),
+            )
+        )
+    return commands
+
+
+def _worker(settings: Launch, index: int) -> tuple[Sequence[str], dict[str, str]]:
+    """Return a worker's command, and the variables with its devices."""
+    devices = settings.devices[index * settings.processes : (index + 1) * settings.processes]
+    if settings.processes == 1:
+        return settings.command, {"LSGD_DEVICE": devices[0]}
+    devices, visible = gpus.own(devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    shown = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    return [*_ISLAND, ",".join(devices), "--", *settings.command], shown
+
+
+def _logger(settings: Launch, network: str, environ: Mapping[str, str]) -> Command:
+    """Return the command of the process that writes the curves."""
+    arguments = [*LSGD, "log", "--connect", network]
+    arguments += ["--out", str(settings.run_dir), *["--insecure"] * settings.insecure]
+    arguments += [part for name in settings.log_to for part in ("--to", name)]
+    return Command("logger", arguments, environ, _log(settings, "logger"), observes=True, appends=settings.resume)
+
+
+def _log(settings: Launch, name: str) -> Path:
+    return settings.run_dir / f"{name.replace('/', '-')}.log"

@@ -1,0 +1,192 @@
+"""Where a launcher is: which node of how many, and node 0's address."""
+
+import errno
+import ipaddress
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lsgd.errors import ConfigError
+from lsgd.node.screen import LAUNCHER
+
+
+@dataclass(frozen=True)
+class Place:
+    """Index of this node, number of nodes, address or host name of node 0, and who set them if not the user."""
+
+    node: int
+    nodes: int
+    address: str
+    starter: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class _Starter:
+    """A program that starts launchers, and the names of its variables for the place.
+
+    Args:
+        name: for people.
+        node: index of this node.
+        nodes: number of nodes.
+        address: address of node 0, or of all nodes, node 0 first.
+        index: index of this process among those started on this node; empty: it starts one.
+    """
+
+    name: str
+    node: str
+    nodes: str
+    address: str
+    index: str = ""
+
+
+_STARTERS = (
+    _Starter("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+    _Starter("torchrun", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK"),
+    _Starter("Kubeflow", "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR"),
+    _Starter("the cluster", "NODE_RANK", "NNODES", "MASTER_ADDR"),
+    _Starter("Kubernetes", "JOB_COMPLETION_INDEX", "NNODES", "MASTER_ADDR"),  # of an Indexed Job, which sets the first
+)
+
+NAME_WITHIN_S = 60.0
+"""How long to wait for node 0's name to resolve: some clusters announce it when the node has started."""
+
+
+def find_place(node: int | None, nodes: int | None, address: str | None, environ: Mapping[str, str]) -> Place:
+    """Return the place from the arguments; without ``node``, from Slurm, SkyPilot, torchrun or Kubeflow.
+
+    Raises:
+        ConfigError: something is missing or impossible.
+    """
+    told_by = ""
+    if node is None:
+        starters = [one for one in _STARTERS if environ.get(one.node) and (nodes or environ.get(one.nodes))]
+        if "SLURM_STEP_ID" in environ:
+            told_by = "Slurm"
+            node, nodes, address = _ask_slurm(nodes, address, environ)
+        elif starters:
+            told_by = starters[0].name
+            node, nodes, address = _read(starters[0], nodes, address, environ)
+        elif nodes in (None, 1):
+            node = 0
+        else:
+            raise ConfigError(
+                f"which of the {nodes} nodes is this? Say its index, from 0: --node 0, or bash scripts/train.sh 0 "
+                f"(srun, SkyPilot, torchrun and Kubeflow say it too)"
+            )
+    nodes = 1 if nodes is None else nodes
+    if not 0 <= node < nodes:
+        raise ConfigError(
+            f"there is no node {node} among {nodes}: indices go from 0 to {nodes - 1}; "
+            "NUM_GROUPS (--nodes) is the number of nodes"
+        )
+    if nodes > 1 and not address:
+        raise ConfigError(
+            f"with {nodes} nodes each has to be told the address of node 0: IP_ADDR=10.0.0.1 (--address 10.0.0.1)"
+        )
+    return Place(node, nodes, address or "127.0.0.1", told_by)
+
+
+def _ask_slurm(nodes: int | None, address: str | None, environ: Mapping[str, str]) -> tuple[int, int, str | None]:
+    """Return this node's index, the number of nodes, and the first host's name; given values take precedence."""
+    if environ.get("SLURM_LOCALID", "0") != "0":
+        raise ConfigError("srun started more than one launcher on this node: srun --ntasks-per-node=1")
+    node = int(environ.get("SLURM_NODEID") or environ["SLURM_PROCID"])
+    nodes = nodes or int(environ.get("SLURM_STEP_NUM_NODES") or environ["SLURM_JOB_NUM_NODES"])
+    if address or nodes == 1:
+        return node, nodes, address
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+    command = ["scontrol", "show", "hostnames", hosts]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"scontrol does not tell the first of {hosts} ({error}); say it: IP_ADDR=... (--address)"
+        ) from None
+    return node, nodes, done.stdout.split()[0]
+
+
+def _read(
+    starter: _Starter, nodes: int | None, address: str | None, environ: Mapping[str, str]
+) -> tuple[int, int | None, str | None]:
+    """Return this node's index, the number of nodes, and node 0's address; given values take precedence."""
+    if environ.get(starter.index, "0") != "0":
+        raise ConfigError(
+            f"{starter.name} started more than one launcher on this node, which starts the workers itself: "
+            f"{starter.name} --nproc-per-node 1"
+        )
+    addresses = environ.get(starter.address, "").split()
+    nodes = nodes or _number(starter, starter.nodes, environ)
+    return _number(starter, starter.node, environ), nodes, address or (addresses[0] if addresses else None)
+
+
+def _number(starter: _Starter, variable: str, environ: Mapping[str, str]) -> int:
+    value = environ.get(variable, "")
+    if not value.isdecimal():
+        raise ConfigError(
+            f"{variable} of {starter.name} is {value!r}, which is no number: say the place with "
+            f"--node, --nodes and --address, or unset {starter.node}"
+        )
+    return int(value)
+
+
+def resolve(address: str, nodes: int, within_s: float = 0.0) -> str:
+    """Return the numeric form of node 0's address; wait up to ``within_s`` for it to resolve.
+
+    Raises:
+        ConfigError: it does not resolve, or it resolves to this machine's loopback, which other nodes cannot reach.
+    """
+    deadline_s = time.monotonic() + within_s
+    while True:
+        try:
+            found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            break
+        except OSError as error:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                waited = f" (for {within_s:g} s)" if within_s else ""
+                trouble = f"the address of node 0, {address!r}, is not known here{waited}: {error.strerror}"
+                raise ConfigError(trouble) from None
+        if left_s > within_s - 0.5:
+            print(f"{LAUNCHER}waits {within_s:g} s for {address!r} to be known here", flush=True)
+        time.sleep(0.5)
+    ip = min(found, key=lambda info: info[0] != socket.AF_INET)[4][0]
+    assert isinstance(ip, str)
+    if nodes > 1 and ipaddress.ip_address(ip).is_loopback and address not in (ip, "localhost"):
+        raise ConfigError(
+            f"the host name of node 0, {address!r}, is {ip} on this machine, which other nodes cannot reach; "
+            "give the address of its network interface: IP_ADDR=... (--address; ip -brief address lists them)"
+        )
+    return ip
+
+
+def claim_port(ip: str, port: int) -> int:
+    """Return ``port`` if a server can listen on it at ``ip``, an address of this machine; for 0, a free port.
+
+    Raises:
+        ConfigError: another process listens there, or the address belongs to another machine.
+    """
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ip, port))
+        except OSError as error:
+            raise ConfigError(_why_not(error, ip, port)) from None
+        return int(probe.getsockname()[1])
+
+
+def _why_not(error: OSError, ip: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} of {ip} is taken, perhaps by the global server of another run "
+            f"(ss -ltnp 'sport = :{port}' shows whose it is): end that, or use another port on all nodes: "
+            f"PORT={port + 2} (--port; the next one is the relay's)"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"{ip} is not an address of this machine, but node 0 has to run where IP_ADDR (--address) is; "
+            "ip -brief address lists the addresses here"
+        )
+    return f"no server can listen on port {port} of {ip}: {error.strerror}"

@@ -1,0 +1,151 @@
+"""A run's metrics in Prometheus's text format, computed only from the run's view."""
+
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Any
+
+from lsgd.errors import ConfigError
+from lsgd.watch.counters import BOUNDS_S
+from lsgd.watch.view import RunView, WorkerView
+
+if TYPE_CHECKING:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Content type of what :func:`exposition` returns."""
+
+MAX_WORKERS = 1024
+"""Most workers with metrics of their own: the first ones."""
+
+RUN_STATES = ("waiting", "running", "stopping", "over")
+WORKER_STATES = ("held", "live", "straggler", "cut", "away", "left")
+"""All states."""
+
+Samples = Mapping[Any, float]
+"""A metric's values, by the tuple of its labels' values."""
+
+
+def check() -> None:
+    """Raise ConfigError where prometheus_client is missing."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError(f"metrics need prometheus_client: {sys.executable} -m pip install 'lsgd[metrics]'")
+
+
+def exposition(view: RunView) -> bytes:
+    """Return all metrics of a run in Prometheus's format; nothing may change ``view`` meanwhile.
+
+    Raises:
+        ConfigError: prometheus_client is missing.
+    """
+    check()
+    from prometheus_client import generate_latest
+
+    return generate_latest(_Families(view))
+
+
+class _Families:
+    """The registry that ``generate_latest`` reads."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+
+    def collect(self) -> Iterator["Metric"]:
+        yield _gauge("connected", "Whether the global server answers.", self._view.connected)
+        if self._view.run:
+            workers = list(islice(self._view.workers.values(), MAX_WORKERS))
+            yield from _run(self._view)
+            yield from _rounds(self._view)
+            yield from _workers(self._view, workers)
+            yield from _totals(self._view, workers)
+
+
+def _run(view: RunView) -> Iterator["Metric"]:
+    info = {(view.run, view.algorithm): 1}
+    yield _gauges("run_info", "The run, and the algorithm of its current phase.", ["run", "algorithm"], info)
+    states = {(state,): state == view.state for state in RUN_STATES}
+    yield _gauges("run_state", "State of the run.", ["state"], states)
+    yield _gauge("run_progress_ratio", "Share of the run that is made.", view.share)
+    yield _gauge("run_elapsed_seconds", "Time since the first round.", view.seconds)
+    yield _gauge("run_remaining_seconds", "Time that is left at the present pace.", view.left_s)
+    yield _gauge("run_iterations_limit", "Iterations that the run ends after; 0: there is no limit.", view.iterations)
+    yield _gauge("run_period_iterations", "Iterations of a worker between two global rounds.", view.period)
+    yield _gauge("run_generation", "Number of the generation.", view.generation)
+    yield _gauge("run_nodes", "Nodes in the generation.", view.nodes)
+    yield _gauge("run_loss", "Mean of the workers' losses at the last global round.", view.loss)
+    yield _counter("iterations", "Iterations made by all, those made again included.", view.counters.iterations)
+    yield _counter("server_restarts", "How often the global server was started again.", view.counters.restarts)
+    yield _counter("events_lost", "Events that were gone before they were read.", view.lost)
+    logged = {(name,): number for name, number in view.logged.items()}
+    yield _gauges("user", "What scripts log by name: the mean over live workers.", ["name"], logged)
+
+
+def _rounds(view: RunView) -> Iterator["Metric"]:
+    from prometheus_client.core import HistogramMetricFamily
+
+    ordered = {("local",): view.rounds_local, ("global",): view.rounds_global}
+    yield _counters("rounds", "Rounds that were ordered.", ["scope"], ordered)
+    took = HistogramMetricFamily("lsgd_round_seconds", "Time from a round's order to its completion.", labels=["scope"])
+    for scope, histogram in view.counters.took.items():
+        bounds = [*map(str, BOUNDS_S), "+Inf"]
+        took.add_metric([scope], list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total_s)
+    yield took
+    failed = {(reason,): times for reason, times in view.counters.failed.items()}
+    yield _counters("round_failures", "Rounds that a member could not complete.", ["reason"], failed)
+
+
+def _workers(view: RunView, workers: list[WorkerView]) -> Iterator["Metric"]:
+    counts = Counter(worker.state for worker in view.workers.values())
+    yield _gauges("workers", "Workers in each state.", ["state"], {(each,): counts[each] for each in WORKER_STATES})
+    states = {(worker.worker, each): each == worker.state for worker in workers for each in WORKER_STATES}
+    yield _gauges("worker_state", "State of each worker.", ["worker", "state"], states)
+    losses = {(worker.worker,): worker.loss for worker in workers if worker.loss is not None}
+    yield _gauges("worker_loss", "Loss, as the worker last reported it.", ["worker"], losses)
+    silence = {(worker.worker,): worker.heard_s for worker in workers if worker.state != "left"}
+    yield _gauges("worker_silence_seconds", "Time since the worker was heard.", ["worker"], silence)
+    yield _counter("joins", "How often workers have joined.", view.counters.joins)
+    departures = view.counters.departures
+    yield _counters("departures", "How often rounds went on without a worker.", ["state", "reason"], departures)
+
+
+def _totals(view: RunView, workers: list[WorkerView]) -> Iterator["Metric"]:
+    done = {(worker.worker,): view.counters.done[worker.worker] for worker in workers}
+    yield _counters("worker_iterations", "Iterations that the worker has made.", ["worker"], done)
+    last = {(worker.worker,): worker.totals.last for worker in workers if worker.totals.last is not None}
+    for name, of, help_ in (
+        ("sent_bytes", "sent_nbytes", "Bytes of tensors that the worker has sent."),
+        ("received_bytes", "received_nbytes", "Bytes of tensors that the worker has received."),
+        ("compute_seconds", "compute_s", "Time in the worker's steps."),
+        ("wait_seconds", "waiting_s", "Time of waiting for the servers and the others."),
+        ("exchange_seconds", "exchange_s", "Time in rounds."),
+    ):
+        yield _counters(name, help_, ["worker"], {who: getattr(totals, of) for who, totals in last.items()})
+
+
+def _gauge(name: str, help_: str, value: float | None) -> "Metric":
+    """Return a gauge, without a sample if there is no value."""
+    return _gauges(name, help_, [], {} if value is None else {(): value})
+
+
+def _counter(name: str, help_: str, value: float) -> "Metric":
+    return _counters(name, help_, [], {(): value})
+
+
+def _gauges(name: str, help_: str, labels: list[str], samples: Samples) -> "Metric":
+    from prometheus_client.core import GaugeMetricFamily
+
+    return _filled(GaugeMetricFamily(f"lsgd_{name}", help_, labels=labels), samples)
+
+
+def _counters(name: str, help_: str, labels: list[str], samples: Samples) -> "Metric":
+    from prometheus_client.core import CounterMetricFamily
+
+    return _filled(CounterMetricFamily(f"lsgd_{name}", help_, labels=labels), samples)
+
+
+def _filled(family: "GaugeMetricFamily | CounterMetricFamily", samples: Samples) -> "Metric":
+    for labels, value in samples.items():
+        family.add_metric(labels, value)
+    return family

@@ -1,0 +1,99 @@
+"""What a run leaves in its folder: ``result.json``, ``metrics.jsonl`` and ``curve.png``.
+
+The global server writes the first two during the run. At its end the launcher adds how it ended, and the curve.
+"""
+
+import json
+import sys
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lsgd.output import write_whole
+from lsgd.watch.loggers import CURVES
+
+METRICS, RESULT, CURVE = "metrics.jsonl", "result.json", "curve.png"
+"""The files of a run folder."""
+
+MAX_POINTS = 2000
+"""Most rounds in the picture; of more, only every second, third, ... is shown."""
+
+_STOPPED_CODE = "ordered"  # the global server's reason code for a run that was told to stop
+
+
+def clear(folder: Path, *, resume: bool) -> None:
+    """Remove the files of an earlier run in this folder; keep the rounds of a run that is resumed."""
+    for name in (RESULT, CURVE) if resume else (RESULT, CURVE, METRICS, CURVES):
+        (folder / name).unlink(missing_ok=True)
+
+
+def finish(folder: Path, status: int, state: str = "", reason: str = "") -> list[str]:
+    """Write how a run ended into ``result.json``, draw its curve, and return lines that say where both are.
+
+    Args:
+        folder: of the run.
+        status: the launcher's exit status.
+        state: ``failed`` or ``stopped``, if the launcher knows better than the global server; else empty.
+        reason: why.
+    """
+    document = read(folder)
+    state, reason = state or ended(document), reason or str(document.get("reason", ""))
+    document |= {"state": state, "reason": reason, "exit_code": status}
+    files, lines = [], []
+    try:
+        write_whole(folder / RESULT, json.dumps(document, indent=2) + "\n")
+        files += [name for name in (RESULT, METRICS) if (folder / name).exists()]
+        if rounds := read_rounds(folder / METRICS):
+            lines += _draw(document, rounds, folder / CURVE)
+            files += [CURVE] * (not lines)
+    except OSError as error:
+        lines.append(f"the results cannot be written to {folder}: {error.strerror or error}")
+    lines.append(f"{state}: {reason}; {', '.join(files) or 'no results are'} in {folder}")
+    return lines
+
+
+def ended(document: dict[str, Any]) -> str:
+    """Return how a run ended according to its global server: ``stopped`` or ``finished``."""
+    return "stopped" if document.get("code") == _STOPPED_CODE else "finished"
+
+
+def _draw(document: dict[str, Any], rounds: list[dict[str, Any]], path: Path) -> list[str]:
+    """Draw the curve, or return why there is none."""
+    try:
+        from lsgd.watch.curve import draw
+    except ImportError:
+        return [f"there is no {CURVE}, which needs matplotlib: {sys.executable} -m pip install matplotlib"]
+    draw(document, rounds, path)
+    return []
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the content of ``result.json``; empty if there is none."""
+    with suppress(OSError, ValueError):
+        document = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        return document if isinstance(document, dict) else {}
+    return {}
+
+
+def read_rounds(path: Path) -> list[dict[str, Any]]:
+    """Return at most about :data:`MAX_POINTS` rounds of a ``metrics.jsonl``, the last one included.
+
+    Rounds that were repeated, because the run went back to a checkpoint, appear once.
+    """
+    try:
+        with path.open("rb") as file:
+            total = sum(1 for _ in file)
+        step = -(-total // MAX_POINTS) or 1
+        with path.open(encoding="utf-8") as file:
+            lines = list(islice(file, (total - 1) % step, None, step))
+    except OSError:
+        return []
+    rounds: list[dict[str, Any]] = []
+    for line in lines:
+        with suppress(ValueError):  # half a line, of a server that was killed
+            round_ = json.loads(line)
+            while rounds and rounds[-1]["count"] > round_["count"]:
+                rounds.pop()
+            rounds.append(round_)
+    return rounds

@@ -1,0 +1,381 @@
+"""The state and history of a run for display, from a report and the events after it."""
+
+import math
+import re
+import statistics
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lsgd.protocol.events import (
+    Event,
+    GenerationBegan,
+    Note,
+    PeriodChosen,
+    PhaseBegan,
+    Progress,
+    RoundCompleted,
+    RoundFailed,
+    RoundOrdered,
+    RunChanged,
+    SettingsChanged,
+    WorkerChanged,
+    WorkerJoined,
+    WorkerProgress,
+)
+from lsgd.watch.counters import Counters
+from lsgd.watch.reader import Batch
+from lsgd.watch.series import Series
+
+MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
+"""How many points of a worker's curve, rounds, log lines, and gaps of a worker to keep."""
+
+RATE_OVER_S = 30.0
+"""Seconds over which the rate is measured."""
+
+TOLD = (
+    *("run", "state", "code", "reason", "algorithm", "period", "period_reason", "count", "iterations"),
+    *("loss", "seconds", "rounds_local", "rounds_global", "generation", "nodes"),
+)
+"""Names that a report and a view share."""
+
+_TAKES_PART = ("live", "held")
+
+
+class Line(NamedTuple):
+    """A log line: time in seconds since the epoch, code (may be empty), and words."""
+
+    time: float
+    code: str
+    words: str
+
+
+class Totals(NamedTuple):
+    """A worker's totals up to a moment, over all its processes. Subtract two to get an interval.
+
+    ``time`` is in seconds since the epoch; for the rest see :class:`lsgd.protocol.events.WorkerProgress`.
+    """
+
+    time: float
+    done: int
+    loss: float | None
+    compute_s: float
+    waiting_s: float
+    exchange_s: float
+    sent_nbytes: int
+    received_nbytes: int
+
+
+@dataclass(slots=True)
+class Gap:
+    """A time in which rounds did not wait for a worker.
+
+    Args:
+        state: ``straggler``, ``cut``, ``away`` or ``left``.
+        code, reason: why, as a code and in words.
+        begin, end: in seconds since the epoch; ``end`` is None while the gap lasts.
+    """
+
+    state: str
+    code: str
+    reason: str
+    begin: float
+    end: float | None = None
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """A worker, as of the last event.
+
+    Args:
+        worker: its name.
+        node: index of its machine.
+        rank: in the generation; -1: outside it.
+        state: ``held``, ``live``, ``straggler``, ``cut``, ``away`` or ``left``.
+        code, reason: reason for its state, if known, as a code and in words.
+        done: iterations it has completed.
+        loss: last reported loss.
+        times_leader: rounds that it led.
+        heard_s: seconds since its last message, at the last progress.
+        totals: its curve, about one point a second at first, at most :data:`MAX_POINTS`.
+        gaps: the last :data:`MAX_GAPS`.
+    """
+
+    worker: str
+    node: int = 0
+    rank: int = -1
+    state: str = "away"
+    code: str = ""
+    reason: str = ""
+    done: int = 0
+    loss: float | None = None
+    times_leader: int = 0
+    heard_s: float = 0.0
+    totals: Series[Totals] = field(default_factory=lambda: Series(MAX_POINTS))
+    gaps: deque[Gap] = field(default_factory=lambda: deque(maxlen=MAX_GAPS))
+    _before: tuple[float, float, float, int, int] = (0.0, 0.0, 0.0, 0, 0)  # totals of its earlier processes
+
+    def add(self, time: float, now: WorkerProgress) -> None:
+        """Add a point to its curve; falling totals mean that a new process replaced the last."""
+        spent = (now.compute_s, now.waiting_s, now.exchange_s, now.sent_nbytes, now.received_nbytes)
+        before = self.totals.last
+        if before is not None and not any(spent):  # this server has not heard its totals yet
+            self.totals.add(before._replace(time=time, done=now.done, loss=now.loss))
+            return
+        if before is not None and any(b + s < t for b, s, t in zip(self._before, spent, before[3:], strict=True)):
+            self._before = before[3:]
+        sums = (b + s for b, s in zip(self._before, spent, strict=True))
+        self.totals.add(Totals._make((time, now.done, now.loss, *sums)))
+
+    def mind(self, time: float, state: str, code: str, reason: str) -> None:
+        """Begin or end a gap."""
+        last = self.gaps[-1] if self.gaps and self.gaps[-1].end is None else None
+        if last is not None and last.state != state:
+            last.end = time
+        if state not in _TAKES_PART and (last is None or last.state != state):
+            self.gaps.append(Gap(state, code, reason, time))
+
+
+@dataclass(slots=True)
+class RoundView:
+    """A round.
+
+    Args:
+        round: its id.
+        scope: ``local`` or ``global``.
+        leader: the worker that leads it.
+        count: the run's iterations when it was ordered.
+        seconds: from the run's first round to its order.
+        losses: by worker, when it was ordered.
+        state: ``open``, ``completed`` or ``failed``; stays ``open`` if its end is unknown.
+        reason: why it failed.
+        took_s: from its order to its completion; None: unknown.
+        sent_nbytes: by its members; None: unknown.
+    """
+
+    round: int
+    scope: str
+    leader: str
+    count: int
+    seconds: float
+    losses: Mapping[str, float | None]
+    state: str = "open"
+    reason: str = ""
+    took_s: float | None = None
+    sent_nbytes: int | None = None
+
+
+class RunView:
+    """The state and history of a run. Only :meth:`take` changes it, and it does no I/O.
+
+    The history is bounded, to :data:`MAX_ROUNDS` rounds for example; a full history keeps every second point.
+
+    Args:
+        report: content of ``lsgd status --json`` or ``result.json``; None: it comes with the first batch.
+
+    Attributes:
+        run: identity; empty before the first report.
+        state: ``waiting``, ``running``, ``stopping`` or ``over``; empty before the first report.
+        code, reason: what it waits for or why it ends, as a code and in words.
+        algorithm: its name.
+        period: iterations of a worker between global rounds; ``period_reason``: why this period.
+        count: completed iterations; ``iterations``: the limit, 0 without one; ``share``: the run's progress, 0 to 1.
+        seconds: since the first round.
+        loss: mean of the finite losses at the last global round; None: there are none.
+        rounds_local, rounds_global, generation, nodes: as in the report.
+        workers: by name, in the order of node and index, including those that have left.
+        ways: pairs of nodes that do not simply dial each other, as in the report.
+        rounds: the history, thinned.
+        log: the last lines.
+        logged: numbers that scripts log, by name: the mean over the live workers that have one.
+        counters: counts of events.
+        settings: settings that operators have changed since this view began, by name.
+        connected: whether the last batch was connected.
+        lost: total number of lost events.
+        time: of the last event, in seconds since the epoch by the server's clock; 0: no event yet.
+    """
+
+    def __init__(self, report: Mapping[str, Any] | None = None) -> None:
+        self.run = self.state = self.code = self.reason = self.algorithm = self.period_reason = ""
+        self.count = self.iterations = self.period = self.lost = 0
+        self.rounds_local = self.rounds_global = self.generation = self.nodes = 0
+        self.share = self.seconds = self.time = 0.0
+        self.loss: float | None = None
+        self.ways: list[dict[str, Any]] = []
+        self.workers: dict[str, WorkerView] = {}
+        self.rounds: Series[RoundView] = Series(MAX_ROUNDS)
+        self.log: deque[Line] = deque(maxlen=MAX_LINES)
+        self.settings: dict[str, str] = {}
+        self.logged: dict[str, float] = {}
+        self.counters = Counters()
+        self.connected = False
+        self._as_of = 0  # the report includes the events up to this one
+        self._recent: dict[int, RoundView] = {}
+        self._progress: deque[tuple[float, int, float]] = deque()  # time, count and share of the last seconds
+        if report is not None:
+            self._begin(report)
+
+    def take(self, batch: Batch) -> None:
+        """Apply a reader's batch."""
+        if batch.report is not None:
+            self._begin(batch.report)
+        self.connected = batch.connected
+        self.lost += batch.lost
+        self.counters.restarts += batch.restarted
+        for event in batch.events:
+            self.fold(event)
+
+    @property
+    def rate(self) -> float:
+        """Iterations a second over the last :data:`RATE_OVER_S`; 0 until there are two points."""
+        return self._slope(1)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left at the pace of the last :data:`RATE_OVER_S`; None: unknown."""
+        if self.state == "over":
+            return 0.0
+        pace = self._slope(2)
+        return (1 - self.share) / pace if pace > 0 else None
+
+    @property
+    def started_at(self) -> float | None:
+        """Time of the first round, in seconds since the epoch: :attr:`RoundView.seconds` counts from it."""
+        return self.time - self.seconds if self.time and self.seconds else None
+
+    def _slope(self, of: int) -> float:
+        if len(self._progress) < 2:
+            return 0.0
+        first, last = self._progress[0], self._progress[-1]
+        return (last[of] - first[of]) / (last[0] - first[0])
+
+    # -- a report ----------------------------------------------------------------------------------------------
+
+    def _begin(self, report: Mapping[str, Any]) -> None:
+        """Take the state and new rounds from a report; reset for another run."""
+        if self.run and self.run != report["run"]:
+            RunView.__init__(self)
+        for name in TOLD:
+            setattr(self, name, report.get(name, getattr(self, name)))
+        self.share = report.get("progress", self.share)
+        self.ways = report.get("ways", [])
+        self._as_of = report.get("stream", {}).get("last", 0)
+        self.counters.made(self.count)
+        for member in report.get("members", []):
+            worker = self._worker(member["worker"], member["node"])
+            worker.rank, worker.state = member["rank"], member["state"]
+            worker.reason, worker.code = member["reason"], member["code"]
+            worker.done, worker.loss = member["done"], member["loss"]
+            worker.times_leader, worker.heard_s = member["times_leader"], member["heard_s_ago"]
+        for entry in report.get("leaders", []):
+            self._order(RoundOrdered(**entry))
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def fold(self, event: Event) -> None:
+        """Apply one event; if the report includes it already, only to the history."""
+        self.time = max(self.time, event.time)
+        self.counters.fold(event.what)
+        self._remember(event.time, event.what)
+        if event.seq > self._as_of:
+            self._change(event.what)
+
+    def _remember(self, time: float, what: object) -> None:
+        match what:
+            case Note(code, words):
+                self.log.append(Line(time, code, words))
+            case RoundOrdered():
+                self._order(what)
+            case RoundCompleted(number, took_s, sent_nbytes) if known := self._open(number):
+                known.state, known.took_s, known.sent_nbytes = "completed", took_s, sent_nbytes
+                if took_s is not None:
+                    self.counters.took[known.scope].add(took_s)
+            case RoundFailed(number, code, reason) if known := self._open(number):
+                known.state, known.reason = "failed", reason
+                self.counters.fail(code)
+            case WorkerJoined(name, node):
+                self._worker(name, node).mind(time, "live", "", "")
+            case WorkerChanged(name, state, code, reason):
+                self._worker(name).mind(time, state, code, reason)
+            case SettingsChanged(changes):
+                self.settings.update(changes)
+            case Progress():
+                for each in what.workers:
+                    self._worker(each.worker).add(time, each)
+                self._progress.append((time, what.count, what.share))
+                while len(self._progress) > 2 and time - self._progress[0][0] > RATE_OVER_S:
+                    self._progress.popleft()
+                if len(self._progress) > 1 and not self._progress[0][0] < time:  # the server's clock was set back
+                    self._progress = deque([self._progress[-1]])
+
+    def _open(self, number: int) -> RoundView | None:
+        """Return a round that is still open; a restarted server may report its end twice."""
+        known = self._recent.get(number)
+        return known if known and known.state == "open" else None
+
+    def _order(self, order: RoundOrdered) -> None:
+        if order.round <= next(reversed(self._recent), 0):
+            return
+        losses = {sys.intern(name): loss for name, loss in order.losses.items()}  # the same names each time
+        view = RoundView(order.round, order.scope, order.worker, order.count, order.seconds, losses)
+        self.rounds.add(view)
+        self._recent[order.round] = view
+        if len(self._recent) > MAX_ROUNDS:
+            del self._recent[next(iter(self._recent))]
+
+    def _change(self, what: object) -> None:
+        match what:
+            case RoundOrdered(_, scope):
+                self.rounds_local += scope == "local"
+                self.rounds_global += scope == "global"
+                self._worker(what.worker).times_leader += 1
+                if scope == "global":
+                    self.loss = mean(what.losses.values())
+            case WorkerJoined(name, node):
+                worker = self._worker(name, node)
+                worker.state, worker.code, worker.reason = "away", "", ""
+            case WorkerChanged(name, state, code, reason):
+                worker = self._worker(name)
+                worker.state, worker.code, worker.reason = state, code, reason
+                if state == "left":
+                    worker.rank = -1
+            case GenerationBegan(generation):
+                self.generation, self.nodes = generation.number, len(generation.nodes)
+                ranks = {name: rank for rank, name in enumerate(generation.members)}
+                for name, worker in self.workers.items():
+                    worker.rank = ranks.get(name, -1)
+            case PeriodChosen(period, _, reason):
+                self.period, self.period_reason = period, reason
+            case PhaseBegan(_, algorithm):
+                self.algorithm = algorithm
+            case RunChanged(state, code, reason):
+                self.state, self.code, self.reason = state, code, reason
+            case Progress():
+                self.state, self.code, self.reason = what.state, what.code, what.reason
+                self.seconds, self.count = what.seconds, what.count
+                self.iterations, self.share, self.logged = what.iterations, what.share, what.logged
+                for each in what.workers:
+                    worker = self._worker(each.worker)
+                    worker.rank, worker.state, worker.done = each.rank, each.state, each.done
+                    worker.loss, worker.heard_s = each.loss, each.heard_s
+
+    def _worker(self, name: str, node: int | None = None) -> WorkerView:
+        """Return the worker, created if it is new."""
+        if name not in self.workers:
+            self.workers[name] = WorkerView(name, place(name)[0] if node is None else node)
+            self.workers = dict(sorted(self.workers.items(), key=lambda item: place(item[0])))
+        return self.workers[name]
+
+
+def place(name: str) -> tuple[int, int]:
+    """Return node and index from a worker's name, ``node0/worker1``, as a sort key."""
+    found = re.fullmatch(r"node(\d+)/worker(\d+)", name)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def mean(losses: Iterable[float | None]) -> float | None:
+    """Return the mean of the finite losses; None: there are none."""
+    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return statistics.fmean(finite) if finite else None

@@ -1,0 +1,132 @@
+"""``lsgd doctor``: two nodes on this machine, two on a link of a known rate, and what it says of what is wrong."""
+
+import asyncio
+import itertools
+import os
+import re
+import socket
+import sys
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from benchmarks.testbed import Testbed, no_nat
+from lsgd.cli import doctor
+from lsgd.cli.doctor import Doctor, suggested_period
+from lsgd.node.place import Place
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def examine(node: int, nodes: int, port: int) -> tuple[int, str]:
+    lines: list[str] = []
+    code = Doctor(Place(node, nodes, "127.0.0.1"), port, lines.append).examine(1_000_000, 10.0)
+    return code, "\n".join(lines)
+
+
+def test_two_nodes_that_can_train_together(port) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda node: examine(node, 2, port), range(2)))
+    for node, (code, said) in enumerate(results):
+        assert code == 0, said
+        assert ("is free for the global server" in said) is (node == 0)
+        assert re.search(r"ok    node0 to node1: \d+ Mbit/s, round trip \d+\.\d\d ms", said)
+        assert re.search(r"ok    node1 to node0: \d+ Mbit/s", said)
+        assert re.search(r"all-reduce of 1 MiB over TCP: \d+ ms, right", said)
+        assert re.search(r"a model in float32 takes .* --period \d+ keeps exchanges below 5% of the time", said)
+        assert said.endswith("ready for a run")
+
+
+def test_one_node_alone(port) -> None:
+    code, said = examine(0, 1, port)
+    assert code == 0 and "one node: no link to test" in said and "tensors travel on 127.0.0.1 (lo)" in said
+
+
+def test_a_node_that_is_missing(port, monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "MEET_WITHIN_S", 0.5)
+    code, said = examine(0, 2, port)
+    assert code == 1 and f"FAIL  not all 2 nodes met at port {port} of 127.0.0.1 within 0.5 s" in said
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        code, said = examine(0, 2, taken)
+    assert code == 1 and f"FAIL  port {taken} of 127.0.0.1 is taken" in said
+
+
+def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
+    minor = defaultdict(itertools.count(12).__next__)  # a node is a thread here, and each has a release of its own
+    monkeypatch.setattr(doctor, "versions", lambda: {"torch": f"2.{minor[threading.get_ident()]}.0"})
+    monkeypatch.setattr(doctor, "CONNECT_WITHIN_S", 0.5)
+
+    async def closed(*_: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(asyncio, "open_connection", closed)
+    with socket.create_server(("127.0.0.1", port + 1)), ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda node: examine(node, 2, port), range(2)))
+    for code, said in results:
+        assert code == 1
+        assert re.search(r"FAIL  node0 to node1: .* cannot be used \(Connection refused\); open the ports above", said)
+    assert f"warn  no relay can listen on port {port + 1} of 127.0.0.1" in results[0][1]
+    assert any("install the same release on all" in said for _, said in results)
+    assert all(said.endswith("fix the failed checks above first") for _, said in results)
+
+
+@pytest.mark.alone
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_the_rate_and_the_round_trip_are_those_of_the_wire() -> None:
+    with Testbed(2, rate_mbit=100, delay_ms=5) as testbed:
+        arguments = ["doctor", "--nodes", "2", "--address", testbed.hosts[0].address]
+        processes = [
+            host.popen(
+                [sys.executable, "-m", "lsgd.client", *arguments, "--node", str(host.index)],
+                stdout=-1,
+                text=True,
+            )
+            for host in testbed.hosts
+        ]
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    found = re.search(r"node0 to node1: (\d+) Mbit/s, round trip (\d+\.\d+) ms", outputs[1])
+    assert found
+    assert 80 < int(found[1]) < 105
+    assert 10 <= float(found[2]) < 40
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(os.geteuid() == 0 and no_nat() != "", reason="NAT needs nftables, and a kernel with it")
+@pytest.mark.slow
+def test_nodes_behind_nat_are_timed_through_the_relay() -> None:
+    with Testbed(3, rate_mbit=100, behind_nat=[1, 2]) as testbed:
+        arguments = ["doctor", "--nodes", "3", "--address", testbed.hosts[0].address]
+        processes = [
+            host.popen(
+                [sys.executable, "-m", "lsgd.client", *arguments, "--node", str(host.index)], stdout=-1, text=True
+            )
+            for host in testbed.hosts
+        ]
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    for said in outputs:
+        assert re.search(r"ok    node0 to node1: .*; node1 dials node0, and both directions use that", said)
+        assert re.search(r"ok    node1 to node2: .*; they exchange through the relay, port 47401 of node0", said)
+        assert re.search(r"ok    node1 to node2: \d+ Mbit/s", said)
+
+
+@pytest.mark.parametrize(
+    ("transfer_s", "step_s", "period"),
+    [(0.001, 0.1, 1), (0.005, 0.1, 1), (0.0051, 0.1, 2), (8.0, 0.1, 2048), (2.0, 0.1, 512)],
+)
+def test_the_period_keeps_exchanges_below_a_share(transfer_s, step_s, period) -> None:
+    assert suggested_period(transfer_s, step_s) == period
+    assert transfer_s <= doctor.EXCHANGE_SHARE * period * step_s

@@ -1,0 +1,58 @@
+"""What people type by mistake: one error that says what is wrong and what to type."""
+
+import pytest
+from click.testing import CliRunner
+
+from lsgd.cli.commands import main
+
+SCRIPT = ("--", "python", "script.py")
+LAUNCH = ("launch", "--port", "0", "--device", "cpu")
+
+MISTAKES = [
+    (("lanch",), {}, "did you mean: lsgd launch"),
+    (("keys",), {}, "did you mean: lsgd keygen"),
+    (("launch",), {}, "say what each worker runs: lsgd launch -- python my_script.py"),
+    (("launch", "--worker", "2", *SCRIPT), {}, "Did you mean '--workers'?"),
+    (("launch", "--workers", "0", *SCRIPT), {}, "0 is not in the range x>=1"),
+    (("launch", "--log-to", "tensorbord", *SCRIPT), {}, "is not one of 'csv', 'tensorboard', 'wandb'"),
+    (("launch", "--node", "1", *SCRIPT), {}, "NUM_GROUPS (--nodes) is the number of nodes"),
+    (("launch", "--nodes", "2", *SCRIPT), {}, "Say its index, from 0: --node 0"),
+    (("launch", "--nodes", "2", "--node", "0", *SCRIPT), {}, "IP_ADDR=10.0.0.1"),
+    ((*LAUNCH, "--", "script.py"), {}, "type: lsgd launch -- python script.py"),
+    ((*LAUNCH, "--", "no-such-program"), {}, "the command 'no-such-program' was not found"),
+    ((*LAUNCH, "--resume", *SCRIPT), {}, "runs"),
+    ((*LAUNCH, "--plan", "no.toml", *SCRIPT), {}, "the plan no.toml cannot be read"),
+    ((*LAUNCH, *SCRIPT), {"LSGD_PERIODE": "4"}, "did you mean 'LSGD_PERIOD'?"),
+    ((*LAUNCH, *SCRIPT), {"LSGD_PERIOD": "often"}, "'often' is not a whole number, or auto"),
+    ((*LAUNCH, *SCRIPT), {"LSGD_ALGORITHM": "leadr"}, "did you mean 'leader'?"),
+    ((*LAUNCH, *SCRIPT), {"LSGD_ITERATIONS": "-5"}, "is not at least 0"),
+    ((*LAUNCH, *SCRIPT), {"LSGD_COMPRESSION": "zip"}, "known: float16"),
+    (
+        (*LAUNCH, *SCRIPT),
+        {"LSGD_ALGORITHM": "bytegrad", "LSGD_PERIOD": "4"},
+        "bytegrad has no setting 'period'",
+    ),
+    (("launch", "--device", "gpu", "--port", "0", *SCRIPT), {}, "it is auto, cpu, cuda, or one GPU: cuda:0"),
+    (("launch", "--device", "cpu", "--run-dir", "/proc/x", *SCRIPT), {}, "/proc/x cannot be made or written"),
+    (("status",), {}, "name its folder (--run DIR), or the address of its global server (--connect HOST:PORT)"),
+    (("status", "--connect", "10.0.0.1"), {}, "--connect 10.0.0.1 has no port: --connect 10.0.0.1:47400"),
+    (("status", "--connect", "10.0.0.1:47400"), {}, "make it on node 0 with `lsgd keygen`"),
+    (("set",), {}, "lsgd set period=16"),
+    (("set", "period"), {}, "write it as NAME=VALUE, not 'period'"),
+    (("log",), {}, "Missing option '--to'"),
+    (("algorithms", "foo"), {}, "algorithm 'foo' is unknown; known: allreduce"),
+    (("config", "show", "--plan", "no.toml"), {}, "the plan no.toml cannot be read"),
+    (("completion", "fisch"), {}, "is not one of 'bash', 'zsh', 'fish'"),
+    (("runs", "nowhere"), {}, "name the folder: lsgd runs FOLDER"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "variables", "said"), MISTAKES, ids=[" ".join((*m[0], *m[1])) for m in MISTAKES])
+def test_a_mistake_is_said_with_what_to_type(arguments, variables, said, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "script.py").write_text("")
+    result = CliRunner().invoke(main, arguments, env=variables, prog_name="lsgd")
+    assert said in result.stderr.rpartition("Error: ")[2], result.output
+    assert result.exit_code in (1, 2) or arguments[0] == "runs"
+    assert not any(path.is_dir() for path in tmp_path.glob("runs/*")), "nothing is left"

@@ -1,0 +1,240 @@
+"""``lsgd status``, ``set``, ``stop`` and ``algorithms``: what they say of a real server, and of none."""
+
+import fcntl
+import io
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from lsgd.algorithms import ALGORITHMS
+from lsgd.cli import operate
+from lsgd.cli.commands import main
+from lsgd.protocol.keys import KeyRing, parse_token, token_path
+from lsgd.run_folder import claimed
+from lsgd.settings import fields
+from lsgd.settings import shown as shown_value
+from lsgd.watch.view import RunView
+
+from ..integration.running import Cluster
+
+
+@pytest.fixture
+def lsgd(servers):
+    """Run a command of ``lsgd`` against the server; return its exit code and what it prints."""
+
+    def run(name, *arguments, connect=servers.address):
+        done = CliRunner().invoke(main, [name, "--connect", connect, *arguments])
+        return done.exit_code, done.output
+
+    return run
+
+
+def test_status_says_what_the_run_waits_for(lsgd):
+    code, output = lsgd("status")
+    assert code == 0
+    state, iterations, run, period = output.splitlines()
+    assert state == "waiting: 0 of 2 workers have joined"
+    assert iterations == "0 of 100 iterations in 0.0s (0.0 a second)"
+    assert run.endswith(", local: 0 global and 0 local rounds, generation 0")
+    assert period == "period 8: as planned"
+
+
+def test_healthy_is_a_server_that_answers(tmp_path):
+    own = Cluster(tmp_path)
+    server = own.start_global("--workers", "1", "--iterations", "100")
+
+    def healthy():
+        done = CliRunner().invoke(main, ["status", "--healthy", "--connect", own.address])
+        return done.exit_code, done.output
+
+    try:
+        code, output = healthy()
+        assert code == 0 and output.startswith("healthy: run ") and "is waiting, 0 iterations" in output
+        server.send(signal.SIGSTOP)
+        code, output = healthy()
+        assert code == 1 and f"no global server answers at {own.address} within 1 s" in output
+        server.send(signal.SIGCONT)
+        assert healthy()[0] == 0
+        server.send(signal.SIGKILL)
+        server.wait()
+        assert healthy()[0] == 1
+    finally:
+        own.close()
+
+
+def test_the_run_is_found_by_its_folder(servers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = CliRunner().invoke(main, ["stop"])
+    assert refused.exit_code == 1
+    assert "none of the runs that you launched is running in runs: name its folder (--run DIR), or" in refused.output
+    mine, other = Path("runs", "mine"), Path("runs", "other")
+    with claimed(other, 0, "tcp://127.0.0.1:9"), claimed(mine, 0, servers.address):
+        os.utime(other / "node0.lock", (1, 1))
+        for arguments in ([], ["--run", "runs"], ["--run", str(mine)]):
+            done = CliRunner().invoke(main, ["status", *arguments])
+            assert done.exit_code == 0 and f"the run in {mine}, at {servers.address}:" in done.stderr
+            assert json.loads(CliRunner().invoke(main, ["status", "--json", *arguments]).stdout)["run"]
+        monkeypatch.setattr(os, "getuid", lambda: 12345)  # somebody else's
+        assert CliRunner().invoke(main, ["stop", "--run", str(mine)]).exit_code == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(main, ["status"]).exit_code == 1  # their launchers have ended
+
+
+def test_a_look_at_a_run_folder_keeps_no_launcher_from_it(tmp_path):
+    with claimed(tmp_path, 0, "tcp://127.0.0.1:9"):
+        pass
+    with (tmp_path / "node0.lock").open() as looked_at:
+        fcntl.flock(looked_at, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, (looked_at, fcntl.LOCK_UN)).start()
+        with claimed(tmp_path, 0, "tcp://127.0.0.1:9"):
+            pass
+
+
+def test_an_address_needs_no_scheme(lsgd, servers):
+    assert lsgd("status", connect=servers.address.removeprefix("tcp://"))[0] == 0
+
+
+def test_status_as_json(lsgd):
+    code, output = lsgd("status", "--json")
+    status = json.loads(output)
+    assert code == 0
+    assert (status["state"], status["count"], status["members"]) == ("waiting", 0, [])
+
+
+def test_the_table_of_members():
+    member = {"worker": "node0/worker0", "rank": 0, "state": "live", "done": 12, "loss": 0.123456}
+    member |= {"times_leader": 3, "heard_s_ago": 0.04, "node": 0, "reason": "", "code": ""}
+    away = member | {"worker": "node0/worker1", "rank": -1, "state": "left", "loss": None}
+    status = {"run": "r", "algorithm": "leader", "state": "running", "reason": "why", "iterations": 0}
+    status |= {"count": 24, "seconds": 2.0, "rounds_global": 1, "rounds_local": 2, "generation": 1}
+    status |= {"period": 24, "period_reason": "a round takes 1.2 s, a step 0.05 s", "code": "busy", "nodes": 1}
+    status |= {"progress": 0.0, "loss": None, "leaders": [], "members": [member, away]}
+    console = Console(width=80, file=io.StringIO())
+    console.print(operate.view(RunView(status)))
+    lines = console.file.getvalue().splitlines()
+    assert lines[:2] == ["running: why", "24 iterations in 2.0s (12.0 a second)"]
+    assert lines[2] == "run r, leader: 1 global and 2 local rounds, generation 1"
+    assert lines[3] == "period 24: a round takes 1.2 s, a step 0.05 s"
+    assert lines[5].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
+    assert lines[6].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("outer_rate=0.5", "outer_rate is unknown; did you mean 'outer_lr'?"),
+        ("compression=minmax8", "compression cannot be changed during a run"),
+        ("outer_momentum=2", "outer_momentum = '2' is not in 0 … 1"),
+        ("outer_lr=fast", "outer_lr = 'fast' is not a number"),
+        ("outer_lr", "write it as NAME=VALUE, not 'outer_lr'"),
+        ("exchange_share=0", "exchange_share = '0' is not in 0.001 … 0.9"),
+        ("period=automatic", "period = 'automatic' is not a whole number, or auto"),
+        (
+            "zzz=1",
+            "zzz is unknown; known: closing_share, error_decay, exchange_share, growth_coefficient, iterations, keep, ",
+        ),
+    ],
+)
+def test_a_change_that_cannot_be(lsgd, change, reason):
+    code, output = lsgd("set", change)
+    assert code != 0
+    assert reason in output
+
+
+def test_a_change(lsgd):
+    code, output = lsgd("set", "outer_lr=0.5")
+    assert code == 0
+    assert "outer_lr = 0.5, after 0 iterations" in output
+
+
+def test_several_changes_are_all_made_or_none(lsgd):
+    code, output = lsgd("set", "period=4", "iterations=90", "outer_momentum=2")
+    assert code == 1 and "outer_momentum = '2' is not in 0 … 1" in output
+    assert json.loads(lsgd("status", "--json")[1])["iterations"] == 100
+    code, output = lsgd("set", "period=4", "iterations=90")
+    assert code == 0 and "period = 4, iterations = 90, after 0 iterations" in output
+    assert json.loads(lsgd("status", "--json")[1])["iterations"] == 90
+    assert lsgd("set", "iterations=100")[0] == 0
+
+
+def test_stop_before_the_start_ends_the_servers(tmp_path):
+    cluster = Cluster(tmp_path)
+    try:
+        server = cluster.start_global("--workers", "2")
+        done = CliRunner().invoke(main, ["stop", "--connect", cluster.address, "--reason", "not today"])
+        assert done.exit_code == 0, done.output
+        assert "is stopping after 0 iterations" in done.output
+        assert "the run is over: not today" in server.succeeds()
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("name", ["status", "stop", "set"])
+def test_without_a_server_each_says_so(lsgd, monkeypatch, name):
+    monkeypatch.setattr("lsgd.watch.ask.ANSWER_WITHIN_S", 0.2)
+    arguments = ["outer_lr=1"] if name == "set" else []
+    code, output = lsgd(name, *arguments, connect="tcp://127.0.0.1:9")
+    assert code == 1
+    assert output.startswith("Error: no global server answers at tcp://127.0.0.1:9 within 0.2 s; give its")
+
+
+def test_all_algorithms_with_their_bytes():
+    done = CliRunner().invoke(main, ["algorithms", "--parameters", "1000000", "--workers", "2"])
+    assert done.exit_code == 0
+    lines = {line.split()[0]: line.split() for line in done.output.splitlines()[1:]}
+    assert list(lines) == list(ALGORITHMS)
+    megabytes = {name: float(words[1]) for name, words in lines.items()}
+    assert megabytes["allreduce"] == 4.0  # 2 (n - 1) / n of 4 bytes a parameter
+    assert megabytes["qsgd"] == pytest.approx(1 + 8 / 2048, abs=1e-3)
+    assert megabytes["diloco"] == pytest.approx(4 / 64, abs=1e-3)
+    assert megabytes["local"] == pytest.approx(1 / 4 + 2 / 512, abs=1e-3)
+    assert " ".join(lines["local"]).endswith("(in an exchange; its period is auto)")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_one_algorithm_with_its_settings(name):
+    done = CliRunner().invoke(main, ["algorithms", name])
+    assert done.exit_code == 0
+    shown = {line.split()[0]: line.split()[1] for line in done.output.splitlines()[3:]}
+    expected = {
+        setting: json.dumps(shown_value(spec, spec.default)) for setting, spec in fields(ALGORITHMS[name]).items()
+    }
+    assert shown == expected
+
+
+def test_an_algorithm_that_is_none():
+    done = CliRunner().invoke(main, ["algorithms", "qsdg"])
+    assert done.exit_code == 2
+    assert "algorithm 'qsdg' is unknown; did you mean 'qsgd'?" in done.output
+
+
+def test_keygen_makes_a_token_for_each_node_and_tells_where(tmp_path):
+    done = CliRunner().invoke(main, ["keygen", "--keys", str(tmp_path / "keys"), "--nodes", "3"])
+    assert done.exit_code == 0
+    *tokens, advice = done.output.splitlines()
+    names = ["node0", "node1", "node2", "operator"]
+    assert [line.split() for line in tokens] == [[n, str(tmp_path / "keys" / f"{n}.token")] for n in names]
+    assert advice.endswith(f"--keys {tmp_path}/keys")
+    assert {parse_token((tmp_path / "keys" / f"{n}.token").read_text(), n).name for n in names} == set(names)
+
+
+def test_a_command_takes_a_token_and_says_when_it_needs_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("LSGD_KEYS", str(tmp_path / "keys"))
+    needs = CliRunner().invoke(main, ["status", "--connect", "tcp://192.0.2.1:1"])
+    assert needs.exit_code == 1 and "a token is needed" in needs.output
+    ring = KeyRing.make(tmp_path / "keys", ["operator"])
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.start_global("--keys", str(ring.folder))
+        token = str(token_path("operator", ring.folder))
+        done = CliRunner().invoke(main, ["stop", "--connect", cluster.address, "--token", token])
+        assert done.exit_code == 0 and "is stopping after 0 iterations: lsgd stop" in done.output
+    finally:
+        cluster.close()

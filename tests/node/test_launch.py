@@ -1,0 +1,772 @@
+"""``lsgd launch``: its errors in one line, Slurm's answers, and whole nodes with the real servers."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from lsgd.cli.commands import main
+from lsgd.errors import ConfigError
+from lsgd.node import gpus, launch
+from lsgd.node.place import Place, find_place, resolve
+from lsgd.node.process import NOT_TRAINED
+from lsgd.protocol.keys import KeyRing
+from lsgd.run_folder import is_live
+from lsgd.run_folder import runs as checkpoints
+
+from ..integration.running import LIGHT, free_port
+
+TRAIN = """
+import json, os, sys, torch
+from pathlib import Path
+from lsgd.client import Worker
+
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+here = Path(os.environ["LSGD_RUN_DIR"])
+with Worker.join(model, optimizer) as worker:
+    loader = worker.loader(data, batch_size=8)
+    while not worker.stopped:
+        for (x,) in worker.batches(loader):
+            loss = (model(x) - x.sum()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            worker.report(loss)
+            if "fail" in sys.argv and worker.rank == 1:
+                raise RuntimeError("the data is bad")
+            (here / f"trains{worker.rank}").touch()
+    about = {name: value for name, value in os.environ.items() if name.startswith(("LSGD", "OMP"))}
+    about["weights"] = model.weight.flatten().tolist()
+    (here / f"worker{worker.rank}.json").write_text(json.dumps(about))
+"""
+
+
+class Node:
+    """A launcher in a process of its own; all that it starts is known by a variable."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        program: tuple[str, ...] = (),
+        script: str = TRAIN,
+        **variables: str,
+    ) -> None:
+        self.run_dir = folder / "run"
+        self.token = uuid.uuid4().hex
+        (folder / "train.py").write_text(script)
+        if "--plan" not in arguments:  # a period that is known
+            variables = {"LSGD_ALGORITHM": "leader", **variables}
+        environ = {**os.environ, **LIGHT, "LAUNCHED": self.token, **variables}
+        options = ["--device", "cpu", "--run-dir", str(self.run_dir), *arguments]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lsgd.client", "launch", *options, "--", "python", "train.py", *program],
+            cwd=folder,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def left(self) -> list[int]:
+        """Return the processes that are there."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.token.encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def lines(self) -> bytes:
+        """Return the command lines of the processes that are there."""
+        lines = []
+        for pid in self.left():
+            with contextlib.suppress(OSError):
+                lines.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+        return b"\n".join(lines)
+
+    def finish(self) -> tuple[int, str]:
+        """Return exit status and output, when it has ended and left nothing behind."""
+        output, _ = self.process.communicate(timeout=90)
+        assert self.left() == []
+        return self.process.returncode, output
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What stays of the run: its state, and its rounds."""
+        rounds = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return json.loads((self.run_dir / "result.json").read_text()) | {"rounds": list(map(json.loads, rounds))}
+
+    def about(self, rank: int) -> dict[str, object]:
+        """Return what the worker of this rank has told at its end."""
+        return json.loads((self.run_dir / f"worker{rank}.json").read_text())
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    """Start a node that trains."""
+    nodes: list[Node] = []
+
+    def start(*arguments: str, **options: object) -> Node:
+        folder = tmp_path / f"launcher {len(nodes)}"
+        folder.mkdir()
+        nodes.append(Node(folder, *arguments, **options))  # type: ignore[arg-type]
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.process.kill()
+        node.process.communicate()
+        until(lambda node=node: not node.left(), "all processes are gone")  # type: ignore[misc]
+
+
+def until(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.05)
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    """Make a shell script that can be executed."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.slow
+class TestNode:
+    """Real servers, real workers."""
+
+    def test_trains_and_ends(self, start):
+        node = start("--node", "0", "--port", "0", LSGD_ITERATIONS="100", OMP_NUM_THREADS="", DRAWS="1")
+        status, output = node.finish()
+        assert status == 0, output
+        plan = tomllib.loads((node.run_dir / "plan.toml").read_text())
+        assert (plan["workers"], plan["nodes"], plan["iterations"]) == (0, 1, 100)
+        first, second = node.about(0), node.about(1)
+        assert first["weights"] == second["weights"]
+        assert (first["LSGD_LOCAL_RANK"], second["LSGD_LOCAL_RANK"]) == ("0", "1")
+        assert first["LSGD_NODE"] == "0" and first["LSGD_DEVICE"] == "cpu"
+        assert first["LSGD_RUN_DIR"] == str(node.run_dir)
+        assert first["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+        logs = {path.name for path in node.run_dir.glob("*.log")}
+        assert logs == {"global.log", "node0.log", "node0-worker0.log", "node0-worker1.log"}
+        for log in node.run_dir.glob("*.log"):
+            name = log.stem.replace("-", "/")
+            shown = [line for line in output.splitlines() if line.startswith(f"[{name}] ")]
+            assert [f"[{name}] {line}" for line in log.read_text().splitlines()] == shown
+        assert "by its plan this run makes about 2 global rounds: one for every 64 iterations" in output
+        result = node.result
+        assert (result["state"], result["code"], result["exit_code"]) == ("finished", "all_made", 0)
+        assert (result["count"], result["rounds_global"], result["algorithm"]) == (100, 2, "leader")
+        assert sum(member["done"] for member in result["members"]) == 100
+        assert [(each["round"], each["count"]) for each in result["rounds"]] == [(1, 0), (2, 100)]
+        assert result["loss"] == pytest.approx(sum(result["rounds"][1]["losses"].values()) / 2, rel=1e-5)
+        assert (node.run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
+        assert "[launch] finished: all 100 iterations are done; result.json, metrics.jsonl, c" in output
+
+    def test_ctrl_c_makes_the_consensus(self, start):
+        node = start("--node", "0")  # alone it takes any port
+        until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
+        told = CliRunner().invoke(main, ["status", "--run", str(node.run_dir.parent)])
+        (listed,) = json.loads(CliRunner().invoke(main, ["runs", str(node.run_dir.parent), "--json"]).stdout)
+        assert (listed["state"], listed["folder"]) == ("running", str(node.run_dir))
+        assert told.exit_code == 0 and f"the run in {node.run_dir}, at tcp://127.0.0.1:" in told.stderr
+        assert ":47400:" not in told.stderr
+        node.process.send_signal(signal.SIGINT)
+        status, output = node.finish()
+        assert status == 0, output
+        assert node.about(0)["weights"] == node.about(1)["weights"]
+        assert "the run is over: the global server got SIGINT" in output and "SIGTERM" not in output
+        assert (node.result["state"], node.result["reason"]) == ("stopped", "the global server got SIGINT")
+        listed = CliRunner().invoke(main, ["runs", str(node.run_dir.parent)])
+        assert "run  stopped  leader" in listed.stdout
+
+    def test_goes_on_with_the_run_of_its_folder_on_more_workers(self, start):
+        first = start("--node", "0", "--port", "0", LSGD_ITERATIONS="64", LSGD_PERIOD="16")
+        status, output = first.finish()
+        assert status == 0, output
+        again = ("--node", "0", "--port", "0", "--run-dir", str(first.run_dir))
+        status, output = start(*again).finish()
+        assert status == 1
+        assert f"Error: {first.run_dir} has the checkpoints of an earlier run: resume it with --res" in output
+        folder = first.run_dir.parent  # the newest run in it is meant
+        status, output = start(*again[:-1], str(folder), "--resume", "--workers", "3", LSGD_ITERATIONS="99").finish()
+        assert status == 0, output
+        assert f"[launch] resumes from the checkpoints in {first.run_dir}\n" in output
+        assert "resumes after 64 iterations, from checkpoints of node0/worker0, node0/worker1; taking over" in output
+        assert "all 99 iterations are done; 99 iterations" in output
+        plan = tomllib.loads((first.run_dir / "plan.toml").read_text())
+        assert (plan["workers"], plan["algorithm"]["period"]) == (0, 16)
+        log = (first.run_dir / "global.log").read_text()
+        assert "all 64 iterations are done; 64" in log and "all 99 iterations are done; 99" in log
+        result = first.result
+        assert (result["count"], result["state"], len({each["run"] for each in result["rounds"]})) == (
+            99,
+            "finished",
+            2,
+        )
+        assert [each["count"] for each in result["rounds"]] == [0, 32, 64, 64, 99]
+        status, output = start(*again[:-1], str(folder / "nothing"), "--resume").finish()
+        assert status == 1 and "there is nothing to resume: no checkpoint of node 0 lies in" in output
+
+    def test_failing_worker_ends_the_node(self, start):
+        node = start("--node", "0", "--port", "0", program=("fail",))
+        status, output = node.finish()
+        assert status == 1
+        report = output.partition("lsgd launch: ")[2]
+        assert report.startswith("node0/worker1 failed with exit code 1. Its last lines (all are in ")
+        assert "    RuntimeError: the data is bad" in report
+        result = node.result
+        assert (result["state"], result["reason"]) == ("failed", "node0/worker1 failed with exit code 1")
+        assert (result["exit_code"], result["rounds"][0]["count"]) == (1, 0)
+
+    def test_a_script_that_never_joins_is_said_with_a_code_of_its_own(self, start):
+        node = start("--node", "0", "--workers", "1", script="print('trained alone')")
+        status, output = node.finish()
+        assert status == NOT_TRAINED, output
+        assert (node.result["state"], node.result["exit_code"], node.result["rounds"]) == ("failed", NOT_TRAINED, [])
+        assert "ended without joining the run" in node.result["reason"]
+        assert not (node.run_dir / "curve.png").exists()  # there is nothing to draw
+        assert "lsgd launch: node0/worker0 ended without joining the run (exit code 78): its script" in output
+        assert "    trained alone" in output
+
+    def test_workers_that_leave_before_the_end_are_said_with_a_code_of_their_own(self, start):
+        # Not so few that one leaves before the other has its model: that would be waited for.
+        script = TRAIN.replace("while not worker.stopped:", "for epoch in range(50):")
+        status, output = start("--node", "0", script=script, LSGD_ITERATIONS="100000").finish()
+        assert status == NOT_TRAINED, output
+        for worker in (0, 1):
+            assert f"[launch] node0/worker{worker} left before the end of the run" in output
+        assert "call worker.leave() after the loop" in output
+
+    def test_workers_that_leave_with_a_word_make_the_consensus(self, start):
+        script = TRAIN.replace("while not worker.stopped:", "for epoch in range(3):")
+        script = script.replace("    about =", "    assert worker.leave() and worker.stopped\n    about =")
+        node = start("--node", "0", script=script, LSGD_ITERATIONS="100000")
+        status, output = node.finish()
+        assert status == 0, output
+        assert "all workers leave after 24 iterations" in output
+        assert node.about(0)["weights"] == node.about(1)["weights"]
+
+    def test_nodes_with_other_numbers_of_workers(self, start):
+        common = ("--nodes", "3", "--address", "127.0.0.1", "--port", str(free_port()))
+        first = start("--node", "0", *common, "--workers", "1", LSGD_ITERATIONS="200")
+        second = start("--node", "1", *common, "--workers", "2")
+        third = start("--node", "2", *common, "--workers", "2")
+        for node in (first, second, third):
+            status, output = node.finish()
+            assert status == 0, output
+        assert "generation 1: 5 workers on 3 nodes" in (first.run_dir / "global.log").read_text()
+        weights = first.about(0)["weights"]
+        assert all(
+            node.about(rank)["weights"] == weights
+            for node, ranks in ((second, (1, 2)), (third, (3, 4)))
+            for rank in ranks
+        )
+
+    def test_killed_launcher_leaves_nothing(self, start):
+        node = start("--node", "0", "--port", "0")
+        until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
+        assert len(node.left()) == 6  # launcher, guard, two servers, two workers
+        node.process.kill()
+        until(lambda: not node.left(), "all processes are gone")
+        until(lambda: not is_live(node.run_dir), "the last of them lets the folder go")
+        (listed,) = json.loads(CliRunner().invoke(main, ["runs", str(node.run_dir), "--json"]).stdout)
+        assert listed["state"] == "failed" and listed["reason"].startswith("its launcher was killed")
+        assert listed["run"] == node.result["rounds"][0]["run"]  # what there was by then is there
+
+    def test_two_nodes_under_slurm_the_second_first(self, start, tmp_path):
+        program(
+            tmp_path,
+            "scontrol",
+            'test "$*" = "show hostnames local[host,net]" && echo localhost && echo other',
+        )
+        slurm = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_STEP_ID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "local[host,net]",
+            "LSGD_ITERATIONS": "200",
+        }
+        common = ("--workers", "1", "--port", str(free_port()))
+        second = start(*common, SLURM_NODEID="1", **slurm)
+        until((second.run_dir / "node1.log").exists, "the second node has started")
+        first = start(*common, SLURM_NODEID="0", **slurm)
+        for node in (second, first):
+            status, output = node.finish()
+            assert status == 0, output
+        assert "[launch] the run begins when the workers of all 2 nodes have joined; to begin with N workers" in output
+        assert (first.about(0)["LSGD_NODE"], second.about(1)["LSGD_NODE"]) == ("0", "1")
+        assert first.about(0)["weights"] == second.about(1)["weights"]
+
+    def test_plan_decides_the_number_of_workers(self, start, tmp_path):
+        plan = tmp_path / "plan.toml"
+        plan.write_text("workers = 1\niterations = 20\n")
+        node = start("--node", "0", "--port", "0", "--workers", "1", "--nodes", "1", "--plan", str(plan))
+        status, output = node.finish()
+        assert status == 0, output
+        assert tomllib.loads((node.run_dir / "plan.toml").read_text())["workers"] == 1
+
+
+LATE = """
+import atexit, json, os, signal, sys, time, torch
+from pathlib import Path
+from lsgd.client import Worker
+
+def until(name):
+    while not (here / name).exists():
+        time.sleep(0.02)
+
+def save():
+    (here / "saving").touch()
+    until("late-ended")
+    (here / f"saved{worker.rank}").touch()
+
+here = Path(os.environ["LSGD_RUN_DIR"])
+late = os.environ["LSGD_LOCAL_RANK"] == "1" and (here / "died").exists()
+if late:
+    until("servers-ended" if sys.argv[1] == "outside" else "saving")
+    atexit.register(lambda: (here / "late-ended").touch())
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with Worker.join(model, optimizer) as worker:
+    loader = worker.loader(data, batch_size=8)
+    while not worker.stopped:
+        for (x,) in worker.batches(loader):
+            loss = (model(x) - x.sum()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            worker.report(loss)
+            if os.environ["LSGD_LOCAL_RANK"] == "1" and worker.iterations == 0:
+                (here / "died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            until("died")
+    if sys.argv[1] == "inside":
+        save()
+if sys.argv[1] == "outside":
+    save()
+"""
+
+
+@pytest.mark.slow
+class TestEnds:
+    """What is made of a run whose processes die, fail or come too late."""
+
+    def pid(self, node: Node, words: str) -> int:
+        """Return the process of a node with these words in its command line, when it is there."""
+        found: list[int] = []
+
+        def there() -> bool:
+            lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in node.left()}
+            found[:] = [pid for pid, line in lines.items() if words.encode() in line]
+            return bool(found)
+
+        until(there, f"a process of {words}")
+        return found[0]
+
+    def train(self, node: Node) -> None:
+        until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
+
+    @pytest.mark.parametrize("saves", ["inside", "outside"])
+    def test_a_worker_that_comes_back_too_late_is_no_failure(self, start, saves):
+        """The other one saves meanwhile, with its local server still there, or after that has ended too."""
+        node = start("--node", "0", "--port", "0", program=(saves,), script=LATE, LSGD_ITERATIONS="40")
+        if saves == "outside":
+            until((node.run_dir / "saving").exists, "a worker saves")
+            until(lambda: b"lsgd.server" not in node.lines(), "the servers have ended")
+            (node.run_dir / "servers-ended").touch()
+        status, output = node.finish()
+        assert status == 0, output
+        assert (node.run_dir / "saved0").exists()
+        assert "worker 1 joins too late and has nothing to do: the run is over: " in output
+
+    def test_the_node_of_a_global_server_that_is_lost_saves_checkpoints(self, start):
+        """Another program has taken its port when it is to be started again."""
+        port = free_port()
+        node = start("--node", "0", "--port", str(port), LSGD_PERIOD="16")
+        log = node.run_dir / "global.log"
+        until(lambda: log.exists() and log.read_text().count("global round ") > 2, "rounds are made")
+        os.kill(self.pid(node, "lsgd.server --global"), signal.SIGKILL)
+
+        def taken() -> socket.socket | None:
+            try:
+                return socket.create_server(("127.0.0.1", port))
+            except OSError:
+                return None
+
+        taker: list[socket.socket | None] = []
+        until(lambda: taker.append(taken()) or taker[-1], "the port is free")
+        status, output = node.finish()
+        assert taker[-1] is not None
+        taker[-1].close()
+        assert status == 2, output
+        assert "node0/worker0 ends with exit code 75: " in output
+        assert "its servers have ended or were given up; its state is saved in" in output
+        saved = {path.name for path in (node.run_dir / "checkpoints").glob("*/*/*.safetensors")}
+        assert saved == {"node0-worker0.safetensors", "node0-worker1.safetensors"}
+
+    def test_ctrl_c_while_the_global_server_waits_to_be_started_again(self, start):
+        node = start("--node", "0", "--port", str(free_port()))
+        self.train(node)
+        os.kill(server := self.pid(node, "lsgd.server --global"), signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{server}").exists(), "the launcher has seen that it is gone")
+        node.process.send_signal(signal.SIGINT)
+        status, output = node.finish()
+        assert status == 0, output
+        assert "restarting global now, to tell it that the run ends" in output
+        assert node.about(0)["weights"] == node.about(1)["weights"]
+
+    def test_a_worker_that_dies_goes_on_from_its_checkpoint(self, start):
+        node = start("--node", "0", "--port", "0", LSGD_CHECKPOINT_EVERY="1", LSGD_PERIOD="16")
+        self.train(node)
+        until(lambda: list(node.run_dir.glob("checkpoints/*/*/node0-worker1.*")), "it has a checkpoint")
+        os.kill(worker := self.worker(node, 1), signal.SIGKILL)
+        until(lambda: self.worker(node, 1) not in (0, worker), "it is there again")
+        log = node.run_dir / "node0-worker1.log"
+        until(lambda: "generation" in log.read_text().partition("resumes from")[2], "it takes part")
+        node.process.send_signal(signal.SIGINT)
+        status, output = node.finish()
+        assert status == 0, output
+        resumes = [node.about(rank).get("LSGD_RESUME") for rank in (0, 1)]
+        assert resumes == [None, str(node.run_dir / "checkpoints")]
+
+    def worker(self, node: Node, rank: int) -> int:
+        """Return the process of a worker, 0 if it is not there."""
+        for pid in node.left():
+            try:
+                environ = Path(f"/proc/{pid}/environ").read_bytes()
+            except OSError:
+                continue
+            if f"LSGD_LOCAL_RANK={rank}".encode() in environ:
+                return pid
+        return 0
+
+    def test_a_second_launch_in_a_live_folder_leaves_it_alone(self, start):
+        node = start("--node", "0", "--port", "0")
+        self.train(node)
+        log, journal = node.run_dir / "global.log", node.run_dir / "journal.sqlite"
+        there = (log.read_text(), journal.stat().st_ino)
+        status, output = start("--node", "0", "--port", "0", "--run-dir", str(node.run_dir)).finish()
+        assert status == 1
+        assert f"Error: the run folder {node.run_dir} is in use: another lsgd launch of node 0" in output
+        assert f"process {node.process.pid} on {socket.gethostname()}" in output
+        assert log.read_text().startswith(there[0]) and journal.stat().st_ino == there[1]
+        node.process.send_signal(signal.SIGINT)
+        assert node.finish()[0] == 0
+
+    def test_full_disk_for_logs_and_plan(self, start, tmp_path):
+        run_dir = tmp_path / "full"
+        run_dir.mkdir()
+        for name in ("global.log", "node0.log", "node0-worker0.log", "plan.toml.tmp", "result.json.tmp"):
+            (run_dir / name).symlink_to("/dev/full")
+        arguments = ("--node", "0", "--port", "0", "--run-dir", str(run_dir))
+        status, output = start(*arguments, LSGD_ITERATIONS="60").finish()
+        assert status == 0, output
+        assert output.count("global.log cannot be written: No space left on device; training continues") == 1
+        assert f"the plan cannot be written to {run_dir}/plan.toml: No space left on device; the run" in output
+        assert (run_dir / "worker1.json").exists()
+
+
+class TestTokens:
+    """The lines that start the other nodes have tokens in them."""
+
+    LINES = ("node 1 joins with: LSGD_TOKEN=secret lsgd launch --node 1",)
+
+    @pytest.mark.parametrize("mode", [0o644, 0o600])
+    def test_standard_output_is_a_file(self, tmp_path, monkeypatch, mode):
+        path = tmp_path / "slurm-1.out"
+        path.touch(mode)
+        path.chmod(mode)
+        with path.open("w") as output:
+            monkeypatch.setattr(sys, "stdout", output)
+            launch._show_tokens(self.LINES, tmp_path)
+        said, private = path.read_text(), tmp_path / "join.txt"
+        if mode == 0o600:
+            assert said == f"[launch] {self.LINES[0]}\n" and not private.exists()
+            return
+        assert "secret" not in said and f"the other nodes' tokens are in {private}\n" in said
+        assert private.read_text() == f"{self.LINES[0]}\n"
+        assert private.stat().st_mode & 0o777 == 0o600
+
+    def test_standard_output_is_none(self, tmp_path, capfd):
+        launch._show_tokens(self.LINES, tmp_path)
+        assert "LSGD_TOKEN=secret" in capfd.readouterr().out
+
+
+class TestUnderAScheduler:
+    """What differs where Slurm and others start the launchers."""
+
+    @pytest.mark.slow
+    def test_sigterm_to_all_processes_is_for_the_launcher_alone(self, start):
+        node = start("--nodes", "1", "--workers", "2", NODE_RANK="0", NNODES="1", LSGD_CHECKPOINT_EVERY="1")
+        until(lambda: checkpoints(node.run_dir / "checkpoints"), "it trains")
+        for pid in node.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        status, output = node.finish()
+        assert status == 0, output
+        assert "stopped: the global server got SIGINT" in output and "killed by" not in output
+
+    @pytest.mark.slow
+    def test_resumes_if_there_is_anything(self, start, tmp_path):
+        here = ("--nodes", "1", "--workers", "1", "--run-dir", str(tmp_path / "run"), "--resume-if-any")
+        status, output = start(*here, LSGD_ITERATIONS="40").finish()
+        assert status == 0 and "resumes from" not in output, output
+        status, output = start(*here, LSGD_ITERATIONS="60").finish()
+        assert status == 0 and f"[launch] resumes from the checkpoints in {tmp_path / 'run'}" in output, output
+        counts = [json.loads(line)["count"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert counts[-1] == 60 and counts.count(0) == 1  # from the beginning once
+
+    def test_has_to_know_which_run_to_resume(self):
+        done = CliRunner().invoke(main, ["launch", "--resume-if-any", "true"])
+        assert done.exit_code == 2 and "--run-dir DIR, the same at each start" in done.output
+
+
+class TestRefusals:
+    """What is wrong, in one line, before anything is started."""
+
+    @pytest.fixture
+    def refused(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+        """Return the one line with which ``lsgd launch`` refuses its arguments."""
+        monkeypatch.chdir(tmp_path)
+
+        def refused(*arguments: str, command: str = "python") -> str:
+            result = CliRunner().invoke(main, ["launch", "--device", "cpu", *arguments, "--", command])
+            line = result.stderr.strip()
+            assert result.exit_code == 1 and line.startswith("Error: ") and "\n" not in line, result.output
+            assert not (tmp_path / "runs").exists()
+            return line
+
+        return refused
+
+    def test_index(self, refused):
+        assert "which of the 2 nodes is this?" in refused("--nodes", "2")
+        assert "no node 1 among 1: indices go from 0 to 0" in refused("--node", "1")
+        assert "NUM_GROUPS" in refused("--node", "2", "--nodes", "2", "--address", "10.0.0.1")
+
+    def test_address(self, refused):
+        assert "IP_ADDR=10.0.0.1" in refused("--node", "0", "--nodes", "2")
+        line = refused("--node", "0", "--address", "192.0.2.1")
+        assert "192.0.2.1 is not an address of this machine" in line
+        assert "'no.such.host.invalid'" in refused("--node", "0", "--address", "no.such.host.invalid")
+
+    def test_port(self, refused):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            line = refused("--node", "0", "--port", str(port))
+        assert f"port {port} of 127.0.0.1 is taken" in line and f"PORT={port + 2}" in line
+        two = ("--node", "0", "--nodes", "2", "--address", "127.0.0.1")
+        assert "every node must know the port" in refused(*two, "--port", "0")
+
+    def test_command(self, refused):
+        assert "'no-such-program' was not found" in refused("--node", "0", "--port", "0", command="no-such-program")
+
+    def test_token(self, refused, tmp_path, monkeypatch):
+        ring = KeyRing.make(tmp_path / "keys", ["node0"])
+        node1 = ("--node", "1", "--nodes", "2", "--address", "192.0.2.1")
+        monkeypatch.setenv("LSGD_KEYS", str(ring.folder))
+        monkeypatch.setenv("LSGD_TOKEN", ring.token("node0"))
+        assert "this is node1, but the token is that of node0; use node1's" in refused(*node1)
+        monkeypatch.delenv("LSGD_TOKEN")
+        monkeypatch.setattr(launch, "TOKEN_WITHIN_S", 0.1)
+        assert "copy the file node1.token here" in refused(*node1)
+
+    def test_plan(self, refused, tmp_path):
+        (tmp_path / "plan.toml").write_text("iteration = 3")
+        line = refused("--node", "0", "--port", "0", "--plan", "plan.toml")
+        assert "did you mean 'iterations'?" in line
+
+    def test_logger_without_its_package(self, refused, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        assert "lsgd[wandb]" in refused("--node", "0", "--port", "0", "--log-to", "wandb")
+
+    def test_device(self, refused):
+        assert "the device 'gpu' is unknown" in refused("--node", "0", "--device", "gpu")
+
+
+class TestPlace:
+    """Which node of how many, from the arguments or from Slurm."""
+
+    SLURM = {  # noqa: RUF012
+        "SLURM_STEP_ID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_JOB_NODELIST": "n[1-4]",
+    }
+
+    @pytest.fixture(autouse=True)
+    def scontrol(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        program(tmp_path, "scontrol", 'echo "first-of-$3"; echo another')
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def test_arguments_alone(self):
+        assert find_place(0, None, None, {}) == Place(0, 1, "127.0.0.1")
+        assert find_place(1, 2, "10.0.0.1", {}) == Place(1, 2, "10.0.0.1")
+
+    def test_an_index_given_by_hand_is_not_slurms(self):
+        assert find_place(0, None, None, self.SLURM) == Place(0, 1, "127.0.0.1")
+
+    @pytest.mark.parametrize(
+        ("variables", "starter"),
+        [
+            ({"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_IPS": "n0\nn1\nn2"}, "SkyPilot"),
+            ({"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "n0"}, "torchrun"),
+            ({"PET_NODE_RANK": "1", "PET_NNODES": "3", "PET_MASTER_ADDR": "n0"}, "Kubeflow"),
+            ({"NODE_RANK": "1", "NNODES": "3", "MASTER_ADDR": "n0"}, "the cluster"),
+            ({"JOB_COMPLETION_INDEX": "1", "NNODES": "3", "MASTER_ADDR": "n0"}, "Kubernetes"),
+            (SLURM | {"GROUP_RANK": "2"}, "Slurm"),
+        ],
+    )
+    def test_others_that_start_launchers(self, variables, starter):
+        place = find_place(None, 3, None, variables)
+        assert (place.node, place.nodes, place.starter) == (1, 3, starter)
+        assert find_place(None, None, "10.0.0.1", variables).address == "10.0.0.1"
+        if starter != "Slurm":
+            assert find_place(None, None, None, variables) == Place(1, 3, "n0")
+        assert find_place(0, None, None, variables) == Place(0, 1, "127.0.0.1")
+
+    def test_an_index_without_a_number_of_nodes_says_nothing(self):
+        assert find_place(None, None, None, {"JOB_COMPLETION_INDEX": "7"}) == Place(0, 1, "127.0.0.1")
+
+    @pytest.mark.parametrize(
+        ("variables", "message"),
+        [
+            ({"PET_NODE_RANK": "0", "PET_NNODES": "1:4"}, "PET_NNODES of Kubeflow is '1:4', which is no number"),
+            ({"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "torchrun --nproc-per-node 1"),
+        ],
+    )
+    def test_others_that_say_what_cannot_be(self, variables, message):
+        with pytest.raises(ConfigError, match=message):
+            find_place(None, None, None, variables)
+
+    def test_slurm(self):
+        assert find_place(None, None, None, self.SLURM) == Place(1, 4, "first-of-n[1-4]")
+        assert find_place(None, None, "10.0.0.1", self.SLURM) == Place(1, 4, "10.0.0.1")
+
+    def test_a_step_on_fewer_nodes_than_the_job(self):
+        step = {**self.SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[2-3]"}
+        assert find_place(None, None, None, step) == Place(1, 2, "first-of-n[2-3]")
+
+    def test_two_launchers_on_a_node(self):
+        with pytest.raises(ConfigError, match="srun --ntasks-per-node=1"):
+            find_place(None, None, None, {**self.SLURM, "SLURM_LOCALID": "1"})
+
+    def test_scontrol_fails(self, tmp_path):
+        program(tmp_path, "scontrol", "exit 1")
+        with pytest.raises(ConfigError, match="IP_ADDR"):
+            find_place(None, None, None, self.SLURM)
+
+    def test_a_name_that_only_means_this_machine(self, monkeypatch):
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        with pytest.raises(ConfigError, match=r"'node1', is 127\.0\.1\.1 on this machine"):
+            resolve("node1", nodes=2)
+        assert resolve("node1", nodes=1) == "127.0.1.1"
+        assert resolve("localhost", nodes=2) == "127.0.1.1"
+
+
+@pytest.mark.slow
+class TestDevices:
+    """One device for each worker, and what to do where torch cannot use the GPUs."""
+
+    @pytest.fixture
+    def nvidia_smi(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+        """Put a driver of this version with two GPUs on the machine."""
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setenv("PYTHONPATH", LIGHT["PYTHONPATH"])
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return lambda version: program(tmp_path, "nvidia-smi", f"echo {version}; echo {version}")
+
+    def test_cpu(self):
+        assert gpus.choose("cpu", None) == gpus.Devices(("cpu", "cpu"))
+        assert gpus.choose("cpu", 3) == gpus.Devices(("cpu", "cpu", "cpu"))
+        assert gpus.choose("cpu", None, 2) == gpus.Devices(("cpu",) * 4)
+
+    def test_each_island_sees_its_own_gpus_alone(self):
+        assert gpus.own(["cuda:2", "cuda:3"], "") == (("cuda:0", "cuda:1"), "2,3")
+        assert gpus.own(["cuda:2", "cuda:3"], "4,5,6,7") == (("cuda:0", "cuda:1"), "6,7")
+        assert gpus.own(["cpu", "cpu"], "0") == (("cpu", "cpu"), "0")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPUs of this machine")
+    @pytest.mark.parametrize(
+        ("driver", "remedy"),
+        [("580.95.05", "whl/cu130"), ("535.104.12", "whl/cu126"), ("470.42.01", "update the driver to 525")],
+    )
+    def test_gpus_that_torch_cannot_use(self, nvidia_smi, driver, remedy):
+        nvidia_smi(driver)
+        with pytest.raises(ConfigError) as refused:
+            gpus.choose("cuda", None)
+        line = str(refused.value)
+        assert f"driver {driver}, torch.version.cuda {torch.version.cuda}" in line and remedy in line
+        assert gpus.choose("auto", 1) == gpus.Devices(
+            ("cpu",), "training on the CPU: " + line.partition("be used: ")[2]
+        )
+
+    def test_hidden_gpus(self, nvidia_smi, monkeypatch):
+        nvidia_smi("580.95.05")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert gpus.choose("auto", 1) == gpus.Devices(("cpu",))
+        with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES hides all GPUs"):
+            gpus.choose("cuda", None)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_no_gpu(self, nvidia_smi, tmp_path):
+        program(tmp_path, "nvidia-smi", "exit 9")
+        assert gpus.choose("auto", None) == gpus.Devices(("cpu", "cpu"))
+        with pytest.raises(ConfigError, match="nvidia-smi finds no GPU here"):
+            gpus.choose("cuda:0", None)
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    def test_workers_take_turns(self):
+        count = torch.cuda.device_count()
+        every = tuple(f"cuda:{index}" for index in range(count))
+        assert gpus.choose("auto", None).names == every
+        assert gpus.choose("cuda", 2 * count).names == every * 2
+        assert gpus.choose("cuda:0", 2).names == ("cuda:0", "cuda:0")
+        with pytest.raises(ConfigError, match=f"torch sees {count} GPUs"):
+            gpus.choose(f"cuda:{count}", None)
+
+
+def test_config_show_tells_where_each_value_comes_from(tmp_path, monkeypatch):
+    (tmp_path / "plan.toml").write_text("workers = 4\niterations = 10\nseconds = 5\n")
+    monkeypatch.setenv("LSGD_ITERATIONS", "20")
+    monkeypatch.setenv("LSGD_SECONDS", "6")
+    arguments = ["config", "show", "--plan", str(tmp_path / "plan.toml"), "--seconds", "7"]
+    result = CliRunner().invoke(main, arguments)
+    rows = {
+        name: (value, origin) for name, value, origin in (line.split(None, 2) for line in result.output.splitlines())
+    }
+    assert rows["workers"] == ("4", f"the plan {tmp_path / 'plan.toml'}")
+    assert rows["iterations"] == ("20", "variable LSGD_ITERATIONS")
+    assert rows["seconds"] == ("7.0", "flag --seconds")
+    assert rows["algorithm.period"][1] == "default"
+
+
+def test_config_show_refuses_in_one_line(tmp_path):
+    result = CliRunner().invoke(main, ["config", "show", "--plan", str(tmp_path / "none.toml")])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: the plan ") and result.stderr.count("\n") == 1

@@ -1,0 +1,40 @@
+"""The process above those of a worker: what it tells them, and how it ends."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lsgd.errors import EvictedError
+
+
+def run(script: str, devices: str = "cpu,cpu") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "lsgd.node.island", devices, "--", "sh", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_processes_are_told_their_places() -> None:
+    told = run(
+        "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $LSGD_ISLAND $LSGD_DEVICE $MASTER_ADDR; "
+        "[ $MASTER_PORT -gt 1023 ] || exit 1",
+        "cuda:0,cuda:1,cuda:2",
+    )
+    assert told.returncode == 0
+    assert sorted(told.stdout.splitlines()) == [f"{rank} {rank} 3 3 3 cuda:{rank} 127.0.0.1" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("kill -KILL $$", -signal.SIGKILL), ("kill -SEGV $$", -signal.SIGSEGV), ("exit 76", EvictedError.exit_code)],
+)
+def test_one_that_dies_takes_the_others_with_it(end, status) -> None:
+    began = time.monotonic()
+    assert run(f"[ $RANK = 1 ] && {end}; exec sleep 60").returncode == status
+    assert time.monotonic() - began < 30.0
+
+
+def test_after_an_error_the_others_may_end_by_themselves() -> None:
+    ended = run("[ $RANK = 0 ] && exit 3; sleep 0.5; echo saved")
+    assert ended.returncode == 3 and ended.stdout == "saved\n"

@@ -1,0 +1,180 @@
+"""The progress below the lines of ``lsgd launch``: what it says, how a terminal shows it, and where there is none."""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lsgd.node.follow import frame
+from lsgd.node.screen import Screen
+from lsgd.protocol.events import Event, Progress
+from lsgd.watch.reader import Batch
+from lsgd.watch.view import RunView
+
+from ..integration.running import LIGHT, until
+from .test_launch import TRAIN
+
+ROWS, COLUMNS = 24, 80
+
+
+class Terminal:
+    """A terminal of 24 rows, and all that was written to it."""
+
+    def __init__(self) -> None:
+        self._reading, self.writing = pty.openpty()
+        termios.tcsetwinsize(self.writing, (ROWS, COLUMNS))
+        self.settings = termios.tcgetattr(self.writing)
+        self._data = b""
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            while data := os.read(self._reading, 1 << 16):
+                self._data += data
+        except OSError:  # all its writers are gone
+            pass
+        os.close(self._reading)
+
+    @property
+    def written(self) -> str:
+        """All that was written."""
+        return self._data.decode(errors="replace")
+
+    def close(self) -> None:
+        """Close it, and wait for what was written last."""
+        os.close(self.writing)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def lines(self) -> list[str]:
+        """Return what it shows, and what has scrolled away above."""
+        lines, row, column = [""], 0, 0
+        for number, command, character in re.findall(r"\x1b\[([0-9?]*)([A-Zm])|([\s\S])", self.written):
+            if command == "A":
+                row = max(row - int(number), 0)
+            elif command == "J":
+                lines[row:] = [lines[row][:column]]
+            elif command == "K":
+                lines[row] = ""
+            elif character == "\r":
+                column = 0
+            elif character == "\n":
+                row += 1
+                lines += [""] * (row == len(lines))
+            elif character:
+                lines[row] = lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
+                column += 1
+        return lines
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    made = Terminal()
+    yield made
+    if made._thread.is_alive():
+        made.close()
+
+
+def run_of(workers: int) -> RunView:
+    """Return a run of so many workers: the last one is evicted, the rest make 50 iterations a second."""
+    member = {"rank": 0, "state": "live", "done": 500, "loss": 0.25, "times_leader": 0, "heard_s_ago": 0.0}
+    members = [member | {"worker": f"node{n}/worker0", "node": n, "reason": "", "code": ""} for n in range(workers)]
+    members[-1] |= {"state": "away", "reason": f"evicted: {'nothing was heard from it, ' * 9}", "loss": None}
+    report = {"run": "r", "algorithm": "leader", "state": "running", "reason": "busy", "code": "busy", "loss": 0.25}
+    report |= {"count": 1000, "iterations": 2000, "progress": 0.5, "seconds": 20.0, "generation": 1, "nodes": 1}
+    report |= {"rounds_global": 1, "rounds_local": 2, "period": 24, "period_reason": "", "leaders": []}
+    report["members"] = members
+    made = [Progress(10.0 * n, "running", "busy", "busy", 500 * n, 2000, 0.25 * n, ()) for n in (1, 2)]
+    events = tuple(Event(n, 10.0 * n, what) for n, what in enumerate(made, 1))
+    run = RunView()
+    run.take(Batch(connected=True, report=report))
+    run.take(Batch(events, connected=True))
+    return run
+
+
+def plain(text: str) -> list[str]:
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in text.splitlines()]
+
+
+def test_a_frame_has_progress_rate_time_left_and_a_line_for_each_worker():
+    progress, first, second = plain(frame(run_of(2), COLUMNS, ROWS))
+    assert progress.startswith("━") and progress.endswith("50%  1000/2000  50/s  20.0s left  loss 0.25")
+    assert first.split() == ["node0/worker0", "trains", "500", "loss", "0.25"]
+    assert second.startswith("node1/worker0  away ") and "evicted: nothing" in second and second.endswith("…")
+
+
+def test_a_frame_fits_the_terminal_and_keeps_the_worker_that_something_is_wrong_with():
+    lines = plain(frame(run_of(40), COLUMNS, ROWS))
+    assert len(lines) <= ROWS // 2 and max(map(len, lines)) < COLUMNS
+    assert lines[1].startswith("node39/worker0  away") and lines[-1] == "and 31 more: lsgd status"
+    run = run_of(2)
+    run.take(Batch(connected=False))
+    assert "the global server does not answer" in frame(run, COLUMNS, ROWS)
+
+
+def test_lines_scroll_above_the_panel(terminal, monkeypatch):
+    for name in ("CI", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", os.fdopen(os.dup(terminal.writing), "w"))
+    screen = Screen()
+    screen.panel(["half", "worker0"])
+    screen.line("[a] ", "one", colour=36)
+    screen.live("bar 1%")
+    screen.panel(["more", "worker0", "worker1"])
+    screen.line("[a] ", "two")
+    assert screen._output.flush(10)
+    sys.stdout.close()
+    terminal.close()
+    assert "\x1b[36m[a] " in terminal.written
+    assert terminal.lines() == ["[a] one", "[a] two", "bar 1%", "more", "worker0", "worker1", ""]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("TERM", "dumb"), ("CI", "true"), ("TERM", "xterm")])
+def test_where_lines_cannot_move_there_are_plain_ones(terminal, monkeypatch, variable, value):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(os.dup(terminal.writing), "w"))
+    screen = Screen(plain=value == "xterm")
+    assert not screen.is_terminal
+    screen.line("[a] ", "one", colour=36)
+    assert screen._output.flush(10)
+    sys.stdout.close()
+    terminal.close()
+    assert terminal.written == "[a] one\r\n"
+
+
+@pytest.mark.slow
+def test_a_run_on_a_terminal_shows_its_workers_and_ctrl_c_leaves_the_terminal_as_it_was(terminal, tmp_path: Path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    environ = {**os.environ, **LIGHT, "LSGD_ALGORITHM": "leader", "TERM": "xterm", "NO_COLOR": "1", "CI": ""}
+    process = subprocess.Popen(
+        [*(sys.executable, "-m", "lsgd.client", "launch", "--device", "cpu", "--run-dir", "run"), "python", "train.py"],
+        cwd=tmp_path,
+        env=environ,
+        stdin=terminal.writing,
+        stdout=terminal.writing,
+        stderr=terminal.writing,
+    )
+    try:
+        until(lambda: re.search(r"node0/worker1 +trains", terminal.written), "the panel shows the second worker", 90)
+        until(lambda: re.search(r"\d/s", terminal.written), "the panel shows a rate")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert termios.tcgetattr(terminal.writing) == terminal.settings
+    terminal.close()
+    assert not re.search(r"\x1b\[[0-9;]*m|\x1b\[\?25l", terminal.written.replace("\x1b[0m", "")), "colours"
+    lines = [line for line in terminal.lines() if line]
+    assert lines[-1].startswith("[launch] stopped: ") and not any(line.startswith("node0/") for line in lines)

@@ -1,0 +1,580 @@
+"""The supervisor with real processes: shells that print, fail, refuse to end, or leave something behind."""
+
+import contextlib
+import json
+import os
+import pty
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lsgd.node import screen
+from lsgd.node.screen import Screen, Transcript
+
+DRIVER = """
+import json, os, sys
+from pathlib import Path
+from lsgd import output
+from lsgd.node import supervise
+from lsgd.node.process import Command
+
+folder, scripts, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+vars(supervise).update(options["patience"])
+vars(output).update(options["output"])
+commands = [
+    Command(
+        name,
+        ["bash", "-c", script],
+        os.environ,
+        folder / f"{name}.log",
+        "server" in name,
+        name == "bar",
+        options["restarts"],
+        holds_signals=name in options["holds"],
+        checkpoints=folder / "checkpoints",
+        observes=name.startswith("logger"),
+        helps=name == "relay",
+    )
+    for name, script in scripts.items()
+]
+sockets = folder / "sockets"
+sockets.mkdir()
+where = {"folder": sockets, "local": f"ipc://{sockets}/local"}
+sys.exit(supervise.Supervisor(commands, stops_run="server", linger=options["linger"], **where).run())
+"""
+FOREVER = "while :; do sleep 0.05; done"
+SERVER = f"trap 'echo stopped; touch $HERE/over; exit 0' INT TERM; touch $HERE/up; {FOREVER}"
+WORKER = "until [ -e $HERE/over ]; do sleep 0.05; done; echo saved"
+LEAVER = "until [ -e $HERE/sockets/local.given-up ]; do sleep 0.05; done; echo saved; exit 75"
+WAITS_FOR_LOGGER = "until [ -e $HERE/failed ]; do sleep 0.05; done; sleep 0.2"
+STUBBORN = f"trap '' INT TERM; touch $HERE/$$.ready; {FOREVER}"
+
+
+class Supervised:
+    """A supervisor in a process of its own; all that it starts is known by a variable."""
+
+    def __init__(self, folder: Path, scripts: dict[str, str], stdout: int, options: dict[str, object]) -> None:
+        self.folder = folder
+        self.token = uuid.uuid4().hex
+        patience = {"SAVE_PATIENCE_S": 0.3, **options.pop("patience", {})}  # type: ignore[dict-item]
+        plain = {"output": {}, "holds": [], "linger": False, "restarts": 0}
+        options = {**plain, "patience": patience, **options}
+        environ = {**os.environ, "HERE": str(folder), "SUPERVISED": self.token, "TERM": "xterm"}
+        arguments = [str(folder), json.dumps(scripts), json.dumps(options)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, *arguments],
+            env=environ,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+        )
+
+    def left(self) -> list[int]:
+        """Return the processes that are there."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.token.encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def finish(self) -> tuple[int, str, str]:
+        """Return exit status, output and errors, when it has ended and left nothing behind."""
+        out, err = self.process.communicate(timeout=60)
+        assert self.left() == []
+        assert not (self.folder / "sockets").exists()
+        return self.process.returncode, (out or b"").decode(), err.decode()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
+    """Start a supervisor of shell scripts by name; ``server...`` are servers, ``bar`` may have a terminal."""
+    started: list[Supervised] = []
+
+    def start(stdout: int = subprocess.PIPE, **arguments: object) -> Supervised:
+        known = ("patience", "output", "holds", "linger", "restarts")
+        options = {key: arguments.pop(key) for key in known if key in arguments}
+        started.append(Supervised(tmp_path, arguments, stdout, options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for supervised in started:
+        supervised.process.kill()
+        supervised.process.communicate()
+        until(lambda: not supervised.left(), "all processes are gone")  # noqa: B023
+
+
+def until(condition: Callable[[], object], what: str, deadline_s: float = 20.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.02)
+
+
+def test_output_has_prefixes_and_logs(start, tmp_path):
+    status, out, err = start(server="echo one; echo two >&2", worker="printf 'no newline'").finish()
+    assert status == 0
+    assert [line for line in out.splitlines() if "server" in line] == ["[server] one", "[server] two"]
+    assert "[worker] no newline\n" in out
+    assert (tmp_path / "server.log").read_text() == "one\ntwo\n"
+    assert (tmp_path / "worker.log").read_text() == "no newline\n"
+    assert err == ""
+
+
+def test_failure_stops_the_run_and_is_reported(start):
+    failing = "until [ -e $HERE/up ]; do sleep 0.02; done; for i in $(seq 30); do echo line $i; done; exit 7"
+    status, out, err = start(server=SERVER, good=WORKER, bad=failing).finish()
+    assert status == 7
+    assert "bad failed with exit code 7" in err
+    assert "    line 30\n" in err and "    line 11\n" in err
+    assert "line 10\n" not in err
+    assert out.index("[server] stopped") < out.index("[good] saved")
+    assert "SIGTERM to good" not in out
+
+
+def test_a_worker_that_fails_when_the_run_is_over_leaves_the_others_the_time_to_save(start):
+    bad = "until [ -e $HERE/over ]; do sleep 0.05; done; touch $HERE/bad; exit 3"
+    good = "until [ -e $HERE/bad ]; do sleep 0.05; done; sleep 1; echo saved"
+    status, out, _ = start(server="touch $HERE/over", good=good, bad=bad).finish()
+    assert status == 3
+    assert "[good] saved" in out
+
+
+def test_workers_of_a_server_that_is_dead_for_good_are_told_to_save_and_leave(start):
+    """Its restarts are used up, and nobody else can tell them."""
+    status, out, err = start(server="kill -KILL $$", worker=LEAVER, patience={"SAVE_PATIENCE_S": 20}).finish()
+    assert status == 128 + signal.SIGKILL
+    assert "[worker] saved" in out and "SIGTERM to worker" not in out
+    assert "server was killed by SIGKILL" in err
+
+
+def test_workers_that_the_server_cannot_end_are_told_to_save_and_leave(start):
+    bad = "until [ -e $HERE/up ]; do sleep 0.02; done; exit 5"
+    patience = {"STOP_PATIENCE_S": 0.3, "SAVE_PATIENCE_S": 20}
+    status, out, _ = start(server=SERVER, worker=LEAVER, bad=bad, patience=patience).finish()
+    assert status == 5
+    assert out.index("[server] stopped") < out.index("[worker] saved")
+
+
+def test_killed_process_is_a_failure_with_its_signal(start):
+    status, _, err = start(worker="kill -KILL $$").finish()
+    assert status == 128 + signal.SIGKILL
+    assert "worker was killed by SIGKILL (was memory short?)" in err
+    assert "(nothing)" in err
+
+
+def test_killed_process_is_started_again(start, tmp_path):
+    """Both die once; the worker is the one that ends the run when it has come back."""
+    once = "if [ ! -e $HERE/{0} ]; then touch $HERE/{0}; echo dies; kill -KILL $$; fi; echo lives; "
+    scripts = {
+        "server": once.format("server") + SERVER,
+        "worker": once.format("worker") + "until [ -e $HERE/up ]; do sleep 0.05; done",
+    }
+    status, out, _ = start(**scripts, restarts=1, patience={"LINGER_S": 0.2}).finish()
+    assert status == 0
+    assert "worker was killed by SIGKILL" in out and "restarting it in 1 s (0 more restarts within 10" in out
+    for name in scripts:
+        assert (tmp_path / f"{name}.log").read_text().splitlines()[:2] == ["dies", "lives"]
+
+
+def test_a_worker_that_the_run_evicted_is_started_again_however_often(start):
+    dies = "n=$(cat $HERE/n 2>/dev/null || echo 0); [ $n = 2 ] && exit 0; echo $((n + 1)) >$HERE/n; exit 76"
+    status, out, _ = start(worker=dies, restarts=1, patience={"EVICTED_WAIT_S": 0.1}).finish()
+    assert status == 0
+    assert out.count("worker was evicted from the run; restarting it in 0.1 s") == 2
+
+
+def test_deaths_of_long_ago_do_not_count(start):
+    dies = "n=$(cat $HERE/n 2>/dev/null || echo 0); echo life $n; [ $n = 2 ] && exit 0; echo $((n + 1)) >$HERE/n; "
+    status, out, _ = start(worker=dies + "kill -KILL $$", restarts=1, patience={"RESTART_WINDOW_S": 0.5}).finish()
+    assert status == 0
+    assert out.count("[worker] life") == 3
+
+
+def test_a_worker_that_is_started_again_goes_on_from_its_checkpoint(start, tmp_path):
+    script = "echo resume=$LSGD_RESUME; test -e $HERE/{0} && exit 0; touch $HERE/{0}; kill -KILL $$"
+    folder = tmp_path / "checkpoints"
+    (folder / "run-1" / "40").mkdir(parents=True)
+    (folder / "run-1" / "40" / "has.safetensors").touch()
+    status, out, _ = start(has=script.format("1"), none=script.format("2"), restarts=1).finish()
+    assert status == 0
+    shown = [line for line in out.splitlines() if "resume=" in line]
+    assert sorted(shown) == ["[has] resume=", f"[has] resume={folder}", "[none] resume=", "[none] resume="]
+
+
+def test_process_that_is_killed_too_often_is_a_failure(start):
+    status, out, _ = start(server=SERVER, worker="echo here; kill -KILL $$", restarts=1).finish()
+    assert status == 128 + 9
+    assert out.count("[worker] here") == 2
+
+
+def test_process_that_fails_by_itself_is_not_started_again(start):
+    status, out, _ = start(server=SERVER, worker="echo here; exit 3", restarts=5).finish()
+    assert status == 3
+    assert out.count("[worker] here") == 1
+
+
+def test_worker_that_gave_its_servers_up_ends_the_node_with_its_code(start):
+    status, out, err = start(server=SERVER, worker="echo here; exit 75", restarts=5).finish()
+    assert status == 75
+    assert out.count("[worker] here") == 1
+    assert "worker gave up waiting for its servers (exit code 75)" in err
+
+
+def test_failed_server_ends_the_workers(start):
+    status, _, err = start(server="exit 4", worker=FOREVER).finish()
+    assert status == 4
+    assert "server failed with exit code 4" in err
+
+
+def test_process_that_refuses_to_end_is_killed(start):
+    bad = 'until compgen -G "$HERE/*.ready" >/dev/null; do sleep 0.02; done; exit 5'
+    status, out, _ = start(bad=bad, stubborn=STUBBORN, patience={"TERM_PATIENCE_S": 0.5}).finish()
+    assert status == 5
+    assert "SIGKILL to stubborn" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_first_signal_stops_the_run_through_the_server(start, tmp_path, number):
+    supervised = start(server=SERVER, worker=WORKER)
+    until((tmp_path / "up").exists, "the server is up")
+    supervised.process.send_signal(number)
+    status, out, _ = supervised.finish()
+    assert status == 0
+    assert out.index("[server] stopped") < out.index("[worker] saved")
+
+
+def test_worker_that_does_not_follow_the_server_is_ended(start, tmp_path):
+    supervised = start(server=SERVER, worker=FOREVER, patience={"STOP_PATIENCE_S": 0.3})
+    until((tmp_path / "up").exists, "the server is up")
+    supervised.process.send_signal(signal.SIGINT)
+    status, out, _ = supervised.finish()
+    assert status == 128 + signal.SIGINT
+    assert "SIGTERM to worker" in out
+
+
+def test_server_that_cannot_stop_the_run_is_not_waited_for(start, tmp_path):
+    supervised = start(server=f"trap 'exit 1' TERM; touch $HERE/up; {FOREVER}", worker=FOREVER)
+    until((tmp_path / "up").exists, "the server is up")
+    supervised.process.send_signal(signal.SIGTERM)
+    status, _, _ = supervised.finish()  # in half the time that is left to a server that stops the run
+    assert status == 128 + signal.SIGTERM
+
+
+PYTHON_SERVER = """
+import os, sys, time
+from pathlib import Path
+from lsgd.server.daemon import Signals
+
+def dies():
+    if not (here / "dead").exists():
+        (here / "dead").touch()
+        os.kill(os.getpid(), 9)
+
+here = Path(os.environ["HERE"])
+if "at once" in sys.argv:
+    dies()
+signals = Signals()
+(here / "up").touch()
+while not signals.first:
+    time.sleep(0.02)
+dies()
+print("stopped", flush=True)
+(here / "over").touch()
+"""
+
+
+@pytest.mark.parametrize("dies", ["at once", "when told"])
+def test_a_server_that_dies_before_it_could_stop_the_run_is_started_again_to_do_so(start, tmp_path, dies):
+    (tmp_path / "server.py").write_text(PYTHON_SERVER)
+    server = f"exec '{sys.executable}' $HERE/server.py '{dies}'"
+    supervised = start(server=server, worker=WORKER, restarts=1, holds=["server"])
+    until((tmp_path / ("dead" if dies == "at once" else "up")).exists, "it is time to")
+    supervised.process.send_signal(signal.SIGINT)
+    status, out, _ = supervised.finish()
+    assert status == 0, out
+    assert out.index("[server] stopped") < out.index("[worker] saved")
+
+
+def test_second_signal_kills_at_once(start, tmp_path):
+    supervised = start(server=STUBBORN, worker=STUBBORN)
+    until(lambda: len(list(tmp_path.glob("*.ready"))) == 2, "both are up")
+    supervised.process.send_signal(signal.SIGINT)
+    supervised.process.send_signal(signal.SIGTERM)
+    status, out, _ = supervised.finish()
+    assert status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert "SIGKILL to server, worker" in out
+
+
+def test_servers_end_after_the_workers(start):
+    status, out, _ = start(server=SERVER, worker="echo done", patience={"LINGER_S": 0.2}).finish()
+    assert status == 0
+    assert out.index("the workers have ended before the end of the run") < out.index("SIGTERM to server")
+
+
+def test_server_that_goes_on_after_the_stop_is_ended_soon(start, tmp_path):
+    deaf = f"trap 'test -e $HERE/over && exit 0; touch $HERE/over' INT TERM; touch $HERE/up; {FOREVER}"
+    supervised = start(server=deaf, worker=WORKER, patience={"LINGER_S": 0.2})
+    until((tmp_path / "up").exists, "the server is up")
+    supervised.process.send_signal(signal.SIGINT)
+    status, out, _ = supervised.finish()
+    assert status == 0
+    assert out.count("SIGINT to server") == out.count("SIGTERM to server") == 1
+
+
+def test_servers_that_other_nodes_need_go_on(start, tmp_path):
+    supervised = start(server=SERVER, worker="touch $HERE/done", linger=True, patience={"LINGER_S": 0.0})
+    until((tmp_path / "done").exists, "the worker has ended")
+    with pytest.raises(subprocess.TimeoutExpired):
+        supervised.process.wait(0.5)
+    supervised.process.send_signal(signal.SIGINT)
+    assert supervised.finish()[0] == 0
+
+
+def test_nothing_is_left_of_a_process_that_started_others(start, tmp_path):
+    assert start(worker=f"bash -c '{FOREVER}' & echo started").finish()[0] == 0
+
+
+def test_killed_launcher_leaves_no_process(start, tmp_path):
+    offspring = f"bash -c 'touch $HERE/$$.ready; {FOREVER}' & {STUBBORN}"
+    supervised = start(server=STUBBORN, worker=offspring)
+    until(lambda: len(list(tmp_path.glob("*.ready"))) == 3, "all are up")
+    supervised.process.kill()
+    until(lambda: not supervised.left(), "all processes are gone")
+    assert not (tmp_path / "sockets").exists()
+
+
+def test_lost_output_ends_nothing(start, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    supervised = start(stdout=writing, worker="echo one; sleep 0.2; echo two")
+    os.close(writing)
+    assert supervised.finish()[0] == 0
+    assert (tmp_path / "worker.log").read_text() == "one\ntwo\n"
+
+
+def test_unread_output_ends_and_delays_nothing(start, tmp_path):
+    reading, writing = os.pipe()
+    supervised = start(stdout=writing, worker="seq 100000; touch $HERE/done; echo end")
+    os.close(writing)
+    assert supervised.process.wait(60) == 0
+    os.close(reading)
+    assert (tmp_path / "done").exists()
+    assert (tmp_path / "worker.log").read_text().splitlines() == [*map(str, range(1, 100001)), "end"]
+
+
+def test_lines_that_nobody_read_are_counted(start, tmp_path):
+    reading, writing = os.pipe()
+    script = "seq 100000; touch $HERE/done; until [ -e $HERE/read ]; do sleep 0.05; done; echo end"
+    supervised = start(stdout=writing, worker=script, output={"MAX_WAITING_NCHARS": 100_000})
+    os.close(writing)
+    until((tmp_path / "done").exists, "all is printed")
+    until(lambda: (tmp_path / "worker.log").read_text().endswith("\n100000\n"), "all is in the log")
+    with os.fdopen(reading) as stream:
+        lines = []
+        for line in stream:
+            lines.append(line)
+            if len(lines) == 9000:  # most of what waited
+                (tmp_path / "read").touch()
+    assert supervised.finish()[0] == 0
+    (missing,) = [int(line.split()[1]) for line in lines if "lines are missing here, because nobody" in line]
+    assert missing > 10_000 and missing + len(lines) - 1 == 100_001
+    assert lines[-1] == "[worker] end\n"
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(start, tmp_path):
+    (tmp_path / "worker.log").symlink_to("/dev/full")
+    status, out, _ = start(server="echo one", worker="echo two; echo three; echo four").finish()
+    assert status == 0
+    assert [line for line in out.splitlines() if "[worker]" in line] == [
+        f"[worker] {n}" for n in ("two", "three", "four")
+    ]
+    assert out.count("worker.log cannot be written: No space left on device; training continues") == 1
+    assert f"the last 3 lines are missing in the log {tmp_path}/worker.log: No space left on device" in out
+    assert (tmp_path / "server.log").read_text() == "one\n"
+
+
+def test_a_log_goes_on_when_there_is_space_again(start, tmp_path):
+    """A limit of the system takes the place of a full disk: it can be lifted."""
+    waits = "until [ -e $HERE/{0} ]; do sleep 0.05; done; "
+    script = waits.format("limited") + "seq 2000; touch $HERE/full; " + waits.format("lifted") + "echo end"
+    supervised = start(worker=script)
+    pid, limit = supervised.process.pid, resource.prlimit(supervised.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, limit[1]))
+    (tmp_path / "limited").touch()
+    until((tmp_path / "full").exists, "the log is full")
+    log = tmp_path / "worker.log"
+    until(lambda: log.stat().st_size > 4000, "it is written")
+    time.sleep(0.3)  # the rest of the lines is on its way to the launcher, which nothing shows
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+    (tmp_path / "lifted").touch()
+    status, out, _ = supervised.finish()
+    assert status == 0
+    *whole, told, end = log.read_text().splitlines()
+    assert end == "end" and whole == [str(n) for n in range(1, len(whole) + 1)]
+    missing = 2000 - len(whole)
+    assert told == f"... {missing} lines are missing here: File too large"
+    assert f"worker.log is written again; {missing} lines are missing in it" in out
+
+
+def test_a_guard_that_is_killed_is_replaced(start, tmp_path):
+    forks = f"{STUBBORN}"
+    once = "if [ ! -e $HERE/again ]; then touch $HERE/again; kill -KILL $$; fi; "
+    waits = "touch $HERE/waits; until [ -e $HERE/go ]; do sleep 0.05; done; "
+    supervised = start(one=forks, two=waits + once + forks, restarts=1)
+    # Both scripts have begun, so neither is a fork of the launcher any more that is still to become a shell.
+    until(lambda: (tmp_path / "waits").exists() and len(list(tmp_path.glob("*.ready"))) == 1, "they run")
+    launcher = supervised.process.pid
+
+    def command_of(pid: int) -> bytes:
+        with contextlib.suppress(OSError):  # it has ended
+            return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b""
+
+    def guards() -> set[int]:
+        """Return the launcher's forks: they have its command line."""
+        mine = command_of(launcher)
+        return {pid for pid in supervised.left() if command_of(pid) == mine} - {launcher}
+
+    (guard,) = guards()
+    os.kill(guard, signal.SIGKILL)
+    until(lambda: len(guards() - {guard}) == 1, "another one is there")
+    (tmp_path / "go").touch()
+    until(lambda: len(list(tmp_path.glob("*.ready"))) == 2, "a worker that died is there again")
+    supervised.process.kill()
+    until(lambda: not supervised.left(), "all processes are gone")
+    assert not (tmp_path / "sockets").exists()
+    out = supervised.process.communicate()[0].decode()
+    assert "the process that guards the others was killed; it has been replaced" in out
+
+
+def test_progress_bar_stays_below_the_lines_of_the_others(start, tmp_path):
+    bar = textwrap.dedent("""
+        import os, pathlib, time
+        from rich.progress import Progress
+        with Progress() as progress:
+            task = progress.add_task("training", total=10)
+            for step in range(10):
+                progress.update(task, advance=1, refresh=True)
+                if step == 4:
+                    print("half", flush=True)
+                    pathlib.Path(os.environ["HERE"], "half").touch()
+                    while not pathlib.Path(os.environ["HERE"], "said").exists():
+                        time.sleep(0.02)
+    """)
+    (tmp_path / "bar.py").write_text(bar)
+    other = "until [ -e $HERE/half ]; do sleep 0.02; done; echo between; sleep 0.3; touch $HERE/said"
+    reading, writing = pty.openpty()
+    supervised = start(stdout=writing, bar=f"exec '{sys.executable}' $HERE/bar.py", other=other)
+    os.close(writing)
+    shown = b""
+    try:
+        while data := os.read(reading, 4096):
+            shown += data
+    except OSError:  # the terminal's end
+        pass
+    os.close(reading)
+    assert supervised.finish()[0] == 0
+    lines = rendered(shown.decode())
+    assert "[other] between" in lines
+    assert any(line.startswith("[bar] training") and "100%" in line for line in lines)
+    assert sum("training" in line for line in lines) == 1, lines
+    log = (tmp_path / "bar.log").read_text()
+    assert "half\n" in log and "\x1b" not in log and "\r" not in log
+
+
+def rendered(output: str) -> list[str]:
+    """Return the lines that a terminal shows, where only the last one was ever rewritten."""
+    lines = [line.rstrip("\r").rpartition("\x1b[2K")[2] for line in output.split("\n")]
+    return [screen._CONTROL.sub("", line) for line in lines]
+
+
+class TestTranscript:
+    """Bytes in, lines out."""
+
+    @pytest.fixture
+    def made(self, tmp_path: Path, capfdbinary) -> tuple[Transcript, Callable[[], bytes]]:
+        """Return a transcript, and what ends it and returns all that was shown."""
+        screen = Screen()
+        transcript = Transcript(screen, "w", tmp_path / "w.log", 0, live=False)
+
+        def shown() -> bytes:
+            transcript.close()
+            screen.close()
+            return capfdbinary.readouterr().out
+
+        return transcript, shown
+
+    def test_characters_and_lines_may_come_in_pieces(self, made):
+        transcript, shown = made
+        for byte in "größe\r\nzwei\n".encode():
+            transcript.feed(bytes([byte]))
+        transcript.feed(b"\xff\n")
+        assert shown().decode().splitlines() == ["[w] größe", "[w] zwei", "[w] \ufffd"]
+
+    def test_overwritten_line_is_shown_now_and_then(self, made, monkeypatch):
+        transcript, shown = made
+        monkeypatch.setattr(screen, "OVERWRITTEN_EVERY_S", 1e9)
+        transcript.feed(b"\r 1%")
+        transcript.feed(b"\r 2%")
+        monkeypatch.setattr(screen, "OVERWRITTEN_EVERY_S", 0.0)
+        transcript.feed(b"\r 3%")
+        transcript.feed(b"\r100%\n")
+        assert shown() == b"[w]  3%\n[w] 100%\n"
+
+    def test_colours_go_where_there_is_no_terminal(self, made):
+        transcript, shown = made
+        transcript.feed(b"\x1b[31mred\x1b[0m\n\x1b[?25h\n\n")
+        assert shown() == b"[w] red\n[w] \n"
+
+
+class TestObservers:
+    """Processes that the run does not need."""
+
+    def test_one_that_fails_is_said_and_ends_nothing(self, start):
+        scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "logger": "echo full; touch $HERE/failed; exit 3"}
+        status, out, err = start(**scripts, patience={"LINGER_S": 0.1}).finish()
+        assert (status, err) == (0, "")
+        assert "logger failed with exit code 3; the run continues without it" in out
+
+    def test_one_that_is_killed_is_not_started_again(self, start):
+        scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "logger": "touch $HERE/failed; kill -9 $$"}
+        status, out, _ = start(**scripts, restarts=3, patience={"LINGER_S": 0.1}).finish()
+        assert status == 0 and "logger was killed by SIGKILL" in out and "restarting" not in out
+
+    def test_one_may_write_what_is_left_and_is_ended_if_it_does_not(self, start):
+        saves = "until [ -e $HERE/over ]; do sleep 0.05; done; sleep 0.3; echo written"
+        stays = f"trap 'echo told; exit 0' TERM; {FOREVER}"
+        scripts = {"server": SERVER, "worker": "until [ -e $HERE/up ]; do sleep 0.05; done"}
+        scripts |= {"logger0": saves, "logger1": stays}
+        status, out, err = start(**scripts, patience={"OBSERVE_PATIENCE_S": 1.0, "LINGER_S": 0.1}).finish()
+        assert (status, err) == (0, "") and "written" in out and "told" in out
+
+
+class TestHelpers:
+    """The relay: the run continues without it, and it is there again as soon as may be."""
+
+    def test_one_that_is_killed_is_started_again_and_ended_after_the_servers(self, start, tmp_path):
+        relay = "if [ ! -e $HERE/once ]; then touch $HERE/once; kill -9 $$; fi; touch $HERE/again; "
+        relay += f"trap 'test -e $HERE/over && echo last; exit 0' TERM; {FOREVER}"
+        worker = "until [ -e $HERE/again ]; do sleep 0.05; done"
+        supervised = start(server=SERVER, worker=worker, relay=relay, restarts=1, patience={"LINGER_S": 0.2})
+        status, out, err = supervised.finish()
+        assert (status, err) == (0, "")
+        assert "relay was killed by SIGKILL" in out and "restarting it in 1 s" in out
+        assert "[relay] last" in out
+
+    @pytest.mark.parametrize("ends", ["kill -9 $$", "exit 2"])
+    def test_one_that_fails_or_dies_too_often_ends_nothing(self, start, ends):
+        scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "relay": f"touch $HERE/failed; {ends}"}
+        status, out, _ = start(**scripts, patience={"LINGER_S": 0.1}).finish()
+        assert status == 0 and "the run continues without it" in out and "restarting" not in out

@@ -1,0 +1,74 @@
+"""Curves of a run: the points that its events make, and what loggers write of them."""
+
+import importlib.util
+import json
+
+import pytest
+
+from lsgd.errors import ConfigError
+from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered
+from lsgd.watch import loggers
+from lsgd.watch.curves import Curves, Point
+from lsgd.watch.loggers import CURVES, LOGGERS
+from lsgd.watch.reader import Batch
+
+from .test_metrics import OTHER, at, progress
+from .test_view import REPORT, WHO, order
+
+
+def batch(*told, first=1, **more):
+    events = tuple(Event(first + i, 1000.0 + first + i, what) for i, what in enumerate(told))
+    return Batch(events, connected=True, **more)
+
+
+def test_each_round_and_each_second_is_a_point_once() -> None:
+    curves = Curves()
+    assert list(curves.take(Batch(report=REPORT, connected=True, more=True))) == []
+    points = list(
+        curves.take(
+            batch(
+                order(1, {WHO: 0.25, OTHER: 0.75, "node0/worker2": None}),
+                RoundOrdered(2, "local", 0, WHO, 9, 2.0, {WHO: 0.5}),
+                RoundCompleted(1, 0.5, 100),
+                progress(12, at(WHO, 6, 1.0, 64), at(OTHER, 4, 2.0, 36), logged={"accuracy": 0.75}),
+                PeriodChosen(16, "measured", "why"),
+            )
+        )
+    )
+    losses = {f"loss/{WHO}": 0.25, f"loss/{OTHER}": 0.75, "loss/consensus": 0.5}
+    totals = {"bytes/sent": 100.0, "bytes/received": 50.0}
+    totals |= {"seconds/compute": 3.0, "seconds/wait": 6.0, "seconds/exchange": 9.0}
+    now = {"progress": 0.012, "iterations_per_second": 0.0, "workers": 2.0, "user/accuracy": 0.75, "period": 8.0}
+    assert points == [
+        Point(1001.0, 8, {"rounds": 1.0, **losses}),
+        Point(1003.0, 8, {"round/seconds": 0.5, "round/sent_bytes": 100.0}),
+        Point(1004.0, 12, totals | now),
+        Point(1005.0, 12, {"period": 16.0}),
+    ]
+    restarted = json.loads(json.dumps(REPORT | {"stream": {"epoch": "f", "last": 1}}))
+    assert list(curves.take(Batch(report=restarted, connected=True, restarted=True, more=True))) == []
+    later = list(curves.take(batch(order(1), order(3))))
+    assert [(point.iterations, point.values["rounds"]) for point in later] == [(24, 3.0)]
+    assert [point.iterations for point in curves.rounds(1.0, [order(3), order(4)])] == [32]
+
+
+def test_a_table_goes_on_after_what_another_process_has_written(tmp_path) -> None:
+    points = [Point(float(time), time, {"progress": time / 10}) for time in range(1, 5)]
+    for run, written in (("a", points[:2]), ("a", points), ("b", points[:1])):
+        logger = LOGGERS["csv"](tmp_path, run)
+        for point in written:
+            logger.write(point)
+        logger.close()
+        with (tmp_path / CURVES).open("a") as file:
+            file.write("a,9")  # of a process that was killed
+    LOGGERS["csv"](tmp_path, "b").close()
+    rows = [line.split(",") for line in (tmp_path / CURVES).read_text().splitlines()]
+    assert rows[0] == ["run", "time", "iterations", "name", "value"]
+    assert [(row[0], row[2]) for row in rows[1:]] == [*(("a", str(n)) for n in range(1, 5)), ("b", "1")]
+
+
+def test_a_missing_package_is_said_with_the_line_to_type(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    loggers.check(["csv"])
+    with pytest.raises(ConfigError, match=r"wandb needs wandb: .* -m pip install 'lsgd\[wandb\]'"):
+        loggers.check(["csv", "wandb"])

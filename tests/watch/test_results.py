@@ -1,0 +1,141 @@
+"""What a run leaves in its folder, and ``lsgd runs``, which lists it."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from lsgd.cli.commands import main
+from lsgd.run_folder import claimed
+from lsgd.watch import curve, results
+
+RESULT = {"run": "1", "state": "over", "code": "all_made", "reason": "all 900 iterations are done", "count": 900}
+RESULT |= {"algorithm": "leader", "iterations": 900, "rounds_global": 2, "seconds": 75.0, "loss": 0.25, "members": []}
+
+
+def round_of(number: int, worker: str, count: int, workers: int = 2) -> dict[str, Any]:
+    losses = {f"node0/worker{i}": (i + 1) / (count + 1) for i in range(workers)}
+    line = {"run": "1", "round": number, "scope": "global", "node": -1, "worker": worker, "count": count}
+    return line | {"seconds": 1.0, "losses": losses}
+
+
+ROUNDS = [round_of(1, "node0/worker0", 0), round_of(2, "node0/worker1", 450)]
+
+
+def leave(folder: Path, result: dict[str, Any] = RESULT, rounds: list[dict[str, Any]] = ROUNDS) -> Path:
+    """Leave in a folder what the global server writes."""
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in rounds))
+    return folder
+
+
+def pixels(path: Path, color: str) -> Any:
+    """Return how many pixels of a colour each row of a picture has, as a share of its width."""
+    picture = imread(path)[:, :, :3]
+    return (abs(picture - to_rgb(color)) < 0.01).all(axis=2).mean(axis=1)
+
+
+def test_the_picture_shows_the_losses_and_who_led_when(tmp_path: Path) -> None:
+    curve.draw(RESULT, ROUNDS, path := tmp_path / "curve.png")
+    first, second = (pixels(path, color) for color in curve.COLORS[:2])
+    led = (first > 0.3) & (second > 0.3)  # the bar below: half blue, half orange
+    assert led.mean() > 0.02
+    assert first[: len(first) // 2].any() and second[: len(second) // 2].any()  # the curves above
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "workers", "colors"),
+    [("local", 2, curve.COLORS[:2]), ("leader", 40, (curve.GRAY, curve.BLACK)), ("not installed", 1, curve.COLORS[:1])],
+)
+def test_the_picture_without_leaders(tmp_path: Path, algorithm, workers, colors) -> None:
+    rounds = [round_of(number, "node0/worker0", 10 * number, workers) for number in range(5)]
+    curve.draw(RESULT | {"algorithm": algorithm}, rounds, path := tmp_path / "curve.png")
+    for color in colors:
+        assert 0 < pixels(path, color).max() < 0.3
+
+
+def test_losses_that_nobody_reported_are_said_in_the_picture(tmp_path: Path) -> None:
+    nobody = [line | {"losses": {"node0/worker0": None}} for line in ROUNDS]
+    curve.draw(RESULT, nobody, tmp_path / "curve.png")
+    assert pixels(tmp_path / "curve.png", "#000000").max() > 0
+
+
+def test_what_is_made_again_is_drawn_once_and_a_long_run_is_thinned(tmp_path: Path) -> None:
+    counts = [0, 10, 20, 30, 10, 20, 40]
+    leave(folder := tmp_path / "run", rounds=[round_of(n, "node0/worker0", count) for n, count in enumerate(counts)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"run": "1", "rou')
+    assert [each["count"] for each in results.read_rounds(folder / "metrics.jsonl")] == [0, 10, 10, 20, 40]
+    many = [round_of(n, "node0/worker0", n) for n in range(2 * results.MAX_POINTS + 1)]
+    leave(tmp_path / "long", rounds=many)
+    read = results.read_rounds(tmp_path / "long" / "metrics.jsonl")
+    assert len(read) <= results.MAX_POINTS and read[-1] == many[-1]
+    assert results.read_rounds(tmp_path / "none.jsonl") == []
+
+
+def test_without_matplotlib_the_rest_is_there_and_one_line_says_what_to_install(tmp_path, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "lsgd.watch.curve")
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    first, second = results.finish(folder := leave(tmp_path / "run"), 0)
+    assert first.startswith("there is no curve.png, which needs matplotlib: ")
+    assert first.endswith(" -m pip install matplotlib")
+    assert second == (f"finished: all 900 iterations are done; result.json, metrics.jsonl in {folder}")
+    assert not (folder / "curve.png").exists()
+    assert json.loads((folder / "result.json").read_text()) == RESULT | {"state": "finished", "exit_code": 0}
+
+
+def test_results_that_cannot_be_written_are_said(tmp_path) -> None:
+    (leave(tmp_path / "run") / "result.json.tmp").symlink_to("/dev/full")
+    first, second = results.finish(tmp_path / "run", 1, "failed", "global failed with exit code 2")
+    assert first == f"the results cannot be written to {tmp_path / 'run'}: No space left on device"
+    assert second.startswith("failed: global failed with exit code 2; no results are in ")
+
+
+def listed(*arguments: str) -> list[str]:
+    done = CliRunner().invoke(main, ["runs", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.output.splitlines()
+
+
+def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert listed() == ["there are no runs in runs; name the folder: lsgd runs FOLDER"]
+    folder, going = Path("runs"), RESULT | {"state": "running", "count": 12, "iterations": 0, "loss": None}
+    long = "a-very-long-name-that-somebody-gave-to-a-run"
+    leave(folder / "done", RESULT | {"state": "finished"})
+    leave(folder / long, going | {"algorithm": "low_precision_decentralized", "seconds": 7322.0})
+    leave(folder / "broken", going | {"state": "failed", "reason": "node0/worker1 failed with exit code 1 " * 3})
+    leave(folder / "killed", going)
+    leave(folder / "by-hand", going)
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "node1.lock").touch()
+    os.utime(folder / "elsewhere" / "node1.lock", (2, 2))
+    (folder / "no run").mkdir()
+    for name in ("done", "broken", "killed"):
+        with claimed(folder / name, 0, "tcp://127.0.0.1:9"):
+            pass
+    for age, name in enumerate(("killed", "broken", "done")):
+        os.utime(folder / name / "node0.lock", (10_000 - 100 * age,) * 2)
+    os.utime(folder / "by-hand" / "result.json", (1, 1))
+    with claimed(folder / long, 0, "tcp://127.0.0.1:9"):
+        lines = listed()
+        states = [(Path(run["folder"]).name, run["state"]) for run in json.loads("".join(listed("--json")))]
+    assert states == [
+        *((long, "running"), ("killed", "failed"), ("broken", "failed"), ("done", "finished")),
+        *(("elsewhere", "unknown"), ("by-hand", "unknown")),
+    ]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["run", "state", "algorithm", "iterations", "loss", "time", "started"]
+    assert lines[1].startswith("a-very-long-nam") and "… " in lines[1] and " running " in lines[1]
+    assert " 12 " in lines[1] and "2h02m" in lines[1]
+    assert lines[3].startswith("    its launcher was killed; the logs are in runs/killed")
+    assert "    its results are on node 0" in lines
+    (done,) = [line for line in lines if line.startswith("done")]
+    assert done.split()[:6] == ["done", "finished", "leader", "900/900", "0.25", "1m15s"]

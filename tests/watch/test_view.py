@@ -1,0 +1,150 @@
+"""The view of a run: what a report and events make of it, and that its history stays small."""
+
+import json
+
+from lsgd.protocol.events import (
+    Event,
+    GenerationBegan,
+    Note,
+    PeriodChosen,
+    PhaseBegan,
+    Progress,
+    RoundCompleted,
+    RoundFailed,
+    RoundOrdered,
+    SettingsChanged,
+    WorkerChanged,
+    WorkerJoined,
+    WorkerProgress,
+)
+from lsgd.protocol.messages import Generation
+from lsgd.watch.reader import Batch
+from lsgd.watch.series import Series
+from lsgd.watch.view import MAX_LINES, MAX_POINTS, MAX_ROUNDS, RunView
+
+REPORT = {
+    **{"run": "r", "state": "waiting", "reason": "why", "code": "joining", "algorithm": "leader", "period": 8},
+    **{"period_reason": "as planned", "count": 0, "iterations": 1000, "progress": 0.0, "loss": None, "seconds": 0.0},
+    **{"rounds_local": 0, "rounds_global": 0, "generation": 0, "nodes": 0, "members": [], "leaders": []},
+    "stream": {"epoch": "e", "last": 0},
+}
+WHO = "node0/worker0"
+
+
+class Bench:
+    """A view, and events that are numbered and a second apart."""
+
+    def __init__(self, **report):
+        self.view, self.seq = RunView(REPORT | report), 0
+
+    def tell(self, *told):
+        for what in told:
+            self.seq += 1
+            self.view.fold(Event(self.seq, 1000.0 + self.seq, what))
+        return self.view
+
+
+def order(number, losses=None):
+    return RoundOrdered(number, "global", -1, WHO, number * 8, float(number), losses or {WHO: 0.5})
+
+
+def progress(count, compute_s, sent=0, state="live"):
+    worker = WorkerProgress(WHO, 0, state, count, 0.5, 0.1, compute_s, 1.0, 2.0, sent, 0)
+    return Progress(float(count), "running", "busy", "the next round waits", count, 1000, count / 1000, (worker,))
+
+
+def test_events_change_what_is_the_case() -> None:
+    bench = Bench()
+    view = bench.tell(
+        WorkerJoined(WHO, 0, "10.0.0.1", ""),
+        GenerationBegan(Generation.of(1, [(0, 0)], "gloo"), "", ""),
+        order(1, {WHO: 0.5, "node0/worker1": float("nan")}),
+        RoundCompleted(1, 0.25, 100),
+        order(2),
+        RoundFailed(2, "error", "peer closed"),
+        PeriodChosen(16, "measured", "a round takes long"),
+        PhaseBegan(2, "diloco", 16),
+        SettingsChanged({"keep": "0.1"}),
+        Note("period", "period 16"),
+    )
+    assert (view.generation, view.nodes, view.rounds_global, view.workers[WHO].rank) == (1, 1, 2, 0)
+    assert (view.period, view.period_reason, view.algorithm) == (16, "a round takes long", "diloco")
+    assert (view.loss, view.settings, view.workers[WHO].times_leader) == (0.5, {"keep": "0.1"}, 2)
+    first, second = view.rounds
+    assert (first.state, first.took_s, first.sent_nbytes) == ("completed", 0.25, 100)
+    assert (second.state, second.reason) == ("failed", "peer closed")
+    assert [line.words for line in view.log] == ["period 16"]
+
+
+def test_rate_and_time_left_follow_the_last_seconds() -> None:
+    bench = Bench()
+    view = bench.tell(progress(0, 0.0))
+    assert (view.rate, view.left_s) == (0.0, None)
+    view = bench.tell(*(progress(10 * n, 0.5 * n) for n in range(1, 51)))
+    assert view.rate == 10.0 and view.left_s == 50.0
+    assert view.started_at == view.time - 500.0
+    view = bench.tell(*(progress(500, 25.0) for _ in range(40)))
+    assert (view.rate, view.left_s) == (0.0, None)
+
+
+def test_totals_go_on_where_another_process_begins_at_zero() -> None:
+    view = Bench().tell(progress(1, 5.0, 100), progress(2, 6.0, 200), progress(3, 1.0, 10), progress(4, 2.0, 20))
+    totals = list(view.workers[WHO].totals)
+    assert [t.compute_s for t in totals] == [5.0, 6.0, 7.0, 8.0]
+    assert [t.sent_nbytes for t in totals] == [100, 200, 210, 220]
+
+
+def test_gaps_are_the_times_that_a_worker_was_away() -> None:
+    view = Bench().tell(
+        WorkerChanged(WHO, "held", "", ""),
+        WorkerChanged(WHO, "straggler", "evicted", "slow"),
+        WorkerChanged(WHO, "left", "silent", "dead"),
+        WorkerJoined(WHO, 0, "10.0.0.1", ""),
+        WorkerChanged(WHO, "live", "", ""),
+    )
+    gaps = [(gap.state, gap.code, gap.begin, gap.end) for gap in view.workers[WHO].gaps]
+    assert gaps == [("straggler", "evicted", 1002.0, 1003.0), ("left", "silent", 1003.0, 1004.0)]
+
+
+def test_what_a_report_includes_is_history_only() -> None:
+    member = {"worker": WHO, "node": 0, "rank": 3, "state": "live", "reason": "", "code": "", "done": 9, "loss": 0.1}
+    members = [member | {"times_leader": 4, "heard_s_ago": 0.0}]
+    bench = Bench(stream={"epoch": "e", "last": 3}, rounds_global=2, state="running", members=members)
+    view = bench.tell(WorkerChanged(WHO, "straggler", "evicted", ""), order(1), order(2))
+    assert (view.rounds_global, view.workers[WHO].state, view.workers[WHO].times_leader) == (2, "live", 4)
+    assert [each.round for each in view.rounds] == [1, 2] and len(view.workers[WHO].gaps) == 1
+    view = bench.tell(order(3))
+    assert (view.rounds_global, view.workers[WHO].times_leader) == (3, 5)
+
+
+def test_after_a_restart_the_history_stays_and_another_run_begins_anew() -> None:
+    bench = Bench()
+    view = bench.tell(order(1), order(2), Note("", "before"))
+    entry = {"round": 2, "scope": "global", "node": -1, "worker": WHO, "count": 16, "seconds": 2.0, "losses": {}}
+    leaders = [entry, entry | {"round": 3}]
+    restarted = json.loads(json.dumps(REPORT | {"leaders": leaders, "stream": {"epoch": "f", "last": 0}}))
+    view.take(Batch(connected=True, report=restarted, restarted=True))
+    assert [each.round for each in view.rounds] == [1, 2, 3] and len(view.log) == 1
+    view.take(Batch(connected=True, report=restarted | {"run": "another", "leaders": []}, lost=2))
+    assert (view.run, list(view.rounds), len(view.log), view.connected) == ("another", [], 0, True)
+
+
+def test_a_series_is_even_and_has_its_last_point() -> None:
+    series: Series[int] = Series(8)
+    for number in range(1000):
+        series.add(number)
+        points = list(series)
+        assert len(points) <= 9 and points[0] == 0 and points[-1] == number == series.last
+        assert points[:-1] == list(range(0, number, series.step))
+
+
+def test_six_hours_stay_small() -> None:
+    bench = Bench()
+    for number in range(1, 6 * 3600):
+        bench.tell(order(number), RoundCompleted(number, 0.1, 1), progress(number, float(number)), Note("", "line"))
+    view = bench.view
+    assert len(view.rounds) <= MAX_ROUNDS + 1 and len(view.log) == MAX_LINES
+    totals = list(view.workers[WHO].totals)
+    assert MAX_POINTS / 2 < len(totals) <= MAX_POINTS + 1
+    assert totals[-1].compute_s == 6 * 3600 - 1  # totals lose nothing where points are left out
+    assert view.rounds_global == 6 * 3600 - 1
