@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from lsgd.client.groups.base import Members, WorkerGroup
 from lsgd.client.groups.connections import Connections
 from lsgd.client.groups.gloo import gloo_group
-from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.mesh import Mesh
-from lsgd.client.groups.tcp.tls import contexts
+from lsgd.client.groups.tcp_group import TcpGroup
+from lsgd.client.groups.mesh import Mesh
+from lsgd.client.groups.handshake import contexts
 from lsgd.client.groups.torch_group import TorchGroup
 from lsgd.codecs.minmax8 import MinMax8
 from lsgd.collectives.two_round import QuantizedAllReduce

@@ -229,7 +229,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Publish a value (a Gloo address, for example) to the members of a generation, for building process groups."""
+    """Publish a value (an address, for example) to the members of a generation, for building process groups."""
 
     worker: str
     incarnation: int
@@ -344,7 +344,7 @@ class Generation:
             an answer to a worker that has completed a round of this generation, and so knows them.
         node_sizes: number of members on each.
         indices: each member's index on its machine, in rank order.
-        transport: what carries tensors: ``tcp``, ``gloo`` or ``nccl``.
+        transport: what carries tensors: ``tcp`` or ``nccl``.
         missed: pairs of nodes, one after the other: the first cannot dial the second. Empty when ``nodes`` is.
     """
 

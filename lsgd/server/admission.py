@@ -17,7 +17,7 @@ def origin_of(joins: Iterable[Join]) -> Origin:
 
 
 def transport_of(wanted: str, joins: Sequence[Join]) -> str:
-    """Return what carries the tensors of a generation of these workers: ``tcp``, ``gloo`` or ``nccl``.
+    """Return what carries the tensors of a generation of these workers: ``tcp`` or ``nccl``.
 
     Args:
         wanted: the run's setting; ``auto`` is NCCL if each worker has a GPU of its own, else TCP.

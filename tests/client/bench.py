@@ -1,4 +1,4 @@
-"""Members of a generation as threads of one process: real channels, real Gloo, and the server's own rendezvous."""
+"""Members of a generation as threads of one process: real channels, and the server's own rendezvous."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ from ..integration.running import until
 CERTIFICATE = run_certificate(b"s" * 32, "run")
 
 
-def generation(*node_sizes: int, number: int = 1, transport: str = "gloo") -> Generation:
+def generation(*node_sizes: int, number: int = 1, transport: str = "tcp") -> Generation:
     places = [(node, index) for node, size in enumerate(node_sizes) for index in range(size)]
     return Generation.of(number, places, transport)
 

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from benchmarks.testbed import Testbed
-from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.loop import Loop
-from lsgd.client.groups.tcp.outgoing import Outgoing
-from lsgd.client.groups.tcp.tls import contexts
-from lsgd.client.groups.tcp.work import HEADER, Work
+from lsgd.client.groups.handshake import contexts
+from lsgd.client.groups.stream import HEADER, Loop, Operation
+from lsgd.client.groups.stream_ends import OutgoingStream
+from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.errors import ExchangeError
 from lsgd.protocol.certificates import run_certificate
 
@@ -169,6 +168,21 @@ def test_a_cut_frees_who_waits_for_a_silent_peer(run) -> None:
     assert run((2,), work, timeout_s=HOUR_S) == [True, True]
 
 
+def test_groups_listen_on_the_address_they_are_given(run, monkeypatch) -> None:
+    """The host name plays no part."""
+
+    def refuse(*_):
+        raise AssertionError("a host name was looked up")
+
+    monkeypatch.setattr(socket, "gethostname", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    opened = []
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda *a, **kw: opened.append(a[0]) or create(*a, **kw))
+    assert run((2,), every_verb) == [True, True]
+    assert opened == [("127.0.0.1", 0)] * 2
+
+
 def test_the_end_of_a_generation_ends_the_wait_for_a_member(switchboard) -> None:
     work = lambda g: g.all_reduce(torch.ones(1)).wait()  # noqa: E731
     with switchboard.ending(1, "node0/worker1 left"):
@@ -192,7 +206,7 @@ def test_members_at_different_verbs_are_told(run) -> None:
 
 
 def test_results_have_the_bits_of_gloo(switchboard) -> None:
-    """What is only carried, and a sum of two, which has no order."""
+    """What is only carried, and a sum of two, which has no order; ``nccl`` is Gloo in its place."""
 
     def work(group) -> list[torch.Tensor]:
         numbers = torch.randn(70_001, generator=torch.Generator().manual_seed(group.rank))
@@ -203,7 +217,7 @@ def test_results_have_the_bits_of_gloo(switchboard) -> None:
         group.broadcast(sent, 1)
         return [*gathered, summed, sent]
 
-    ways = [("gloo", b""), ("tcp", b""), ("tcp", CERTIFICATE)]
+    ways = [("nccl", b""), ("tcp", b""), ("tcp", CERTIFICATE)]
     results = [
         run_over(switchboard, (2,), work, transport=transport, certificate=certificate, number=number)
         for number, (transport, certificate) in enumerate(ways, start=1)
@@ -321,12 +335,12 @@ class Pair:
 def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again() -> None:
     loop = Loop("lsgd-send")
     lost: Future[None] = Future()
-    line = Outgoing("node1/worker0", loop, lambda: lost.set_result(None))
+    line = OutgoingStream("node1/worker0", loop, lambda: lost.set_result(None))
     first, second = Pair(), Pair()
     data = bytearray(os.urandom(1_000_000))
     expected = HEADER.pack(len(data), 0)[:8]
     line.connect(first.sender, 0)
-    work = Work()
+    work = Operation()
     sent = bytes(data)
     work.start([(line, memoryview(data))], "exchange")
     work.wait(HOUR_S * 1e6)  # all of it is the system's
@@ -368,7 +382,7 @@ def test_what_is_done_leaves_no_memory_to_the_garbage_collector() -> None:
     gc.disable()
     try:
         assert all_at_once(groups, work) == [None] * 2
-        assert sum(type(thing) is Work for thing in gc.get_objects()) < 10
+        assert sum(type(thing) is Operation for thing in gc.get_objects()) < 10
     finally:
         gc.enable()
 

@@ -4,6 +4,7 @@ import datetime
 import time
 
 from torch._C._distributed_c10d import Store as Store  # for other modules, too
+from torch._C._distributed_c10d import TCPStore as TCPStore
 
 from lsgd.client.control.channel import Channel, Expected
 from lsgd.client.control.joining import Membership

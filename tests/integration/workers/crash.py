@@ -19,7 +19,7 @@ from torch import nn
 import lsgd.client.groups.form
 import lsgd.client.iteration.steps
 from lsgd.client import Worker
-from lsgd.client.groups.tcp.group import TcpGroup
+from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Round

@@ -1,4 +1,4 @@
-"""The door and the three threads of a mesh: one makes connections, one sends, one receives."""
+"""The listener and the three threads of a mesh: one makes connections, one sends, one receives."""
 
 import asyncio
 import socket
@@ -9,8 +9,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from lsgd.client.groups.reach import Door, open_door
-from lsgd.client.groups.tcp.loop import Loop
+from lsgd.client.groups.routes import Endpoint, listening
+from lsgd.client.groups.stream import Loop
 
 MAX_GREETING = 128
 """How many accepted connections may be in their handshake at a time; the oldest one makes room for the next."""
@@ -28,21 +28,23 @@ class Service:
 
     Args:
         address: where to listen.
-        welcome: accepts a connection; called with its socket, its origin, and the door.
+        welcome: accepts a connection; called with its socket, its origin, and the endpoint.
 
     Raises:
         ExchangeError: it cannot listen there.
 
     Attributes:
-        door: where the others dial.
-        sender: serves the lines that send.
-        receiver: serves the lines that receive.
+        endpoint: where the others dial.
+        sender: serves the streams that send.
+        receiver: serves the streams that receive.
     """
 
-    def __init__(self, address: str, welcome: Callable[[socket.socket, str, Door], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self, address: str, welcome: Callable[[socket.socket, str, Endpoint], Coroutine[Any, Any, None]]
+    ) -> None:
         self._welcome = welcome
         with ExitStack() as stack:
-            self._listener, self.door = stack.enter_context(open_door(address))
+            self._listener, self.endpoint = stack.enter_context(listening(address))
             self._closing = stack.pop_all()
         self.sender = Loop("lsgd-send")
         self.receiver = Loop("lsgd-receive")
@@ -110,7 +112,7 @@ class Service:
             return
         if len(self._greeting) >= MAX_GREETING:
             next(iter(self._greeting)).cancel()
-        if (task := self._begin(lambda: self._welcome(connection, origin, self.door))) is None:
+        if (task := self._begin(lambda: self._welcome(connection, origin, self.endpoint))) is None:
             connection.close()
             return
         self._greeting[task] = connection

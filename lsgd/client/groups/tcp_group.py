@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from lsgd.client.groups.base import Members, Traffic, WorkerGroup
-from lsgd.client.groups.tcp.line import Line
-from lsgd.client.groups.tcp.mesh import Mesh
-from lsgd.client.groups.tcp.staging import Copier, Staged, copier_of
-from lsgd.client.groups.tcp.work import Work
+from lsgd.client.groups.mesh import Mesh
+from lsgd.client.groups.staging import Copier, Staged, copier_of
+from lsgd.client.groups.stream import Operation, TensorStream
 from lsgd.collectives.group import Transfer
-from lsgd.collectives.point_to_point import PIECE_NBYTES, RELAYED_PIECES
 from lsgd.errors import ExchangeError
 
 WHOLE_NBYTES = 64 << 10
 """Up to this size, an all-reduce sends each member's whole tensor to all others: one latency instead of two."""
+
+RELAYED_NBYTES, RELAYED_PIECES = 64 << 10, 8
+"""A broadcast of at least this size per member is passed on from member to member, in up to this many pieces per
+member. So the last member gets it an eighth later than the second."""
 
 
 class _Started(Transfer):
@@ -33,13 +35,13 @@ _NOTHING = _Started()
 
 
 class TcpGroup(WorkerGroup):
-    """A Group (:class:`lsgd.collectives.group.Group`) on a :class:`~lsgd.client.groups.tcp.mesh.Mesh`.
+    """A Group (:class:`lsgd.collectives.group.Group`) on a :class:`~lsgd.client.groups.mesh.Mesh`.
 
     Subgroups use the same connections. Tensors on a GPU pass through pinned host memory
-    (:mod:`lsgd.client.groups.tcp.staging`).
+    (:mod:`lsgd.client.groups.staging`).
 
     Args:
-        mesh: the lines between the members of the generation.
+        mesh: the streams between the members of the generation.
         members: its members.
         timeout_s: deadline of each verb.
         traffic: counts what this member sends and receives.
@@ -128,11 +130,11 @@ class TcpGroup(WorkerGroup):
         if self.size == 1:
             return
         what, taking = f"broadcast from {self._members.names[source]}", self.rank != source
-        if self.size == 2 or tensor.nbytes < self.size * PIECE_NBYTES:
+        if self.size == 2 or tensor.nbytes < self.size * RELAYED_NBYTES:
             sends = {} if taking else dict.fromkeys(self._others, tensor)
             self._begin(what, sends, {source: tensor} if taking else {}).wait()
         else:
-            count = min(RELAYED_PIECES * self.size, tensor.nbytes // PIECE_NBYTES)
+            count = min(RELAYED_PIECES * self.size, tensor.nbytes // RELAYED_NBYTES)
             self._pass_on(what, self._staged(tensor, count), source)
 
     def _pass_on(self, what: str, staged: Staged, source: int) -> None:
@@ -179,21 +181,23 @@ class TcpGroup(WorkerGroup):
         """Begin to send and receive tensors in host memory; empty ones do not travel."""
         if self.size == 1:
             return _NOTHING
-        started_at, work = time.monotonic(), Work()
+        started_at, operation = time.monotonic(), Operation()
         self._traffic.add(_nbytes(sends), _nbytes(receives))
         with self._failing(what, started_at):
             puts = [*self._puts(self._mesh.from_, receives), *self._puts(self._mesh.to, sends)]
-            work.start(puts, f"{self._members.name} {what.partition(' ')[0]}")
+            operation.start(puts, f"{self._members.name} {what.partition(' ')[0]}")
 
         def wait() -> None:
             with self._failing(what, started_at):
-                work.wait(started_at + self._timeout_s)
+                operation.wait(started_at + self._timeout_s)
 
-        return _Started(wait, work.release)
+        return _Started(wait, operation.release)
 
-    def _puts(self, line: Callable[[int], Line], tensors: Mapping[int, Tensor]) -> list[tuple[Line, memoryview]]:
+    def _puts(
+        self, stream_of: Callable[[int], TensorStream], tensors: Mapping[int, Tensor]
+    ) -> list[tuple[TensorStream, memoryview]]:
         ranks = self._members.ranks
-        return [(line(ranks[rank]), _bytes_of(tensor)) for rank, tensor in tensors.items() if tensor.numel()]
+        return [(stream_of(ranks[rank]), _bytes_of(tensor)) for rank, tensor in tensors.items() if tensor.numel()]
 
     @contextmanager
     def _failing(self, what: str, started_at: float) -> Iterator[None]:

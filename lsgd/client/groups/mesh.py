@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from lsgd.client.control.closing import on_error
-from lsgd.client.groups.reach import Door
+from lsgd.client.groups.handshake import ANSWER_NBYTES, HELLO_NBYTES, Contexts, Hello
+from lsgd.client.groups.routes import Endpoint, Route, Routes
+from lsgd.client.groups.service import Service, exactly, retried
 from lsgd.client.groups.store import Store
-from lsgd.client.groups.tcp.hello import ANSWER_NBYTES, HELLO_NBYTES, Hello
-from lsgd.client.groups.tcp.incoming import Incoming
-from lsgd.client.groups.tcp.line import CLOSED, Line
-from lsgd.client.groups.tcp.outgoing import Outgoing
-from lsgd.client.groups.tcp.routes import Routes, Way
-from lsgd.client.groups.tcp.service import Service, exactly, retried
-from lsgd.client.groups.tcp.tls import Contexts
+from lsgd.client.groups.stream import CLOSED, TensorStream
+from lsgd.client.groups.stream_ends import IncomingStream, OutgoingStream
 
 logger = logging.getLogger("lsgd")
 
@@ -33,14 +30,14 @@ MAX_REFUSALS = 5
 """How many refused connections are logged."""
 
 Pair = tuple[int, int]
-"""The ranks of a line's source and target."""
+"""The ranks of a stream's source and target."""
 
 _RETRY_S = (0.05, 1.0)  # the first pause, and the longest
 
 
 @dataclass(eq=False)
 class Mesh:
-    """This member's lines to and from the others.
+    """This member's streams to and from the others.
 
     Args:
         run: identity of the run.
@@ -48,10 +45,11 @@ class Mesh:
         me: rank of this member in the generation.
         names: of all members, by rank.
         address: of this machine, to which the others connect.
-        store: where the members publish their doors.
+        store: where the members publish their endpoints.
         tls: None: the connections are not encrypted.
         timeout_s: how long to try to make a connection.
-        routes: decides how connections are made; takes this member's rank and a function that returns a member's door.
+        routes: decides how connections are made; takes this member's rank and a function that returns the endpoint of
+            a member.
         when_cut: called when the mesh is cut; ends the waits for what members publish.
 
     Attributes:
@@ -66,47 +64,47 @@ class Mesh:
     store: Store
     tls: Contexts | None
     timeout_s: float
-    routes: Callable[[int, Callable[[int], Door]], Routes] = Routes
+    routes: Callable[[int, Callable[[int], Endpoint]], Routes] = Routes
     when_cut: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.transport = "tcp, encrypted" if self.tls else "tcp"
-        self._routes = self.routes(self.me, self._door_of)
-        self._doors: dict[int, Door] = {}  # of the others
-        self._lines: dict[Pair, Line] = {}
-        self._ways: dict[Pair, Way | None] = {}  # how their connections are made; None: by the other member
+        self._routes = self.routes(self.me, self._endpoint_of)
+        self._endpoints: dict[int, Endpoint] = {}  # of the others
+        self._streams: dict[Pair, TensorStream] = {}
+        self._chosen: dict[Pair, Route | None] = {}  # how their connections are made; None: by the other member
         self._lock = threading.Lock()
         self._over = False
         self._refusals = 0
         self._service: Service | None = None
 
     def gather(self) -> None:
-        """Publish this member's door, and read those of all others, so that the store is no longer needed.
+        """Publish this member's endpoint, and read those of all others, so that the store is no longer needed.
 
         Raises:
-            ExchangeError: a member did not publish its door in time.
+            ExchangeError: a member did not publish its endpoint in time.
             OSError: the mesh was cut, or this member cannot listen.
         """
         with self._lock:
             self._open()
         for rank in {*range(len(self.names))} - {self.me}:
-            self._door_of(rank)
+            self._endpoint_of(rank)
 
-    def to(self, rank: int) -> Line:
-        """Return the line to the member with this rank."""
-        return self._line(self.me, rank)
+    def to(self, rank: int) -> TensorStream:
+        """Return the stream to the member with this rank."""
+        return self._stream(self.me, rank)
 
-    def from_(self, rank: int) -> Line:
-        """Return the line from the member with this rank."""
-        return self._line(rank, self.me)
+    def from_(self, rank: int) -> TensorStream:
+        """Return the stream from the member with this rank."""
+        return self._stream(rank, self.me)
 
     def cut(self) -> None:
         """Close all connections at once; what waits for them fails. Safe from any thread."""
         with self._lock:
-            self._over, lines = True, list(self._lines.values())
+            self._over, streams = True, list(self._streams.values())
         self.when_cut()
-        for line in lines:
-            line.close()
+        for stream in streams:
+            stream.close()
         if self._service is not None:
             self._service.end()
 
@@ -116,21 +114,21 @@ class Mesh:
         if self._service is not None:
             self._service.join()
 
-    def _door_of(self, rank: int) -> Door:
-        if rank not in self._doors:
-            self._doors[rank] = Door.of(self.store.get(f"tcp/{rank}"))
-        return self._doors[rank]
+    def _endpoint_of(self, rank: int) -> Endpoint:
+        if rank not in self._endpoints:
+            self._endpoints[rank] = Endpoint.of(self.store.get(f"tcp/{rank}"))
+        return self._endpoints[rank]
 
-    def _line(self, source: int, target: int) -> Line:
+    def _stream(self, source: int, target: int) -> TensorStream:
         pair = (source, target)
         with self._lock:
-            line = self._known(pair)
-            asked = pair in self._ways
-            self._ways.setdefault(pair)
+            stream = self._known(pair)
+            asked = pair in self._chosen
+            self._chosen.setdefault(pair)
         if not asked:
-            self._ways[pair] = self._routes.way(source, target)
+            self._chosen[pair] = self._routes.route(source, target)
             self._connect(pair)
-        return line
+        return stream
 
     def _open(self) -> Service:
         """Return what serves the connections, created and published at the first call; call it with the lock held."""
@@ -138,78 +136,78 @@ class Mesh:
             raise ConnectionAbortedError("the group was closed")
         if self._service is None:
             self._service = Service(self.address, self._welcome)
-            self.store.set(f"tcp/{self.me}", self._service.door.published())
+            self.store.set(f"tcp/{self.me}", self._service.endpoint.published())
         return self._service
 
-    def _known(self, pair: Pair) -> Line:
-        """Return a line; call it with the lock held."""
+    def _known(self, pair: Pair) -> TensorStream:
+        """Return a stream; call it with the lock held."""
         service, (source, target) = self._open(), pair
-        if pair not in self._lines:
+        if pair not in self._streams:
             lost = partial(self._connect, pair)
-            self._lines[pair] = (
-                Outgoing(self.names[target], service.sender, lost)
+            self._streams[pair] = (
+                OutgoingStream(self.names[target], service.sender, lost)
                 if source == self.me
-                else Incoming(self.names[source], service.receiver, lost)
+                else IncomingStream(self.names[source], service.receiver, lost)
             )
-        return self._lines[pair]
+        return self._streams[pair]
 
     def _connect(self, pair: Pair) -> None:
-        """Start making a line's connection, if that is up to this member."""
-        if (way := self._ways.get(pair)) is not None and self._service is not None and not self._over:
+        """Start making a stream's connection, if that is up to this member."""
+        if (route := self._chosen.get(pair)) is not None and self._service is not None and not self._over:
             hello = Hello(self.run, self.generation, *pair)
-            self._service.call(lambda: self._keep_trying(self._lines[pair], way, hello))
+            self._service.call(lambda: self._keep_trying(self._streams[pair], route, hello))
 
     # -- in the thread that makes connections ------------------------------------------------------------------
 
-    async def _keep_trying(self, line: Line, way: Way, hello: Hello) -> None:
-        """Make a line's connection; try again until it succeeds or is hopeless."""
+    async def _keep_trying(self, stream: TensorStream, route: Route, hello: Hello) -> None:
+        """Make a stream's connection; try again until it succeeds or is hopeless."""
         deadline = time.monotonic() + self.timeout_s
         pause_s, longest_s = _RETRY_S
         while True:
             try:
                 async with asyncio.timeout(HELLO_WITHIN_S):
-                    await self._make(line, way, hello)
+                    await self._make(stream, route, hello)
                 return
             except (OSError, TimeoutError) as error:
-                line.trouble = error.strerror or str(error) or f"no answer within {HELLO_WITHIN_S:g} s"
+                stream.trouble = error.strerror or str(error) or f"no answer within {HELLO_WITHIN_S:g} s"
                 if _is_final(error) or time.monotonic() > deadline:
-                    line.fail(ConnectionError(f"no connection with {line.peer}: {line.trouble}"))
+                    stream.fail(ConnectionError(f"no connection with {stream.peer}: {stream.trouble}"))
                     return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
 
-    async def _make(self, line: Line, way: Way, hello: Hello) -> None:
-        connection = await self._secured(await way.open(), answers=way.answers)
+    async def _make(self, stream: TensorStream, route: Route, hello: Hello) -> None:
+        connection = await self._secured(await route.open(), answers=route.answers)
         with on_error(connection.close):
-            if way.answers:
-                heard, received = Hello.read(await exactly(connection, HELLO_NBYTES), self.run, way.nonce)
+            if route.answers:
+                heard, received = Hello.read(await exactly(connection, HELLO_NBYTES), self.run, route.nonce)
                 if heard != hello:
                     raise ConnectionError("its hello is for something else")
-                connection.send(hello.answer(way.nonce, line.renew()))
+                connection.send(hello.answer(route.nonce, stream.renew()))
             else:
-                connection.send(hello.packed(way.nonce, line.renew()))
-                received = hello.answered(await exactly(connection, ANSWER_NBYTES), way.nonce)
-        line.between_nbytes = way.between_nbytes
-        line.connect(connection, received)
+                connection.send(hello.packed(route.nonce, stream.renew()))
+                received = hello.answered(await exactly(connection, ANSWER_NBYTES), route.nonce)
+        stream.between_nbytes = route.between_nbytes
+        stream.connect(connection, received)
 
-    async def _welcome(self, raw: socket.socket, origin: str, door: Door) -> None:
-        """Accept a connection at this member's door."""
+    async def _welcome(self, raw: socket.socket, origin: str, endpoint: Endpoint) -> None:
+        """Accept a connection at this member's endpoint."""
         try:
             async with asyncio.timeout(HELLO_WITHIN_S):
                 connection = await self._secured(raw, answers=True)
                 with on_error(connection.close):
-                    hello, received = Hello.read(await exactly(connection, HELLO_NBYTES), self.run, door.nonce)
-                    line = self._expected(hello)
-                    connection.send(hello.answer(door.nonce, line.renew()))
-            line.connect(connection, received)
+                    hello, received = Hello.read(await exactly(connection, HELLO_NBYTES), self.run, endpoint.nonce)
+                    stream = self._expected(hello)
+                    connection.send(hello.answer(endpoint.nonce, stream.renew()))
+            stream.connect(connection, received)
         except (OSError, TimeoutError) as error:
             if self._refusals < MAX_REFUSALS and not self._over:
                 self._refusals += 1
                 why = str(error) or f"it did not say who it is within {HELLO_WITHIN_S:g} s"
                 logger.warning("refused a connection from %s to the port for tensors: %s", origin, why)
 
-    def _expected(self, hello: Hello) -> Line:
-        """Return the line that a connection is for.
+    def _expected(self, hello: Hello) -> TensorStream:
+        """Return the stream that a connection is for.
 
         Raises:
             ConnectionError: there is none.
