@@ -59,7 +59,6 @@ ONLY_IN = {
 }
 PRIVATE_NAMES_ONLY_IN = {
     "client/groups/torch_group.py",
-    "client/groups/gloo.py",
     "client/groups/store.py",
 }
 
@@ -181,7 +180,7 @@ def test_modules_that_load_no_torch(module):
     assert done.stdout == "False\n"
 
 
-def test_private_names_of_torch_distributed_are_in_three_modules():
+def test_private_names_of_torch_distributed_are_in_two_modules():
     users = {named(path) for path in files() if any(is_private(name) for name in names(path))}
     assert users == PRIVATE_NAMES_ONLY_IN
 

@@ -2,7 +2,9 @@
 
 import gc
 import json
+import logging
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from benchmarks.testbed import Testbed
+from lsgd.client.groups import mesh, stream
 from lsgd.client.groups.handshake import contexts
 from lsgd.client.groups.stream import HEADER, Loop, Operation
 from lsgd.client.groups.stream_ends import OutgoingStream
@@ -240,6 +243,77 @@ def test_a_sum_is_made_in_the_order_of_ranks_with_the_same_bits_on_all(run) -> N
     expected = numbers[0] + numbers[1] + numbers[2]
     for large, small in run((2, 1), work):
         assert large.equal(expected) and small.equal(expected[:9])
+
+
+class Clock:
+    """Stands in place of the module ``time``: its time passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    for module in (stream, mesh):
+        monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(stream, "TURN_S", 0.01)  # of real time
+    return made
+
+
+def slow_network(clock: Clock) -> Network:
+    """Return a network on which 64 KiB take two seconds."""
+
+    def carry(data: bytes, before: int) -> bytes:
+        clock.now += 2.0 * len(data) / (1 << 16)
+        return data
+
+    return Network(carry)
+
+
+LARGE = torch.arange(8_000_000)
+"""Takes 2,000 s on such a network."""
+
+
+def test_the_deadline_is_for_silence_and_not_for_work(clock, caplog) -> None:
+    """And what takes long says how far it is."""
+    network, begun_at = slow_network(clock), clock.now
+    groups, _ = members(2, [b""] * 2, timeout_s=900.0, routes=network.routes)
+
+    def work(group: TcpGroup) -> bool:
+        received = torch.zeros_like(LARGE)
+        group.exchange(*(({1: LARGE}, {}) if group.rank == 0 else ({}, {0: received})))
+        return group.rank == 0 or received.equal(LARGE)
+
+    with caplog.at_level(logging.INFO, logger="lsgd"):
+        assert all_at_once(groups, work) == [True, True]
+    network.close()
+    assert clock.now - begun_at > 2 * 900.0
+    said = r"exchange with node0/worker0: [\d.]+ of [\d.]+ MB with node0/worker0 at [\d.]+ Mbit/s, about \d+ s left"
+    assert re.search(said, caplog.text)
+
+
+def test_a_connection_that_is_silent_fails_though_another_moves(clock) -> None:
+    network, over = slow_network(clock), threading.Event()
+    groups, _ = members(3, [b""] * 3, timeout_s=900.0, routes=network.routes)
+
+    def work(group: TcpGroup) -> str:
+        if group.rank == 2:
+            return str(over.wait(30))
+        if group.rank == 1:
+            return str(group.exchange({0: LARGE}, {}))
+        with pytest.raises(ExchangeError) as raised:
+            group.exchange({}, {1: torch.zeros_like(LARGE), 2: torch.zeros(1)})
+        over.set()
+        groups[1].cut()  # it would dial again until the deadline, and the clock stands
+        return str(raised.value)
+
+    said = all_at_once(groups, work)[0]
+    network.close()
+    assert said.endswith("gave up: node2/worker0 did not do its part in time")
 
 
 # -- connections that break -------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ by_type[Round | None] = st.none() | by_type[Round]
 any_message = st.one_of([any_of(cls) for cls in CLASSES])
 
 JOIN = Join(PROTOCOL, "node0/worker1", 7, 0, 1, {"torch": "2.13.0"}, "digest", "two tensors", "", "10.0.0.1")
-ROUND = Round(1, Generation.of(1, [(3, 0), (3, 2)], "gloo"), "global", 0, (0,), 0, (1,), 0, False, "{}")
+ROUND = Round(1, Generation.of(1, [(3, 0), (3, 2)], "tcp"), "global", 0, (0,), 0, (1,), 0, False, "{}")
 
 
 def frame_of(message: Message, **changes: Any) -> bytes:

@@ -77,7 +77,7 @@ OTHER = ("node0/worker1", 8)
 
 def samples() -> list[bytes]:
     """Return a valid frame of each kind, of nobody who is in the run."""
-    generation = Generation.of(1, [(0, 1), (1, 0)], "gloo")
+    generation = Generation.of(1, [(0, 1), (1, 0)], "tcp")
     round = Round(3, generation, "global", 0, (0, 1), 2, (), 0, False, '{"name": "leader"}')
     join = Join(PROTOCOL, *OTHER, 0, 1, {"torch": "2.13.0"}, "digest", "2 parameters", "", "127.0.0.1")
     messages: list[Any] = [

@@ -70,6 +70,14 @@ def greeting(node: int, index: int, incarnation: int = 1, **changes: object) -> 
     return replace(join, **changes)  # type: ignore[arg-type]
 
 
+def nccl(*places: str) -> "Bench":
+    """Return a bench with workers that have a GPU each, over NCCL."""
+    bench = Bench(workers=len(places), transport="nccl")
+    for place in places:
+        bench.join(place, gpu=f"GPU {place}")
+    return bench
+
+
 class Bench:
     """A coordinator with a clock, and one call for everything that a worker can say.
 

@@ -57,7 +57,7 @@ def test_events_change_what_is_the_case() -> None:
     bench = Bench()
     view = bench.tell(
         WorkerJoined(WHO, 0, "10.0.0.1", ""),
-        GenerationBegan(Generation.of(1, [(0, 0)], "gloo"), "", ""),
+        GenerationBegan(Generation.of(1, [(0, 0)], "tcp"), "", ""),
         order(1, {WHO: 0.5, "node0/worker1": float("nan")}),
         RoundCompleted(1, 0.25, 100),
         order(2),

@@ -26,6 +26,9 @@ HELLO_WITHIN_S = 10.0
 KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 """After how many seconds an idle connection is probed, how often, and after how many failures it is given up."""
 
+TELL_EVERY_S = 20.0
+"""How often a transfer that takes long says how far it is, in seconds."""
+
 MAX_REFUSALS = 5
 """How many refused connections are logged."""
 
@@ -76,6 +79,7 @@ class Mesh:
         self._lock = threading.Lock()
         self._over = False
         self._refusals = 0
+        self._told_at = 0.0
         self._service: Service | None = None
 
     def gather(self) -> None:
@@ -113,6 +117,13 @@ class Mesh:
         self.cut()
         if self._service is not None:
             self._service.join()
+
+    def tell(self, what: str, streams: Sequence[TensorStream]) -> None:
+        """Log how far the slowest of some streams is, if it takes long and now and then."""
+        slowest, now = max((stream.progress() for stream in streams), key=lambda one: one.left_s), time.monotonic()
+        if min(slowest.seconds, now - self._told_at) > TELL_EVERY_S:
+            self._told_at = now
+            logger.info("%s: %s", what, slowest)
 
     def _endpoint_of(self, rank: int) -> Endpoint:
         if rank not in self._endpoints:

@@ -16,6 +16,7 @@ not acknowledged. The receiver sends nothing, because closing a connection with 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import socket
@@ -28,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 logger = logging.getLogger("lsgd")
 
@@ -46,7 +48,7 @@ CLOSED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 TURN_S = 1.0
-"""How often idle streams are checked, in seconds."""
+"""How often streams that are idle or waited for are checked, in seconds."""
 
 
 @dataclass(eq=False)
@@ -92,27 +94,46 @@ class Operation:
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self._started_at = 0.0
 
     def start(self, puts: Sequence[tuple[TensorStream, memoryview]], verb: str) -> None:
         """Put these messages on their streams; call it once."""
         tag = zlib.crc32(verb.encode())
         self._puts = [(stream, WireMessage(HEADER.pack(len(view), tag), view, self)) for stream, view in puts]
-        self._left = len(puts)
+        self._left, self._started_at = len(puts), time.monotonic()
         for stream, message in self._puts:
             stream.put(message)
 
-    def wait(self, deadline: float) -> None:
+    def wait(
+        self, silence_s: float, meanwhile: Callable[[Sequence[TensorStream]], None] = lambda streams: None
+    ) -> None:
         """Wait until all messages are sent and received; :meth:`release` frees their memory.
 
+        Args:
+            silence_s: longest time in which a stream that is waited for moves no byte.
+            meanwhile: is called now and then, with the streams that are waited for.
+
         Raises:
-            OSError: it failed, or ``deadline`` (of ``time.monotonic``) has passed.
+            OSError: it failed, or a stream was silent for too long.
         """
-        if self._left and not self._over.wait(max(0.0, deadline - time.monotonic())) and self._left:
-            late = {stream.peer: stream.trouble for stream, message in self._puts if not message.done}
-            words = [f"{peer} did not do its part in time{f' ({why})' if why else ''}" for peer, why in late.items()]
-            raise TimeoutError("; ".join(words))
+        turn_s = min(TURN_S, silence_s)
+        while self._left and not self._over.wait(turn_s) and self._left:
+            streams = [stream for stream, message in self._puts if not message.done]
+            turn_s = min(TURN_S, self._silence_left_s(streams, silence_s))
+            if streams:
+                meanwhile(streams)
         if self._error is not None:
             raise self._error
+
+    def _silence_left_s(self, streams: Sequence[TensorStream], silence_s: float) -> float:
+        """Return how long the streams may still be silent."""
+        now = time.monotonic()
+        left_s = {stream: max(self._started_at, stream.moved_at) + silence_s - now for stream in streams}
+        late = {stream.peer: stream.trouble for stream in streams if left_s[stream] <= 0}
+        if late:
+            words = [f"{peer} did not do its part in time{f' ({why})' if why else ''}" for peer, why in late.items()]
+            raise TimeoutError("; ".join(words))
+        return min(left_s.values(), default=silence_s)
 
     def release(self) -> None:
         """Stop using the messages' memory; all must be through."""
@@ -134,6 +155,25 @@ class Operation:
         self._over.set()
 
 
+class StreamProgress(NamedTuple):
+    """How far messages with a peer are."""
+
+    peer: str
+    seconds: float
+    moved_nbytes: int
+    left_nbytes: int
+
+    @property
+    def left_s(self) -> float:
+        """How long the rest takes at the rate until now."""
+        return self.left_nbytes * self.seconds / self.moved_nbytes if self.moved_nbytes else math.inf
+
+    def __str__(self) -> str:
+        done, all_ = self.moved_nbytes / 1e6, (self.moved_nbytes + self.left_nbytes) / 1e6
+        left = f", about {self.left_s:.0f} s left" if self.moved_nbytes else ""
+        return f"{done:.1f} of {all_:.1f} MB with {self.peer} at {8 * done / self.seconds:.2f} Mbit/s{left}"
+
+
 class TensorStream:
     """One way between this member and another.
 
@@ -145,12 +185,14 @@ class TensorStream:
     Attributes:
         trouble: why it has no connection; empty before the first one is lost.
         between_nbytes: how many acknowledged bytes may be lost with the connection.
+        moved_at: when the last byte moved, by ``time.monotonic``.
     """
 
     def __init__(self, peer: str, loop: Loop, lost: Callable[[], None]) -> None:
         self.peer = peer
         self.trouble = ""
         self.between_nbytes = 0
+        self.moved_at = 0.0
         self._loop = loop
         self._lost = lost
         self._lock = threading.Lock()
@@ -159,6 +201,7 @@ class TensorStream:
         self._in_header = True
         self._put = 0  # bytes of the stream that were put
         self._moved = 0  # bytes of the stream that have moved
+        self._busy_since = (0.0, 0)  # when the oldest message of an idle stream was put, and what had moved by then
         self._connection: socket.socket | None = None
         self._error: Exception | None = None
 
@@ -171,8 +214,15 @@ class TensorStream:
             message.start, self._put = self._put, self._put + len(message.header) + len(message.view)
             self._messages.append(message)
             if len(self._messages) == 1:
+                self._busy_since = (time.monotonic(), self._moved)
                 self._begin(message)
                 self._advance()
+
+    def progress(self) -> StreamProgress:
+        """Return how far the messages are that the stream has been moving without a pause."""
+        since, before = self._busy_since
+        moved_nbytes = max(0, self._moved - before)  # less, if some is sent again
+        return StreamProgress(self.peer, time.monotonic() - since, moved_nbytes, self._put - self._moved)
 
     def release(self, message: WireMessage) -> None:
         """Stop using a message's memory: it is through, and its operation was waited for."""
@@ -245,6 +295,7 @@ class TensorStream:
                 count = self._move(connection, self._rest)
                 moved += count
                 self._moved += count
+                self.moved_at = time.monotonic()
                 self._rest = self._rest[count:]
                 if not self._rest:
                     self._next_part()

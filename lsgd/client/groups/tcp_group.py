@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class TcpGroup(WorkerGroup):
     Args:
         mesh: the streams between the members of the generation.
         members: its members.
-        timeout_s: deadline of each verb.
+        timeout_s: how long a verb waits for a member that moves no byte.
         traffic: counts what this member sends and receives.
         copiers: returns what copies between a device and host memory; None if the device is the host.
     """
@@ -189,7 +190,7 @@ class TcpGroup(WorkerGroup):
 
         def wait() -> None:
             with self._failing(what, started_at):
-                operation.wait(started_at + self._timeout_s)
+                operation.wait(self._timeout_s, partial(self._mesh.tell, what))
 
         return _Started(wait, operation.release)
 
