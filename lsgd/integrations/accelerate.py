@@ -12,8 +12,7 @@ from torch.utils.data import RandomSampler
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
-from lsgd.integrations.shared import place, refuse_distributed
-from lsgd.integrations.stream import ShardStream, shard
+from lsgd.integrations.shared import ShardStream, place, refuse_distributed, shard
 
 try:
     from accelerate import Accelerator

@@ -9,8 +9,7 @@ from torch.utils.data import RandomSampler
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
-from lsgd.integrations.shared import is_saver, place, refuse_distributed, say_who_ends, state_of_run
-from lsgd.integrations.stream import ShardStream, shard
+from lsgd.integrations.shared import ShardStream, is_saver, place, refuse_distributed, say_who_ends, shard, state_of_run
 
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only

@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
-from lsgd.integrations.shared import is_saver, place, refuse_distributed, say_who_ends, state_of_run
-from lsgd.integrations.stream import ShardStream, shard
+from lsgd.integrations.shared import ShardStream, is_saver, place, refuse_distributed, say_who_ends, shard, state_of_run
 
 try:
     from accelerate.state import GradientState

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lsgd.output import write_whole
-from lsgd.watch.loggers import CURVES
 
-METRICS, RESULT, CURVE = "metrics.jsonl", "result.json", "curve.png"
+METRICS, RESULT, CURVE, CURVES = "metrics.jsonl", "result.json", "curve.png", "curves.csv"
 """The files of a run folder."""
 
 MAX_POINTS = 2000

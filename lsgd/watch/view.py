@@ -25,9 +25,8 @@ from lsgd.protocol.events import (
     WorkerJoined,
     WorkerProgress,
 )
-from lsgd.watch.counters import Counters
+from lsgd.watch.history import Counters, Series
 from lsgd.watch.reader import Batch
-from lsgd.watch.series import Series
 
 MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
 """How many points of a worker's curve, rounds, log lines, and gaps of a worker to keep."""

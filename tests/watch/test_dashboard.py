@@ -11,9 +11,7 @@ from click.testing import CliRunner
 
 from lsgd.cli.commands import main
 from lsgd.protocol.events import Event, Progress, RoundOrdered, WorkerChanged, WorkerProgress
-from lsgd.watch.dashboard.data import MAX_LOSSES, encoded, snapshot
-from lsgd.watch.dashboard.story import Story
-from lsgd.watch.dashboard.timeline import columns, shares
+from lsgd.watch.dashboard.data import MAX_LOSSES, Story, columns, encoded, shares, snapshot
 from lsgd.watch.reader import Batch
 from lsgd.watch.view import Totals
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from lsgd.errors import LsgdError
 from lsgd.output import write_whole
-from lsgd.watch.dashboard.data import encoded, snapshot
-from lsgd.watch.dashboard.story import Story
+from lsgd.watch.dashboard.data import Story, encoded, snapshot
 from lsgd.watch.metrics import exposition
 from lsgd.watch.reader import Batch, Reader
 

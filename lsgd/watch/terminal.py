@@ -1,4 +1,4 @@
-"""Shows a running run to its operator in a terminal."""
+"""A running run in a terminal: what it waits for, its progress, and its workers."""
 
 import math
 import time
@@ -10,10 +10,18 @@ from rich.text import Text
 
 from lsgd.errors import JoinError
 from lsgd.protocol.sockets import ConnectorKeys
-from lsgd.watch.ask import ANSWER_WITHIN_S, silent
-from lsgd.watch.reader import Reader
+from lsgd.watch.reader import ANSWER_WITHIN_S, Reader, silent
 from lsgd.watch.view import RunView
-from lsgd.watch.words import duration
+
+
+def duration(seconds: float) -> str:
+    """Return a time: ``9.5s``, ``3m05s``, ``2h40m``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f}s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{whole % 60:02}s"
+
 
 AWAY_FOR_S = 10.0
 WATCH_EVERY_S = 2.0
