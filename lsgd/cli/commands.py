@@ -281,8 +281,8 @@ def set_command(connect: str, keys: ConnectorKeys | None, changes: dict[str, str
     The run's length (iterations, seconds) changes at once.
     """
     status = ask(connect, ChangeSettings(changes), keys)
-    told = ", ".join(f"{name} = {value}" for name, value in changes.items())
-    click.echo(f"run {status['run']}: {told}, after {status['count']} iterations")
+    changed = ", ".join(f"{name} = {value}" for name, value in changes.items())
+    click.echo(f"run {status['run']}: {changed}, after {status['count']} iterations")
 
 
 @main.command("stop", short_help="End a running run, with a consensus model.")

@@ -92,10 +92,10 @@ class Group(click.Group):
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             known = self.list_commands(ctx)
             near = difflib.get_close_matches(args[0], known, 1)
-            told = f"did you mean: {ctx.command_path} {near[0]}" if near else f"there are {', '.join(known)}"
+            hint = f"did you mean: {ctx.command_path} {near[0]}" if near else f"there are {', '.join(known)}"
             if args[0].endswith(".py"):
-                told = f"to train with a script: lsgd launch -- python {args[0]}"
-            ctx.fail(f"there is no command {args[0]!r}; {told}")
+                hint = f"to train with a script: lsgd launch -- python {args[0]}"
+            ctx.fail(f"there is no command {args[0]!r}; {hint}")
         return super().resolve_command(ctx, args)
 
 

@@ -191,14 +191,10 @@ class LsgdCallback(Callback):
             loader,
             lambda: place(self._worker),
             self._seed,
-            shuffle=isinstance(getattr(loader, "sampler", None), RandomSampler),
+            isinstance(getattr(loader, "sampler", None), RandomSampler),
+            "LsgdCallback",
         )
         if self._stream is None:
-            logger.warning(
-                "the training data has no sampler that could be sharded, so each worker draws from all of it: give "
-                "the Trainer one DataLoader of a dataset with a length, or each worker data of its own and "
-                "LsgdCallback(shard=False)"
-            )
             return None
         self._batch_size = loader.batch_sampler.batch_size
         if self._restored:

@@ -146,17 +146,25 @@ class ShardStream(Sampler[int]):
             self._shards.epoch += 1
 
 
-def shard(loader: Any, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool) -> ShardStream | None:
-    """Replace a DataLoader's sampler with a worker's shards; return None if it has no sampler.
+def shard(
+    loader: Any, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool, integration: str
+) -> ShardStream | None:
+    """Replace a DataLoader's sampler with a worker's shards; if it has no sampler, log that and return None.
 
     Args:
         loader: changed in place; a pass keeps its number of batches, all of them full.
         place: returns this worker's current (rank, world size).
         seed: seed of the shards; the same on all workers.
         shuffle: whether to shuffle each shard.
+        integration: name of the class whose ``shard=False`` leaves the data as it is.
     """
     batches = getattr(loader, "batch_sampler", None)
     if not isinstance(batches, BatchSampler) or not hasattr(batches, "sampler"):
+        logger.warning(
+            "the training data has no sampler that could be sharded, so each worker draws from all of it: pass one "
+            "DataLoader of a dataset with a length, or give each worker data of its own and pass %s(shard=False)",
+            integration,
+        )
         return None
     stream = ShardStream(len(loader.dataset), len(batches) * batches.batch_size, place, seed, shuffle)
     batches.sampler = stream

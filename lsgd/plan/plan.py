@@ -89,7 +89,7 @@ class Plan:
         return self.run.loss_window or self.algorithm.schedule().local_period
 
     def obstacle_to_islands(self) -> str:
-        """Return in words why workers with sharded models cannot take part; empty if they can."""
+        """Return why workers with sharded models cannot take part; empty if they can."""
         names = [phase.algorithm.name for phase in self.phases if not phase.algorithm.islands]
         return f"the algorithm {names[0]} is not made for that; choose another one, such as local" if names else ""
 

@@ -75,8 +75,8 @@ class Curves:
             case RoundOrdered():
                 return event.what.count, self._ordered(event.what)
             case RoundCompleted(number, took_s, sent_nbytes) if number in self._open:
-                told = {"round/seconds": took_s, "round/sent_bytes": sent_nbytes}
-                return self._open.pop(number), {name: float(x) for name, x in told.items() if x is not None}
+                values = {"round/seconds": took_s, "round/sent_bytes": sent_nbytes}
+                return self._open.pop(number), {name: float(x) for name, x in values.items() if x is not None}
             case PeriodChosen(period):
                 return self._count, {"period": float(period)}
             case Progress():

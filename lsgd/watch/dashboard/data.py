@@ -37,7 +37,7 @@ class Story:
         view: the run's view.
         recent: totals in the last :data:`RECENT_S`, by worker.
         started_at: time of the first round, in seconds since the epoch; None: no round yet.
-        problem: why nothing can be read, for people; empty: no problem.
+        problem: why nothing can be read; empty: no problem.
     """
 
     def __init__(self, older: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -114,9 +114,9 @@ def shares(points: Sequence[Totals], over: Columns) -> list[str]:
     points = [next(same) for _, same in groupby(points, _spent)]  # drop points without new time
     spent = np.array([_spent(p) for p in points]).T
     times = np.array([p.time for p in points])
-    told = np.array([np.diff(np.interp(over.edges, times, each)) for each in spent]) / over.width_s
-    told = np.clip(told, 0.0, None) / np.maximum(1.0, told.sum(axis=0))
-    ends = np.rint(np.cumsum(told, axis=0) * LEVELS).astype(int).clip(0, LEVELS)
+    share = np.array([np.diff(np.interp(over.edges, times, each)) for each in spent]) / over.width_s
+    share = np.clip(share, 0.0, None) / np.maximum(1.0, share.sum(axis=0))
+    ends = np.rint(np.cumsum(share, axis=0) * LEVELS).astype(int).clip(0, LEVELS)
     return ["".join(_DIGITS[level] for level in row) for row in np.diff(ends, axis=0, prepend=0)]
 
 
@@ -227,7 +227,7 @@ def losses(
     changes = [r for i, r in enumerate(leads) if i == 0 or leads[i - 1].leader != r.leader]
     return {
         "counts": [count for count, _ in kept],
-        "workers": {w: [_number(told.get(w)) for _, told in kept] for w in workers},
+        "workers": {w: [_number(by_worker.get(w)) for _, by_worker in kept] for w in workers},
         "consensus": [[r.count, _number(mean(r.losses.values()))] for r in _thinned(leads, MAX_POINTS)],
         "leaders": [[r.count, _number(mean(r.losses.values())), r.leader] for r in _thinned(changes, MAX_MARKS)],
         "leader_changes": max(0, len(changes) - 1),

@@ -29,7 +29,7 @@ KEPT = "dashboard.json"
 
 
 class Follower(threading.Thread):
-    """Follows a run until it is told to end.
+    """Follows a run until :meth:`stop`.
 
     Args:
         reader: reader of the run's events; this thread closes it at its end.

@@ -49,7 +49,7 @@ def live_page(csrf: str, address: str, *, control: bool) -> str:
 
     Args:
         csrf: secret that the page sends with its changes to the run.
-        address: address of the global server, for people.
+        address: shown address of the global server.
         control: the page may stop and change the run.
     """
     head = '<link rel="stylesheet" href="page.css">'
@@ -63,7 +63,7 @@ def report_page(data: str, folder: str) -> str:
 
     Args:
         data: the page's data, as JSON that is safe inside a script element.
-        folder: run folder, for people.
+        folder: shown name of the run folder.
     """
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{part("page.css")}</style>'
