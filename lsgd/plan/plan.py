@@ -212,7 +212,7 @@ def read(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"the plan {path} cannot be read: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
             raise ConfigError(f"the plan {path} is not TOML: {error}") from None
     return assemble(table, origin=f"the plan {path}", environ=environ, flags=flags)
 
