@@ -64,7 +64,9 @@ class RunSettings:
         "a checkpoint at the first global round this long after the last one; 0: by checkpoint_every only",
         low=0,
     )
-    exchange_timeout_s: float = setting(60.0, "time limit of one step of an exchange", low=0.1, high=86_400)
+    exchange_timeout_s: float = setting(
+        60.0, "an exchange fails if a connection moves no byte for this long", low=0.1, high=86_400
+    )
     join_timeout_s: float = setting(
         600.0, "how long a worker that has joined waits for the others", low=1, high=864_000
     )
