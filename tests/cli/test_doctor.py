@@ -38,7 +38,7 @@ def test_two_nodes_that_can_train_together(port) -> None:
         assert ("is free for the global server" in said) is (node == 0)
         assert re.search(r"ok    node0 to node1: \d+ Mbit/s, round trip \d+\.\d\d ms", said)
         assert re.search(r"ok    node1 to node0: \d+ Mbit/s", said)
-        assert re.search(r"all-reduce of 1 MiB over TCP: \d+ ms, right", said)
+        assert re.search(r"all-reduce of 1 MiB over TCP: \d+ ms, result correct", said)
         assert re.search(r"a model in float32 takes .* --period \d+ keeps exchanges below 5% of the time", said)
         assert said.endswith("ready for a run")
 

@@ -275,8 +275,8 @@ def torch_group(
 def nccl_group(store: Store, rank: int, size: int, timeout_s: float, device: torch.device) -> dist.ProcessGroup:
     """Return a process group over NCCL whose members have opened their communicator, which batched messages need.
 
-    lsgd aborts it when a member is gone or late. In that case torch advises that its watchdog ignore errors, for it would
-    end the process.
+    lsgd aborts it when a member is gone or late. For that, torch advises that its watchdog ignore errors; otherwise it
+    ends the process.
     """
     group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.NCCL
     options = dist.ProcessGroupNCCL.Options()
