@@ -22,11 +22,9 @@ import zmq
 from zmq.utils import z85
 
 from lsgd.errors import ConfigError
-from lsgd.protocol.gate import Gate, ListenerKeys, property_of
-from lsgd.protocol.inbox import Inbox
+from lsgd.protocol.frames import Inbox, pack, unpack
+from lsgd.protocol.gate import Gate, ListenerKeys, Monitor, max_strangers, property_of
 from lsgd.protocol.messages import MAX_NBYTES
-from lsgd.protocol.monitor import Monitor, max_strangers
-from lsgd.protocol.packing import pack, unpack
 
 DEFAULT_PORT = 47400
 """TCP port of the global server."""

@@ -40,6 +40,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, Poller
+from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import (
     EXIT_AT_ONCE,
@@ -53,13 +54,10 @@ from lsgd.server.daemon import (
     complain,
     say,
 )
-from lsgd.server.journal import Journal
-from lsgd.server.memento import capture, restore
+from lsgd.server.journal import Journal, capture, restore
 from lsgd.server.reasons import Why
-from lsgd.server.record import Record
 from lsgd.server.rendezvous import Rendezvous
-from lsgd.server.report import progress, report
-from lsgd.server.rounds import abridged
+from lsgd.server.report import Record, progress, report
 from lsgd.server.state import Decision, RunState
 from lsgd.server.stream import Stream
 

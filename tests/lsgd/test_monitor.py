@@ -11,9 +11,9 @@ import pytest
 
 from lsgd.protocol import monitor, sockets
 from lsgd.protocol.descriptors import raise_descriptor_limit
+from lsgd.protocol.gate import max_strangers
 from lsgd.protocol.keys import KeyRing, parse_token
 from lsgd.protocol.messages import Heartbeat, encode
-from lsgd.protocol.monitor import max_strangers
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener, Poller, new_key_pair
 
 from ..integration.running import until

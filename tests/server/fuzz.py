@@ -24,6 +24,7 @@ import msgpack
 
 from lsgd.errors import ProtocolError
 from lsgd.protocol.events import Note, encode_event
+from lsgd.protocol.frames import pack, unpack
 from lsgd.protocol.messages import (
     PROTOCOL,
     ChangeSettings,
@@ -60,7 +61,6 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.packing import pack, unpack
 from lsgd.protocol.sockets import Connector, Listener, Poller
 
 ORDERS = (StopRun, ChangeSettings, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery, EventsQuery)

@@ -28,11 +28,10 @@ from lsgd.protocol.messages import (
     StopRun,
     encode,
 )
+from lsgd.server.books import MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
 from lsgd.server.coordinator import LINGER_S
-from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import NO_REASON
-from lsgd.server.roster import MAX_LEFT, Member, Roster
-from lsgd.server.rounds import MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
+from lsgd.server.roster import MAX_LEFT, Member, MemberState, Roster
 from lsgd.settings import AlgorithmSettings
 
 from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_plan, started

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
+from lsgd.protocol.frames import pack
 from lsgd.protocol.messages import (
     MAX_NBYTES,
     PROTOCOL,
@@ -28,7 +29,6 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.packing import pack
 from lsgd.protocol.sockets import Connector, Listener, Poller
 from lsgd.server.daemon import EXIT_AT_ONCE
 

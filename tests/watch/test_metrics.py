@@ -22,7 +22,7 @@ from lsgd.protocol.events import (
     WorkerJoined,
     WorkerProgress,
 )
-from lsgd.server.member_states import MemberState
+from lsgd.server.roster import MemberState
 from lsgd.watch import metrics
 from lsgd.watch.counters import MAX_REASONS
 from lsgd.watch.metrics import MAX_WORKERS, WORKER_STATES, exposition
