@@ -19,9 +19,10 @@ from lsgd.protocol.credentials import place_of, run_certificate, secret_of_relay
 from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import Signals, complain, say
-from lsgd.server.global_daemon import GlobalDaemon, begin
-from lsgd.server.journal import Journal
+from lsgd.server.global_daemon import GlobalDaemon
+from lsgd.server.journal import Journal, begin
 from lsgd.server.local_daemon import LocalDaemon
 from lsgd.server.reasons import number_of
 from lsgd.server.relay import Relay
@@ -172,7 +173,7 @@ def _serve_global(
     signals = Signals()
     journal = Journal(journal_path) if journal_path else None
     with Listener(address, keys) as listener:
-        coordinator = begin(plan, journal, continues=continues)
+        coordinator = Coordinator(begin(plan, journal, continues=continues))
         state = coordinator.state
         if keys:
             state.certificate = run_certificate(keys.secret, state.run)

@@ -11,7 +11,9 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import sqlite3
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +25,7 @@ from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop
 from lsgd.server.books import MAX_ELECTIONS, Ledger, RoundBook
 from lsgd.server.course import Pace
+from lsgd.server.daemon import say
 from lsgd.server.links import Ways
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState, OpenRound, Roster, finite
@@ -30,6 +33,12 @@ from lsgd.server.state import RunState
 
 LOCK_WAIT_S = 2.0
 """How long a server waits for another one that still locks the file, and may be about to end."""
+
+KEEP_EVERY_S = 1.0
+"""How often the journal is written if only counts have changed, in seconds."""
+
+RETRY_EVERY_S = 5.0
+"""How long a failed write is not repeated, in seconds."""
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, document TEXT, digest TEXT)",
@@ -56,6 +65,9 @@ class Journal:
         self.path = path
         self.resumed = False
         self._kept = 0  # id of the last round in the file
+        self._version = (-1, -1)  # changes and count of the state in the file
+        self._kept_at = 0.0
+        self._retry_at = 0.0  # when to try again to write; 0: the last write succeeded
         try:
             self._connect()
         except sqlite3.Error as error:
@@ -98,6 +110,34 @@ class Journal:
         self._kept = elections[-1].round if elections else 0
         self.resumed = True
         return state, elections
+
+    def keep(self, state: RunState, now: float) -> str:
+        """Write the state if it has to be there before answers leave; counts alone now and then.
+
+        Returns:
+            A line for the log if writing has begun to fail or works again, else an empty text.
+        """
+        version = (state.changes, state.ledger.count)
+        due = version[0] != self._version[0] or (version != self._version and now - self._kept_at > KEEP_EVERY_S)
+        if not due or now < self._retry_at:
+            return ""
+        failing = self._retry_at > 0
+        try:
+            self.save(capture(state, now), list(state.book.elections))
+        except (sqlite3.Error, OSError) as error:
+            self.remove()
+            self._retry_at = now + RETRY_EVERY_S
+            return "" if failing else _unkept(self.path, error)
+        self._version, self._kept_at, self._retry_at = version, now, 0.0
+        return f"the journal {self.path} is written again" if failing else ""
+
+    def finish(self) -> None:
+        """Leave nothing to continue from: the run is over, and all know."""
+        try:
+            self.forget()
+            self.close()
+        except (sqlite3.Error, OSError):
+            self.remove()
 
     def forget(self) -> None:
         """Forget the run that the file holds, because it has ended.
@@ -168,8 +208,45 @@ def _unusable(path: Path, error: sqlite3.Error) -> str:
     )
 
 
+def _unkept(path: Path, error: Exception) -> str:
+    return (
+        f"the journal {path} cannot be written: {error}; it is removed, and rewritten as soon as possible. If this "
+        f"server dies before that, the run cannot continue: free space there"
+    )
+
+
 def _damaged(path: Path, error: Exception) -> str:
     return f"the journal {path} is damaged: {error}; delete {path.name}* to begin a new run, and restart its workers"
+
+
+def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> RunState:
+    """Return the state of a new run, or of the unfinished one that the journal holds.
+
+    Raises:
+        ConfigError: the journal cannot be continued, or it holds no run and ``continues`` forbids a new one.
+    """
+    kept = journal.load() if journal else None
+    if continues and journal and kept is None:
+        raise ConfigError(
+            f"the journal {journal.path} holds no unfinished run to continue (--continue): it was lost, or the run is "
+            f"over. Its workers save checkpoints; continue from those with RESUME=1 (lsgd launch --resume)"
+        )
+    if journal is None or kept is None:
+        return RunState(plan, secrets.token_hex(6))
+    saved, elections = kept
+    try:
+        state = restore(saved, time.monotonic())
+    except ConfigError as error:
+        raise ConfigError(
+            f"the journal {journal.path} cannot be continued: {error}; use the lsgd that wrote it, or delete "
+            f"{journal.path.name}* to begin a new run"
+        ) from None
+    state.book.elections.extend(elections)
+    say(
+        f"continues run {state.run} of the journal {journal.path}, with its plan: "
+        f"{state.ledger.count} iterations, {len(state.roster.members)} workers"
+    )
+    return state
 
 
 VERSION = 8

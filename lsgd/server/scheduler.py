@@ -75,10 +75,13 @@ def _carry_out(state: RunState, step: Step) -> None:
         case GoBack():
             _go_back(state, step)
             _carry_out(state, next_step(state))
-        case End(reason, stretch):
-            if stretch:
-                _begin_stretch(state, stretch)
+        case End(reason, None):
             stop(state, reason)
+            _carry_out(state, last_step(state))
+        case End(reason, Stretch() as stretch):
+            _begin_stretch(state, stretch)
+            stop(state, reason)
+            _let_back(state)
             _carry_out(state, last_step(state))
         case Close():
             close(state)

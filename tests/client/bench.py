@@ -29,7 +29,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, Poller, Wakeup
-from lsgd.server.rendezvous import Rendezvous
+from lsgd.server.global_daemon import Rendezvous
 
 from ..integration.running import until
 

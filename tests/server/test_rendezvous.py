@@ -1,7 +1,7 @@
 """The rendezvous: values of one generation, for who is there and who comes before them."""
 
 from lsgd.protocol.messages import Get, Put, Value
-from lsgd.server.rendezvous import Rendezvous
+from lsgd.server.global_daemon import Rendezvous
 
 
 def put(generation: int, key: str, value: bytes) -> Put:
