@@ -363,7 +363,10 @@ class GlobalDaemon:
             self._send(peer, _worker_socket(incarnation), message)
 
     def _send(self, peer: bytes, worker: bytes, message: Message) -> None:
-        self._outbox[peer] += (worker, encode(message))
+        try:
+            self._outbox[peer] += (worker, encode(message))
+        except (OverflowError, ValueError) as error:  # a number of more than 64 bits, a text that is no Unicode
+            self._complain_of(peer, f"a {type(message).__name__} for it cannot be encoded: {error}")
 
     def _flush(self) -> None:
         for peer, frames in self._outbox.items():

@@ -498,6 +498,8 @@ def test_a_change_is_told_and_a_wrong_one_refused() -> None:
         bench.coordinator.change({"lease_s": "3"})
     with pytest.raises(ConfigError, match=r"^lsgd set: iterations = 'many' is not a whole number$"):
         bench.coordinator.change({"iterations": "many"})
+    with pytest.raises(ConfigError, match=r"^lsgd set: iterations = '1(0{20})' is beyond 1,000,000,000,000,000$"):
+        bench.coordinator.change({"iterations": str(10**20)})
 
 
 @pytest.mark.parametrize(("limit", "count"), [(10, 10), (4, 4), (3, 4), (1, 4)])
