@@ -141,7 +141,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgress:
-    """A worker of the run at the time of a :class:`Progress`.
+    """A worker of the run at the time of a :class:`RunProgress`.
 
     The totals are those of ``worker.timings`` in its last heartbeat. They are its process's: a process that replaces
     it begins at 0.
@@ -174,7 +174,7 @@ class WorkerProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """How far the run is, every second (less often with more than 1,000 workers).
 
     Args:
@@ -212,7 +212,7 @@ Happening = (
     | PhaseBegan
     | RunChanged
     | Note
-    | Progress
+    | RunProgress
 )
 """What an event can report; its position is its kind on the wire."""
 

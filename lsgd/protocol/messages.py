@@ -2,7 +2,7 @@
 
 A message is one frame: the array ``[kind, field, field, ...]`` in the order of its dataclass. Everything that
 arrives is checked here, once, for size, counts and the type of every field; all other code relies on that. The first
-field of the greetings (:class:`Where`, :class:`Join`, :class:`NodeHello`, :class:`EventsQuery`) is the protocol's
+field of the greetings (:class:`WorkerHello`, :class:`Join`, :class:`NodeHello`, :class:`EventsQuery`) is the protocol's
 version, and the form of :class:`Refused` never changes, so two different versions can recognize each other.
 """
 
@@ -34,8 +34,8 @@ class VersionError(ProtocolError):
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """A worker's first message to its local server; answered by :class:`Here` or :class:`Refused`.
+class WorkerHello:
+    """A worker's first message to its local server; answered by :class:`WorkerHelloReply` or :class:`Refused`.
 
     Args:
         protocol: :data:`PROTOCOL` of the sender.
@@ -51,7 +51,7 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class WorkerHelloReply:
     """The local server answers: the index of its node, and the address of the global server."""
 
     node: int
@@ -526,7 +526,7 @@ class GenerationOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class Published:
     """What a member of the generation published under ``key``."""
 
     generation: int
@@ -545,7 +545,19 @@ Upward = Join | Data | Request | Heartbeat | Done | Pause | Leave | Put | Get
 """What a worker sends."""
 
 Downward = (
-    Welcome | Left | Evicted | Over | Paused | Refused | Waiting | Go | Stop | Recall | GenerationOver | Value | Status
+    Welcome
+    | Left
+    | Evicted
+    | Over
+    | Paused
+    | Refused
+    | Waiting
+    | Go
+    | Stop
+    | Recall
+    | GenerationOver
+    | Published
+    | Status
 )
 """What the servers answer to a worker."""
 
@@ -554,8 +566,8 @@ Operator = StopRun | ChangeSettings | StatusQuery | EventsQuery
 
 Message = (
     Refused  # kind 0 in every version
-    | Where
-    | Here
+    | WorkerHello
+    | WorkerHelloReply
     | Join
     | NodeHello
     | Data
@@ -578,7 +590,7 @@ Message = (
     | Go
     | Stop
     | GenerationOver
-    | Value
+    | Published
     | Status
     | Paused
     | Evicted
@@ -593,7 +605,7 @@ _CLASSES: tuple[type, ...] = get_args(Message)
 _KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
 _SHORT_ARRAY = 0x90  # plus its length, up to 15: the first byte of an array in MessagePack
 _WITH_A_ROUND = (Go, Stop)
-_GREETINGS = (Where, Join, NodeHello, EventsQuery)
+_GREETINGS = (WorkerHello, Join, NodeHello, EventsQuery)
 
 
 def kind_of(frame: bytes) -> type | None:

@@ -24,6 +24,7 @@ from lsgd.protocol.messages import (
     NodeHello,
     NodeLeave,
     NodeWelcome,
+    Published,
     Put,
     Refused,
     RunOver,
@@ -32,7 +33,6 @@ from lsgd.protocol.messages import (
     Stop,
     StopRun,
     Upward,
-    Value,
     VersionError,
     decode,
     encode,
@@ -94,20 +94,20 @@ class Rendezvous:
         if generation != self.generation:
             self.generation, self.values, self.waiting = generation, {}, {}
 
-    def put(self, message: Put) -> list[tuple[str, int, Value]]:
+    def put(self, message: Put) -> list[tuple[str, int, Published]]:
         """Store a value and return what to send to members that wait for it, as (worker, incarnation, value)."""
         if message.generation != self.generation:
             return []
         self.values[message.key] = message.value
-        value = Value(message.generation, message.key, message.value)
+        value = Published(message.generation, message.key, message.value)
         return [(*who, value) for who in self.waiting.pop(message.key, [])]
 
-    def get(self, message: Get) -> Value | None:
+    def get(self, message: Get) -> Published | None:
         """Return the value, or None: then :meth:`put` returns it later."""
         if message.generation != self.generation:
             return None
         if message.key in self.values:
-            return Value(message.generation, message.key, self.values[message.key])
+            return Published(message.generation, message.key, self.values[message.key])
         who = (message.worker, message.incarnation)
         if who not in self.waiting.setdefault(message.key, []):
             self.waiting[message.key].append(who)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lsgd.output import append, write_whole
-from lsgd.protocol.events import Progress, RoundOrdered, WorkerProgress
+from lsgd.protocol.events import RoundOrdered, RunProgress, WorkerProgress
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, Heartbeat
 from lsgd.server.roster import Member, Roster, by_place, finite
 from lsgd.server.state import RunState
@@ -22,7 +22,7 @@ MAX_LEADERS = 1000
 """Most rounds of the history in a report; of a longer history, it has every second, third, ... round."""
 
 MAX_PROGRESS_WORKERS = 4096
-"""Most workers in a :class:`Progress`: more would not fit into a message."""
+"""Most workers in a :class:`RunProgress`: more would not fit into a message."""
 
 
 def report(state: RunState, now: float, stream: Mapping[str, Any] | None = None) -> str:
@@ -70,11 +70,11 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
     }
 
 
-def progress(state: RunState, now: float) -> Progress:
+def progress(state: RunState, now: float) -> RunProgress:
     """Return how far the run is."""
     roster, reason = state.roster, state.stopping or state.waits_for(now)
     members = sorted(roster.members.values(), key=by_place)[:MAX_PROGRESS_WORKERS]
-    return Progress(
+    return RunProgress(
         seconds=0.0 if state.started_at is None else now - state.started_at,
         state=state.stage,
         code=reason.code,

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from lsgd.errors import ConfigError
 from lsgd.protocol.events import (
     Note,
-    Progress,
     RoundCompleted,
     RoundFailed,
     RoundOrdered,
+    RunProgress,
     WorkerChanged,
     WorkerJoined,
     WorkerProgress,
@@ -36,7 +36,7 @@ promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is 
 
 
 def progress(count, *workers, **more):
-    return Progress(float(count), "running", "busy", "why", count, 1000, count / 1000, workers, **more)
+    return RunProgress(float(count), "running", "busy", "why", count, 1000, count / 1000, workers, **more)
 
 
 def at(name, done, spent_s=0.0, nbytes=0, state="live"):
