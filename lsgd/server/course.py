@@ -11,7 +11,7 @@ from typing import Any
 from lsgd.algorithms.common import least_period
 from lsgd.plan.plan import Phase, table_of
 from lsgd.server.reasons import Reason, Why
-from lsgd.settings import AlgorithmSettings, Schedule
+from lsgd.settings import AlgorithmSettings
 
 SAMPLES = 3
 """How many of the last times the median is taken of, so that one outlier changes nothing."""
@@ -112,7 +112,6 @@ class Stretch:
         number: of its phase, from 0.
         planned: the algorithm as the plan has it; its period may be ``auto``.
         algorithm: with the settings of this stretch.
-        schedule: when that algorithm needs rounds.
         pace: how long steps and rounds take.
         why: the reason for the period.
     """
@@ -120,7 +119,6 @@ class Stretch:
     number: int
     planned: AlgorithmSettings
     algorithm: AlgorithmSettings
-    schedule: Schedule
     pace: Pace
     why: Reason
 
@@ -143,18 +141,12 @@ class Course:
         self.phases = phases
         self.said_period = 0
         algorithm = phases[0].algorithm
-        self.begin(Stretch(0, algorithm, algorithm, algorithm.schedule(), Pace(), Why.PLANNED()))
+        self.begin(Stretch(0, algorithm, algorithm, Pace(), Why.PLANNED()))
 
     def begin(self, stretch: Stretch) -> None:
         """Follow a stretch from now on."""
         self.number, self.next_algorithm, self.algorithm = stretch.number, stretch.planned, stretch.algorithm
-        self.schedule, self.pace, self.why = stretch.schedule, stretch.pace, stretch.why
-
-    def resume(
-        self, number: int, algorithm: AlgorithmSettings, next_algorithm: AlgorithmSettings, pace: Pace, why: Reason
-    ) -> None:
-        """Continue where another server left off."""
-        self.begin(Stretch(number, next_algorithm, algorithm, algorithm.schedule(), pace, why))
+        self.schedule, self.pace, self.why = stretch.algorithm.schedule(), stretch.pace, stretch.why
 
     def following(
         self, now: float, count: int, given: int, members: int, progress: float | None, rate: float | None
@@ -190,7 +182,7 @@ class Course:
             why = Why.RATE(rate=rate)
         if progress is not None and algorithm != planned.at(None, period, rate):
             why = Why.WARM() if progress < 0.5 else Why.CLOSING()
-        return Stretch(number, planned, algorithm, algorithm.schedule(), pace, why)
+        return Stretch(number, planned, algorithm, pace, why)
 
     def rewind(self, count: int) -> None:
         """Return to the phase that the run was in after ``count`` iterations."""

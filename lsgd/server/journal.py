@@ -24,7 +24,7 @@ from lsgd.plan.plan import Plan, algorithm_of, table_of
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop
 from lsgd.server.books import MAX_ELECTIONS, Ledger, RoundBook
-from lsgd.server.course import Pace
+from lsgd.server.course import Pace, Stretch
 from lsgd.server.daemon import say
 from lsgd.server.links import Ways
 from lsgd.server.reasons import Reason, Why
@@ -336,7 +336,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
     )
     algorithm, following = (algorithm_of(saved[key], "the journal") for key in ("algorithm", "next_algorithm"))
     pace, why = Pace(**saved["pace"]), Reason(*saved["why"])
-    state.course.resume(saved["phase"], algorithm, following, pace, why)
+    state.course.begin(Stretch(saved["phase"], following, algorithm, pace, why))
     state.links.restore(saved["links"], now)
     for each in opened:
         _answer_again(state, each)

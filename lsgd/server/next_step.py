@@ -112,7 +112,7 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
     """Return the next step of a run that continues after ``given`` iterations, granted ones included."""
     count, progress = state.ledger.count, state.progress(state.now) if state.ends else None
     stretch = state.course.following(state.now, count, given, len(members), progress, _rate_of(members))
-    schedule, leaving = stretch.schedule, []
+    schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
         leaving, members = [m for m in members if m.last], [m for m in members if not m.last]
         if any(m.synced for m in leaving) and not any(m.synced for m in members):

@@ -1097,7 +1097,7 @@ def test_the_run_ends_though_somebody_does_not_leave() -> None:
 
 def test_what_is_waited_for_in_words() -> None:
     bench = started("00", "01", "02", "03", "04", "05", period=1, local_period=1)
-    assert bench.state.waits_for(bench.now) == "nobody waits; 6 workers are in the run"
+    assert bench.state.waits_for(bench.now) == "all workers are training; 6 workers are in the run"
     bench.ask("00")
     assert bench.state.waits_for(bench.now + 3.2) == (
         "the next round waits 3.2 s for node0/worker1, node0/worker2, node0/worker3, node0/worker4 and 1 more"
