@@ -72,7 +72,6 @@ class Ticket:
 
     Args:
         run: identity of the run, at most 16 bytes.
-        generation: number of the generation.
         source: rank of the member that the bytes come from.
         target: rank of the member that they go to.
         of_target: whether the target presents it; else the source does.

@@ -28,11 +28,9 @@ class WorkerChanged:
     """A worker has changed its state.
 
     Args:
-        worker: its name.
         state: ``live`` or ``held`` (rounds wait for it), ``straggler``, ``cut``, ``away`` (it paused, or has only to
             leave) or ``left``.
         code: of the reason: ``silent``, ``failed``, ``replaced``, ``paused``, ...
-        reason: in words; empty if there is none.
     """
 
     worker: str
@@ -55,7 +53,6 @@ class RoundOrdered:
     """A round has been ordered. The history, the journal and ``metrics.jsonl`` have the same fields.
 
     Args:
-        round: its id.
         scope: ``local`` or ``global``.
         node: of a local round; -1: the round is global.
         worker: who leads it.
@@ -78,7 +75,6 @@ class RoundCompleted:
     """All members have completed a round.
 
     Args:
-        round: its id.
         took_s: since it was ordered; None if another server ordered it.
         sent_nbytes: what its members have sent, each since its previous round; None if one did not report it.
     """
@@ -147,7 +143,6 @@ class WorkerProgress:
     it begins at 0.
 
     Args:
-        worker: its name.
         rank: in the generation; -1: outside it.
         state: as in :class:`WorkerChanged`; ``held``: its request waits for an answer.
         done: iterations it has made, including those of its earlier processes.
@@ -180,7 +175,6 @@ class RunProgress:
     Args:
         seconds: since the first round; 0 before it.
         state: of the run, as in :class:`RunChanged`.
-        code: of the reason.
         reason: what it waits for, or why it ends.
         count: iterations made by all.
         iterations: the limit; 0: there is none.
@@ -224,7 +218,6 @@ class Event:
     Args:
         seq: its number in the server's stream, from 1 without a gap.
         time: when the server published it, in seconds since the epoch by the server's clock.
-        what: the fact.
     """
 
     seq: int

@@ -70,11 +70,7 @@ _PART_NBYTES = 64  # memory that a part takes besides its bytes
 
 
 class Inbox:
-    """Parts of messages by peer, unpacked only when their turn comes.
-
-    Args:
-        clock: in seconds.
-    """
+    """Parts of messages by peer, unpacked only when their turn comes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

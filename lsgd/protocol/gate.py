@@ -8,34 +8,22 @@ import struct
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils import z85
+
+if TYPE_CHECKING:
+    from lsgd.protocol.keys import KeyRing
 
 MAX_LIES = 256
 """Most lines about lying peers that are kept until they are reported."""
 
 
-class ListenerKeys(Protocol):
-    """What a listener needs: its secret key, and who may connect."""
-
-    @property
-    def secret(self) -> bytes:
-        """Its secret key."""
-
-    @property
-    def trouble(self) -> str:
-        """Why an older list of allowed keys is in use than that in its file; empty if it is up to date."""
-
-    def allowed(self, public: bytes) -> str:
-        """Return the name of a key that may connect now, or an empty text. Called in the authenticator's thread."""
-
-
 class Gate:
     """Lets only known keys connect to a listener, each under the name of its key."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", listener: "zmq.Socket[bytes]", keys: ListenerKeys):
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", listener: "zmq.Socket[bytes]", keys: "KeyRing"):
         from zmq.auth.thread import ThreadAuthenticator  # asyncio: for listeners with keys only
 
         self._keys = keys
@@ -100,10 +88,13 @@ _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class Monitor:
-    """Reads libzmq's reports about one socket, in the thread that uses the socket.
+    """Reads libzmq's reports about one TCP socket, in the thread that uses the socket.
+
+    The reports say how handshakes end, and which connections are still strangers'. If nobody reads them, libzmq blocks
+    when their queue is full, and serves nobody. So the queue has no limit, and the socket's owner empties it at every
+    turn.
 
     Args:
-        context: of the socket.
         watched: the socket, before it binds or connects.
 
     Attributes:

@@ -161,12 +161,7 @@ def origin_of(joins: Iterable[Join]) -> Origin:
 
 
 def transport_of(wanted: str, joins: Sequence[Join]) -> str:
-    """Return what carries the tensors of a generation of these workers: ``tcp``, ``gloo`` or ``nccl``.
-
-    Args:
-        wanted: the run's setting; ``auto`` is NCCL if each worker has a GPU of its own, else TCP.
-        joins: their greetings.
-    """
+    """Return what carries tensors between these workers; ``auto``: NCCL if each has a GPU of its own, else TCP."""
     if wanted != "auto":
         return wanted
     gpus = [join.gpu for join in joins]
@@ -174,13 +169,7 @@ def transport_of(wanted: str, joins: Sequence[Join]) -> str:
 
 
 def objection(join: Join, others: Sequence[Join], transport: str) -> Reason:
-    """Return why a worker cannot take part, and what to do; no reason if it can.
-
-    Args:
-        join: its greeting.
-        others: the greetings of the other workers in the run.
-        transport: the run's setting.
-    """
+    """Return why a worker cannot take part, and what to do; no reason if it can."""
     if join.worker != (name := worker_name(join.node, join.index)):
         return Why.WRONG_NAME(index=join.index, node=join.node, worker=join.worker, name=name)
     if transport == "nccl" and (not join.gpu or any(join.gpu == other.gpu for other in others)):

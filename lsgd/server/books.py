@@ -148,7 +148,6 @@ class RoundBook:
         ordered: how many so far, by scope.
         failures: failed rounds since the last completed global one.
         final: the round that makes the consensus has been ordered.
-        opened: the open rounds.
 
     Attributes:
         open: the rounds that some members have not completed, by id.
@@ -268,15 +267,10 @@ def roles(
     rule: str = "loss",
     lot: str = "",
 ) -> Roles:
-    """Choose from what the members have reported.
+    """Choose from what the ``members`` of a round have reported, all in rank order.
 
-    Args:
-        members: all that take part, in rank order.
-        queues: of their nodes; other nodes have no leader in this round.
-        nodes: number of nodes in the generation.
-        copies: all members take the source's model, not only newcomers.
-        rule: of the election.
-        lot: names the run and the round, for an election by lot.
+    ``queues``: of their nodes; other nodes have no leader in this round. ``copies``: all members take the source's
+    model, not only newcomers. ``lot`` names the run and the round, for an election by lot.
     """
     synced = [m for m in members if m.synced]
     # The state of the most advanced round counts; ties go to the lowest loss.

@@ -79,12 +79,7 @@ class Coordinator:
     # -- ways in -----------------------------------------------------------------------------------------------
 
     def handle(self, message: Upward | NodeHello | NodeLeave | StopRun, now: float) -> Decision:
-        """Take in one message and return what to do.
-
-        Args:
-            message: from a worker, a local server or an operator.
-            now: seconds of any clock that never goes back.
-        """
+        """Take in one message and return what to do; ``now``: seconds of any clock that never goes back."""
         self._set_time(now)
         match message:
             case Join():

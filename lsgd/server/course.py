@@ -79,11 +79,8 @@ class Pace:
     def choose(self, share: float, steps: float) -> Reason:
         """Choose the shortest period at which exchanges take at most ``share`` of the time; return the reason.
 
-        The period changes slowly, and not at all while it is about right.
-
-        Args:
-            share: of the time.
-            steps: of a member in the whole run; infinite if it has no end.
+        The period changes slowly, and not at all while it is about right. ``steps``: of a member in the whole run;
+        infinite if it has no end.
         """
         if not self._rounds_s or not self._steps_s:
             return Why.UNMEASURED()
@@ -153,15 +150,8 @@ class Course:
     ) -> Stretch:
         """Return the stretch that would begin with a global round of ``members`` now.
 
-        A phase in lockstep ends when too few iterations are left for one of each member.
-
-        Args:
-            now: seconds of the run's clock.
-            count: iterations of the run.
-            given: those and the granted ones.
-            members: number of members in the round.
-            progress: of the run, 0 to 1; None: it has no end.
-            rate: learning rate of the members, if it has fallen.
+        A phase in lockstep ends when too few iterations are left for one of each member. ``given``: iterations of the
+        run, granted ones included; ``progress``: None if it has no end; ``rate``: of its members, if it has fallen.
         """
         number, planned, pace = self.number, self.next_algorithm, self.pace.at(now, count)
         while self.end_of(number) - given < (members if planned.schedule().lockstep else 1):

@@ -121,8 +121,6 @@ class GlobalDaemon:
     local server, empty for the local server itself, and the answer.
 
     Args:
-        coordinator: of the run.
-        listener: where local servers and operators connect.
         journal: keeps the run, so that another process can continue it; None: nothing does.
         record: writes the run's results; None: nothing does.
     """

@@ -77,7 +77,7 @@ class Train:
 Step = Wait | GoBack | Lost | End | Close | Final | Serve | Train
 
 
-def next_step(state: RunState) -> Step:
+def choose(state: RunState) -> Step:
     """Return what the run does next."""
     members = held(state)
     if state.roster.generation is None:
@@ -86,7 +86,7 @@ def next_step(state: RunState) -> Step:
     elif obstacle := _awaits_model(state, members):
         return obstacle
     if state.stopping:
-        return last_step(state)
+        return last(state)
     out = [m for m in state.roster.members.values() if m.granted]  # stragglers: nobody is busy now
     given = state.ledger.count + sum(m.granted for m in out)
     if given >= state.limit:
@@ -96,7 +96,7 @@ def next_step(state: RunState) -> Step:
     return _training(state, members, given)
 
 
-def last_step(state: RunState) -> Step:
+def last(state: RunState) -> Step:
     """Return the next step of a run that stops."""
     if state.roster.within(MemberState.PAUSED) and not _overdue(state):
         return Wait()

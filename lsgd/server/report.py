@@ -28,10 +28,7 @@ MAX_PROGRESS_WORKERS = 4096
 def report(state: RunState, now: float, stream: Mapping[str, Any] | None = None) -> str:
     """Return the run's state and its last rounds; docs/guides/operations.md describes the keys.
 
-    Args:
-        state: of the run.
-        now: seconds of its clock.
-        stream: the ``epoch`` of the stream of events, and the number of its ``last`` one, which this report includes.
+    ``stream``: the ``epoch`` of the stream of events, and the number of its ``last`` one, which this report includes.
     """
     elections = list(state.book.elections)
     step = -(-len(elections) // MAX_LEADERS) or 1
@@ -165,10 +162,6 @@ class Record:
 
     Each round is one line, written once: a restarted server rewrites a line that its predecessor left incomplete. A
     resumed run's lines follow those of the run before it.
-
-    Args:
-        folder: of the run.
-        run: its identity.
     """
 
     def __init__(self, folder: Path, run: str) -> None:

@@ -99,12 +99,10 @@ class Member:
         synced: it has completed the last global round, so it has the run's model.
         leaving: why it must leave, although the run continues.
         last: its request is for a round without an iteration, after which it leaves.
-        left: why it left.
         seq: number of its last request.
         answer: to that request; None while there is none.
         round: the round it is in, until it completes the round or the round fails.
         committed: the last round it has completed.
-        loss: as it last reported it.
         rate: its learning rate, if its last request said that the rate has fallen.
         usual: its usual loss at the rounds so far, see :func:`lsgd.election.usual_loss`.
         met: number of the last generation in which it has completed a round, and so knows the members.
@@ -175,7 +173,6 @@ class NodeQueue:
     """The members of the generation on one node, and their queue of tokens.
 
     Args:
-        node: index of the machine.
         index: the node's place among the generation's nodes.
         members: in rank order.
         tokens: iterations until the next local round; infinite if there are no local rounds.
@@ -194,7 +191,6 @@ class OpenRound:
     """A round that has been ordered, until all its members have completed it or it fails.
 
     Args:
-        round: the order.
         waiting: members that have not completed it.
         opened_at: when it was ordered; None if an earlier server did so.
         sent_nbytes: sent by the members that have completed it, each since its round before; None if one did not say.
@@ -221,7 +217,6 @@ class Roster:
     lasts, only its members have the run's model.
 
     Args:
-        members: all that are in the run.
         left: the last incarnation of each departed worker, at most :data:`MAX_LEFT`.
         made: iterations of departed incarnations, by name; as many workers as in ``left``.
         generation: the current one, or the last.

@@ -8,25 +8,11 @@ from collections.abc import Iterable, Sequence
 
 from lsgd.protocol.events import GenerationBegan, PeriodChosen, PhaseBegan
 from lsgd.protocol.messages import Round
-from lsgd.server import answers
+from lsgd.server import answers, next_step
 from lsgd.server.admission import transport_of
 from lsgd.server.books import election, line, roles
 from lsgd.server.course import Stretch
 from lsgd.server.endings import close, stop
-from lsgd.server.next_step import (
-    Close,
-    End,
-    Final,
-    GoBack,
-    Lost,
-    Serve,
-    Step,
-    Train,
-    Wait,
-    from_checkpoint,
-    last_step,
-    next_step,
-)
 from lsgd.server.reasons import Why, number_of
 from lsgd.server.roster import Member, MemberState, NodeQueue, named
 from lsgd.server.state import RunState
@@ -62,37 +48,37 @@ def advance(state: RunState) -> None:
         return
     if roster.generation is not None or state.suffices(live):
         _let_back(state)
-        _carry_out(state, next_step(state))
+        _carry_out(state, next_step.choose(state))
 
 
-def _carry_out(state: RunState, step: Step) -> None:
+def _carry_out(state: RunState, step: next_step.Step) -> None:
     """Do what is next when all live members are held."""
     match step:
-        case Wait() if state.stopping:
+        case next_step.Wait() if state.stopping:
             state.final_due_at = min(state.final_due_at, state.now)
-        case Lost(fails):
+        case next_step.Lost(fails):
             _lose_model(state, fails=fails)
-        case GoBack():
+        case next_step.GoBack():
             _go_back(state, step)
-            _carry_out(state, next_step(state))
-        case End(reason, None):
+            _carry_out(state, next_step.choose(state))
+        case next_step.End(reason, None):
             stop(state, reason)
-            _carry_out(state, last_step(state))
-        case End(reason, Stretch() as stretch):
+            _carry_out(state, next_step.last(state))
+        case next_step.End(reason, Stretch() as stretch):
             _begin_stretch(state, stretch)
             stop(state, reason)
             _let_back(state)
-            _carry_out(state, last_step(state))
-        case Close():
+            _carry_out(state, next_step.last(state))
+        case next_step.Close():
             close(state)
-        case Final(members):
+        case next_step.Final(members):
             _begin_generation(state, members)
             _order(state, "global", members, state.roster.queues.values(), final=True)
-        case Serve(stretch, leaving, tokens):
+        case next_step.Serve(stretch, leaving, tokens):
             _begin_stretch(state, stretch, leaving)
             state.ledger.begin_round([], tokens, state.roster.queues.values(), math.inf)
             _serve_held(state)
-        case Train():
+        case next_step.Train():
             _train(state, step)
 
 
@@ -115,7 +101,7 @@ def _start_local(state: RunState, queue: NodeQueue) -> bool:
     return True
 
 
-def _train(state: RunState, step: Train) -> None:
+def _train(state: RunState, step: next_step.Train) -> None:
     """Start a global round."""
     _begin_stretch(state, step.stretch, step.leaving)
     _begin_generation(state, step.members)
@@ -250,7 +236,7 @@ def _doubts(state: RunState, members: Iterable[Member]) -> bool:
 # -- the run's model -------------------------------------------------------------------------------------------
 
 
-def _go_back(state: RunState, step: GoBack) -> None:
+def _go_back(state: RunState, step: next_step.GoBack) -> None:
     """Continue from a checkpoint; without one a new run begins at 0, and so does one that may start over."""
     count, resumed = state.ledger.count, step.origin.iterations
     if state.roster.generation is not None:
@@ -260,7 +246,7 @@ def _go_back(state: RunState, step: GoBack) -> None:
     state.ledger.go_back(resumed)
     state.lost_at = 0.0
     for member in step.members:
-        member.synced = from_checkpoint(member, step.origin)
+        member.synced = next_step.from_checkpoint(member, step.origin)
 
 
 def _lose_model(state: RunState, *, fails: bool) -> None:

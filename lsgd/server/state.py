@@ -37,15 +37,12 @@ class RunState:
     """What the servers know about a run.
 
     Args:
-        plan: its settings.
         run: its identity.
         certificate: which members show each other; empty if no keys are needed. Not in the journal, like the next two.
         relay: its address; empty: there is none.
         relay_secret: by which members prove to the relay that they are members.
         now: seconds of a clock that never goes back, as of the last message or tick.
-        roster: who takes part.
         ledger: granted and completed iterations.
-        book: the rounds.
         started_at: when the first round was ordered.
         stopping: why the run ends; none until then.
         failed: why it ends without what it has learned; usually none.

@@ -19,9 +19,6 @@ _ITEM_NBYTES = 64  # memory that one takes besides its bytes
 class Stream:
     """Keeps the last events in encoded form. It keeps no state for readers, so none can slow it.
 
-    Args:
-        clock: returns seconds since the epoch.
-
     Attributes:
         epoch: identifies this stream, because another one has other numbers.
         last: number of the last event; 0: there is none.
