@@ -61,7 +61,7 @@ class Job:
             "NUM_WORKERS": "1",
             "OMP_NUM_THREADS": "1",
         }
-        script = str(ROOT / "lsgd" / "examples" / "digits.py")
+        script = str(ROOT / "examples" / "digits.py")
         self.number = slurm.submit(folder, variables, *options, BATCH, sys.executable, script)
         self.output = folder / f"lsgd-{self.number}.out"
         self.run_dir = folder / "runs" / f"slurm-{self.number}"
