@@ -1,4 +1,4 @@
-"""Shows a running run to its operator in a terminal."""
+"""A running run in a terminal: what it waits for, its progress, and its workers."""
 
 import math
 import time
@@ -10,10 +10,18 @@ from rich.text import Text
 
 from lsgd.errors import JoinError
 from lsgd.protocol.sockets import ConnectorKeys
-from lsgd.watch.ask import ANSWER_WITHIN_S, silent
-from lsgd.watch.reader import Reader
+from lsgd.watch.reader import ANSWER_WITHIN_S, Reader, silent
 from lsgd.watch.view import RunView
-from lsgd.watch.words import duration
+
+
+def duration(seconds: float) -> str:
+    """Return a time: ``9.5s``, ``3m05s``, ``2h40m``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f}s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{whole % 60:02}s"
+
 
 AWAY_FOR_S = 10.0
 WATCH_EVERY_S = 2.0
@@ -44,7 +52,7 @@ def watch(
 
 
 def view(run: RunView) -> Group:
-    """Return the state of a run for people: what it waits for, its progress, and a table of the workers."""
+    """Return the state of a run to print: what it waits for, its progress, and a table of the workers."""
     limit = f" of {run.iterations}" if run.iterations else ""
     rate = run.rate or (run.count / run.seconds if run.seconds else 0.0)
     left = f", about {duration(round(run.left_s))} left" if run.left_s else ""
@@ -58,7 +66,8 @@ def view(run: RunView) -> Group:
     workers = run.workers.values()
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     table.add_column("worker", no_wrap=True, overflow="ellipsis")
-    for name in ("rank", "state", "iterations", "loss", "led", "heard"):
+    led = ("led",) if run.elects else ()
+    for name in ("rank", "state", "iterations", "loss", *led, "heard"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for worker in workers:
         table.add_row(
@@ -67,7 +76,7 @@ def view(run: RunView) -> Group:
             worker.state,
             str(worker.done),
             "-" if worker.loss is None else f"{worker.loss:.4g}",
-            str(worker.times_leader),
+            *[str(worker.times_leader) for _ in led],
             f"{worker.heard_s:.1f} s",
         )
     ways = [Text(f"node{way['nodes'][0]} and node{way['nodes'][1]}: {way['way']}") for way in run.ways]
