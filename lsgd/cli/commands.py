@@ -214,7 +214,7 @@ def _new_run_dir() -> Path:
 @main.command("status", short_help="Show a run's progress, and what it waits for.")
 @options.connect
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/guides/operations.md lists the keys)."
+    "--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/guides/monitoring.md lists the keys)."
 )
 @click.option("--watch", is_flag=True, help="Redraw it every two seconds, until Ctrl-C or the end of the run.")
 @click.option(
