@@ -112,8 +112,10 @@ def test_the_reference_has_the_client_s_public_names():
     assert set(lsgd.client.__all__) <= set(shown)
 
 
-def test_the_figure_of_a_round_is_current():
-    assert figure.PICTURE.read_text() == figure.figure(), "make it anew: python -m scripts.docs.figure"
+@pytest.mark.parametrize("name", figure.FIGURES)
+def test_a_figure_is_current(name):
+    drawn = (figure.PICTURES / f"{name}.svg").read_text()
+    assert drawn == figure.FIGURES[name].svg(), "make it anew: python -m scripts.docs.figure"
 
 
 @pytest.mark.slow

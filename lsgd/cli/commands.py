@@ -351,7 +351,7 @@ def keygen_command(folder: Path | None, nodes: int) -> None:
 def algorithms(name: str | None, parameters: int, workers: int) -> None:
     """List the algorithms with what a worker sends per iteration, or the settings of one.
 
-    docs/guides/algorithms.md has the formulas, and says when to use which.
+    docs/guides/algorithms.md says when to use which, and docs/concepts/formulas.md has the formulas.
     """
     if name is not None and name not in ALGORITHMS:
         raise click.UsageError(ALGORITHMS.unknown(name))
