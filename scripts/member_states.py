@@ -1,4 +1,4 @@
-"""Writes the table of a worker's states into docs/design.md: ``python scripts/member_states.py [PAGE]``."""
+"""Writes the table of a worker's states into docs/concepts/protocol.md: ``python scripts/member_states.py [PAGE]``."""
 
 import re
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lsgd.server.roster import TRANSITIONS, MemberState
 
-PAGE = Path(__file__).parents[1] / "docs" / "design.md"
+PAGE = Path(__file__).parents[1] / "docs" / "concepts" / "protocol.md"
 
 
 def table() -> str:

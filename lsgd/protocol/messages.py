@@ -528,7 +528,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of the run as JSON text (docs/guides/operations.md lists its keys)."""
+    """The state of the run as JSON text (docs/guides/monitoring.md lists its keys)."""
 
     report: str
 

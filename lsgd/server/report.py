@@ -26,7 +26,7 @@ MAX_PROGRESS_WORKERS = 4096
 
 
 def report(state: RunState, now: float, stream: Mapping[str, Any] | None = None) -> str:
-    """Return the run's state and its last rounds; docs/guides/operations.md describes the keys.
+    """Return the run's state and its last rounds; docs/guides/monitoring.md describes the keys.
 
     ``stream``: the ``epoch`` of the stream of events, and the number of its ``last`` one, which this report includes.
     """

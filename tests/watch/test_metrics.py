@@ -28,11 +28,12 @@ from lsgd.watch.history import MAX_REASONS
 from lsgd.watch.metrics import MAX_WORKERS, WORKER_STATES, exposition
 from lsgd.watch.reader import Batch
 
+from ..needs import needs
 from .test_view import REPORT, WHO, Bench, order
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "prometheus"
 OTHER = "node0/worker1"
-promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is missing: apt-get install prometheus")
+promtool = needs("prometheus")
 
 
 def progress(count, *workers, **more):
