@@ -22,17 +22,13 @@ NAMED = 4
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """``torch.optim.Muon`` for matrices and ``torch.optim.AdamW`` for the rest, as one optimizer; see :func:`muon`.
+    """A ``torch.optim.Muon`` and a ``torch.optim.AdamW`` as one optimizer, which :func:`muon` makes.
 
     Trainers, schedulers and GradScaler take one object. Its parameter groups are those of both, told apart by the entry
     ``muon``. Groups that are added later are AdamW's.
-
-    Args:
-        muon: becomes part of this optimizer, with its parameter groups.
-        adamw: likewise.
     """
 
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
         self._muon, self._adamw = muon, adamw
         groups = [{**group, "muon": part is muon} for part in (muon, adamw) for group in part.param_groups]
         super().__init__(groups, {**adamw.defaults, "muon": False})
@@ -112,9 +108,7 @@ def muon(
     log_to_stderr(logging.INFO if mesh is None or mesh.get_local_rank() == 0 else logging.WARNING)
     logger.info("Muon updates %s", _summary(matrices))
     logger.info("AdamW updates %s", _summary(rest))
-    fast = torch.optim.Muon(
-        [{"params": matrices.values()}], lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw"
-    )
+    fast = torch.optim.Muon([{"params": matrices.values()}], lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
     return MuonAdamW(fast, torch.optim.AdamW([{"params": rest.values()}], lr, betas, weight_decay=weight_decay))
 
 
