@@ -32,7 +32,7 @@ LAYERS = (
     "client/groups",
     "client/checkpoint",
     "client/iteration",
-    "client/worker",
+    "client/worker client/optimizer",
     "node",
     "integrations",
     "cli",
