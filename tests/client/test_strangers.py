@@ -13,7 +13,7 @@ from lsgd.client.groups import mesh
 from lsgd.client.groups.handshake import HELLO_NBYTES, Hello, contexts
 from lsgd.client.groups.reach import Endpoint
 from lsgd.client.groups.tcp_group import TcpGroup
-from lsgd.protocol.certificates import run_certificate
+from lsgd.protocol.credentials import run_certificate
 
 from ..integration.running import until
 from .bench import CERTIFICATE

@@ -23,7 +23,7 @@ from lsgd.client.groups.stream import HEADER, Loop, Operation
 from lsgd.client.groups.stream_ends import OutgoingStream
 from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.errors import ExchangeError
-from lsgd.protocol.certificates import run_certificate
+from lsgd.protocol.credentials import run_certificate
 
 from .bench import CERTIFICATE, Switchboard
 from .meshes import Network, all_at_once, members

@@ -11,8 +11,8 @@ from lsgd.client.groups.store import store_of
 from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.client.groups.torch_group import torch_group
 from lsgd.errors import ExchangeError
+from lsgd.protocol.credentials import Ticket
 from lsgd.protocol.messages import Generation
-from lsgd.protocol.tickets import Ticket
 
 
 def form(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> WorkerGroup:

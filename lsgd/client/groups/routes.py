@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from lsgd.client.control.closing import on_error
 from lsgd.errors import ExchangeError
-from lsgd.protocol.tickets import GREETING_NBYTES, MAGIC, MET, Ticket, place_of
+from lsgd.protocol.credentials import GREETING_NBYTES, MAGIC, MET, Ticket, place_of
 
 BACKLOG = 128
 """How many connections may wait to be accepted."""
