@@ -1,8 +1,12 @@
 """Learning rates over a run: factors of the base rate, by the share of the run that is done."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lsgd.errors import ConfigError
 from lsgd.settings import nearest
@@ -63,3 +67,70 @@ class Fallen:
         rate = max((float(group["lr"]) for o in optimizers for group in o.param_groups), default=0.0)
         self._highest = max(self._highest, rate)
         return rate if rate < self._highest else None
+
+
+@dataclass(frozen=True)
+class RateSchedule:
+    """A learning rate that follows the run: see :func:`factor` for what the arguments mean.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+
+    kind: str
+    warmup: float
+    decay: float
+
+    def __post_init__(self) -> None:
+        check(self.kind, self.warmup, self.decay)
+
+    def set(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
+        """Set each parameter group's learning rate: its base, which the group keeps, times the factor."""
+        times = factor(self.kind, progress, self.warmup, self.decay)
+        for group in optimizer.param_groups:
+            rate = group["lr"]
+            base = group.setdefault("initial_lr", float(rate))
+            if isinstance(rate, Tensor):  # a compiled or captured step reads it from there
+                rate.fill_(float(base) * times)
+            else:
+                group["lr"] = float(base) * times
+
+
+class RateSchedules:
+    """The schedules of a worker's optimizers.
+
+    Args:
+        progress: returns the share of the run in the middle of the next iteration; equal in all its processes.
+        optimizers: of the worker.
+        endless: whether the plan has no end, so that there is no share.
+    """
+
+    def __init__(
+        self, progress: Callable[[], float], optimizers: Sequence[torch.optim.Optimizer], *, endless: bool = False
+    ) -> None:
+        self._progress, self._optimizers, self._endless = progress, optimizers, endless
+        self._schedules: dict[torch.optim.Optimizer, RateSchedule] = {}
+
+    def add(self, optimizers: Sequence[torch.optim.Optimizer], schedule: RateSchedule) -> None:
+        """Let the learning rates of some optimizers follow a schedule from now on, instead of an earlier one.
+
+        Raises:
+            ConfigError: the plan has no end, or the worker did not join with one of the optimizers.
+        """
+        if self._endless:
+            raise ConfigError(
+                "worker.schedule needs a run with an end, but the plan has neither iterations nor seconds; add "
+                "--iterations or --seconds to lsgd-server --global, or one of them to the plan file"
+            )
+        if any(optimizer not in self._optimizers for optimizer in optimizers):
+            raise ConfigError(
+                "worker.schedule got an optimizer that this worker did not join with; pass the optimizer or the list "
+                "that Worker.join got"
+            )
+        self._schedules |= dict.fromkeys(optimizers, schedule)
+        self.follow()
+
+    def follow(self) -> None:
+        """Set the next iteration's learning rates."""
+        for optimizer, schedule in self._schedules.items():
+            schedule.set(optimizer, self._progress())

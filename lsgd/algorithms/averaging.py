@@ -16,8 +16,15 @@ def empty_sums(parameters: Flat) -> list[Tensor]:
     return [x.new_empty(x.numel() + 1) for x in parameters]
 
 
-def contribute(parameters: Flat, sums: Flat, group: Group, round_id: int) -> bool:
+def contribute(parameters: Flat, sums: Flat, group: Group, round_id: int, finite: bool | None = None) -> bool:
     """Write this worker's model to ``sums``; if it is non-finite, zeros with a one in the last element.
+
+    Args:
+        parameters: the model.
+        sums: scratch tensors (:func:`empty_sums`).
+        group: the members.
+        round_id: number of the round, for messages.
+        finite: whether the model is finite (:meth:`Algorithm.is_finite`); None: not known.
 
     Returns:
         Whether it is finite in all processes of this member.
@@ -25,7 +32,8 @@ def contribute(parameters: Flat, sums: Flat, group: Group, round_id: int) -> boo
     Raises:
         ExchangeError: the round has failed in another process of this member.
     """
-    finite = group.agree(all_finite(parameters))
+    if finite is None:
+        finite = group.agree(all_finite(parameters))
     if not finite:
         log.warning("round %d: this worker's model is not finite and is excluded from the mean", round_id)
     for x, total in zip(parameters, sums, strict=True):

@@ -114,7 +114,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
     def _mean(self, parameters: Flat, group: Group, order: Round) -> list[Tensor] | None:
         """Return the node's mean model (or this worker's model); None if no model is finite."""
         sums, models = empty_sums(parameters), 1
-        contribute(parameters, sums, group, order.id)
+        contribute(parameters, sums, group, order.id, self.is_finite(parameters, group))
         if self.settings.hierarchical:
             models = group.node.size
             for total in sums:

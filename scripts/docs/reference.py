@@ -22,7 +22,7 @@ The public names of lsgd. [The client library](../client.md) tells how they work
 
 ::: lsgd.client.worker.Worker
 ::: lsgd.client.control.identity.device
-::: lsgd.client.iteration.tally.Timings
+::: lsgd.client.iteration.reports.Timings
 
 ## Trainers
 

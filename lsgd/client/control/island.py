@@ -1,7 +1,7 @@
 """The processes of one worker that share one sharded model; the first, the head, talks to the servers for all.
 
-All run the same script on one machine. The head shares what it hears, and all compare what they find. Each of the
-others has a connection to the head. A thread at each end sends a sign of life every second. So a process that ends,
+All run the same script on one machine. The head decides for all, by what they report. Each of the others has a
+connection to the head. A thread at each end sends a sign of life every second. So a process that ends,
 freezes or hangs ends the island, even if the others wait for it in a torch collective without a deadline.
 """
 
@@ -16,7 +16,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -25,13 +25,16 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from lsgd.client.control.channel import Channel
 from lsgd.errors import ConfigError, ExchangeError, IslandError, LsgdError
+from lsgd.protocol.messages import Get, Put, StatusQuery, Upward, Where
 from lsgd.protocol.socket_folder import socket_folder
 from lsgd.shards import mesh_of
 
 logger = logging.getLogger("lsgd")
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 SIZE_VARIABLE = "LSGD_ISLAND"
 """The variable in which the launcher says how many processes a worker has."""
@@ -59,23 +62,39 @@ class Island:
     Attributes:
         rank: of this process in the island; 0 is the head.
         size: number of processes.
+        passed: returns how many bytes of tensors this process has sent and received.
     """
 
     rank = 0
     size = 1
+    passed: Callable[[], tuple[int, int]] = staticmethod(lambda: (0, 0))
 
     @property
     def is_head(self) -> bool:
         """Whether this process speaks with the servers."""
         return self.rank == 0
 
+    def decide(self, what: str, report: Callable[[], R], decision: Callable[[Callable[[], list[R]]], T]) -> T:
+        """Return on all processes what ``decision`` returns on the head; raise on all what it raises there.
+
+        Args:
+            what: what this process does, in words; all do the same.
+            report: returns what this process tells the head.
+            decision: gets a function that returns the reports of all processes, by rank.
+        """
+        return decision(lambda: [report()])
+
     def share(self, what: str, call: Callable[[], T]) -> T:
         """Return on all processes what ``call`` returns on the head; raise on all what it raises there."""
-        return call()
+        return self.decide(what, lambda: None, lambda _: call())
 
-    def gather(self, what: str, value: T) -> list[T]:
+    def gather(self, what: str, value: R) -> list[R]:
         """Return on all processes the values of all, by rank."""
-        return [value]
+        return self.decide(what, lambda: value, lambda values: values())
+
+    def total_passed(self) -> tuple[int, int]:
+        """Return on the head the bytes of all processes: its own now, those of others as of their last report."""
+        return self.passed()
 
     def poll(self, value: T) -> list[T]:
         """Return on all processes the values of all, by rank, during a round.
@@ -124,34 +143,35 @@ class ManyProcesses(Island):
         self.silence_s, self.patience_s = CONNECT_WITHIN_S, FIRST_PATIENCE_S
         self.take: Callable[[bytes], None] = lambda frame: None
         self._calls = 0
+        self._others: Sequence[tuple[int, int]] = ()
         links = _connect(mesh.get_group(), self.rank, self.size)
         self._peers = [_Peer(self, f"process {rank}" if rank else "the head", link) for rank, link in links]
 
-    def share(self, what: str, call: Callable[[], T]) -> T:
-        """Return on all processes what ``call`` returns on the head; raise on all what it raises there."""
-        tag = self._tag(what)
+    def decide(self, what: str, report: Callable[[], R], decision: Callable[[Callable[[], list[R]]], T]) -> T:
+        """Return on all processes what ``decision`` returns on the head; raise on all what it raises there."""
+        self._calls += 1
+        tag, own = (self._calls, what), report()
         if not self.is_head:
+            self._tell(tag, (own, self.passed()))
             good, value = self._peers[0].receive(tag, math.inf)
             if not good:
                 raise value
             return value  # type: ignore[no-any-return]
         try:
-            value = call()
+            others = [peer.receive(tag, self.patience_s) for peer in self._peers]
+            self._others = [passed for _, passed in others]
+            decided = decision(lambda: [own, *(report for report, _ in others)])
         except Exception as error:
-            self._tell(tag, (False, _portable(error)))
+            with suppress(IslandError):
+                self._tell(tag, (False, _portable(error)))
             raise
-        self._tell(tag, (True, value))
-        return value
+        self._tell(tag, (True, decided))
+        return decided
 
-    def gather(self, what: str, value: T) -> list[T]:
-        """Return on all processes the values of all, by rank."""
-        tag = self._tag(what)
-        if not self.is_head:
-            self._peers[0].send("call", (tag, value))
-            return list(self._peers[0].receive(tag, math.inf))
-        values = [value, *(peer.receive(tag, self.patience_s) for peer in self._peers)]
-        self._tell(tag, values)
-        return values
+    def total_passed(self) -> tuple[int, int]:
+        """Return on the head the bytes of all processes: its own now, those of others as of their last report."""
+        sent, received = zip(self.passed(), *self._others, strict=True)
+        return sum(sent), sum(received)
 
     def pass_up(self, frame: bytes) -> None:
         """Give the head a message for the servers."""
@@ -167,10 +187,6 @@ class ManyProcesses(Island):
         """Leave this island: if other processes end from now on, that is no error."""
         for peer in self._peers:
             peer.close()
-
-    def _tag(self, what: str) -> tuple[int, str]:
-        self._calls += 1
-        return self._calls, what
 
     def _tell(self, tag: tuple[int, str], value: object) -> None:
         for peer in self._peers:
@@ -266,6 +282,40 @@ class _Peer:
     def _end(self, reason: LsgdError) -> None:
         self._lost = reason
         self._received.put(None)
+
+
+class FollowerChannel(Channel):
+    """A channel through the head, for the addresses of process groups only; the head says all else for its island.
+
+    The wait for an address ends with its generation or at its own deadline.
+
+    Args:
+        address: of the head's local server.
+        incarnation: of the head.
+        island: that this process belongs to.
+    """
+
+    def __init__(self, address: str, incarnation: int, island: ManyProcesses) -> None:
+        self._island = island
+        super().__init__(address, incarnation, math.inf)
+
+    def _open(self) -> None:
+        self._island.take = self._take
+
+    def send(self, message: Upward | Where | StatusQuery) -> None:
+        """Have the head forward a message, if it is about an address."""
+        if isinstance(message, Put | Get):
+            super().send(message)
+
+    def put(self, frame: bytes) -> None:
+        """Have the head send a packed message."""
+        self._island.pass_up(frame)
+
+    def start_heartbeat(self, worker: str) -> None:
+        """Do nothing: the head's connection tells it that this process runs."""
+
+    def close(self) -> None:
+        """Do nothing: the island has the connection."""
 
 
 def island_of(model: nn.Module) -> Island:

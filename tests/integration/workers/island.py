@@ -101,14 +101,14 @@ def do(worker: Worker) -> None:
         open(options.once, "w").close()
     global spoil
     print(f"{worker.name} process {process}: {options.do}", flush=True)
-    group = worker._steps.rounds.entrance._group
+    group = worker._steps.rounds.entry._group
     match options.do:
         case "kill":
             assert group is not None
-            votes = iter((True, True))
+            votes = iter((True,))
 
             def vote(value: object) -> list[object]:
-                """In the next round vote twice, and die when the exchange is done and the last vote is due."""
+                """In the next round vote once, and die when the exchange is done and the last vote is due."""
                 if not next(votes, False):
                     os.kill(os.getpid(), signal.SIGKILL)
                 return worker._membership.island.poll(value)
@@ -151,8 +151,8 @@ with Worker.join(model, optimizer) as worker:
     with open(f"{path}.{process}.rounds", "a") as rounds:
         while not worker.stopped:
             for x, y in worker.batches(loader):
-                if worker._steps.tally.committed > committed:
-                    committed = worker._steps.tally.committed
+                if worker._steps.rounds.committed > committed:
+                    committed = worker._steps.rounds.committed
                     parts = worker._replica.algorithm.shared_state() if options.common else model.parameters()
                     held = b"".join(shards.local(p).detach().numpy().tobytes() for p in parts)
                     print(committed, hashlib.sha256(held).hexdigest()[:16], file=rounds, flush=True)
