@@ -36,7 +36,7 @@ OTHER_VARIABLES = frozenset(
 
 
 DEFAULT = LocalSettings
-"""The algorithm of a plan that names none. docs/performance/convergence.md has the figures behind the choice."""
+"""The algorithm of a plan that names none. benchmarks/results/convergence.md has the figures behind the choice."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def read(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"the plan {path} cannot be read: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
             raise ConfigError(f"the plan {path} is not TOML: {error}") from None
     return assemble(table, origin=f"the plan {path}", environ=environ, flags=flags)
 

@@ -168,8 +168,12 @@ def ask(
 
     Raises:
         JoinError: no answer within ``within_s``, or 5 s.
-        ConfigError: the server refuses the change, and says why.
+        ConfigError: the server refuses the change, and says why; or a text in the message is no Unicode.
     """
+    try:
+        question = encode(message)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{error.object!r} is no valid Unicode text; type it again") from None
     started_at = time.monotonic()
     within_s = ANSWER_WITHIN_S if within_s is None else within_s
     sent = False
@@ -179,7 +183,7 @@ def ask(
         while (waited_s := time.monotonic() - started_at) < within_s:
             if waited_s > REFUSED_AFTER_S and (trouble := link.trouble()):
                 raise JoinError(f"the global server at {address} does not let us in: {trouble}")
-            sent = sent or link.send([encode(message)])
+            sent = sent or link.send([question])
             poller.wait(0.2 if sent else 0.02)
             for frames in link.receive():
                 for frame in frames[1::2]:

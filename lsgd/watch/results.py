@@ -77,7 +77,7 @@ def _draw(document: dict[str, Any], rounds: list[dict[str, Any]], path: Path) ->
 
 def read(folder: Path) -> dict[str, Any]:
     """Return the content of ``result.json``; empty if there is none."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         document = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         return document if isinstance(document, dict) else {}
     return {}
@@ -98,9 +98,7 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
         return []
     rounds: list[dict[str, Any]] = []
     for line in lines:
-        with suppress(
-            ValueError, AttributeError, TypeError
-        ):  # half a line, of a server that was killed, or a damaged one
+        with suppress(ValueError, RecursionError, AttributeError, TypeError):  # of a killed server, or damaged
             round_ = json.loads(line)
             if not ROUND_KEYS <= round_.keys():
                 continue

@@ -278,7 +278,7 @@ class _Change(_Handler):
     def _message(self, what: str) -> Operator:
         try:
             body = json.loads(self.request.body or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise HTTPError(400, reason="the body has to be JSON") from None
         if what == "stop":
             return StopRun("stopped from the dashboard")
