@@ -449,7 +449,10 @@ class Worker:
             message = Leave(*self._membership.who, done, failed, why, committed)
             self._channel.ask(message, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S)
         except (ExchangeError, JoinError, ServerLostError) as error:
-            logger.warning("%s leaves, but could not tell the servers: %s", self.name, error)
+            logger.warning(
+                "%s has left without an answer from the servers (%s): nothing is lost, they notice the process's end",
+                *(self.name, error),
+            )
         finally:
             self._membership.close()
 

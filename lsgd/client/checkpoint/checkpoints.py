@@ -138,7 +138,7 @@ class Checkpoints:
                 state = read(path, digest, summary) if size == island.size else self._resharded(paths)
             except DamagedError as error:
                 damage = error
-            if not island.agree(damage is None):
+            if not all(island.gather("looks for checkpoints", damage is None)):
                 damage = damage or DamagedError(f"the checkpoint {path} is damaged in another process of its worker")
                 if origin is found[-1][0] and not self.restarted:
                     raise damage

@@ -42,6 +42,9 @@ SIZE_VARIABLE = "LSGD_ISLAND"
 CONNECT_WITHIN_S = 60.0
 """How long an island's processes have to connect to the head, in seconds."""
 
+LEAST_PATIENCE_S = 60.0
+"""How long the head waits at least for another process to make the same call, in seconds."""
+
 FIRST_PATIENCE_S = 600.0
 """How long the head waits for another process to make the same call during the join, in seconds."""
 
@@ -63,10 +66,12 @@ class Island:
         rank: of this process in the island; 0 is the head.
         size: number of processes.
         passed: returns how many bytes of tensors this process has sent and received.
+        take: called with the frames that the others pass up to the head, or the head passes down.
     """
 
     rank = 0
     size = 1
+    take: Callable[[bytes], None]
     passed: Callable[[], tuple[int, int]] = staticmethod(lambda: (0, 0))
 
     @property
@@ -99,7 +104,7 @@ class Island:
     def poll(self, value: T) -> list[T]:
         """Return on all processes the values of all, by rank, during a round.
 
-        A call of this or of :meth:`agree` precedes each commit, so that all processes commit a round, or none.
+        A call of this precedes each commit, so that all processes commit a round, or none.
 
         Raises:
             ElsewhereError: the round has failed in another process.
@@ -109,14 +114,19 @@ class Island:
             raise ElsewhereError(f"it failed in another process of this worker: {reason}")
         return [value for value, _ in votes]
 
-    def agree(self, ok: bool = True) -> bool:
-        """Return whether ``ok`` holds in all processes; raise as :meth:`poll`."""
-        return all(self.poll(ok))
-
     def fail(self, error: ExchangeError) -> None:
         """Make the next :meth:`poll` of the other processes fail, unless theirs made this one fail."""
         if not isinstance(error, ElsewhereError):
             self.gather("votes in a round", (None, str(error)))
+
+    def connect(self, channel: Channel) -> None:
+        """On the head, pass the other processes' messages to the servers, and back what concerns them."""
+
+    def has_joined(self, lease_s: float, exchange_timeout_s: float) -> None:
+        """Wait for other processes as long as the plan says from now on."""
+
+    def pass_up(self, frame: bytes) -> None:
+        """Give the head a message for the servers."""
 
     def close(self) -> None:
         """Leave this island: if other processes end from now on, that is no error."""
@@ -128,11 +138,6 @@ class ManyProcesses(Island):
     Args:
         mesh: of the processes (``torch.distributed.device_mesh.DeviceMesh``), of one dimension.
 
-    Attributes:
-        silence_s: if another process is silent for longer, the island is lost.
-        patience_s: how long the head waits for another process to make the same call.
-        take: called on the head with the frames of :meth:`pass_up`, elsewhere with those of :meth:`pass_down`.
-
     Raises:
         ConfigError: the processes are not on one machine.
         IslandError: one does not connect.
@@ -140,8 +145,8 @@ class ManyProcesses(Island):
 
     def __init__(self, mesh: Any) -> None:
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
-        self.silence_s, self.patience_s = CONNECT_WITHIN_S, FIRST_PATIENCE_S
-        self.take: Callable[[bytes], None] = lambda frame: None
+        self._silence_s, self._patience_s = CONNECT_WITHIN_S, FIRST_PATIENCE_S
+        self.take = lambda frame: None
         self._calls = 0
         self._others: Sequence[tuple[int, int]] = ()
         links = _connect(mesh.get_group(), self.rank, self.size)
@@ -158,7 +163,7 @@ class ManyProcesses(Island):
                 raise value
             return value  # type: ignore[no-any-return]
         try:
-            others = [peer.receive(tag, self.patience_s) for peer in self._peers]
+            others = [peer.receive(tag, self._patience_s) for peer in self._peers]
             self._others = [passed for _, passed in others]
             decided = decision(lambda: [own, *(report for report, _ in others)])
         except Exception as error:
@@ -173,11 +178,19 @@ class ManyProcesses(Island):
         sent, received = zip(self.passed(), *self._others, strict=True)
         return sum(sent), sum(received)
 
+    def connect(self, channel: Channel) -> None:
+        """On the head, pass the other processes' messages to the servers, and back what concerns them."""
+        self.take, channel.pass_down = channel.put, self._pass_down
+
+    def has_joined(self, lease_s: float, exchange_timeout_s: float) -> None:
+        """Wait for other processes as long as the plan says from now on."""
+        self._silence_s, self._patience_s = lease_s, max(LEAST_PATIENCE_S, 2 * exchange_timeout_s)
+
     def pass_up(self, frame: bytes) -> None:
         """Give the head a message for the servers."""
         self._peers[0].send("frame", frame)
 
-    def pass_down(self, frame: bytes) -> None:
+    def _pass_down(self, frame: bytes) -> None:
         """Give all others a message from the servers; one that is gone is noticed elsewhere."""
         for peer in self._peers:
             with suppress(IslandError):
@@ -267,7 +280,7 @@ class _Peer:
                         return
                 elif self._over.is_set():
                     return
-                elif now - heard_at > self._island.silence_s:
+                elif now - heard_at > self._island._silence_s:
                     silent = f"{self._name} of this island has been silent for {now - heard_at:.0f} s"
                     self._end(IslandError(silent))
                     break
@@ -295,7 +308,7 @@ class FollowerChannel(Channel):
         island: that this process belongs to.
     """
 
-    def __init__(self, address: str, incarnation: int, island: ManyProcesses) -> None:
+    def __init__(self, address: str, incarnation: int, island: Island) -> None:
         self._island = island
         super().__init__(address, incarnation, math.inf)
 

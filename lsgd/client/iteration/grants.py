@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lsgd.client.control.channel import Expected
 from lsgd.client.control.joining import Membership
@@ -139,6 +140,14 @@ class ProgressEstimate:
         return self._highest
 
 
+class Report(NamedTuple):
+    """What a process of a worker tells its head: its loss, its iterations, and whether its part is finite."""
+
+    loss: float | None
+    done: int
+    finite: bool | None
+
+
 @dataclass(frozen=True)
 class Decision:
     """What a worker does next; in an island the head decides, and the other processes are told.
@@ -148,12 +157,14 @@ class Decision:
         reported: the share of the run in the last answer, and this worker's iterations as of its request; None: none
             has come since the decision before.
         middle: the share of the run in the middle of the next iteration, for learning rates.
+        finite: whether the model is finite in all processes; None: nobody has looked.
         warning: for the log of each process; empty: none.
     """
 
     answer: Go | Stop | None
     reported: tuple[float, int] | None
     middle: float
+    finite: bool | None = None
     warning: str = ""
 
 
@@ -189,37 +200,43 @@ class GrantClient:
         self._reported = 0  # iterations completed, as of the last request
         self._alone = 0  # iterations since the servers fell silent
 
-    def next(self, rounds: tuple[int, int], *, lockstep: bool, again: bool = False) -> Go | Stop | None:
-        """Decide what comes next, and return the servers' answer; None: an iteration without one is granted.
+    def next(
+        self, rounds: tuple[int, int], *, lockstep: bool, look: Callable[[], bool] | None, again: bool
+    ) -> Decision:
+        """Decide what comes next.
 
         An answer repeats until :meth:`take` accepts it, because its round may fail.
 
         Args:
             rounds: the last rounds that this worker has committed and dropped.
             lockstep: whether each iteration is a round, so that none can be made without the servers.
+            look: returns whether this process's part of the model is finite; None: a round does not need to know yet.
             again: whether to repeat the last request in any case, in the middle of its iteration.
         """
 
-        def decide(reports: Callable[[], list[tuple[float | None, int]]]) -> Decision:
+        def report() -> Report:
+            return Report(self._election.loss(self.done, rounds[0]), self.done, look() if look else None)
+
+        def decide(reports: Callable[[], list[Report]]) -> Decision:
             reported = self._take_ahead()
             if not again and self._held.next():
                 return Decision(None, reported, self._middle(reported))
             may = not (again or lockstep or self._last)
-            answer, warning = self._ask(self._mean_loss(reports()), rounds, alone=may)
+            reported_by_all = reports()
+            answer, warning = self._ask(self._mean_loss(reported_by_all), rounds, alone=may)
             if answer is not None:
                 reported = (1.0 if isinstance(answer, Stop) else answer.progress), self._reported
-            return Decision(answer, reported, self._middle(reported), warning)
+            finite = all(each.finite for each in reported_by_all) if look else None
+            return Decision(answer, reported, self._middle(reported), finite, warning)
 
-        decision = self._island.decide(
-            "asks for an iteration", lambda: (self._election.loss(self.done, rounds[0]), self.done), decide
-        )
+        decision = self._island.decide("begins a step", report, decide)
         if decision.reported is not None and not self._island.is_head:
             self.progress.answered(*decision.reported)
         if decision.warning:
             logger.warning("%s", decision.warning)
         self.middle = decision.middle
         self.granted = again or decision.answer is None
-        return decision.answer
+        return decision
 
     def take(self, answer: Go | Stop) -> bool:
         """Accept an answer whose round is done; return whether it grants an iteration, or the run has ended."""
@@ -271,15 +288,15 @@ class GrantClient:
             self.progress.answered(*reported)
         return self.progress.share(ahead=0.5)
 
-    def _mean_loss(self, reports: list[tuple[float | None, int]]) -> float | None:
+    def _mean_loss(self, reports: list[Report]) -> float | None:
         """Return the mean loss of this worker's processes; None if none has one."""
-        if len({done for _, done in reports}) > 1:
+        if len({each.done for each in reports}) > 1:
             raise LsgdError(
                 f"{self._who[0]}: the processes of this island have completed "
-                f"{', '.join(str(done) for _, done in reports)} iterations; all of them must step the optimizer, or "
+                f"{', '.join(str(each.done) for each in reports)} iterations; all of them must step the optimizer, or "
                 f"skip the step, together"
             )
-        losses = [loss for loss, _ in reports if loss is not None]
+        losses = [each.loss for each in reports if each.loss is not None]
         return sum(losses) / len(losses) if losses else None
 
     def _ask(self, loss: float | None, rounds: tuple[int, int], *, alone: bool) -> tuple[Go | Stop | None, str]:

@@ -19,7 +19,7 @@ from lsgd.flat import FlatParameters
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
 from lsgd.settings import same_form
-from lsgd.shards import full_state_dict
+from lsgd.shards import full_state_dict, local
 
 logger = logging.getLogger("lsgd")
 
@@ -129,18 +129,23 @@ class Replica:
 
     # -- in a round --------------------------------------------------------------------------------------------
 
-    def judge(self, group: WorkerGroup, order: Round, *, fresh: bool) -> bool | None:
+    def is_finite(self) -> bool:
+        """Return whether the parameters are finite; of an island, this process's part of them."""
+        return all_finite([local(slot.parameter).detach() for slot in self.flat.slots])
+
+    def judge(self, group: WorkerGroup, order: Round, known: bool | None, *, fresh: bool) -> bool | None:
         """Return whether the model that enters a round is finite in all processes; None: the round need not know.
 
         This is the round's only look at the whole model, unless that changes in it. The processes of an island vote
-        here whether all have entered. In lockstep they do only if the group is ``fresh``: nothing else can fail then.
+        here whether all have entered. In lockstep they do only if the group is ``fresh``: entering cannot fail
+        otherwise, and the model is ``known`` from their reports.
 
         Raises:
             ExchangeError: another process of this worker has not entered.
         """
         looks = order.scope == "global" and not order.final and not self.lockstep
         if self.lockstep and not fresh:
-            return None
+            return known
         finite = group.agree(not looks or all_finite(self.flat.buffers))
         return finite if looks else None
 
@@ -159,7 +164,7 @@ class Replica:
         self.algorithm.before_forward(parameters, group, order)
         self.algorithm.finite = None
         put(buffers, values)
-        if finite is False and group.agree(all_finite(parameters)):
+        if finite is False and not self.lockstep and group.agree(all_finite(parameters)):
             clear(self.optimizers)
 
     def _exchange_buffers(self, group: WorkerGroup, order: Round) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

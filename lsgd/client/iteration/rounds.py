@@ -70,6 +70,7 @@ class Rounds:
         self.gradients: GradientExchange | None = None
         self._who, self._island, self._channel = membership.who, membership.island, membership.channel
         self._replica, self._checkpoints = replica, checkpoints
+        self._finite: bool | None = None  # the model, if the processes of an island have said so ahead of the round
         self._count = 0  # of the run's iterations, as of the last global round
         self._served: Algorithm | None = None  # the one that ``gradients`` serves
         self._warned = False  # about its losses
@@ -108,7 +109,12 @@ class Rounds:
             NoConsensusError: the run has ended without a consensus.
         """
         while True:
-            answer = self.grants.next((self.committed, self.dropped), lockstep=self._replica.lockstep, again=redo)
+            rounds, lockstep = (self.committed, self.dropped), self._replica.lockstep
+            # An island in lockstep knows that a round comes: its processes say so with their reports, without a vote.
+            early = lockstep and self._island.size > 1 and not isinstance(self._replica.algorithm, GradientAlgorithm)
+            look = self._replica.is_finite if early else None
+            decision = self.grants.next(rounds, lockstep=lockstep, look=look, again=redo)
+            answer, self._finite = decision.answer, decision.finite
             if answer is None:
                 return True
             order = answer.round
@@ -184,7 +190,7 @@ class Rounds:
         """Enter a round, compute the consensus if it is the last, and return its group and what it has judged."""
         with self._replica.flat.current():
             group, fresh = self.entry.enter(active.order)
-            finite = self._replica.judge(group, active.order, fresh=fresh)
+            finite = self._replica.judge(group, active.order, self._finite, fresh=fresh)
             active.group = group
             active.to(State.ENTERED)
             if active.order.final:

@@ -1,7 +1,8 @@
 """One process of an island: a small model, sharded by FSDP2, with switches for what a test is about.
 
 Each process appends a line for each committed round to ``<name>.<rank>.rounds``: its number, and a digest of its parts;
-and at the end a line with the bytes that it sent and those of its parts. The head writes the rest to ``<name>.json``.
+and at the end a line with the bytes that it sent, those of its parts, and its
+calls of the other processes. The head writes the rest to ``<name>.json``.
 With ``--gradients`` each process writes, for each step, its gradients before and after the exchange to
 ``<name>.<rank>.gradients``.
 """
@@ -181,10 +182,11 @@ with Worker.join(model, optimizer) as worker:
                         model(x)  # leaves the root gathered
                 if worker.iterations == options.leave_at:
                     worker.leave()
+        calls = getattr(worker._membership.island, "_calls", 0)
         flat = sum(buffer.nbytes for buffer in worker._replica.flat.buffers)
         if options.gradients:
             torch.save(steps, f"{path}.{process}.gradients")
-        print("sent", worker.timings.sent_nbytes, flat, file=rounds)
+        print("sent", worker.timings.sent_nbytes, flat, calls, file=rounds)
     if worker.rank == 0:
         saved = worker.save(worker.run_dir / "model", file_nbytes=200)
         assert len(saved) > 4  # on all processes
