@@ -6,8 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.leader import LeaderSettings
+from lsgd.algorithms.local import LocalSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import Island
 from lsgd.client.iteration.replica import Replica
@@ -44,13 +47,28 @@ class Odd(nn.Module):
                 x.fill_(value)
 
 
+LEADER = LeaderSettings(period=4, local_period=4, pull_global=0.5, proximal_global=0.0, proximal_local=0.0)
+
+
+class Looks(TorchDispatchMode):
+    """Notes which tensors are looked at for NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.aminmax:
+            self.addresses.append(args[0].data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
 class Members:
     """Workers of one generation after another, each with a model full of its own number (1, 2, ...)."""
 
     def __init__(
-        self, switchboard: Switchboard, count: int, model: type[Odd] = Odd, folder=None, **run: object
+        self, switchboard: Switchboard, count: int, model: type[Odd] = Odd, folder=None, settings=LEADER, **run: object
     ) -> None:
-        settings = LeaderSettings(period=4, local_period=4, pull_global=0.5, proximal_global=0.0, proximal_local=0.0)
         plan = Plan(RunSettings(**{"exchange_timeout_s": 20.0, **run}), (Phase(settings),))
         self.count = count
         self.models = [model(rank + 1.0) for rank in range(count)]
@@ -116,6 +134,20 @@ def test_a_model_that_is_not_finite_is_healed_with_its_optimizer(switchboard) ->
     members.run(members.round(2, leader=1, source=1))
     assert members.values("linear.weight") == [2.0, 2.0]
     assert momentum["momentum_buffer"].tolist() == [[0.0, 1.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [LocalSettings(period=4), LocalSettings(period=4, compression="none"), LEADER, ElasticSettings(period=4)],
+    ids=["local", "local-uncompressed", "leader", "elastic"],
+)
+def test_a_round_looks_at_its_model_for_nan_once(switchboard, settings) -> None:
+    members = Members(switchboard, 1, settings=settings)
+    members.run(members.round())
+    with Looks() as looks:
+        members.rounds[0].carry_out(members.round(2))
+    model = {buffer.data_ptr() for buffer in members.replicas[0].flat.buffers}
+    assert sorted(address for address in looks.addresses if address in model) == sorted(model)
 
 
 def test_a_buffer_that_is_meant_to_be_infinite_spoils_no_average(switchboard) -> None:

@@ -60,19 +60,32 @@ class ElsewhereError(ExchangeError):
 
 
 class Island:
-    """A worker of one process: an island of only a head.
+    """The processes of one worker, which call the same methods in the same order; one process is only a head.
+
+    Args:
+        mesh: of the processes (``torch.distributed.device_mesh.DeviceMesh``), of one dimension; None: one process.
 
     Attributes:
         rank: of this process in the island; 0 is the head.
         size: number of processes.
         passed: returns how many bytes of tensors this process has sent and received.
         take: called with the frames that the others pass up to the head, or the head passes down.
+
+    Raises:
+        ConfigError: the processes are not on one machine.
+        IslandError: one does not connect.
     """
 
-    rank = 0
-    size = 1
-    take: Callable[[bytes], None]
-    passed: Callable[[], tuple[int, int]] = staticmethod(lambda: (0, 0))
+    def __init__(self, mesh: Any = None) -> None:
+        self.rank: int = 0 if mesh is None else mesh.get_local_rank()
+        self.size: int = 1 if mesh is None else mesh.size()
+        self.passed: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.take: Callable[[bytes], None] = lambda frame: None
+        self.silence_s, self._patience_s = CONNECT_WITHIN_S, FIRST_PATIENCE_S
+        self._calls = 0
+        self._others: Sequence[tuple[int, int]] = ()  # what the others have passed
+        links = [] if mesh is None else _connect(mesh.get_group(), self.rank, self.size)
+        self._peers = [_Peer(self, f"process {rank}" if rank else "the head", link) for rank, link in links]
 
     @property
     def is_head(self) -> bool:
@@ -84,76 +97,11 @@ class Island:
 
         Args:
             what: what this process does, in words; all do the same.
-            report: returns what this process tells the head.
+            report: returns what this process tells the head; without others only if the decision asks for it.
             decision: gets a function that returns the reports of all processes, by rank.
         """
-        return decision(lambda: [report()])
-
-    def share(self, what: str, call: Callable[[], T]) -> T:
-        """Return on all processes what ``call`` returns on the head; raise on all what it raises there."""
-        return self.decide(what, lambda: None, lambda _: call())
-
-    def gather(self, what: str, value: R) -> list[R]:
-        """Return on all processes the values of all, by rank."""
-        return self.decide(what, lambda: value, lambda values: values())
-
-    def total_passed(self) -> tuple[int, int]:
-        """Return on the head the bytes of all processes: its own now, those of others as of their last report."""
-        return self.passed()
-
-    def poll(self, value: T) -> list[T]:
-        """Return on all processes the values of all, by rank, during a round.
-
-        A call of this precedes each commit, so that all processes commit a round, or none.
-
-        Raises:
-            ElsewhereError: the round has failed in another process.
-        """
-        votes = self.gather("votes in a round", (value, ""))
-        if reason := next((reason for _, reason in votes if reason), ""):
-            raise ElsewhereError(f"it failed in another process of this worker: {reason}")
-        return [value for value, _ in votes]
-
-    def fail(self, error: ExchangeError) -> None:
-        """Make the next :meth:`poll` of the other processes fail, unless theirs made this one fail."""
-        if not isinstance(error, ElsewhereError):
-            self.gather("votes in a round", (None, str(error)))
-
-    def connect(self, channel: Channel) -> None:
-        """On the head, pass the other processes' messages to the servers, and back what concerns them."""
-
-    def has_joined(self, lease_s: float, exchange_timeout_s: float) -> None:
-        """Wait for other processes as long as the plan says from now on."""
-
-    def pass_up(self, frame: bytes) -> None:
-        """Give the head a message for the servers."""
-
-    def close(self) -> None:
-        """Leave this island: if other processes end from now on, that is no error."""
-
-
-class ManyProcesses(Island):
-    """An island of several processes, which call the same methods in the same order.
-
-    Args:
-        mesh: of the processes (``torch.distributed.device_mesh.DeviceMesh``), of one dimension.
-
-    Raises:
-        ConfigError: the processes are not on one machine.
-        IslandError: one does not connect.
-    """
-
-    def __init__(self, mesh: Any) -> None:
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
-        self._silence_s, self._patience_s = CONNECT_WITHIN_S, FIRST_PATIENCE_S
-        self.take = lambda frame: None
-        self._calls = 0
-        self._others: Sequence[tuple[int, int]] = ()
-        links = _connect(mesh.get_group(), self.rank, self.size)
-        self._peers = [_Peer(self, f"process {rank}" if rank else "the head", link) for rank, link in links]
-
-    def decide(self, what: str, report: Callable[[], R], decision: Callable[[Callable[[], list[R]]], T]) -> T:
-        """Return on all processes what ``decision`` returns on the head; raise on all what it raises there."""
+        if self.size == 1:
+            return decision(lambda: [report()])
         self._calls += 1
         tag, own = (self._calls, what), report()
         if not self.is_head:
@@ -173,6 +121,32 @@ class ManyProcesses(Island):
         self._tell(tag, (True, decided))
         return decided
 
+    def share(self, what: str, call: Callable[[], T]) -> T:
+        """Return on all processes what ``call`` returns on the head; raise on all what it raises there."""
+        return self.decide(what, lambda: None, lambda _: call())
+
+    def gather(self, what: str, value: R) -> list[R]:
+        """Return on all processes the values of all, by rank."""
+        return self.decide(what, lambda: value, lambda values: values())
+
+    def poll(self, value: T) -> list[T]:
+        """Return on all processes the values of all, by rank, during a round.
+
+        A call of this precedes each commit, so that all processes commit a round, or none.
+
+        Raises:
+            ElsewhereError: the round has failed in another process.
+        """
+        votes = self.gather("votes in a round", (value, ""))
+        if reason := next((reason for _, reason in votes if reason), ""):
+            raise ElsewhereError(f"it failed in another process of this worker: {reason}")
+        return [value for value, _ in votes]
+
+    def fail(self, error: ExchangeError) -> None:
+        """Make the next :meth:`poll` of the other processes fail, unless theirs made this one fail."""
+        if not isinstance(error, ElsewhereError):
+            self.gather("votes in a round", (None, str(error)))
+
     def total_passed(self) -> tuple[int, int]:
         """Return on the head the bytes of all processes: its own now, those of others as of their last report."""
         sent, received = zip(self.passed(), *self._others, strict=True)
@@ -183,23 +157,22 @@ class ManyProcesses(Island):
         self.take, channel.pass_down = channel.put, self._pass_down
 
     def has_joined(self, lease_s: float, exchange_timeout_s: float) -> None:
-        """Wait for other processes as long as the plan says from now on."""
-        self._silence_s, self._patience_s = lease_s, max(LEAST_PATIENCE_S, 2 * exchange_timeout_s)
+        """From now on wait for other processes as long as the plan says."""
+        self.silence_s, self._patience_s = lease_s, max(LEAST_PATIENCE_S, 2 * exchange_timeout_s)
 
     def pass_up(self, frame: bytes) -> None:
         """Give the head a message for the servers."""
         self._peers[0].send("frame", frame)
 
-    def _pass_down(self, frame: bytes) -> None:
-        """Give all others a message from the servers; one that is gone is noticed elsewhere."""
-        for peer in self._peers:
-            with suppress(IslandError):
-                peer.send("frame", frame)
-
     def close(self) -> None:
         """Leave this island: if other processes end from now on, that is no error."""
         for peer in self._peers:
             peer.close()
+
+    def _pass_down(self, frame: bytes) -> None:
+        for peer in self._peers:
+            with suppress(IslandError):  # one that is gone is noticed elsewhere
+                peer.send("frame", frame)
 
     def _tell(self, tag: tuple[int, str], value: object) -> None:
         for peer in self._peers:
@@ -209,7 +182,7 @@ class ManyProcesses(Island):
 class _Peer:
     """Another process of the island, and the thread that listens to it."""
 
-    def __init__(self, island: ManyProcesses, name: str, link: Connection) -> None:
+    def __init__(self, island: Island, name: str, link: Connection) -> None:
         self._island = island
         self._name = name
         self._link = link
@@ -280,7 +253,7 @@ class _Peer:
                         return
                 elif self._over.is_set():
                     return
-                elif now - heard_at > self._island._silence_s:
+                elif now - heard_at > self._island.silence_s:
                     silent = f"{self._name} of this island has been silent for {now - heard_at:.0f} s"
                     self._end(IslandError(silent))
                     break
@@ -339,7 +312,7 @@ def island_of(model: nn.Module) -> Island:
     """
     mesh = mesh_of(model)
     if mesh is not None and mesh.size() > 1:
-        return ManyProcesses(mesh)
+        return Island(mesh)
     if (size := os.environ.get(SIZE_VARIABLE, "1")) != "1":
         raise ConfigError(
             f"lsgd launch has started {size} processes for this worker (--processes-per-worker), but its model is not "

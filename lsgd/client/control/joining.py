@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from lsgd.client.control.channel import Channel
-from lsgd.client.control.identity import Identity, gpu_name, versions
+from lsgd.client.control.identity import Identity, Interface, gpu_name, interface_towards, versions
 from lsgd.client.control.island import FollowerChannel, Island
-from lsgd.client.control.network import Interface, interface_towards
 from lsgd.client.control.notices import Notice, is_given
 from lsgd.client.control.solo import Solo, is_alone, launch_line
 from lsgd.errors import ConfigError, ExchangeError, JoinError, RunOverError, ServerLostError

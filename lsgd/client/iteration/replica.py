@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from lsgd.algorithms.base import all_finite, clones
-from lsgd.client.checkpoint.checkpoints import Checkpoints
-from lsgd.client.checkpoint.finite import clear
+from lsgd.client.checkpoint.checkpoints import Checkpoints, clear
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.errors import DetachedError

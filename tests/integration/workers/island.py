@@ -182,7 +182,7 @@ with Worker.join(model, optimizer) as worker:
                         model(x)  # leaves the root gathered
                 if worker.iterations == options.leave_at:
                     worker.leave()
-        calls = getattr(worker._membership.island, "_calls", 0)
+        calls = worker._membership.island._calls
         flat = sum(buffer.nbytes for buffer in worker._replica.flat.buffers)
         if options.gradients:
             torch.save(steps, f"{path}.{process}.gradients")
