@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,31 +68,15 @@ class Fallen:
         return rate if rate < self._highest else None
 
 
-@dataclass(frozen=True)
-class RateSchedule:
-    """A learning rate that follows the run: see :func:`factor` for what the arguments mean.
-
-    Raises:
-        ConfigError: an argument is wrong.
-    """
-
-    kind: str
-    warmup: float
-    decay: float
-
-    def __post_init__(self) -> None:
-        check(self.kind, self.warmup, self.decay)
-
-    def set(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
-        """Set each parameter group's learning rate: its base, which the group keeps, times the factor."""
-        times = factor(self.kind, progress, self.warmup, self.decay)
-        for group in optimizer.param_groups:
-            rate = group["lr"]
-            base = group.setdefault("initial_lr", float(rate))
-            if isinstance(rate, Tensor):  # a compiled or captured step reads it from there
-                rate.fill_(float(base) * times)
-            else:
-                group["lr"] = float(base) * times
+def set_rates(optimizer: torch.optim.Optimizer, times: float) -> None:
+    """Set each parameter group's learning rate to its base, which the group keeps, times a factor."""
+    for group in optimizer.param_groups:
+        rate = group["lr"]
+        base = group.setdefault("initial_lr", float(rate))
+        if isinstance(rate, Tensor):  # a compiled or captured step reads it from there
+            rate.fill_(float(base) * times)
+        else:
+            group["lr"] = float(base) * times
 
 
 class RateSchedules:
@@ -101,7 +84,6 @@ class RateSchedules:
 
     Args:
         progress: returns the share of the run in the middle of the next iteration; equal in all its processes.
-        optimizers: of the worker.
         endless: whether the plan has no end, so that there is no share.
     """
 
@@ -109,14 +91,15 @@ class RateSchedules:
         self, progress: Callable[[], float], optimizers: Sequence[torch.optim.Optimizer], *, endless: bool = False
     ) -> None:
         self._progress, self._optimizers, self._endless = progress, optimizers, endless
-        self._schedules: dict[torch.optim.Optimizer, RateSchedule] = {}
+        self._factors: dict[torch.optim.Optimizer, Callable[[float], float]] = {}
 
-    def add(self, optimizers: Sequence[torch.optim.Optimizer], schedule: RateSchedule) -> None:
-        """Let the learning rates of some optimizers follow a schedule from now on, instead of an earlier one.
+    def add(self, optimizers: Sequence[torch.optim.Optimizer], kind: str, warmup: float, decay: float) -> None:
+        """Let the learning rates of some optimizers follow :func:`factor` from now on, instead of an earlier schedule.
 
         Raises:
-            ConfigError: the plan has no end, or the worker did not join with one of the optimizers.
+            ConfigError: an argument is wrong, the plan has no end, or an optimizer did not join.
         """
+        check(kind, warmup, decay)
         if self._endless:
             raise ConfigError(
                 "worker.schedule needs a run with an end, but the plan has neither iterations nor seconds; add "
@@ -127,10 +110,10 @@ class RateSchedules:
                 "worker.schedule got an optimizer that this worker did not join with; pass the optimizer or the list "
                 "that Worker.join got"
             )
-        self._schedules |= dict.fromkeys(optimizers, schedule)
+        self._factors |= dict.fromkeys(optimizers, lambda progress: factor(kind, progress, warmup, decay))
         self.follow()
 
     def follow(self) -> None:
         """Set the next iteration's learning rates."""
-        for optimizer, schedule in self._schedules.items():
-            schedule.set(optimizer, self._progress())
+        for optimizer, times in self._factors.items():
+            set_rates(optimizer, times(self._progress()))

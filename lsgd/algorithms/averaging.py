@@ -19,12 +19,7 @@ def empty_sums(parameters: Flat) -> list[Tensor]:
 def contribute(parameters: Flat, sums: Flat, group: Group, round_id: int, finite: bool | None = None) -> bool:
     """Write this worker's model to ``sums``; if it is non-finite, zeros with a one in the last element.
 
-    Args:
-        parameters: the model.
-        sums: scratch tensors (:func:`empty_sums`).
-        group: the members.
-        round_id: number of the round, for messages.
-        finite: whether the model is finite (:meth:`Algorithm.is_finite`); None: not known.
+    Without ``finite`` it looks itself.
 
     Returns:
         Whether it is finite in all processes of this member.

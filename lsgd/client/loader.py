@@ -32,7 +32,6 @@ class ShardSampler(Sampler[int]):
     the island has other processes.
 
     Args:
-        length: of the dataset.
         place: returns the current (rank, world size) of this worker; in islands, of this process among all processes.
         seed: of the permutations; the same on all workers.
         shuffle: whether to shuffle; if not, a shard is in the dataset's order.
@@ -179,11 +178,7 @@ def peek(batches: Iterator[T]) -> tuple[list[T], Iterator[T]]:
 
 
 class FirstData:
-    """Lets the servers compare the workers' first batches, if lsgd does not shard the data.
-
-    Args:
-        tell: sends the digest of the first batch.
-    """
+    """Lets the servers compare the workers' first batches, if lsgd does not shard the data."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell: Callable[[str], object] | None = tell

@@ -34,7 +34,6 @@ from lsgd.errors import (
     ServerLostError,
 )
 from lsgd.flat import FlatParameters
-from lsgd.learning_rate import RateSchedule
 from lsgd.protocol.messages import Data, Leave, Left, Status, StatusQuery
 from lsgd.run_folder import CHECKPOINTS
 from lsgd.settings import AlgorithmSettings
@@ -323,7 +322,7 @@ class Worker:
         Raises:
             ConfigError: an argument is wrong, or the plan has no end.
         """
-        self._steps.schedules.add(unwrapped(optimizer), RateSchedule(kind, warmup, decay))
+        self._steps.schedules.add(unwrapped(optimizer), kind, warmup, decay)
 
     def report(self, loss: Tensor | float) -> None:
         """Record the loss of a batch; elections compare the mean of the last ones. Never waits for a GPU."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from lsgd.client.iteration.grants import ProgressEstimate
 from lsgd.errors import ConfigError
-from lsgd.learning_rate import RateSchedule, RateSchedules
+from lsgd.learning_rate import RateSchedules, factor, set_rates
 from lsgd.plan.run import RunSettings
 
 ITERATIONS = 800
@@ -90,15 +90,14 @@ def optimizer_of(*rates: float) -> torch.optim.Optimizer:
 
 def test_each_group_has_its_base_and_the_base_survives_the_optimizers_state() -> None:
     optimizer = optimizer_of(0.1, 0.02)
-    schedule = RateSchedule("linear", 0.0, 0.0)
-    schedule.set(optimizer, 0.75)
+    set_rates(optimizer, factor("linear", 0.75, 0.0, 0.0))
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.005])
     again = optimizer_of(0.1, 0.02)
     again.load_state_dict(optimizer.state_dict())
-    schedule.set(again, 0.5)
+    set_rates(again, factor("linear", 0.5, 0.0, 0.0))
     assert [group["lr"] for group in again.param_groups] == pytest.approx([0.05, 0.01])
     again.add_param_group({"params": nn.Linear(1, 1).parameters(), "lr": 0.4})
-    schedule.set(again, 0.25)
+    set_rates(again, factor("linear", 0.25, 0.0, 0.0))
     assert again.param_groups[2]["lr"] == pytest.approx(0.3)
 
 
@@ -106,7 +105,7 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     rate = torch.tensor(0.1)
     optimizer = torch.optim.Adam(nn.Linear(1, 1).parameters(), lr=rate)
     for progress in (0.25, 0.5):
-        RateSchedule("linear", 0.0, 0.0).set(optimizer, progress)
+        set_rates(optimizer, factor("linear", progress, 0.0, 0.0))
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == pytest.approx(0.05)
 
@@ -115,12 +114,12 @@ def test_the_last_schedule_of_an_optimizer_counts_and_others_are_refused() -> No
     bench, one, other = Bench(iterations=100), optimizer_of(0.1), optimizer_of(0.1)
     schedules = RateSchedules(lambda: bench.progress.share(ahead=0.5), [one, other])
     bench.progress.answered(0.5, bench.done)
-    schedules.add([one, other], RateSchedule("wsd", 0.0, 0.2))
-    schedules.add([one], RateSchedule("linear", 0.0, 0.0))
+    schedules.add([one, other], "wsd", 0.0, 0.2)
+    schedules.add([one], "linear", 0.0, 0.0)
     schedules.follow()
     assert one.param_groups[0]["lr"] == pytest.approx(0.1 * 0.49)
     assert other.param_groups[0]["lr"] == pytest.approx(0.1)
     with pytest.raises(ConfigError, match="an optimizer that this worker did not join with; pass the optimizer"):
-        schedules.add([optimizer_of(0.1)], RateSchedule("wsd", 0.0, 0.2))
+        schedules.add([optimizer_of(0.1)], "wsd", 0.0, 0.2)
     with pytest.raises(ConfigError, match="neither iterations nor seconds; add --iterations or --seconds"):
-        RateSchedules(bench.progress.share, [one], endless=True).add([one], RateSchedule("wsd", 0.0, 0.2))
+        RateSchedules(bench.progress.share, [one], endless=True).add([one], "wsd", 0.0, 0.2)

@@ -62,7 +62,6 @@ class Checkpoints:
 
     Args:
         model: its parameters and buffers are saved, including frozen and non-persistent ones.
-        optimizers: their state is saved.
         extra: what else to save, by name.
         folder: where to write checkpoints; None: nowhere.
         resume: where to look for a checkpoint to resume from; None: nowhere.
@@ -118,11 +117,6 @@ class Checkpoints:
 
         All processes of an island restore the same checkpoint, of which all files are undamaged. If it was written by
         another number of processes, the model is resharded.
-
-        Args:
-            worker: its name in the run.
-            digest: digest of its model.
-            summary: description of its model, for people.
 
         Raises:
             ConfigError: all checkpoints are damaged (no error for a restarted worker: the run continues and has the
@@ -226,14 +220,7 @@ class Checkpoints:
         )
 
     def take(self, count: int, algorithm: Algorithm, losses: Sequence[float], done: int) -> Snapshot | None:
-        """Copy the current state, for :meth:`save`; None if the model is not finite, or there is no folder.
-
-        Args:
-            count: iterations of the run.
-            algorithm: of the run.
-            losses: losses of this worker's last batches.
-            done: this worker's iterations since it joined.
-        """
+        """Copy the current state, for :meth:`save`; None if the model is not finite, or there is no folder."""
         if self.folder is None or not self._check_finite(count):
             return None
         loaders = [loader for reference in self._loaders if (loader := reference()) is not None]
@@ -346,10 +333,6 @@ class FiniteCheck:
 
     It checks the trainable parameters, and the floating-point buffers that are finite at construction. A buffer that
     is not (a mask with minus infinity, for example) is meant to be non-finite.
-
-    Args:
-        model: the model to check.
-        island: the processes that share it.
     """
 
     def __init__(self, model: nn.Module, island: Island) -> None:

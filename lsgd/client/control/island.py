@@ -274,11 +274,6 @@ class FollowerChannel(Channel):
     """A channel through the head, for the addresses of process groups only; the head says all else for its island.
 
     The wait for an address ends with its generation or at its own deadline.
-
-    Args:
-        address: of the head's local server.
-        incarnation: of the head.
-        island: that this process belongs to.
     """
 
     def __init__(self, address: str, incarnation: int, island: Island) -> None:

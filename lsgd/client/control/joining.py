@@ -42,13 +42,6 @@ class Membership:
     All processes of an island have the same identity, ``join`` and welcome.
 
     Args:
-        identity: of this process.
-        device: of its model.
-        channel: to the servers.
-        join: the message that it sent them.
-        welcome: their answer.
-        plan: the run's settings.
-        island: the processes that are this worker, this one among them.
         servers: this process's own, if it runs alone.
     """
 
@@ -83,13 +76,8 @@ def join_run(
 ) -> Membership:
     """Join the run of this machine's local server, or run alone; raises as ``Worker.join``.
 
-    Args:
-        model: the worker's.
-        identity: of this process.
-        timeout_s: longest to wait for the other workers.
-        load: restores the checkpoint of the worker with this name, whose model has this digest and summary; returns
-            where it is from.
-        island: the processes that share the model, including this one; all of them call this.
+    All processes of an island call this. ``load`` restores the checkpoint of the worker with this name, whose model has
+    this digest and summary, and returns where it is from.
     """
     try:
         with contextlib.ExitStack() as opened:

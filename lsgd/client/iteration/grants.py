@@ -98,12 +98,6 @@ class ProgressEstimate:
     as those before it (at first, an equal share); time counts if the plan ends by time. The estimate never falls: if
     it is ahead of an answer, it waits. Only if the run goes back to a checkpoint, an answer is below the last one, and
     the estimate follows.
-
-    Args:
-        run: has the plan's end.
-        world_size: workers at the start.
-        done: returns how many iterations this worker has completed.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -172,11 +166,6 @@ class GrantClient:
     """One worker's requests, what the servers have granted it, and the iterations that it has completed.
 
     In an island the head asks, and all processes get its decisions.
-
-    Args:
-        membership: this worker's place in the run.
-        election: its loss, for requests that may open a round.
-        stopwatch: counts the waiting.
 
     Attributes:
         done: iterations completed since it joined.

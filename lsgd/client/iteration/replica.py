@@ -27,9 +27,6 @@ class Replica:
     """One worker's copy of what the run trains.
 
     Args:
-        membership: this worker's place in the run.
-        flat: the model's parameters.
-        model: the model.
         optimizers: their state goes to newcomers, if the plan says so.
         checkpoints: know which of the model's buffers are averaged; and the state of the algorithm in a checkpoint,
             with which the first round starts if its algorithm has the same form.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from numbers import Real
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -164,29 +164,19 @@ class Timings:
         return Timings(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
-class _Elapsed(NamedTuple):
-    """Seconds until a moment, what counts since then, and that moment; replaced as a whole, so threads can read it."""
-
-    seconds: dict[Spent, float]
-    spent: Spent
-    since: float
-
-    def at(self, now: float) -> dict[Spent, float]:
-        return {**self.seconds, self.spent: self.seconds[self.spent] + now - self.since}
-
-
 class Stopwatch:
     """Counts where the training thread's time goes; safe to read from any thread."""
 
     def __init__(self) -> None:
         seconds: dict[Spent, float] = {"": 0.0, "compute": 0.0, "waiting": 0.0, "exchange": 0.0}
-        self._elapsed = _Elapsed(seconds, "", time.perf_counter())
+        spent: Spent = ""  # on what, since the time after it; all three are replaced at once, so threads can read them
+        self._state = seconds, spent, time.perf_counter()
 
     def spend(self, spent: Spent) -> Spent:
         """Count time as ``spent`` from now on; return what it counted as until now."""
-        now, before = time.perf_counter(), self._elapsed
-        self._elapsed = _Elapsed(before.at(now), spent, now)
-        return before.spent
+        now, (_, before, _) = time.perf_counter(), self._state
+        self._state = self._totals(now), spent, now
+        return before
 
     @contextmanager
     def spending(self, spent: Spent) -> Iterator[None]:
@@ -199,8 +189,12 @@ class Stopwatch:
 
     def seconds(self) -> tuple[float, float, float]:
         """Return the seconds of compute, waiting and exchange until now."""
-        total = self._elapsed.at(time.perf_counter())
+        total = self._totals(time.perf_counter())
         return total["compute"], total["waiting"], total["exchange"]
+
+    def _totals(self, now: float) -> dict[Spent, float]:
+        seconds, spent, since = self._state
+        return {**seconds, spent: seconds[spent] + now - since}
 
 
 class ElectionInput:
@@ -210,9 +204,6 @@ class ElectionInput:
     last value is from before the last round, or an eighth of a period old.
 
     Args:
-        membership: its place in the run.
-        replica: what it trains; its algorithm says how leaders are elected.
-        stopwatch: counts the probe's time.
         before: the last losses in the checkpoint that the worker resumes from.
         resumed: whether its model is from a checkpoint.
 

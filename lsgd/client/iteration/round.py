@@ -53,7 +53,6 @@ class ActiveRound:
     """A round in progress on one worker.
 
     Args:
-        order: from the servers.
         snapshot: saved when the round is committed; None: nothing.
 
     Attributes:
@@ -95,10 +94,6 @@ class ActiveRound:
 @dataclass(eq=False)
 class RoundEntry:
     """Enters rounds, and keeps the process groups of the current generation.
-
-    Args:
-        membership: this worker's place in the run.
-        replica: what it trains.
 
     Attributes:
         traffic: bytes that its groups have sent and received.

@@ -38,11 +38,6 @@ class Rounds:
     Some are committed before the forward pass. Others wait for the backward pass; if one fails there, the gradients
     are exchanged again in the next round that the servers order.
 
-    Args:
-        membership: this worker's place in the run.
-        replica: what it trains.
-        checkpoints: of this worker.
-
     Attributes:
         grants: its requests, whose answers order rounds, and its iterations.
         election: its loss, by which leaders are elected.

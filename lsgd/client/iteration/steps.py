@@ -28,11 +28,6 @@ FAIL_AFTER_STEPS = 1024
 class Steps:
     """The steps of one worker. A step in which an optimizer steps is an iteration; other steps keep the grant.
 
-    Args:
-        membership: its place in the run.
-        replica: what it trains; the steps of its optimizers count.
-        checkpoints: of this worker.
-
     Attributes:
         rounds: its rounds, and what it is granted.
         schedules: of the optimizers' learning rates.
