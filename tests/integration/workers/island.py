@@ -106,10 +106,10 @@ def do(worker: Worker) -> None:
     match options.do:
         case "kill":
             assert group is not None
-            votes = iter((True,))
+            votes = iter((True, True))
 
             def vote(value: object) -> list[object]:
-                """In the next round vote once, and die when the exchange is done and the last vote is due."""
+                """In the next round vote twice, and die when the exchange is done and the last vote is due."""
                 if not next(votes, False):
                     os.kill(os.getpid(), signal.SIGKILL)
                 return worker._membership.island.poll(value)
