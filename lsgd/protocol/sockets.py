@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import zmq
 from zmq.utils import z85
@@ -85,7 +85,8 @@ def default_local_address() -> str:
 
 class _Socket:
     def __init__(self, kind: int, address: str) -> None:
-        self._context = zmq.Context(1)
+        self._shared = address.startswith("inproc://")  # both ends have one context
+        self._context = zmq.Context.instance() if self._shared else zmq.Context(1)
         self._socket = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_NBYTES)
@@ -102,7 +103,8 @@ class _Socket:
         if self._monitor is not None:
             self._monitor.close()
         self._socket.close()
-        self._context.term()
+        if not self._shared:
+            self._context.term()
 
     def __enter__(self) -> Self:
         return self
@@ -349,10 +351,17 @@ class Wakeup:
         os.close(self._event)
 
 
+class Source(Protocol):
+    """What a :class:`Poller` waits for, beside sockets."""
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+
+
 class Poller:
     """Waits until one of several sockets has something to receive."""
 
-    def __init__(self, *sources: Listener | Connector | Wakeup) -> None:
+    def __init__(self, *sources: Listener | Connector | Source) -> None:
         self._poller = zmq.Poller()
         self._listeners = [source for source in sources if isinstance(source, Listener)]
         for source in sources:

@@ -4,6 +4,7 @@ import atexit
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import TextIO
@@ -58,9 +59,14 @@ class Memory:
 
 
 class Refusals:
-    """Reports now and then which connections and messages a listener has refused."""
+    """Reports now and then which connections and messages a listener has refused.
 
-    def __init__(self) -> None:
+    Args:
+        complain: prints a line; None: :func:`complain`.
+    """
+
+    def __init__(self, complain: Callable[[str], None] | None = None) -> None:
+        self._complain = complain or globals()["complain"]
         self._next_at = 0.0
 
     def say(self, listener: Listener, now: float) -> None:
@@ -69,38 +75,49 @@ class Refusals:
             return
         self._next_at = now + GUARD_EVERY_S
         for refusal in listener.refusals():
-            complain(refusal)
+            self._complain(refusal)
             self._next_at = now + REFUSALS_EVERY_S
 
 
-class Signals:
-    """Counts SIGTERM and SIGINT: the first asks for a clean end, the second for one at once.
+class Ending:
+    """How often a daemon was asked to end: the first time cleanly, the second time at once.
 
-    A SIGTERM that is ignored from the start stays ignored: the launcher will pass it on.
+    Attributes:
+        wakeup: a source for pollers that shows when it is asked.
+        received: what asked, in order.
     """
 
     def __init__(self) -> None:
         self.wakeup = Wakeup()
         self.received: list[str] = []
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._note)
-        # The parent process may have blocked them until this handler is installed.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number).name)
+    def ask(self, name: str) -> None:
+        """Ask the daemon to end; also from another thread, or a signal handler."""
+        self.received.append(name)
         self.wakeup.set()
 
     @property
     def first(self) -> str:
-        """Name of the first signal, or an empty text."""
+        """What asked first, or an empty text."""
         return self.received[0] if self.received else ""
 
     @property
     def at_once(self) -> bool:
-        """Whether there was a second one."""
+        """Whether it was asked a second time."""
         return len(self.received) > 1
+
+
+class Signals(Ending):
+    """Signals that ask this process to end: SIGTERM, SIGINT and ``more``, but those that are ignored from the start."""
+
+    def __init__(self, *more: signal.Signals) -> None:
+        super().__init__()
+        for number in (signal.SIGTERM, signal.SIGINT, *more):
+            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.ask(signal.Signals(number).name)
 
 
 def _stamp() -> str:
@@ -108,11 +125,18 @@ def _stamp() -> str:
 
 
 def _missing(lines: int) -> str:
-    return f"{_stamp()} {lines} lines are missing here, because they could not be written\n"
+    return f"{_stamp()} {lines} lines skipped (they could not be written)\n"
 
 
+_silenced = False
 _output = Output(_missing)
 atexit.register(_output.flush, FLUSH_WITHIN_S)
+
+
+def silence() -> None:
+    """Print nothing from now on: the servers are threads of a script, whose output is its own."""
+    global _silenced
+    _silenced = True
 
 
 def say(text: str) -> None:
@@ -126,6 +150,8 @@ def complain(text: str) -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
+    if _silenced:
+        return
     line = f"{_stamp()} {text}"
     try:
         descriptor = stream.fileno()

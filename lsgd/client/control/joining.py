@@ -16,7 +16,6 @@ from lsgd.client.control.follower import FollowerChannel
 from lsgd.client.control.identity import Identity, gpu_name, versions
 from lsgd.client.control.island import Island, ManyProcesses
 from lsgd.client.control.network import Interface, interface_towards
-from lsgd.client.control.notices import Notice, is_given
 from lsgd.client.control.solo import Solo, is_alone, launch_line
 from lsgd.errors import ConfigError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.flat import describe
@@ -228,8 +227,6 @@ def _find_server(channel: Channel, identity: Identity) -> Here:
     try:
         here: Here = channel.ask(where, lambda m: isinstance(m, Here), what="looking for the local server")
     except ServerLostError:
-        if is_given(channel.address, Notice.OVER):
-            raise RunOverError("the run is over: its servers on this machine have ended") from None
         raise JoinError(
             f"no local server answers at {channel.address}; start the script with its servers: {launch_line()}; or "
             f"alone: LSGD_SOLO=1, without LSGD_LOCAL; or start a server on this machine by hand: lsgd-server --local "
@@ -249,8 +246,6 @@ def _welcome(channel: Channel, join: Join, timeout_s: float, island: Island) -> 
     try:
         welcome: Welcome = channel.ask(join, lambda m: isinstance(m, Welcome), what=what, timeout_s=timeout_s)
     except (ServerLostError, ExchangeError) as error:
-        if is_given(channel.address, Notice.OVER):
-            raise RunOverError(f"the run is over: {error}") from None
         raise JoinError(str(error)) from None
     try:
         plan = Plan.from_json(welcome.plan)

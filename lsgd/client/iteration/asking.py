@@ -133,7 +133,7 @@ class Asking:
 
     def given_up(self) -> bool:
         """Whether the servers will never answer again."""
-        return self._island.share("continues alone", self._channel.given_up)
+        return self._island.share("continues alone", lambda: self._channel.given_up)
 
     def pause(self) -> None:
         """Give back all grants, and tell the others not to wait until the next request."""

@@ -10,7 +10,6 @@ from lsgd.algorithms import Algorithm
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot
 from lsgd.client.control.joining import Membership
-from lsgd.client.control.notices import Notice, give
 from lsgd.client.iteration.asking import Asking
 from lsgd.client.iteration.enter import Entrance
 from lsgd.client.iteration.exchange import exchange, make_consensus
@@ -124,7 +123,6 @@ class Rounds:
             ends = not continues or (is_global and self._tally.committed > before)
         self._asking.stopped = True
         if not self.has_consensus:
-            give(self._channel.address, Notice.ENDED, self._who[0])
             logger.info(
                 "%s leaves after %d iterations: the run continues without it, and its model is not the consensus, but "
                 "that of round %d",
