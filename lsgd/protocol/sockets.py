@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -78,8 +79,22 @@ def public_key(secret: bytes) -> bytes:
 
 
 def default_local_address() -> str:
-    """Return the default address of this machine's local server: a socket of this user."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or f"{tempfile.gettempdir()}/lsgd-{os.getuid()}"
+    """Return the default address of this machine's local server: a socket of this user.
+
+    Raises:
+        ConfigError: its folder is where others could have made it, and they have, or can write it.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if not base:
+        base = f"{tempfile.gettempdir()}/lsgd-{os.getuid()}"
+        with contextlib.suppress(FileNotFoundError):
+            status = os.lstat(base)
+            if status.st_uid != os.getuid() or status.st_mode & 0o022 or not stat.S_ISDIR(status.st_mode):
+                raise ConfigError(
+                    f"the folder of the local server's socket, {base}, is not yours alone: another user may have made "
+                    f"it, or can write it. Remove it, or choose another address: LSGD_LOCAL=ipc://PATH for the "
+                    f"workers, --listen ipc://PATH for the server"
+                )
     return f"ipc://{base}/lsgd-local.sock"
 
 

@@ -125,7 +125,7 @@ def _stamp() -> str:
 
 
 def _missing(lines: int) -> str:
-    return f"{_stamp()} {lines} lines skipped (they could not be written)\n"
+    return f"{_stamp()} {lines} lines are missing here, because they could not be written\n"
 
 
 _silenced = False
