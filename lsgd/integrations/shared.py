@@ -56,7 +56,8 @@ def state_of_run(worker: Worker) -> dict[str, Any]:
         status = worker.status()
         state["lsgd_round"] = status["rounds_global"]
         leaders = [each["worker"] for each in status["leaders"] if each["scope"] == "global"]
-        state["lsgd_leader"] = leaders[-1] if leaders else ""
+        if worker.algorithm.elects:
+            state["lsgd_leader"] = leaders[-1] if leaders else ""
     return state
 
 

@@ -36,7 +36,7 @@ OTHER_VARIABLES = frozenset(
 
 
 DEFAULT = LocalSettings
-"""The algorithm of a plan that names none. docs/performance/convergence.md has the figures behind the choice."""
+"""The algorithm of a plan that names none. benchmarks/results/convergence.md has the figures behind the choice."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ def view(run: RunView) -> Group:
     workers = run.workers.values()
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     table.add_column("worker", no_wrap=True, overflow="ellipsis")
-    for name in ("rank", "state", "iterations", "loss", "led", "heard"):
+    led = ("led",) if run.elects else ()
+    for name in ("rank", "state", "iterations", "loss", *led, "heard"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for worker in workers:
         table.add_row(
@@ -75,7 +76,7 @@ def view(run: RunView) -> Group:
             worker.state,
             str(worker.done),
             "-" if worker.loss is None else f"{worker.loss:.4g}",
-            str(worker.times_leader),
+            *[str(worker.times_leader) for _ in led],
             f"{worker.heard_s:.1f} s",
         )
     ways = [Text(f"node{way['nodes'][0]} and node{way['nodes'][1]}: {way['way']}") for way in run.ways]

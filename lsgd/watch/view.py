@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lsgd.algorithms import ALGORITHMS
 from lsgd.protocol.events import (
     Event,
     GenerationBegan,
@@ -225,6 +226,11 @@ class RunView:
         self.counters.restarts += batch.restarted
         for event in batch.events:
             self.fold(event)
+
+    @property
+    def elects(self) -> bool:
+        """Whether workers take over what an elected leader has, so that it matters who leads; if unknown, it does."""
+        return self.algorithm not in ALGORITHMS or ALGORITHMS[self.algorithm].elects
 
     @property
     def rate(self) -> float:

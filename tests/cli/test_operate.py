@@ -124,6 +124,9 @@ def test_the_table_of_members():
     assert lines[3] == "period 24: a round takes 1.2 s, a step 0.05 s"
     assert lines[5].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
     assert lines[6].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]
+    console.print(terminal.view(RunView(status | {"algorithm": "local"})))  # which has no leaders
+    lines = console.file.getvalue().splitlines()
+    assert lines[-2].split() == ["node0/worker0", "0", "live", "12", "0.1235", "0.0", "s"]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ def test_the_data_say_who_leads_who_is_slow_and_who_is_gone():
     assert loss["counts"][:3] == [0, 50, 100] and loss["workers"]["node0/worker1"][0] is None  # not finite
     assert loss["consensus"][0] == [0, 2.0]
     assert loss["leaders"][:2] == [[0, 2.0, "node0/worker0"], [100, 2.0, "node0/worker1"]]
+    story.view.algorithm = "local"  # which has no leaders
+    assert snapshot(story)["loss"]["leaders"] == [] and snapshot(story)["recent"]["elects"] is False
     fast, slow = data["workers"]
     assert (fast["compute"], slow["compute"]) == pytest.approx((0.75, 0.25)) and fast["rate"] == pytest.approx(5)
     assert slow["state"] == "left" and slow["reason"] == "its process has ended"

@@ -172,7 +172,7 @@ def snapshot(story: Story) -> dict[str, Any]:
         "connected": view.connected,
         "problem": story.problem,
         "head": _head(view),
-        "loss": losses(story.loss_rounds(), [w.worker for w in shown], (view.count, {w.worker: w.loss for w in shown})),
+        "loss": losses(story, [w.worker for w in shown], (view.count, {w.worker: w.loss for w in shown})),
         "recent": _window(story, shown, recent=True),
         "whole": _window(story, shown, recent=False),
         "gaps": [[w.worker, g.state, g.code, g.reason, g.begin, g.end] for w in shown for g in w.gaps],
@@ -199,7 +199,7 @@ def finished(document: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -
     workers = [worker | {"heard_s": None} for worker in page["workers"]]
     return page | {
         "head": page["head"] | {"rate": rate, "left_s": None},
-        "loss": losses(story.loss_rounds(), [worker["worker"] for worker in workers], None),
+        "loss": losses(story, [worker["worker"] for worker in workers], None),
         "workers": workers,
         "names": [],
     }
@@ -211,20 +211,20 @@ def setting_names(algorithm: str) -> list[str]:
     return sorted({*changeable(RunSettings), *own})
 
 
-def losses(
-    rounds: Sequence[RoundView], workers: Sequence[str], now: tuple[int, Mapping[str, float | None]] | None
-) -> dict[str, Any]:
-    """Return the curves: of each worker, of the mean at global rounds, and where the leader changes.
+def losses(story: Story, workers: Sequence[str], now: tuple[int, Mapping[str, float | None]] | None) -> dict[str, Any]:
+    """Return the curves: of each worker, of the mean at global rounds, and where the leader changes, if leaders matter.
 
     Args:
-        rounds: by increasing count.
+        story: the run's history.
         workers: names of the workers to include.
         now: the run's current count and losses, for the last point; None: omit it.
     """
+    rounds = story.loss_rounds()
     most = min(MAX_POINTS, max(MIN_POINTS, MAX_LOSSES // max(1, len(workers))))
     kept = [(r.count, r.losses) for r in _thinned(rounds, most)] + ([now] if now else [])
     leads = [r for r in rounds if r.scope == "global"]
     changes = [r for i, r in enumerate(leads) if i == 0 or leads[i - 1].leader != r.leader]
+    changes = changes if story.view.elects else []
     return {
         "counts": [count for count, _ in kept],
         "workers": {w: [_number(by_worker.get(w)) for _, by_worker in kept] for w in workers},
@@ -235,7 +235,7 @@ def losses(
 
 
 def _head(view: RunView) -> dict[str, Any]:
-    names = (*TOLD, "share", "lost", "time", "left_s", "rate")
+    names = (*TOLD, "share", "lost", "time", "left_s", "rate", "elects")
     return {name: getattr(view, name) for name in names} | {"loss": _number(view.loss)}
 
 
@@ -267,7 +267,8 @@ def _window(story: Story, shown: Sequence[WorkerView], *, recent: bool) -> dict[
             inside = [(t, r) for t, r in timed if r.scope == scope and t >= over.begin]
             marks += [_mark(t, r) for t, r in _thinned(inside, MAX_MARKS)]
     rows = {name: shares(each, over) for name, each in points.items()}
-    return over._asdict() | traffic(points.values(), over) | {"rows": rows, "rounds": marks}
+    drawn = {"rows": rows, "rounds": marks, "elects": story.view.elects}
+    return over._asdict() | traffic(points.values(), over) | drawn
 
 
 def _mark(time: float, round_: RoundView) -> list[Any]:
