@@ -2,7 +2,6 @@
 
 import pytest
 
-
 METHODS = {
     "leader": ("--period", "8", "--local-period", "4"),
     "elastic": ("--period", "4"),

@@ -654,7 +654,10 @@ class TestPlace:
     @pytest.mark.parametrize(
         ("variables", "message"),
         [
-            ({"PET_NODE_RANK": "0", "PET_NNODES": "1:4"}, "PET_NNODES of Kubeflow is '1:4', not an integer; pass --node"),
+            (
+                {"PET_NODE_RANK": "0", "PET_NNODES": "1:4"},
+                "PET_NNODES of Kubeflow is '1:4', not an integer; pass",
+            ),
             ({"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "torchrun --nproc-per-node 1"),
         ],
     )

@@ -1,6 +1,5 @@
 """The supervisor with real processes: shells that print, fail, refuse to end, or leave something behind."""
 
-import contextlib
 import json
 import os
 import pty
@@ -262,7 +261,9 @@ def test_failed_server_ends_the_workers(start):
 
 def test_process_that_refuses_to_end_is_killed(start):
     bad = 'until compgen -G "$HERE/*.ready" >/dev/null; do sleep 0.02; done; exit 5'
-    status, out, _ = start(bad=bad, stubborn=STUBBORN, patience={"STOP_PATIENCE_S": 0.3, "TERM_PATIENCE_S": 0.5}).finish()
+    status, out, _ = start(
+        bad=bad, stubborn=STUBBORN, patience={"STOP_PATIENCE_S": 0.3, "TERM_PATIENCE_S": 0.5}
+    ).finish()
     assert status == 5
     assert "SIGKILL to stubborn" in out
 
@@ -525,7 +526,6 @@ class TestTranscript:
         transcript, shown = made
         transcript.feed(b"\x1b[31mred\x1b[0m\n\x1b[?25h\n\n")
         assert shown() == b"[w] red\n[w] \n"
-
 
     def test_a_line_without_an_end_is_cut(self, made, tmp_path):
         transcript, shown = made
