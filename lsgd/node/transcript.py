@@ -55,6 +55,9 @@ class Log:
         self._why = ""
         self._said_at: float | None = None
         self._is_said = False
+
+    def open(self) -> None:
+        """Create the file, if that is possible now."""
         with suppress(OSError):  # the first line says so
             self._open()
 
@@ -124,6 +127,10 @@ class Transcript:
         self._nchars = 0
         self._returned = False  # what comes next overwrites the line
         self._shown_s = time.monotonic()
+
+    def open(self) -> None:
+        """Create the log."""
+        self._log.open()
 
     def feed(self, data: bytes) -> None:
         """Process output bytes."""
@@ -198,6 +205,7 @@ class Reading:
         self._selector = selectors.EpollSelector()
         self._wakeup = Wakeup()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
+        self._new: deque[tuple[int, Transcript]] = deque()
         self._ended: deque[Transcript] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="lsgd-reading", daemon=True)
@@ -206,8 +214,8 @@ class Reading:
         """Read from a descriptor until its end, and close it then."""
         if not self._thread.ident:
             self._thread.start()
-        os.set_blocking(descriptor, False)
-        self._selector.register(descriptor, selectors.EVENT_READ, transcript)
+        self._new.append((descriptor, transcript))
+        self._wakeup.set()
 
     def end(self, transcript: Transcript) -> None:
         """Read only what is there already: its process has ended."""
@@ -228,7 +236,11 @@ class Reading:
                     self._wakeup.clear()
                 elif not self._read(key.fd, key.data):
                     self._close(key.fd)
-            ended = {self._ended.popleft() for _ in range(len(self._ended))}
+            ended = {self._ended.popleft() for _ in range(len(self._ended))}  # none is new later
+            for descriptor, transcript in [self._new.popleft() for _ in range(len(self._new))]:
+                transcript.open()
+                os.set_blocking(descriptor, False)
+                self._selector.register(descriptor, selectors.EVENT_READ, transcript)
             for key in list(self._selector.get_map().values()):
                 if key.data and (self._closing or key.data in ended):
                     self._read(key.fd, key.data)

@@ -425,6 +425,17 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(start, tmp_path):
     assert (tmp_path / "server.log").read_text() == "one\n"
 
 
+def test_a_disk_that_hangs_holds_up_nothing_but_output(start, tmp_path):
+    """A pipe without a reader takes the place of the log: who opens it waits."""
+    os.mkfifo(tmp_path / "worker.log")
+    once = "if [ ! -e $HERE/once ]; then touch $HERE/once; kill -KILL $$; fi; echo again; touch $HERE/done"
+    supervised = start(server=SERVER, worker=once, restarts=1, patience={"LINGER_S": 0.1})
+    until((tmp_path / "done").exists, "the worker is killed, and started again")
+    with open(os.open(tmp_path / "worker.log", os.O_RDWR), "rb", buffering=0) as log:
+        assert log.read(100) == b"again\n"
+        assert supervised.finish()[0] == 0
+
+
 def test_a_log_goes_on_when_there_is_space_again(start, tmp_path):
     """A limit of the system takes the place of a full disk: it can be lifted."""
     waits = "until [ -e $HERE/{0} ]; do sleep 0.05; done; "
