@@ -59,7 +59,7 @@ JOURNAL = "journal.sqlite"
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchSettings:
     """What one node runs.
 
     Args:
@@ -98,7 +98,7 @@ class Launch:
         return len(self.devices) // self.processes
 
 
-def launch(settings: Launch) -> int:
+def launch(settings: LaunchSettings) -> int:
     """Run the servers and workers of this node until they end; return the exit status.
 
     Raises:
@@ -139,7 +139,7 @@ def launch(settings: Launch) -> int:
 
 
 def _run(
-    settings: Launch,
+    settings: LaunchSettings,
     network: str,
     keys: ConnectorKeys | None,
     servers: Mapping[str, Sequence[str]],
@@ -168,7 +168,9 @@ def _run(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _servers(settings: Launch, servers: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Iterator[Command]:
+def _servers(
+    settings: LaunchSettings, servers: Mapping[str, Sequence[str]], environ: Mapping[str, str]
+) -> Iterator[Command]:
     """Yield the commands of the servers with these arguments."""
     for name, arguments in servers.items():
         yield Command(
@@ -194,7 +196,7 @@ def _network_address(place: Place, port: int) -> str:
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 
-def _access(settings: Launch, network: str) -> tuple[list[str], ConnectorKeys | None, list[str]]:
+def _access(settings: LaunchSettings, network: str) -> tuple[list[str], ConnectorKeys | None, list[str]]:
     """Return the global server's key arguments, this node's keys, and lines to print; empty without keys.
 
     Node 0 makes the keys of all nodes and returns the commands that start the others. Another node waits until its
@@ -248,7 +250,7 @@ def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
     print(f"{LAUNCHER}others can read this output, so the other nodes' tokens are in {where}", flush=True)
 
 
-def _shared_servers(settings: Launch, network: str, keys: Sequence[str]) -> dict[str, list[str]]:
+def _shared_servers(settings: LaunchSettings, network: str, keys: Sequence[str]) -> dict[str, list[str]]:
     """Return the arguments, by name, of the servers that node 0 runs for all nodes: with a relay if it can help.
 
     The global server waits for the workers of all nodes, or for as many as the plan says.
@@ -280,7 +282,7 @@ def _shared_servers(settings: Launch, network: str, keys: Sequence[str]) -> dict
     }
 
 
-def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[Command]:
+def _workers(settings: LaunchSettings, local: str, environ: Mapping[str, str]) -> list[Command]:
     node = settings.place.node
     threads = max(1, len(os.sched_getaffinity(0)) // len(settings.devices))
     commands = []
@@ -314,7 +316,7 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
     return commands
 
 
-def _worker(settings: Launch, index: int) -> tuple[Sequence[str], dict[str, str]]:
+def _worker(settings: LaunchSettings, index: int) -> tuple[Sequence[str], dict[str, str]]:
     """Return a worker's command, and the variables with its devices."""
     devices = settings.devices[index * settings.processes : (index + 1) * settings.processes]
     if settings.processes == 1:
@@ -324,7 +326,7 @@ def _worker(settings: Launch, index: int) -> tuple[Sequence[str], dict[str, str]
     return [*_ISLAND, ",".join(devices), "--", *settings.command], shown
 
 
-def _observers(settings: Launch, network: str, environ: Mapping[str, str]) -> Iterator[Command]:
+def _observers(settings: LaunchSettings, network: str, environ: Mapping[str, str]) -> Iterator[Command]:
     """Yield the commands of the processes that write the curves and show the run's page."""
     insecure = ["--insecure"] * settings.insecure
     if settings.log_to:
@@ -338,5 +340,5 @@ def _observers(settings: Launch, network: str, environ: Mapping[str, str]) -> It
         yield Command("dashboard", arguments, environ, _log(settings, "dashboard"), role=Role.PAGE)
 
 
-def _log(settings: Launch, name: str) -> Path:
+def _log(settings: LaunchSettings, name: str) -> Path:
     return settings.run_dir / f"{name.replace('/', '-')}.log"

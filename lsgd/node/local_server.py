@@ -124,7 +124,7 @@ class LocalServer:
         self._stop = ""  # why the run is to stop, until the global server has heard it
         self._given_up = False  # no server can tell the workers anything any more
         self._dead: dict[bytes, bytes] = {}  # by socket: the Leave of workers whose processes have ended
-        self._refusals = Refusals(complain)
+        self._refusals = Refusals()
         self._turned_at = time.monotonic()
         self._started_at = self._turned_at
         self._greeted_at = self._said_at = self._turned_at - 60
@@ -190,7 +190,8 @@ class LocalServer:
         self._upward(now)
         self._report_dead()
         self._downward(now)
-        self._refusals.say(self._listener, now)
+        for refusal in self._refusals.report(self._listener, now):
+            self._complain(refusal)
         if now - self._greeted_at >= HELLO_EVERY_S and not self.over and not self._last_word:
             self._global.send([encode(self._hello()), *[encode(StopRun(self._stop))] * bool(self._stop)])
             self._greeted_at = now

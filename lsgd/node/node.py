@@ -138,6 +138,7 @@ class Node:
                 self._panel.close()
             self._reading.close()
             self._screen.close()
+            signals.restore()
         status, state, why = self._outcome()
         self.end = state, why
         return status

@@ -97,9 +97,10 @@ class Lifeline:
 
     def hold(self) -> None:
         """Let the group of the calling process depend on it. Called by the child before it runs its command."""
-        fcntl.fcntl(self.reading, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(self.reading, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(self.reading, fcntl.F_SETFL, fcntl.fcntl(self.reading, fcntl.F_GETFL) | os.O_ASYNC)
+        with suppress(OSError):  # a kernel without it
+            fcntl.fcntl(self.reading, fcntl.F_SETOWN, -os.getpgrp())
+            fcntl.fcntl(self.reading, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(self.reading, fcntl.F_SETFL, fcntl.fcntl(self.reading, fcntl.F_GETFL) | os.O_ASYNC)
 
     def close(self) -> None:
         """Close it, which kills what is left of the group."""
@@ -215,8 +216,9 @@ class Child:
             number = signal.SIGINT
         self.was_told = True
         self._sent.add(number)
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+        if self._process.returncode is None:  # else the number may be another's
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
 
     def has_ended(self) -> bool:
         """Whether it has ended and its last lines are shown; if so, set ``status``. The rest of its group is killed."""

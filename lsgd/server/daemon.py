@@ -3,8 +3,9 @@
 import atexit
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import TextIO
@@ -59,23 +60,18 @@ class Memory:
 
 
 class Refusals:
-    """Reports now and then which connections and messages a listener has refused.
+    """Reports now and then which connections and messages a listener has refused."""
 
-    Args:
-        complain: prints a line; None: :func:`complain`.
-    """
-
-    def __init__(self, complain: Callable[[str], None] | None = None) -> None:
-        self._complain = complain or globals()["complain"]
+    def __init__(self) -> None:
         self._next_at = 0.0
 
-    def say(self, listener: Listener, now: float) -> None:
-        """Report what was refused since the last report, if that was long enough ago."""
+    def report(self, listener: Listener, now: float) -> Iterator[str]:
+        """Yield a line for what was refused since the last report, if that was long enough ago."""
         if now < self._next_at:
             return
         self._next_at = now + GUARD_EVERY_S
         for refusal in listener.refusals():
-            self._complain(refusal)
+            yield refusal
             self._next_at = now + REFUSALS_EVERY_S
 
 
@@ -112,9 +108,13 @@ class Signals(Ending):
 
     def __init__(self, *more: signal.Signals) -> None:
         super().__init__()
-        for number in (signal.SIGTERM, signal.SIGINT, *more):
-            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._note)
+        numbers = [number for number in (signal.SIGTERM, *more) if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, *numbers)}
+
+    def restore(self) -> None:
+        """Handle signals as before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.ask(signal.Signals(number).name)
@@ -128,15 +128,14 @@ def _missing(lines: int) -> str:
     return f"{_stamp()} {lines} lines are missing here, because they could not be written\n"
 
 
-_silenced = False
+_silent = threading.local()
 _output = Output(_missing)
 atexit.register(_output.flush, FLUSH_WITHIN_S)
 
 
 def silence() -> None:
-    """Print nothing from now on: the servers are threads of a script, whose output is its own."""
-    global _silenced
-    _silenced = True
+    """Print nothing from this thread: it serves a script, whose output is its own."""
+    _silent.on = True
 
 
 def say(text: str) -> None:
@@ -150,7 +149,7 @@ def complain(text: str) -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    if _silenced:
+    if getattr(_silent, "on", False):
         return
     line = f"{_stamp()} {text}"
     try:

@@ -174,7 +174,8 @@ class GlobalDaemon:
     def _guard(self, now: float) -> bool:
         """Forget who is gone and report who was refused; drop all connections if memory fills, and return whether."""
         self._routes = {who: peer for who, peer in self._routes.items() if self._state.roster.find(*who)}
-        self._refusals.say(self._listener, now)
+        for refusal in self._refusals.report(self._listener, now):
+            complain(refusal)
         if self._memory is None or not self._memory.overgrown():
             return False
         complain(

@@ -6,16 +6,20 @@ import shlex
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lsgd.client.control.identity import INDEX_VARIABLES
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import read
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.sockets import Connector, Listener, default_local_address
+
+if TYPE_CHECKING:
+    from lsgd.server.daemon import Ending
 
 logger = logging.getLogger("lsgd")
 
@@ -38,13 +42,12 @@ class Solo:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         from lsgd.node.local_server import LocalServer  # only where a script runs alone
-        from lsgd.server.daemon import Ending, silence
+        from lsgd.server.daemon import Ending
         from lsgd.server.global_daemon import GlobalDaemon, begin
 
         path = environ.get("LSGD_PLAN")
         plan = read(Path(path) if path else None, environ, {}).plan
         _say(plan.run)
-        silence()
         token = secrets.token_hex(8)
         above, self.address = f"inproc://lsgd-global-{token}", f"inproc://lsgd-local-{token}"
         self._open = ExitStack()
@@ -55,7 +58,7 @@ class Solo:
         self._endings = Ending(), Ending()
         runs = GlobalDaemon(coordinator, listener, watches_memory=False).run, LocalServer(0, 1, workers, link).run
         self._threads = [
-            threading.Thread(target=run, args=(ending,), name="lsgd-server", daemon=True)
+            threading.Thread(target=_serve, args=(run, ending), name="lsgd-server", daemon=True)
             for run, ending in zip(runs, self._endings, strict=True)
         ]
         for thread in self._threads:
@@ -69,6 +72,13 @@ class Solo:
         for thread in self._threads:
             thread.join(END_WITHIN_S)
         self._open.close()
+
+
+def _serve(run: "Callable[[Ending], int]", ending: "Ending") -> None:
+    from lsgd.server.daemon import silence
+
+    silence()
+    run(ending)
 
 
 def is_alone(environ: Mapping[str, str]) -> bool:
