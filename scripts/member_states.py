@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from lsgd.server.member_states import TRANSITIONS, MemberState
+from lsgd.server.roster import TRANSITIONS, MemberState
 
 PAGE = Path(__file__).parents[1] / "docs" / "design.md"
 

@@ -49,7 +49,7 @@ TOGETHER = {"client/control/solo.py"}
 """Where APART does not hold: a script that runs alone has the servers in its own process."""
 
 ONLY_IN = {
-    "zmq": {"protocol/sockets.py", "protocol/gate.py", "protocol/monitor.py"},
+    "zmq": {"protocol/sockets.py", "protocol/gate.py"},
     "cupy": {"kernels/cuda/path.py"},
     "matplotlib": {"watch/curve.py"},
     "tornado": {"watch/dashboard/server.py"},

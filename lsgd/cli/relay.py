@@ -13,8 +13,8 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
 from lsgd.client.groups.relayed import Meet
+from lsgd.protocol.credentials import Ticket, secret_of_relay, secret_of_run
 from lsgd.protocol.keys import KeyRing
-from lsgd.protocol.tickets import Ticket, secret_of_relay, secret_of_run
 
 STARTS_WITHIN_S = 10.0
 _RUN = b"doctor"

@@ -11,7 +11,6 @@ from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,
     GivenUp,
-    Here,
     Join,
     Leave,
     Left,
@@ -29,7 +28,8 @@ from lsgd.protocol.messages import (
     StopRun,
     VersionError,
     Waiting,
-    Where,
+    WorkerHello,
+    WorkerHelloReply,
     decode,
     encode,
     kind_of,
@@ -215,7 +215,7 @@ class LocalServer:
         hopeless = self._given_up or (self.over and now > self._ends_at)
         for peer, frames in self._listener.receive():
             for frame in frames:
-                if kind_of(frame) is Where:
+                if kind_of(frame) is WorkerHello:
                     self._greet(peer, frame)
                     continue
                 if self._ending and kind_of(frame) is Join:
@@ -247,10 +247,10 @@ class LocalServer:
             self._complain(f"refused a worker: {reason}")
             self._listener.send(peer, [encode(Refused(reason))])
             return
-        assert isinstance(where, Where)
+        assert isinstance(where, WorkerHello)
         if peer == str(where.incarnation).encode():  # the name of every worker's socket
             self.processes.watch(peer, where.pid, where.pid_namespace)
-        self._listener.send(peer, [encode(Here(self._node, self._global.address))])
+        self._listener.send(peer, [encode(WorkerHelloReply(self._node, self._global.address))])
 
     def _dismiss(self, peer: bytes, frame: bytes) -> None:
         """Tell a worker that joins too late that the run is over."""

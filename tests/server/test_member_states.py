@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.server.member_states import TRANSITIONS, MemberState
-from lsgd.server.roster import Member, Roster
+from lsgd.server.roster import TRANSITIONS, Member, MemberState, Roster
 from scripts.member_states import table
 
 from .helpers import greeting

@@ -42,8 +42,10 @@ class Solo:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         from lsgd.node.local_server import LocalServer  # only where a script runs alone
+        from lsgd.server.coordinator import Coordinator
         from lsgd.server.daemon import Ending
-        from lsgd.server.global_daemon import GlobalDaemon, begin
+        from lsgd.server.global_daemon import GlobalDaemon
+        from lsgd.server.journal import begin
 
         path = environ.get("LSGD_PLAN")
         plan = read(Path(path) if path else None, environ, {}).plan
@@ -54,7 +56,7 @@ class Solo:
         listener = self._open.enter_context(Listener(above))
         workers = self._open.enter_context(Listener(self.address))
         link = self._open.enter_context(Connector(above, b"node0#1"))
-        coordinator = begin(replace(plan, run=replace(plan.run, workers=1)), None)
+        coordinator = Coordinator(begin(replace(plan, run=replace(plan.run, workers=1)), None))
         self._endings = Ending(), Ending()
         runs = GlobalDaemon(coordinator, listener, watches_memory=False).run, LocalServer(0, 1, workers, link).run
         self._threads = [
