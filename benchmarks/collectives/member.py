@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from benchmarks.testbed.interface import sent_with_headers_nbytes
 from lsgd.client.groups.base import Members
 from lsgd.client.groups.torch_group import TorchGroup
-from lsgd.codecs.minmax8 import MinMax8
+from lsgd.codecs.minmax import MinMax8
 from lsgd.collectives.two_round import QuantizedAllReduce
 
 TIMEOUT_S = 120.0

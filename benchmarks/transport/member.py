@@ -18,7 +18,7 @@ from lsgd.client.groups.tcp.group import TcpGroup
 from lsgd.client.groups.tcp.mesh import Mesh
 from lsgd.client.groups.tcp.tls import contexts
 from lsgd.client.groups.torch_group import TorchGroup
-from lsgd.codecs.minmax8 import MinMax8
+from lsgd.codecs.minmax import MinMax8
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.protocol.certificates import run_certificate
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from lsgd.codecs.base import Codec, check_vector, flags_of
+from lsgd.errors import ConfigError
 from lsgd.kernels import Kernels, kernels_for
 from lsgd.kernels.arithmetic import dither
 from lsgd.lazy import Tensor, torch
@@ -39,17 +40,18 @@ class Blockwise(Codec):
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
         """Write the parts of each block."""
         check_vector(x)
-        x, numel = x.detach(), x.numel()
+        x, numel, seed = x.detach(), x.numel(), self._key(seed)
         parts = self._begin_parts(payload, numel, x.dtype)
         kernels, taken = self._kernels(x.device, numel)
         if kernels is not None:
-            values = x[:taken] if kernels.narrow else x[:taken].to(torch.float32)
-            kernels.encode(values, parts, flags_of(payload), seed if self.stochastic else None)
+            values = x[:taken] if taken < numel else x
+            values = values if kernels.narrow else values.to(torch.float32)
+            kernels.encode(values, parts, flags_of(payload), seed)
         if taken < numel:
             payload[FLAGS_OFFSET] |= ~x[taken:].isfinite().all()
-        for here, *pieces in self._pieces(taken, numel, x.device, parts):
+        for here, *pieces in self._pieces(taken, numel, x.device, parts) if taken < numel else ():
             values = x[here].to(torch.float32)
-            if seed is None or not self.stochastic:
+            if seed is None:
                 self.encode_blocks(values, *pieces)
             else:
                 self.encode_at_random(values, dither(here.start, here.stop, seed, x.device), *pieces)
@@ -76,8 +78,8 @@ class Blockwise(Codec):
         parts = self._parts(payload, numel)
         kernels, taken = self._kernels(out.device, numel)
         if kernels is not None:
-            kernels.decode(parts, out[:taken], alpha)
-        for here, *pieces in self._pieces(taken, numel, out.device, parts):
+            kernels.decode(parts, out[:taken] if taken < numel else out, alpha)
+        for here, *pieces in self._pieces(taken, numel, out.device, parts) if taken < numel else ():
             piece = out[here]
             value = self.decode_blocks(piece.numel(), *pieces).view(-1)[: piece.numel()]
             if alpha is not None:
@@ -87,10 +89,10 @@ class Blockwise(Codec):
     def reduce(self, payloads: Sequence[Tensor], out: Tensor, *, mean: bool) -> None:
         """Write the sum or mean of vectors, in one pass if the kernels can."""
         kernels, taken = self._kernels(out.device, out.numel())
-        if kernels is None or not kernels.reduces:
+        check_vector(out)
+        if kernels is None or not kernels.reduces or out.dtype != torch.float32:
             super().reduce(payloads, out, mean=mean)
         else:
-            check_vector(out)
             parts = [self._parts(payload, taken) for payload in payloads]
             kernels.reduce(parts, out, 1.0 / len(payloads) if mean else 1.0)
 
@@ -105,7 +107,13 @@ class Blockwise(Codec):
             members = [self._parts(each, numel) for each in payloads]
             parts = self._begin_parts(payload, numel, torch.float32)
             weight = 1.0 / len(payloads) if mean else 1.0
-            kernels.reduce_encode(members, weight, parts, flags_of(payload), numel, seed)
+            kernels.reduce_encode(members, weight, parts, flags_of(payload), numel, self._key(seed))
+
+    def _key(self, seed: int | None) -> int | None:
+        """Return the key of stochastic rounding; None: nearest."""
+        if seed is not None and not 0 <= seed < 1 << 64:
+            raise ConfigError(f"seed must be in 0 … 2**64 - 1, but is {seed}")
+        return seed if self.stochastic else None
 
     def kernels_on(self, device: torch.device) -> Kernels | None:
         """Return the kernels for a device, if there are any."""
@@ -128,8 +136,7 @@ class Blockwise(Codec):
         self.begin_unflagged(payload, numel, dtype)
         parts, gaps = self._split(payload, numel)
         for gap in gaps:
-            if gap.numel():
-                gap.zero_()
+            gap.zero_()
         return parts
 
     def _parts(self, payload: Tensor, numel: int) -> Sequence[Tensor]:
@@ -139,8 +146,11 @@ class Blockwise(Codec):
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return the parts of a payload, and what is between them."""
-        sizes = [nbytes for size in self.sizes(numel) for nbytes in (size, -size % self.alignment)]
-        _, *pieces = payload.split_with_sizes([HEADER_NBYTES, *sizes])
+        sizes = self.sizes(numel)
+        if all(size % self.alignment == 0 for size in sizes):
+            return payload.split_with_sizes([HEADER_NBYTES, *sizes])[1:], ()
+        with_gaps = [nbytes for size in sizes for nbytes in (size, -size % self.alignment)]
+        _, *pieces = payload.split_with_sizes([HEADER_NBYTES, *with_gaps])
         return pieces[::2], pieces[1::2]
 
     def _pieces(

@@ -20,6 +20,7 @@ import torch
 IS_X86: Final = platform.machine() in ("x86_64", "AMD64")
 
 _log = logging.getLogger(__name__)
+_engines: list[object] = []  # what owns the code
 
 # void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags)
 _Parallel = Callable[[int, int, int, int], None]
@@ -44,7 +45,7 @@ def usable_host() -> tuple[str, str]:
 
 
 def compiled(text: str, cpu: str, features: str) -> Callable[[str], int]:
-    """Compile LLVM assembly and return what gives the address of each function by name; it keeps the code alive.
+    """Compile LLVM assembly and return what gives the address of each function by name; the code stays for good.
 
     Args:
         text: LLVM assembly.
@@ -65,6 +66,7 @@ def compiled(text: str, cpu: str, features: str) -> Callable[[str], int]:
     passes.getModulePassManager().run(module, passes)
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
+    _engines.append(engine)
     address: Callable[[str], int] = functools.cache(engine.get_function_address)
     return address
 

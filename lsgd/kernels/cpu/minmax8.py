@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Final
+from collections.abc import Sequence
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 from llvmlite import ir
@@ -31,8 +30,7 @@ BIG_BLOCK: Final = 1 << 18  # above this, threads share a block
 STREAM_NBYTES: Final = 8 << 20  # outputs from this size bypass the caches, which they would only flush
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Where elements are read from; in decoding, what they are written as.
 
     Attributes:
@@ -221,12 +219,12 @@ class _Rooms:
 
 
 @functools.cache
-def _entry(target: tuple[str, str], source: Source, name: str, **variant: bool) -> Callable[[], int]:
-    """Return what gives the address of a kernel, compiled here; each has a module of its own."""
+def _entry(target: tuple[str, str], source: Source, name: str, **variant: bool) -> int:
+    """Return the address of a kernel, compiled at the first call, in a module of its own."""
     program = Program(source)
     emit = functools.partial(getattr(program, f"emit_{name}"), **variant)
     add_entry(program.module, name, each_block(emit) if name == "encode" else emit)
-    return functools.partial(machine.compiled(str(program.module), *target), name)
+    return machine.compiled(str(program.module), *target)(name)
 
 
 class MinMax8Kernels(Kernels):
@@ -285,7 +283,7 @@ class MinMax8Kernels(Kernels):
             return
         job.grain = max(1, ITEM_ELEMENTS // block)
         job.items = -(-job.blocks // job.grain)
-        job.run(_entry(self._target, source, "encode", stochastic=stochastic)(), numel)
+        job.run(_entry(self._target, source, "encode", stochastic=stochastic), numel)
 
     def _encode_big_blocks(self, job: Job, source: Source, numel: int, stochastic: bool) -> None:
         partials = (ctypes.c_float * (MAX_SEGMENTS * STATE_FLOATS))()
@@ -299,7 +297,7 @@ class MinMax8Kernels(Kernels):
             job.items = -(-here // job.grain)
             for kernel in kernels:
                 job.counter = 0
-                job.run(kernel(), here)
+                job.run(kernel, here)
 
     def _decode(self, members: Sequence[Sequence[Tensor]], out: Tensor, alpha: float, *, add: bool) -> None:
         numel, job = out.numel(), _reading(members, alpha)
@@ -308,7 +306,7 @@ class MinMax8Kernels(Kernels):
         # Stores that bypass the caches need 64-byte alignment, in every block.
         aligned = job.values % 64 == 0 and job.block % 16 == 0 and out.dtype == torch.float32
         stream = aligned and not add and len(members) == 1 and 4 * numel >= STREAM_NBYTES
-        job.run(_entry(self._target, SOURCES[out.dtype], "decode", add=add, stream=stream)(), numel)
+        job.run(_entry(self._target, SOURCES[out.dtype], "decode", add=add, stream=stream), numel)
 
 
 def _reading(members: Sequence[Sequence[Tensor]], weight: float) -> Job:
