@@ -46,7 +46,7 @@ APART = {"client": "server", "server": "client"}
 
 ONLY_IN = {
     "zmq": {"protocol/sockets.py", "protocol/gate.py", "protocol/monitor.py"},
-    "cupy": {"kernels/cuda/path.py"},
+    "cupy": {"kernels/cuda/launch.py"},
     "matplotlib": {"watch/curve.py"},
     "tornado": {"watch/dashboard/server.py"},
     "plotly": {"watch/dashboard/page.py"},

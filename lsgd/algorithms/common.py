@@ -113,7 +113,7 @@ def codec(default: str, what: str) -> Any:
 
 def block() -> Any:
     """Declare the block size of codecs; one that has no parameter of this name refuses it."""
-    meaning = f"the codec's elements per block; 0: all elements of a message; {OWN_BLOCK}: what the codec has by default"
+    meaning = f"elements per block of the codec; 0: all elements of a message; {OWN_BLOCK}: the codec's own default"
     return setting(OWN_BLOCK, meaning, low=OWN_BLOCK, high=1 << 30, fixed=True)
 
 

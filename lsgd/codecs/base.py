@@ -181,7 +181,7 @@ def _expected(codec: Codec, numel: int) -> tuple[Header, int]:
 
 @functools.lru_cache(maxsize=4096)
 def _header_of(codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
-    """Return the header's bytes, on the device, so that writing them there waits for nothing; and the payload's size."""
+    """Return the header's bytes, on the device so that writing them waits for nothing, and the payload's size."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_NAMES:
         raise ConfigError(f"a vector to encode is float32, float16 or bfloat16, not {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -93,8 +94,7 @@ class Blockwise(Codec):
         if kernels is None or not kernels.reduces or out.dtype != torch.float32:
             super().reduce(payloads, out, mean=mean)
         else:
-            parts = [self._parts(payload, taken) for payload in payloads]
-            kernels.reduce(parts, out, 1.0 / len(payloads) if mean else 1.0)
+            kernels.reduce(payloads, self._places(payloads, taken), out, 1.0 / len(payloads) if mean else 1.0)
 
     def reduce_encode(
         self, payloads: Sequence[Tensor], payload: Tensor, *, numel: int, mean: bool, seed: int | None = None
@@ -104,10 +104,10 @@ class Blockwise(Codec):
         if kernels is None or not kernels.reduces:
             super().reduce_encode(payloads, payload, numel=numel, mean=mean, seed=seed)
         else:
-            members = [self._parts(each, numel) for each in payloads]
+            places = self._places(payloads, numel)
             parts = self._begin_parts(payload, numel, torch.float32)
             weight = 1.0 / len(payloads) if mean else 1.0
-            kernels.reduce_encode(members, weight, parts, flags_of(payload), numel, self._key(seed))
+            kernels.reduce_encode(payloads, places, weight, parts, flags_of(payload), numel, self._key(seed))
 
     def _key(self, seed: int | None) -> int | None:
         """Return the key of stochastic rounding; None: nearest."""
@@ -143,6 +143,13 @@ class Blockwise(Codec):
         """Check a payload of ``numel`` elements and return its parts."""
         self.check(payload, numel)
         return self._split(payload, numel)[0]
+
+    def _places(self, payloads: Sequence[Tensor], numel: int) -> list[int]:
+        """Check payloads of ``numel`` elements and return the bytes at which their parts begin."""
+        for payload in payloads:
+            self.check(payload, numel)
+        sizes = (size + -size % self.alignment for size in self.sizes(numel)[:-1])
+        return list(itertools.accumulate(sizes, initial=HEADER_NBYTES))
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return the parts of a payload, and what is between them."""

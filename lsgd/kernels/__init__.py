@@ -52,13 +52,17 @@ class Kernels:
         """Write the vector to ``out``, or add ``alpha`` times it."""
         raise NotImplementedError
 
-    def reduce(self, members: Sequence[Sequence[Tensor]], out: Tensor, weight: float) -> None:
-        """Write ``weight`` times the sum of the vectors with these parts, added in this order, to float32 ``out``."""
+    def reduce(self, payloads: Sequence[Tensor], places: Sequence[int], out: Tensor, weight: float) -> None:
+        """Write ``weight`` times the sum of the vectors, added in this order, to float32 ``out``.
+
+        ``places`` are the bytes of a payload at which its parts begin.
+        """
         raise NotImplementedError
 
     def reduce_encode(
         self,
-        members: Sequence[Sequence[Tensor]],
+        payloads: Sequence[Tensor],
+        places: Sequence[int],
         weight: float,
         parts: Sequence[Tensor],
         flags: Tensor,

@@ -84,9 +84,7 @@ def in_torch():
     return minmax8_with(None)
 
 
-@pytest.fixture(
-    scope="session", params=["torch", "cpu", "cpu-avx2", "cuda-on-host", *on_gpu("torch-on-gpu", "cuda")]
-)
+@pytest.fixture(scope="session", params=["torch", "cpu", "cpu-avx2", "cuda-on-host", *on_gpu("torch-on-gpu", "cuda")])
 def runner(request):
     """One way of computing, fed with CPU tensors and answering with them."""
     match request.param:

@@ -1,4 +1,4 @@
-"""Every way to compute minmax8 against the NumPy oracle, bit by bit, and against the properties that the quantizer promises."""
+"""Every way to compute minmax8 against the NumPy oracle, bit by bit, and the properties that it promises."""
 
 import itertools
 

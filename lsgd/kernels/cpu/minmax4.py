@@ -12,7 +12,6 @@ from lsgd.kernels.arithmetic import HALF_OF_MAX
 from lsgd.kernels.cpu.blockwise import GROUP, INFINITY, BlockKernels, JobView, fetch
 from lsgd.kernels.cpu.ir import F32, I8, I16, I32, Kernel, Value, Variable
 
-
 AHEAD: Final = 4096  # elements: the prefetch distance
 _UNITS: Final = 15
 

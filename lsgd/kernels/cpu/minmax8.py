@@ -252,15 +252,17 @@ class MinMax8Kernels(Kernels):
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, alpha: float | None = None) -> None:
         """Write the vector to ``out``, or add ``alpha`` times it."""
-        self._decode([parts], out, 1.0 if alpha is None else alpha, add=alpha is not None)
+        job = _reading([part.data_ptr() for part in parts], 1.0 if alpha is None else alpha)
+        self._decode(job, out, add=alpha is not None)
 
-    def reduce(self, members: Sequence[Sequence[Tensor]], out: Tensor, weight: float) -> None:
+    def reduce(self, payloads: Sequence[Tensor], places: Sequence[int], out: Tensor, weight: float) -> None:
         """Write ``weight`` times the sum of the vectors to ``out``."""
-        self._decode(members, out, weight, add=False)
+        self._decode(_reading(_addresses(payloads, places), weight), out, add=False)
 
     def reduce_encode(
         self,
-        members: Sequence[Sequence[Tensor]],
+        payloads: Sequence[Tensor],
+        places: Sequence[int],
         weight: float,
         parts: Sequence[Tensor],
         flags: Tensor,
@@ -268,7 +270,7 @@ class MinMax8Kernels(Kernels):
         seed: int | None = None,
     ) -> None:
         """Write the parts of ``weight`` times the sum, without writing that out in between."""
-        self._encode(_reading(members, weight), PAYLOADS, numel, parts, flags, seed)
+        self._encode(_reading(_addresses(payloads, places), weight), PAYLOADS, numel, parts, flags, seed)
 
     def _encode(
         self, job: Job, source: Source, numel: int, parts: Sequence[Tensor], flags: Tensor, seed: int | None
@@ -288,30 +290,36 @@ class MinMax8Kernels(Kernels):
     def _encode_big_blocks(self, job: Job, source: Source, numel: int, stochastic: bool) -> None:
         partials = (ctypes.c_float * (MAX_SEGMENTS * STATE_FLOATS))()
         job.partials = ctypes.addressof(partials)
-        kernels = [_entry(self._target, source, "partial"), _entry(self._target, source, "finish", stochastic=stochastic)]
+        find = _entry(self._target, source, "partial")
+        write = _entry(self._target, source, "finish", stochastic=stochastic)
         for first in range(0, numel, job.block):
             job.first, job.stop = first, min(first + job.block, numel)
             here = job.stop - job.first
             grain = max(ITEM_ELEMENTS, -(-here // MAX_SEGMENTS))
             job.grain = -(-grain // TILE) * TILE
             job.items = -(-here // job.grain)
-            for kernel in kernels:
+            for entry in (find, write):
                 job.counter = 0
-                job.run(kernel, here)
+                job.run(entry, here)
 
-    def _decode(self, members: Sequence[Sequence[Tensor]], out: Tensor, alpha: float, *, add: bool) -> None:
-        numel, job = out.numel(), _reading(members, alpha)
+    def _decode(self, job: Job, out: Tensor, *, add: bool) -> None:
+        numel = out.numel()
         job.values, job.stop, job.block = out.data_ptr(), numel, self._block or numel
         job.grain, job.items = ITEM_ELEMENTS, -(-numel // ITEM_ELEMENTS)
         # Stores that bypass the caches need 64-byte alignment, in every block.
         aligned = job.values % 64 == 0 and job.block % 16 == 0 and out.dtype == torch.float32
-        stream = aligned and not add and len(members) == 1 and 4 * numel >= STREAM_NBYTES
+        stream = aligned and not add and job.members == 1 and 4 * numel >= STREAM_NBYTES
         job.run(_entry(self._target, SOURCES[out.dtype], "decode", add=add, stream=stream), numel)
 
 
-def _reading(members: Sequence[Sequence[Tensor]], weight: float) -> Job:
-    """Return a job that reads the payloads with these parts."""
-    addresses = (ctypes.c_int64 * (2 * len(members)))(*[part.data_ptr() for parts in members for part in parts])
-    job = Job(payloads=ctypes.addressof(addresses), members=len(members), alpha=weight)
-    job.kept_alive = addresses
+def _addresses(payloads: Sequence[Tensor], places: Sequence[int]) -> list[int]:
+    """Return the addresses of scales and codes of each payload."""
+    return [payload.data_ptr() + place for payload in payloads for place in places]
+
+
+def _reading(addresses: Sequence[int], weight: float) -> Job:
+    """Return a job that reads payloads."""
+    array = (ctypes.c_int64 * len(addresses))(*addresses)
+    job = Job(payloads=ctypes.addressof(array), members=len(addresses) // 2, alpha=weight)
+    job.kept_alive = array
     return job

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lsgd.kernels import Kernels
-from lsgd.payload import ALIGNMENT
 
 FEW_BITS: Final = Path(__file__).with_name("few_bits.cu")
 MINMAX8: Final = Path(__file__).with_name("minmax8.cu")
@@ -211,16 +210,17 @@ class MinMax8Kernels(Kernels):
         grid = -(-numel // (THREADS * ELEMENTS_PER_DECODER))
         self._launch(out.device, f"{verb}_{_name(out.dtype)}", grid, THREADS, (*where, *more))
 
-    def reduce(self, members: Sequence[Sequence[Tensor]], out: Tensor, weight: float) -> None:
+    def reduce(self, payloads: Sequence[Tensor], places: Sequence[int], out: Tensor, weight: float) -> None:
         """Write ``weight`` times the sum of the vectors to ``out``."""
-        source, keep = self._payloads(members, weight, out.numel())
+        source, keep = self._payloads(payloads, places, weight, out.numel())
         grid = -(-out.numel() // (THREADS * ELEMENTS))
         self._launch(out.device, "dequantize_reduce", grid, THREADS, (*source, out.data_ptr(), out.numel()))
         del keep  # the stream reuses it only after the kernel
 
     def reduce_encode(
         self,
-        members: Sequence[Sequence[Tensor]],
+        payloads: Sequence[Tensor],
+        places: Sequence[int],
         weight: float,
         parts: Sequence[Tensor],
         flags: Tensor,
@@ -228,7 +228,7 @@ class MinMax8Kernels(Kernels):
         seed: int | None = None,
     ) -> None:
         """Write the parts of ``weight`` times the sum, without writing that out in between."""
-        source, keep = self._payloads(members, weight, numel)
+        source, keep = self._payloads(payloads, places, weight, numel)
         self._encode("payloads", source, parts, flags, numel, seed)
         del keep  # the stream reuses it only after the kernels
 
@@ -269,21 +269,19 @@ class MinMax8Kernels(Kernels):
         return block, block.bit_length() - 1 if block & (block - 1) == 0 else -1
 
     def _payloads(
-        self, members: Sequence[Sequence[Tensor]], weight: float, numel: int
+        self, payloads: Sequence[Tensor], places: Sequence[int], weight: float, numel: int
     ) -> tuple[tuple[int | float, ...], Tensor | None]:
         """Return a source's seven arguments for payloads, and a tensor to keep alive for them.
 
         The kernels need payloads at equal distances, like rows of a receive buffer. Others are first copied together.
         """
-        (scales, codes), together = members[0], None
-        addresses = [scales.data_ptr() for scales, _ in members]
-        offset = codes.data_ptr() - addresses[0]
-        stride = addresses[1] - addresses[0] if len(members) > 1 else 0
+        addresses, together = [payload.data_ptr() for payload in payloads], None
+        stride = addresses[1] - addresses[0] if len(payloads) > 1 else 0
         if any(b - a != stride for a, b in itertools.pairwise(addresses)):
-            stride = -(-(offset + codes.numel()) // ALIGNMENT) * ALIGNMENT
-            together = torch.stack([scales.as_strided((stride,), (1,)) for scales, _ in members])
-            addresses[0] = together.data_ptr()
-        return (addresses[0], stride, len(members), *self._divisor(numel), offset, weight), together
+            together = torch.stack(list(payloads))
+            addresses[0], stride = together.data_ptr(), payloads[0].numel()
+        scales, codes = places
+        return (addresses[0] + scales, stride, len(payloads), *self._divisor(numel), codes - scales, weight), together
 
 
 def _name(dtype: torch.dtype) -> str:
