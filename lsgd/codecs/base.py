@@ -113,19 +113,19 @@ class Codec:
 
     def begin(self, payload: Tensor, x: Tensor) -> Tensor:
         """Write the header of ``x``'s payload, with its flag for NaN and Inf, and return the rest of the payload."""
-        self.begin_unflagged(payload, x.numel(), x.dtype)
+        payload[:HEADER_NBYTES].copy_(self.header_for(payload, x.numel(), x.dtype))
         payload[FLAGS_OFFSET] = ~x.isfinite().all()
         return payload[HEADER_NBYTES:]
 
-    def begin_unflagged(self, payload: Tensor, numel: int, dtype: torch.dtype) -> None:
-        """Write the header of a vector, but let the caller set the flag (:func:`flags_of`)."""
+    def header_for(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Check memory for a payload and return the bytes of its header, with clear flags, on the same device."""
         check_payload(payload)
         header, nbytes = _header_of(self, numel, dtype, payload.device)
         if payload.numel() != nbytes:
             raise ConfigError(
                 f"a payload of {numel} elements in {self} needs {nbytes} bytes, but has {payload.numel()}"
             )
-        payload[:HEADER_NBYTES].copy_(header)
+        return header
 
     def body(self, payload: Tensor, numel: int) -> Tensor:
         """Check a payload of ``numel`` elements and return the bytes after its header."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from lsgd.codecs.base import Codec, check_vector, flags_of
+from lsgd.codecs.base import Codec, check_vector
 from lsgd.errors import ConfigError
 from lsgd.kernels import Kernels, kernels_for
 from lsgd.kernels.arithmetic import dither
@@ -42,12 +42,12 @@ class Blockwise(Codec):
         """Write the parts of each block."""
         check_vector(x)
         x, numel, seed = x.detach(), x.numel(), self._key(seed)
-        parts = self._begin_parts(payload, numel, x.dtype)
+        header, *parts = self._begin_parts(payload, numel, x.dtype)
         kernels, taken = self._kernels(x.device, numel)
         if kernels is not None:
             values = x[:taken] if taken < numel else x
             values = values if kernels.narrow else values.to(torch.float32)
-            kernels.encode(values, parts, flags_of(payload), seed)
+            kernels.encode(values, header, parts, seed)
         if taken < numel:
             payload[FLAGS_OFFSET] |= ~x[taken:].isfinite().all()
         for here, *pieces in self._pieces(taken, numel, x.device, parts) if taken < numel else ():
@@ -105,9 +105,9 @@ class Blockwise(Codec):
             super().reduce_encode(payloads, payload, numel=numel, mean=mean, seed=seed)
         else:
             places = self._places(payloads, numel)
-            parts = self._begin_parts(payload, numel, torch.float32)
+            header, *parts = self._begin_parts(payload, numel, torch.float32)
             weight = 1.0 / len(payloads) if mean else 1.0
-            kernels.reduce_encode(payloads, places, weight, parts, flags_of(payload), numel, self._key(seed))
+            kernels.reduce_encode(payloads, places, weight, header, parts, numel, self._key(seed))
 
     def _key(self, seed: int | None) -> int | None:
         """Return the key of stochastic rounding; None: nearest."""
@@ -132,17 +132,18 @@ class Blockwise(Codec):
         return kernels is None or (kernels.narrow and out.dtype != torch.float64)
 
     def _begin_parts(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Write the header, with a clear flag, and the zeros after the parts; return the parts."""
-        self.begin_unflagged(payload, numel, dtype)
-        parts, gaps = self._split(payload, numel)
+        """Write the header, with a clear flag, and the zeros after the parts; return the header and the parts."""
+        header = self.header_for(payload, numel, dtype)
+        pieces, gaps = self._split(payload, numel)
+        pieces[0].copy_(header)
         for gap in gaps:
             gap.zero_()
-        return parts
+        return pieces
 
     def _parts(self, payload: Tensor, numel: int) -> Sequence[Tensor]:
         """Check a payload of ``numel`` elements and return its parts."""
         self.check(payload, numel)
-        return self._split(payload, numel)[0]
+        return self._split(payload, numel)[0][1:]
 
     def _places(self, payloads: Sequence[Tensor], numel: int) -> list[int]:
         """Check payloads of ``numel`` elements and return the bytes at which their parts begin."""
@@ -152,12 +153,12 @@ class Blockwise(Codec):
         return list(itertools.accumulate(sizes, initial=HEADER_NBYTES))
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the parts of a payload, and what is between them."""
-        sizes = self.sizes(numel)
-        if all(size % self.alignment == 0 for size in sizes):
-            return payload.split_with_sizes([HEADER_NBYTES, *sizes])[1:], ()
+        """Return the header and the parts of a payload, and what is between them."""
+        sizes = [HEADER_NBYTES, *self.sizes(numel)]
+        if self.alignment == 1 or not any(size % self.alignment for size in sizes):
+            return payload.split_with_sizes(sizes), ()
         with_gaps = [nbytes for size in sizes for nbytes in (size, -size % self.alignment)]
-        _, *pieces = payload.split_with_sizes([HEADER_NBYTES, *with_gaps])
+        pieces = payload.split_with_sizes(with_gaps)
         return pieces[::2], pieces[1::2]
 
     def _pieces(

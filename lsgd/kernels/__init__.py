@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 class Kernels:
     """The kernels of one codec on one device.
 
-    ``parts`` are a payload's parts after its header, uint8. ``flags`` is int32; a non-finite element sets it to 1.
+    ``header`` and ``parts`` are a payload's, uint8. A non-finite element sets the header's flag.
     Vectors are contiguous and not empty.
     """
 
@@ -44,7 +44,7 @@ class Kernels:
         """Return how many of ``numel`` elements, from the first, the kernels process: whole blocks, or all."""
         raise NotImplementedError
 
-    def encode(self, x: Tensor, parts: Sequence[Tensor], flags: Tensor, seed: int | None = None) -> None:
+    def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
         """Write the parts of ``x``."""
         raise NotImplementedError
 
@@ -64,8 +64,8 @@ class Kernels:
         payloads: Sequence[Tensor],
         places: Sequence[int],
         weight: float,
+        header: Tensor,
         parts: Sequence[Tensor],
-        flags: Tensor,
         numel: int,
         seed: int | None = None,
     ) -> None:

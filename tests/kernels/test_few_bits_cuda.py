@@ -94,5 +94,5 @@ def test_all_sizes_of_blocks_have_a_kernel(on_host):
     for block in LEVELS_BLOCKS:
         path = on_cuda.LevelsKernels(block, 1.0, 0.0, None, launch=on_host)
         scales, signs = torch.zeros(2, dtype=torch.uint8), torch.ones(block // 8, dtype=torch.uint8)
-        path.encode(torch.full((block,), 1.5), [scales, signs], torch.zeros(1, dtype=torch.int32))
+        path.encode(torch.full((block,), 1.5), torch.zeros(32, dtype=torch.uint8), [scales, signs])
         assert scales.view(torch.bfloat16).item() == 1.5 and not signs.any()

@@ -18,6 +18,7 @@ from torch import Tensor
 from lsgd.kernels import Kernels
 from lsgd.kernels.cpu import machine
 from lsgd.kernels.cpu.ir import F32, F64, I8, I32, I64, POINTER, Kernel, Value
+from lsgd.payload import FLAGS_OFFSET
 
 ITEM_ELEMENTS: Final = 1 << 15  # what a thread takes at a time
 SERIAL_ELEMENTS: Final = 1 << 15  # up to this, waking other threads does not pay off
@@ -160,9 +161,9 @@ class BlockKernels(Kernels):
         """Return the elements of all whole blocks."""
         return numel // self.block * self.block
 
-    def encode(self, x: Tensor, parts: Sequence[Tensor], flags: Tensor, seed: int | None = None) -> None:
+    def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
         """Write the parts of whole blocks."""
-        self._run("encode", x, parts, flags=flags.data_ptr())
+        self._run("encode", x, parts, flags=header.data_ptr() + FLAGS_OFFSET)
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, alpha: float | None = None) -> None:
         """Write whole blocks, or add ``alpha`` times them."""

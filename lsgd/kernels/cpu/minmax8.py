@@ -22,6 +22,7 @@ from lsgd.kernels.cpu import machine
 from lsgd.kernels.cpu.blockwise import ITEM_ELEMENTS, Job, JobView, add_entry, each_block
 from lsgd.kernels.cpu.ir import F32, I8, I16, I32, I64, POINTER, Kernel, Value, Variable, kernel
 from lsgd.kernels.cpu.tiles import COMBINE, WIDTH, Tiles
+from lsgd.payload import FLAGS_OFFSET
 
 TILE: Final = 2048
 STATE_FLOATS: Final = 4  # lo, hi, NaN if not finite, unused
@@ -71,8 +72,8 @@ class Program(Tiles):
             place.set(end)
 
     @kernel(POINTER, I64, I64, POINTER)
-    def total(self, k: Kernel, pointer: Value, start: Value, n: Value, out: Value, *, add: bool, stream: bool) -> None:
-        """Write alpha times the sum of the payloads' elements start to start + n; or add that of one payload."""
+    def total(self, k: Kernel, pointer: Value, start: Value, n: Value, out: Value) -> None:
+        """Write alpha times the sum of the payloads' elements start to start + n."""
         job = JobView(k)
         alpha, one = job.real("alpha"), k.constant(1.0, F32)
         with k.loop(0, job.members) as member:
@@ -81,12 +82,11 @@ class Program(Tiles):
             tile = (pointer, scales, codes, start, n, out)
             with k.either(member.compare("==", 0)) as (then, otherwise):
                 with then:
-                    k.call(self.decode_range(add=add, stream=stream), *tile, alpha if add else one)
+                    k.call(self.decode_range(add=False, stream=False), *tile, one)
                 with otherwise:
                     k.call(self.decode_range(add=True, stream=False), *tile, one)
-        if not add:
-            with k.branch(alpha.compare("!=", 1.0)):
-                k.call(self.scale(), out, n, alpha)
+        with k.branch(alpha.compare("!=", 1.0)):
+            k.call(self.scale(), out, n, alpha)
 
     def _origin(self, k: Kernel, job: JobView, start: Value) -> Value:
         """Return the address of an element of the source."""
@@ -95,7 +95,7 @@ class Program(Tiles):
     def _fill(self, k: Kernel, job: JobView, start: Value, n: Value, room: Value) -> None:
         """Emit the reading of n elements into a tile, unless they are used where they are."""
         if self.source == PAYLOADS:
-            k.call(self.total(add=False, stream=False), k.arguments[0], start, n, room)
+            k.call(self.total(), k.arguments[0], start, n, room)
         elif self.source.stride == 2:
             k.call(self.widen(half=self.source.half), self._origin(k, job, start), n, room)
 
@@ -192,16 +192,26 @@ class Program(Tiles):
     # ---- decoding --------------------------------------------------------------------------------------------
 
     def emit_decode(self, k: Kernel, job: JobView, item: Value, *, add: bool, stream: bool) -> None:
-        """Write, or add, the total of ``grain`` elements."""
-        room, (start, stop) = k.stack(F32, TILE), job.span(item)
-        half, narrow = self.source.half, self.source.stride == 2
+        """Write, or add, ``grain`` elements of one payload."""
+        start, stop = job.span(item)
+        decode, alpha = self.decode_range(add=add, stream=stream), job.real("alpha")
+        payload = job.address("scales"), job.address("codes")
+        if self.source.stride == 4:
+            k.call(decode, k.arguments[0], *payload, start, stop - start, self._origin(k, job, start), alpha)
+            return
+        room, half = k.stack(F32, TILE), self.source.half
         with k.loop(start, stop, TILE) as place:
             n, out = (stop - place).minimum(TILE), self._origin(k, job, place)
-            if narrow and add:
+            if add:
                 k.call(self.widen(half=half), out, n, room)
-            k.call(self.total(add=add, stream=stream), k.arguments[0], place, n, room if narrow else out)
-            if narrow:
-                k.call(self.narrow(half=half), room, n, out)
+            k.call(decode, k.arguments[0], *payload, place, n, room, alpha)
+            k.call(self.narrow(half=half), room, n, out)
+
+    def emit_reduce(self, k: Kernel, job: JobView, item: Value) -> None:
+        """Write the total of ``grain`` elements."""
+        start, stop = job.span(item)
+        with k.loop(start, stop, TILE) as place:
+            k.call(self.total(), k.arguments[0], place, (stop - place).minimum(TILE), self._origin(k, job, place))
 
 
 class _Rooms:
@@ -246,39 +256,43 @@ class MinMax8Kernels(Kernels):
         """Return ``numel``."""
         return numel
 
-    def encode(self, x: Tensor, parts: Sequence[Tensor], flags: Tensor, seed: int | None = None) -> None:
+    def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
         """Write the parts of ``x``."""
-        self._encode(Job(values=x.data_ptr()), SOURCES[x.dtype], x.numel(), parts, flags, seed)
+        self._encode(Job(values=x.data_ptr()), SOURCES[x.dtype], x.numel(), header, parts, seed)
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, alpha: float | None = None) -> None:
         """Write the vector to ``out``, or add ``alpha`` times it."""
-        job = _reading([part.data_ptr() for part in parts], 1.0 if alpha is None else alpha)
-        self._decode(job, out, add=alpha is not None)
+        add, job = alpha is not None, Job(alpha=alpha or 0.0)
+        job.scales, job.codes = (part.data_ptr() for part in parts)
+        large = out.dtype == torch.float32 and 4 * out.numel() >= STREAM_NBYTES
+        # Stores that bypass the caches need 64-byte alignment, in every block.
+        stream = large and not add and out.data_ptr() % 64 == 0 and self._block % 16 == 0
+        self._write("decode", job, out, add=add, stream=stream)
 
     def reduce(self, payloads: Sequence[Tensor], places: Sequence[int], out: Tensor, weight: float) -> None:
         """Write ``weight`` times the sum of the vectors to ``out``."""
-        self._decode(_reading(_addresses(payloads, places), weight), out, add=False)
+        self._write("reduce", _reading(payloads, places, weight), out)
 
     def reduce_encode(
         self,
         payloads: Sequence[Tensor],
         places: Sequence[int],
         weight: float,
+        header: Tensor,
         parts: Sequence[Tensor],
-        flags: Tensor,
         numel: int,
         seed: int | None = None,
     ) -> None:
         """Write the parts of ``weight`` times the sum, without writing that out in between."""
-        self._encode(_reading(_addresses(payloads, places), weight), PAYLOADS, numel, parts, flags, seed)
+        self._encode(_reading(payloads, places, weight), PAYLOADS, numel, header, parts, seed)
 
     def _encode(
-        self, job: Job, source: Source, numel: int, parts: Sequence[Tensor], flags: Tensor, seed: int | None
+        self, job: Job, source: Source, numel: int, header: Tensor, parts: Sequence[Tensor], seed: int | None
     ) -> None:
         block = job.block = self._block or numel
         job.blocks, job.stop = -(-numel // block), numel
         job.scales, job.codes = (part.data_ptr() for part in parts)
-        job.flags, job.seed = flags.data_ptr(), seed or 0
+        job.flags, job.seed = header.data_ptr() + FLAGS_OFFSET, seed or 0
         stochastic = seed is not None
         if block > BIG_BLOCK:
             self._encode_big_blocks(job, source, numel, stochastic)
@@ -302,24 +316,17 @@ class MinMax8Kernels(Kernels):
                 job.counter = 0
                 job.run(entry, here)
 
-    def _decode(self, job: Job, out: Tensor, *, add: bool) -> None:
+    def _write(self, name: str, job: Job, out: Tensor, **variant: bool) -> None:
         numel = out.numel()
         job.values, job.stop, job.block = out.data_ptr(), numel, self._block or numel
         job.grain, job.items = ITEM_ELEMENTS, -(-numel // ITEM_ELEMENTS)
-        # Stores that bypass the caches need 64-byte alignment, in every block.
-        aligned = job.values % 64 == 0 and job.block % 16 == 0 and out.dtype == torch.float32
-        stream = aligned and not add and job.members == 1 and 4 * numel >= STREAM_NBYTES
-        job.run(_entry(self._target, SOURCES[out.dtype], "decode", add=add, stream=stream), numel)
+        job.run(_entry(self._target, SOURCES[out.dtype], name, **variant), numel)
 
 
-def _addresses(payloads: Sequence[Tensor], places: Sequence[int]) -> list[int]:
-    """Return the addresses of scales and codes of each payload."""
-    return [payload.data_ptr() + place for payload in payloads for place in places]
-
-
-def _reading(addresses: Sequence[int], weight: float) -> Job:
-    """Return a job that reads payloads."""
+def _reading(payloads: Sequence[Tensor], places: Sequence[int], weight: float) -> Job:
+    """Return a job that reads payloads, whose scales and codes begin at these bytes."""
+    addresses = [payload.data_ptr() + place for payload in payloads for place in places]
     array = (ctypes.c_int64 * len(addresses))(*addresses)
-    job = Job(payloads=ctypes.addressof(array), members=len(addresses) // 2, alpha=weight)
+    job = Job(payloads=ctypes.addressof(array), members=len(payloads), alpha=weight)
     job.kept_alive = array
     return job

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lsgd.kernels import Kernels
+from lsgd.payload import FLAGS_OFFSET
 
 FEW_BITS: Final = Path(__file__).with_name("few_bits.cu")
 MINMAX8: Final = Path(__file__).with_name("minmax8.cu")
@@ -132,10 +133,10 @@ class _FewBitsKernels(Kernels):
         """Return ``numel``."""
         return numel
 
-    def encode(self, x: Tensor, parts: Sequence[Tensor], flags: Tensor, seed: int | None = None) -> None:
+    def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
         """Write the parts of ``x``."""
         kernel, form = self._encoder
-        self._run(kernel, x, (x.data_ptr(), *self._arrays(parts), flags.data_ptr(), x.numel(), *form))
+        self._run(kernel, x, (x.data_ptr(), *self._arrays(parts), header.data_ptr() + FLAGS_OFFSET, x.numel(), *form))
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, alpha: float | None = None) -> None:
         """Write the vector to ``out``, or add ``alpha`` times it."""
@@ -197,10 +198,10 @@ class MinMax8Kernels(Kernels):
         """Return ``numel``."""
         return numel
 
-    def encode(self, x: Tensor, parts: Sequence[Tensor], flags: Tensor, seed: int | None = None) -> None:
+    def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
         """Write the parts of ``x``."""
         source = (x.data_ptr(), 0, 0, 1, 0, 0, 1.0)
-        self._encode(_name(x.dtype), source, parts, flags, x.numel(), seed)
+        self._encode(_name(x.dtype), source, header, parts, x.numel(), seed)
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, alpha: float | None = None) -> None:
         """Write the vector to ``out``, or add ``alpha`` times it."""
@@ -222,23 +223,23 @@ class MinMax8Kernels(Kernels):
         payloads: Sequence[Tensor],
         places: Sequence[int],
         weight: float,
+        header: Tensor,
         parts: Sequence[Tensor],
-        flags: Tensor,
         numel: int,
         seed: int | None = None,
     ) -> None:
         """Write the parts of ``weight`` times the sum, without writing that out in between."""
         source, keep = self._payloads(payloads, places, weight, numel)
-        self._encode("payloads", source, parts, flags, numel, seed)
+        self._encode("payloads", source, header, parts, numel, seed)
         del keep  # the stream reuses it only after the kernels
 
     def _encode(
-        self, name: str, source: _Arguments, parts: Sequence[Tensor], flags: Tensor, numel: int, seed: int | None
+        self, name: str, source: _Arguments, header: Tensor, parts: Sequence[Tensor], numel: int, seed: int | None
     ) -> None:
-        device, block = flags.device, self._block or numel
+        device, block = header.device, self._block or numel
         blocks, most = -(-numel // block), MAX_THREADS * ELEMENTS * CHUNKS
         scales, codes = (part.data_ptr() for part in parts)
-        target = (scales, codes, flags.data_ptr())
+        target = (scales, codes, header.data_ptr() + FLAGS_OFFSET)
         rounding = "nearest" if seed is None else "stochastic"
         key = 0 if seed is None else seed - (seed >> 63 << 64)  # the same 64 bits, as a signed number
 
