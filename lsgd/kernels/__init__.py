@@ -1,6 +1,6 @@
 """The codecs' compiled kernels, on the devices that have any: the same bytes as the codecs make in torch, but faster.
 
-docs/kernels.md describes them. Importing this compiles and loads nothing, not even torch.
+docs/concepts/kernels.md describes them. Importing this compiles and loads nothing, not even torch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import nn
 from lsgd.client import Worker
 from lsgd.errors import LsgdError
 
-CLIENT_PAGE = Path(__file__).parents[2] / "docs" / "client.md"
+CLIENT_PAGE = Path(__file__).parents[2] / "docs" / "guides" / "client.md"
 BATCH = torch.ones(4, 6)
 
 
