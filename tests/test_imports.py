@@ -32,7 +32,7 @@ LAYERS = (
     "client/groups",
     "client/checkpoint",
     "client/iteration",
-    "client/worker",
+    "client/worker client/optimizer",
     "node",
     "integrations",
     "cli",
@@ -45,7 +45,7 @@ APART = {"client": "server", "server": "client"}
 """Who may not import whom, whatever the layers say: they speak by messages only."""
 
 ONLY_IN = {
-    "zmq": {"protocol/sockets.py", "protocol/gate.py", "protocol/monitor.py"},
+    "zmq": {"protocol/sockets.py", "protocol/gate.py"},
     "cupy": {"kernels/cuda/launch.py"},
     "matplotlib": {"watch/curve.py"},
     "tornado": {"watch/dashboard/server.py"},

@@ -35,8 +35,8 @@ from lsgd.protocol.messages import (
     encode,
     worker_name,
 )
+from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.rounds import abridged
 from lsgd.server.state import Decision, RunState
 
 WORKERS_PER_NODE = 8

@@ -20,7 +20,7 @@ from lsgd.client.groups.tcp.tls import contexts
 from lsgd.client.groups.torch_group import TorchGroup
 from lsgd.codecs.minmax import MinMax8
 from lsgd.collectives.two_round import QuantizedAllReduce
-from lsgd.protocol.certificates import run_certificate
+from lsgd.protocol.credentials import run_certificate
 
 TIMEOUT_S = 120.0
 IN_SEQUENCE = 10

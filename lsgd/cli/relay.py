@@ -12,8 +12,8 @@ from subprocess import DEVNULL, PIPE
 
 from lsgd.client.groups.relayed import Meet
 from lsgd.node.process import first_words
+from lsgd.protocol.credentials import Ticket, secret_of_relay, secret_of_run
 from lsgd.protocol.keys import KeyRing
-from lsgd.protocol.tickets import Ticket, secret_of_relay, secret_of_run
 
 STARTS_WITHIN_S = 10.0
 _RUN = b"doctor"

@@ -15,7 +15,7 @@ from lsgd.client.control.identity import Identity, versions
 from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
 from lsgd.plan.plan import Plan
-from lsgd.protocol.certificates import run_certificate
+from lsgd.protocol.credentials import run_certificate
 from lsgd.protocol.messages import (
     PROTOCOL,
     Generation,
@@ -29,7 +29,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, Poller, Wakeup
-from lsgd.server.rendezvous import Rendezvous
+from lsgd.server.global_daemon import Rendezvous
 
 from ..integration.running import until
 

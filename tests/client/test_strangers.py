@@ -14,7 +14,7 @@ from lsgd.client.groups.tcp import mesh
 from lsgd.client.groups.tcp.group import TcpGroup
 from lsgd.client.groups.tcp.hello import HELLO_NBYTES, Hello
 from lsgd.client.groups.tcp.tls import contexts
-from lsgd.protocol.certificates import run_certificate
+from lsgd.protocol.credentials import run_certificate
 
 from ..integration.running import until
 from .bench import CERTIFICATE

@@ -21,7 +21,7 @@ from lsgd.client.groups.tcp.outgoing import Outgoing
 from lsgd.client.groups.tcp.tls import contexts
 from lsgd.client.groups.tcp.work import HEADER, Work
 from lsgd.errors import ExchangeError
-from lsgd.protocol.certificates import run_certificate
+from lsgd.protocol.credentials import run_certificate
 
 from .bench import CERTIFICATE, Switchboard
 from .meshes import Network, all_at_once, members

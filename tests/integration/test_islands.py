@@ -102,7 +102,9 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
 
 
 @pytest.mark.parametrize(
-    "how", [("--dim", "1"), ("--copied", "--accumulate", "2", "--bf16")], ids=["windows", "copied"]
+    "how",
+    [("--dim", "1"), ("--copied", "--accumulate", "2", "--bf16"), ("--muon",)],
+    ids=["windows", "copied", "muon"],
 )
 def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
     islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "120")

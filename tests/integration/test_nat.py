@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.testbed import Host, Testbed, no_nat
+from benchmarks.testbed import Host, Testbed
 from lsgd.algorithms import ALGORITHMS
 
+from ..needs import needs_nat
 from .running import SCRIPTS, until
 from .test_partition import Operator
 from .test_two_nodes import finish, start
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(os.geteuid() == 0 and no_nat() != "", reason="NAT needs nftables, and a kernel with it"),
+    needs_nat(),
     pytest.mark.timeout(300),
 ]
 

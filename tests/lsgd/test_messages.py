@@ -28,7 +28,7 @@ from lsgd.protocol.messages import (
     Round,
     VersionError,
     Welcome,
-    Where,
+    WorkerHello,
     decode,
     encode,
     kind_of,
@@ -37,7 +37,7 @@ from lsgd.protocol.messages import (
 from ..search import examples
 
 CLASSES = typing.get_args(Message)
-GREETINGS = (Where, Join, NodeHello, EventsQuery)
+GREETINGS = (WorkerHello, Join, NodeHello, EventsQuery)
 
 integers = st.integers(-(1 << 63), (1 << 63) - 1)
 texts = st.text(max_size=20)
@@ -266,7 +266,7 @@ def test_a_generation_whose_numbers_do_not_agree_is_refused(change: dict[str, tu
         decode(msgpack.packb([kind, *fields]))
 
 
-@pytest.mark.parametrize("greeting", [JOIN, Where(PROTOCOL, 1), NodeHello(PROTOCOL, 0, 1, "host", "1.0")])
+@pytest.mark.parametrize("greeting", [JOIN, WorkerHello(PROTOCOL, 1), NodeHello(PROTOCOL, 0, 1, "host", "1.0")])
 @pytest.mark.parametrize("version", [0, PROTOCOL + 1, -1, 1 << 40])
 def test_another_version_is_told_apart_whatever_else_has_changed(greeting: Message, version: int) -> None:
     kind = msgpack.unpackb(encode(greeting))[0]

@@ -24,13 +24,11 @@ from lsgd.protocol.messages import (
     Waiting,
     Welcome,
 )
+from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import Reason
-from lsgd.server.roster import Roster
-from lsgd.server.rounds import RoundBook
+from lsgd.server.roster import MemberState, Roster
 from lsgd.server.state import Decision, RunState
-from lsgd.server.tokens import Ledger
 from lsgd.settings import AlgorithmSettings, Schedule
 
 from .invariants import check_state

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from lsgd.protocol.messages import Go, NodeLeave, Stop, StopRun, Waiting
 from lsgd.server.links import MAX_EXACT, Links, connected, pairs_of, told, whole_nodes
-from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import CHECK
 from lsgd.server.report import report
+from lsgd.server.roster import MemberState
 
 from .helpers import Bench, Lockstep, make_plan
 from .test_memento import reborn

@@ -15,8 +15,7 @@ import pytest
 
 from lsgd.client.groups.relayed import Meet, until_it_greets
 from lsgd.errors import ConfigError
-from lsgd.protocol.keys import KeyRing
-from lsgd.protocol.tickets import (
+from lsgd.protocol.credentials import (
     GREETING_NBYTES,
     MET,
     TICKET_NBYTES,
@@ -25,6 +24,7 @@ from lsgd.protocol.tickets import (
     secret_of_relay,
     secret_of_run,
 )
+from lsgd.protocol.keys import KeyRing
 from lsgd.server.relay import GREET_WITHIN_S, MAX_STRANGERS, READ_NBYTES
 
 from ..integration.running import Cluster, Process, until

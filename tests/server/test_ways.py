@@ -5,8 +5,8 @@ import json
 import pytest
 
 from lsgd.protocol.messages import Done
+from lsgd.server.links import Ways
 from lsgd.server.report import report
-from lsgd.server.ways import Ways
 
 from .helpers import Bench
 from .test_memento import reborn

@@ -8,10 +8,10 @@ from lsgd.protocol.events import (
     Note,
     PeriodChosen,
     PhaseBegan,
-    Progress,
     RoundCompleted,
     RoundFailed,
     RoundOrdered,
+    RunProgress,
     SettingsChanged,
     WorkerChanged,
     WorkerJoined,
@@ -50,7 +50,7 @@ def order(number, losses=None):
 
 def progress(count, compute_s, sent=0, state="live"):
     worker = WorkerProgress(WHO, 0, state, count, 0.5, 0.1, compute_s, 1.0, 2.0, sent, 0)
-    return Progress(float(count), "running", "busy", "the next round waits", count, 1000, count / 1000, (worker,))
+    return RunProgress(float(count), "running", "busy", "the next round waits", count, 1000, count / 1000, (worker,))
 
 
 def test_events_change_what_is_the_case() -> None:

@@ -4,7 +4,7 @@ import math
 
 from lsgd.client.control.channel import Channel
 from lsgd.client.control.island import ManyProcesses
-from lsgd.protocol.messages import Get, Put, StatusQuery, Upward, Where
+from lsgd.protocol.messages import Get, Put, StatusQuery, Upward, WorkerHello
 
 
 class FollowerChannel(Channel):
@@ -25,7 +25,7 @@ class FollowerChannel(Channel):
     def _open(self) -> None:
         self._island.take = self._take
 
-    def send(self, message: Upward | Where | StatusQuery) -> None:
+    def send(self, message: Upward | WorkerHello | StatusQuery) -> None:
         """Have the head forward a message, if it is about an address."""
         if isinstance(message, Put | Get):
             super().send(message)

@@ -21,7 +21,17 @@ from lsgd.client.control.solo import Solo, is_alone, launch_line
 from lsgd.errors import ConfigError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.flat import describe
 from lsgd.plan.plan import Plan
-from lsgd.protocol.messages import PROTOCOL, Here, Join, Leave, Left, Origin, Welcome, Where, worker_name
+from lsgd.protocol.messages import (
+    PROTOCOL,
+    Join,
+    Leave,
+    Left,
+    Origin,
+    Welcome,
+    WorkerHello,
+    WorkerHelloReply,
+    worker_name,
+)
 from lsgd.protocol.processes import pid_namespace
 from lsgd.protocol.sockets import DEFAULT_PORT
 
@@ -223,10 +233,12 @@ def log_to_stderr(level: int = logging.INFO) -> None:
     logger.setLevel(level)
 
 
-def _find_server(channel: Channel, identity: Identity) -> Here:
-    where = Where(PROTOCOL, identity.incarnation, os.getpid(), pid_namespace())
+def _find_server(channel: Channel, identity: Identity) -> WorkerHelloReply:
+    where = WorkerHello(PROTOCOL, identity.incarnation, os.getpid(), pid_namespace())
     try:
-        here: Here = channel.ask(where, lambda m: isinstance(m, Here), what="looking for the local server")
+        here: WorkerHelloReply = channel.ask(
+            where, lambda m: isinstance(m, WorkerHelloReply), what="looking for the local server"
+        )
     except ServerLostError:
         if is_given(channel.address, Notice.OVER):
             raise RunOverError("the run is over: its servers on this machine have ended") from None

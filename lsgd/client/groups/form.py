@@ -12,8 +12,8 @@ from lsgd.client.groups.tcp.routes import Routes
 from lsgd.client.groups.tcp.tls import contexts
 from lsgd.client.groups.torch_group import torch_group
 from lsgd.errors import ExchangeError
+from lsgd.protocol.credentials import Ticket
 from lsgd.protocol.messages import Generation
-from lsgd.protocol.tickets import Ticket
 
 
 def form(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> WorkerGroup:

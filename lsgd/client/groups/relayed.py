@@ -5,7 +5,7 @@ import socket
 from dataclasses import dataclass
 
 from lsgd.client.control.closing import on_error
-from lsgd.protocol.tickets import GREETING_NBYTES, MAGIC, MET, Ticket, place_of
+from lsgd.protocol.credentials import GREETING_NBYTES, MAGIC, MET, Ticket, place_of
 
 RELAY_NBYTES = 16 << 20
 """Most bytes that the relay's system has acknowledged but may still buffer; Linux's buffers are 6 and 4 MiB."""

@@ -31,7 +31,7 @@ TRANSITIONS: Mapping[State, tuple[State, ...]] = {
     State.COMMITTED: (),
     State.DROPPED: (),
 }
-"""The states that may follow each state; docs/design.md shows this table."""
+"""The states that may follow each state; docs/concepts/worker.md shows this table."""
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lsgd import shards
-from lsgd.client import Worker
+from lsgd.client import Worker, muon
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--copied", action="store_true", help="as if torch kept shards otherwise")
@@ -37,6 +37,7 @@ parser.add_argument("--do", default="", choices=("", "kill", "die", "freeze", "n
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
 parser.add_argument("--compile", action="store_true", help="and checkpoint activations")
 parser.add_argument("--adamw", default="", choices=("", "foreach", "fused"), help="its implementation")
+parser.add_argument("--muon", action="store_true", help="for its matrices")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
 parser.add_argument("--accumulate", type=int, default=1, help="batches in each step")
 parser.add_argument("--leave-at", type=int, default=-1, help="leave after so many iterations")
@@ -70,9 +71,12 @@ if options.compile:  # inductor takes a minute for its C++
     model.compile(backend="aot_eager")
 if options.copied:
     shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
-optimizer = torch.optim.AdamW(
-    [p for p in model.parameters() if p.requires_grad], lr=0.02, **({options.adamw: True} if options.adamw else {})
+implementation = {options.adamw: True} if options.adamw else {}
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+    [p for p in model.parameters() if p.requires_grad], lr=0.02, **implementation
 )
+if options.muon:
+    optimizer = muon(model, lr=0.02)
 inputs = torch.randn(513, 8, generator=torch.Generator().manual_seed(1))  # the last one would be a batch of its own
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 

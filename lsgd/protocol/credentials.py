@@ -1,10 +1,12 @@
-"""Tickets for the relay: how a member of a run proves that it may meet another one there.
+"""How the members of a run recognize each other: by its certificate, and at the relay by tickets.
 
 The relay greets each connection with a challenge. The answer is a ticket, which says which pair the connection is for,
 and a proof that only members can compute: the global server gives them the run's secret over the encrypted channel.
 Every connection has a new challenge, so an eavesdropper cannot reuse a ticket.
 """
 
+import datetime
+import hashlib
 import hmac
 import secrets
 import struct
@@ -12,6 +14,39 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from lsgd.errors import ConfigError
+
+_NAME = "lsgd"
+_SERIAL = 1
+_FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)  # machines' clocks do not matter
+
+
+def run_certificate(secret: bytes, run: str) -> bytes:
+    """Return the key and the certificate of a run as PEM text: always the same for the same arguments.
+
+    So a restarted global server hands out the same one, and no file contains it. All members of a run share this
+    certificate and trust no other.
+
+    Args:
+        secret: known to the global server alone; nobody can derive the certificate's key without it.
+        run: identity of the run.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    seed = hashlib.blake2b(run.encode(), key=secret, person=b"lsgd tensors", digest_size=32).digest()
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), _SERIAL, _FROM, _UNTIL)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, None)
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return private + certificate.public_bytes(serialization.Encoding.PEM)
+
 
 MAGIC = b"lsr1"
 """What a relay sends first: its kind and version."""
@@ -37,7 +72,6 @@ class Ticket:
 
     Args:
         run: identity of the run, at most 16 bytes.
-        generation: number of the generation.
         source: rank of the member that the bytes come from.
         target: rank of the member that they go to.
         of_target: whether the target presents it; else the source does.
