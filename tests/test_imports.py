@@ -50,7 +50,7 @@ TOGETHER = {"client/control/solo.py"}
 
 ONLY_IN = {
     "zmq": {"protocol/sockets.py", "protocol/gate.py"},
-    "cupy": {"kernels/cuda/path.py"},
+    "cupy": {"kernels/cuda/launch.py"},
     "matplotlib": {"watch/curve.py"},
     "tornado": {"watch/dashboard/server.py"},
     "plotly": {"watch/dashboard/page.py"},
