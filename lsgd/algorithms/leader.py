@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from lsgd.algorithms.base import Flat, all_finite, clones, copy_all, empties
 from lsgd.algorithms.common import Periodic, block, codec, delay, period
 from lsgd.algorithms.delayed import Delayed
-from lsgd.codecs import codec_of
+from lsgd.codecs import Codec, codec_of
 from lsgd.collectives.group import Group
 from lsgd.collectives.topology import node_index, node_ranks
 from lsgd.election import RULES
@@ -54,6 +54,7 @@ class LeaderSettings(Periodic):
     delay: int = delay("apply a leader's model")
 
     def __post_init__(self) -> None:
+        self.make_codec()
         if self.period and (self.period < self.local_period or self.period % self.local_period):
             raise ConfigError(
                 f"period = {self.period} is not a multiple of local_period = {self.local_period}; "
@@ -79,9 +80,13 @@ class LeaderSettings(Periodic):
             return dataclasses.replace(self, period=period, local_period=period)
         return dataclasses.replace(self, period=-(-period // self.local_period) * self.local_period)
 
+    def make_codec(self) -> Codec:
+        """Return the codec."""
+        return codec_of(self.compression, self.block)
+
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """One worker's model goes to all others, directly or relayed."""
-        codec = codec_of(self.compression, self.block)
+        codec = self.make_codec()
         return (workers - 1) / workers * numel * codec.element_nbytes / self.schedule().period
 
     def create(self, parameters: Flat, run: str = "") -> LeaderSGD:
@@ -140,7 +145,9 @@ class LeaderSGD(Delayed):
         if order is None:
             return
         self.settle(parameters)
+        finite = True
         if order.scope == "global":  # local rounds never change the periods
+            finite = self.is_finite(parameters, group)
             self._set_levels(group)
         # The global leader also leads its node, so the local pull does not move it. Hence both models can be sent
         # before either pull, and nothing changes until both have arrived.
@@ -158,7 +165,7 @@ class LeaderSGD(Delayed):
             for copy, members, source in transfers:
                 copy.transfer(members, source)
 
-        self._begin(transfer, partial(self._apply, group, order), parameters, group, self.settings.delay)
+        self._begin(transfer, partial(self._apply, group, order, finite), parameters, group, self.settings.delay)
 
     @property
     def acts_after_step(self) -> bool:
@@ -176,18 +183,22 @@ class LeaderSGD(Delayed):
             _pull(parameters, self.local_leader, settings.proximal_local / settings.local_period)
         super().after_step(parameters)
 
-    def _apply(self, group: Group, order: Round, parameters: Flat) -> None:
-        """Replace the copies by the models that arrived, and pull toward them."""
+    def _apply(self, group: Group, order: Round, finite: bool, parameters: Flat) -> None:
+        """Replace the copies by the models that arrived, and pull toward them; ``finite``: as of the round."""
         is_global = order.scope == "global"
-        local_finite = self._local is not None and group.agree(self._local.is_finite())
-        global_finite = is_global and group.agree(self._global.is_finite())
-        own_finite = not is_global or group.agree(all_finite(parameters))
-        if self._local is not None and self._local.land(f"round {order.id}: the node's leader", local_finite):
+        if self.settings.delay and is_global:
+            finite = all_finite(parameters)
+        local_broken, global_broken, own_broken = group.totals(
+            self._local is not None and not self._local.is_finite(),
+            is_global and not self._global.is_finite(),
+            not finite,
+        )
+        if self._local is not None and self._local.land(f"round {order.id}: the node's leader", not local_broken):
             _pull(parameters, self.local_leader, self.settings.pull_local)
         if not is_global:
             return
-        landed = self._global.land(f"round {order.id}: the global leader", global_finite)
-        if not own_finite:  # no pull repairs a NaN
+        landed = self._global.land(f"round {order.id}: the global leader", not global_broken)
+        if own_broken:  # no pull repairs a NaN
             log.warning("round %d: this worker's model is not finite and is replaced by the leader's", order.id)
             copy_all(parameters, self.global_leader)
         elif landed:
@@ -214,7 +225,7 @@ class _LeaderCopy:
     def __init__(self, model: list[Tensor], settings: LeaderSettings) -> None:
         self.model = model
         self._arriving: list[Tensor] = []
-        self._codec = codec_of(settings.compression, settings.block)
+        self._codec = settings.make_codec()
         self._payloads: list[Tensor] = []
 
     def prepare(self, parameters: Flat | None, group: Group) -> None:

@@ -27,8 +27,7 @@ import torch
 
 from lsgd.algorithms.common import EXCHANGE_SHARE, least_period
 from lsgd.cli.relay import RelayAccess, running_relay
-from lsgd.client.control.identity import versions
-from lsgd.client.control.network import Interface, interface_towards
+from lsgd.client.control.identity import Interface, interface_towards, versions
 from lsgd.client.groups.base import Members
 from lsgd.client.groups.mesh import Mesh
 from lsgd.client.groups.reach import Calls

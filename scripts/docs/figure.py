@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from lsgd.client.iteration import round as rounds
-from lsgd.server import member_states
+from lsgd.server import roster
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 LEFT, WIDTH, HEIGHT = 84, 390, 66
@@ -76,9 +76,9 @@ ROUND = Figure(
 )
 MEMBER = Figure(
     "The states of a worker, as the global server sees it",
-    {state.name: state.value for state in member_states.MemberState},
-    [(before.name, after.name) for before, after, _ in member_states.TRANSITIONS],
-    frozenset(state.name for state in member_states.MemberState if not state.live and state.name != "JOINED"),
+    {state.name: state.value for state in roster.MemberState},
+    [(before.name, after.name) for before, after, _ in roster.TRANSITIONS],
+    frozenset(state.name for state in roster.MemberState if not state.live and state.name != "JOINED"),
 )
 CONNECTION = Figure(
     "The states of a connection between two workers",

@@ -30,7 +30,7 @@ The public names of lsgd. [The client library](../guides/client.md) tells how th
 ::: lsgd.client.worker.Worker
 ::: lsgd.client.control.identity.device
 ::: lsgd.client.optimizer.muon
-::: lsgd.client.iteration.tally.Timings
+::: lsgd.client.iteration.reports.Timings
 
 ## Trainers
 

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from benchmarks.testbed import Testbed
-from lsgd.client.control.network import interface_towards
+from lsgd.client.control.identity import interface_towards
 from lsgd.errors import ConfigError
 
 ASK = """
 import json, socket, sys
-from lsgd.client.control.network import interface_towards
+from lsgd.client.control.identity import interface_towards
 found = interface_towards(sys.argv[1])
 print(json.dumps([found.address, found.name, found.reason, socket.gethostbyname(socket.gethostname())]))
 """

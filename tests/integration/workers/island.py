@@ -1,7 +1,8 @@
 """One process of an island: a small model, sharded by FSDP2, with switches for what a test is about.
 
 Each process appends a line for each committed round to ``<name>.<rank>.rounds``: its number, and a digest of its parts;
-and at the end a line with the bytes that it sent and those of its parts. The head writes the rest to ``<name>.json``.
+and at the end a line with the bytes that it sent, those of its parts, and its
+calls of the other processes. The head writes the rest to ``<name>.json``.
 With ``--gradients`` each process writes, for each step, its gradients before and after the exchange to
 ``<name>.<rank>.gradients``.
 """
@@ -105,7 +106,7 @@ def do(worker: Worker) -> None:
         open(options.once, "w").close()
     global spoil
     print(f"{worker.name} process {process}: {options.do}", flush=True)
-    group = worker._steps.rounds.entrance._group
+    group = worker._steps.rounds.entry._group
     match options.do:
         case "kill":
             assert group is not None
@@ -155,8 +156,8 @@ with Worker.join(model, optimizer) as worker:
     with open(f"{path}.{process}.rounds", "a") as rounds:
         while not worker.stopped:
             for x, y in worker.batches(loader):
-                if worker._steps.tally.committed > committed:
-                    committed = worker._steps.tally.committed
+                if worker._steps.rounds.committed > committed:
+                    committed = worker._steps.rounds.committed
                     parts = worker._replica.algorithm.shared_state() if options.common else model.parameters()
                     held = b"".join(shards.local(p).detach().numpy().tobytes() for p in parts)
                     print(committed, hashlib.sha256(held).hexdigest()[:16], file=rounds, flush=True)
@@ -185,10 +186,11 @@ with Worker.join(model, optimizer) as worker:
                         model(x)  # leaves the root gathered
                 if worker.iterations == options.leave_at:
                     worker.leave()
+        calls = worker._membership.island._calls
         flat = sum(buffer.nbytes for buffer in worker._replica.flat.buffers)
         if options.gradients:
             torch.save(steps, f"{path}.{process}.gradients")
-        print("sent", worker.timings.sent_nbytes, flat, file=rounds)
+        print("sent", worker.timings.sent_nbytes, flat, calls, file=rounds)
     if worker.rank == 0:
         saved = worker.save(worker.run_dir / "model", file_nbytes=200)
         assert len(saved) > 4  # on all processes
