@@ -101,7 +101,7 @@ def join_run(
     try:
         with contextlib.ExitStack() as opened:
             servers, address = None, identity.local_address
-            if island.is_head and is_alone(os.environ):
+            if island.is_head and identity.from_variables and is_alone(os.environ):
                 servers = Solo(os.environ)
                 opened.callback(servers.close)
                 address = servers.address
