@@ -29,10 +29,9 @@ from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
 from lsgd.protocol.events import Event, Happening
 from lsgd.server.report import progress, report
-from lsgd.watch.dashboard.data import encoded, snapshot
+from lsgd.watch.dashboard.data import Story, encoded, snapshot
 from lsgd.watch.dashboard.follow import Follower
 from lsgd.watch.dashboard.server import Dashboard, application
-from lsgd.watch.dashboard.story import Story
 from lsgd.watch.reader import Batch, Reader
 
 STEP_S, PERIOD, LOCAL_PERIOD = 1.0, 4, 2

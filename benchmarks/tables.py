@@ -1,4 +1,4 @@
-"""Writes the tables in docs/performance from the results in docs/results: ``python -m benchmarks.tables``.
+"""Writes the tables in the pages of benchmarks/results from its JSON files: ``python -m benchmarks.tables``.
 
 A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, where WHAT is one of these:
 
@@ -21,13 +21,13 @@ from benchmarks.memory.measure import memory_table
 from benchmarks.network.tables import fastest_baselines, place_table
 from benchmarks.report.about import argument_parser
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGES = tuple(sorted((DOCS / "performance").glob("*.md")))
+RESULTS = Path(__file__).parent / "results"
+PAGES = tuple(sorted(RESULTS.glob("*.md")))
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n)(?:(?!<!-- table: ).)*?(?=<!-- end of table -->)", re.DOTALL)
 
 
 def made_anew(text: str, page: Path) -> str:
-    """Return the text of a page with its tables as the results in docs/results have them.
+    """Return the text of a page with its tables as the JSON files in benchmarks/results have them.
 
     Raises:
         ValueError: the page has a table that there is no result or no rule for.
@@ -50,13 +50,13 @@ def _table(what: str, page: Path) -> str:
         case _:
             raise ValueError(f"{page}: no table is called {what!r}; see python -m benchmarks.tables --help")
     if found.count("\n") < 2:
-        raise ValueError(f"{page}: {DOCS / 'results'} has no results for the table {what!r}; run its benchmark")
+        raise ValueError(f"{page}: {RESULTS} has no results for the table {what!r}; run its benchmark")
     return found
 
 
 @cache
 def _results(benchmark: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((DOCS / "results" / f"{benchmark}.json").read_text())["results"]
+    found: list[dict[str, Any]] = json.loads((RESULTS / f"{benchmark}.json").read_text())["results"]
     return found
 
 

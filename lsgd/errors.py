@@ -36,7 +36,7 @@ class BrokenLinksError(ExchangeError):
     """Members of a generation cannot reach each other.
 
     Args:
-        message: which ones, in words.
+        message: which ones.
         broken: their ranks, one pair after the other.
     """
 

@@ -1,4 +1,4 @@
-"""Writes text for people in a separate thread: nobody waits for its reader, and lost lines are counted."""
+"""Prints in a separate thread: nobody waits for its reader, and lost lines are counted."""
 
 import errno
 import os

@@ -1,6 +1,6 @@
 """The header of a payload, version 2: the codec that wrote it, its parameters, and the number of elements.
 
-Little-endian. docs/kernels.md has the same table.
+Little-endian. docs/concepts/kernels.md has the same table.
 
 ========================  =====================================================================================
 bytes                     content

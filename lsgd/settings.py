@@ -107,7 +107,7 @@ class AlgorithmSettings:
         raise NotImplementedError
 
     def obstacle_to_offload(self) -> str:
-        """Return in words why what these settings exchange cannot be in host memory; empty if it can."""
+        """Return why what these settings exchange cannot be in host memory; empty if it can."""
         return ""
 
     def create(self, parameters: "Flat", run: str = "") -> "Algorithm":

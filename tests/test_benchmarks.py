@@ -269,12 +269,12 @@ def test_the_tables_of_the_docs_are_those_of_the_results(page: Path) -> None:
 
 def test_every_benchmark_with_kept_results_has_tables_of_them() -> None:
     with_tables = {page.stem for page in tables.PAGES if tables.TABLE.search(page.read_text())}
-    assert with_tables == {kept.stem.partition("-")[0] for kept in (tables.DOCS / "results").glob("*.json")}
+    assert with_tables == {kept.stem.partition("-")[0] for kept in tables.RESULTS.glob("*.json")}
 
 
 def test_the_page_of_conclusions_names_each_page() -> None:
-    conclusions = (tables.DOCS / "performance.md").read_text()
-    assert [page for page in tables.PAGES if f"](performance/{page.name})" not in conclusions] == []
+    conclusions = (tables.RESULTS.parents[1] / "docs" / "performance.md").read_text()
+    assert [page for page in tables.PAGES if f"](../benchmarks/results/{page.name})" not in conclusions] == []
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ FOR_PEOPLE = {
     ("server/record.py", "datetime"),  # when a run began
     ("server/record.py", "now"),
     ("cli/doctor.py", "time"),  # compared between two machines
-    ("cli/log.py", "time"),  # beside each point of a curve
+    ("watch/curves.py", "time"),  # beside each point of a curve
     ("server/stream.py", "time"),  # beside each event
 }
 

@@ -14,7 +14,7 @@ import pytest
 from .integration.running import LIGHT
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLE = re.compile(
     r"(?:<!-- (?:not run: (?P<why>[^>]+)|launched: (?P<launched>[^>]+)) -->\n)?^```python\n(?P<code>.*?)^```$",
     re.M | re.S,

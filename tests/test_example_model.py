@@ -56,7 +56,7 @@ def test_the_diff_in_the_docs_is_the_real_one() -> None:
     names = ("examples/plain.py", "examples/plain_lsgd.py")
     plain, ours = ((ROOT / name).read_text().splitlines() for name in names)
     real = list(difflib.unified_diff(plain, ours, *names, lineterm=""))
-    (shown,) = re.findall(r"```diff\n(.*?)\n```", (ROOT / "docs/examples.md").read_text(), re.DOTALL)
+    (shown,) = re.findall(r"```diff\n(.*?)\n```", (ROOT / "docs/start/examples.md").read_text(), re.DOTALL)
     assert shown.splitlines() == real
 
 

@@ -54,8 +54,8 @@ ONLY_IN = {
     "accelerate": {"integrations/accelerate.py", "integrations/transformers.py"},
     "lightning": {"integrations/lightning.py"},
     "prometheus_client": {"watch/metrics.py"},
-    "tensorboardX": {"watch/loggers.py"},
-    "wandb": {"watch/loggers.py"},
+    "tensorboardX": {"watch/curves.py"},
+    "wandb": {"watch/curves.py"},
 }
 PRIVATE_NAMES_ONLY_IN = {
     "client/groups/torch_group.py",

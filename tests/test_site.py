@@ -46,11 +46,14 @@ def test_links_and_anchors_of_a_page_resolve(page):
 
 
 def test_links_are_rewritten_for_the_site_and_fenced_code_is_not():
-    code = "```\n[a](docs/own-run.md)\n```\n"
-    text = "[a](docs/own-run.md#x) [b](examples/plain.py) [c](https://a.org/) [d](#e)\n"
-    on_site = "[a](own-run.md#x) [b](files/examples/plain.py.md) [c](https://a.org/) [d](#e)\n"
+    code = "```\n[a](docs/start/own-run.md)\n```\n"
+    text = "[a](docs/start/own-run.md#x) [b](examples/plain.py) [c](https://a.org/) [d](#e)\n"
+    on_site = "[a](start/own-run.md#x) [b](files/examples/plain.py.md) [c](https://a.org/) [d](#e)\n"
     assert rewritten(text + code, "README.md") == on_site + code
-    assert rewritten("[a](../../README.md) [b](../x.md)", "docs/performance/y.md") == "[a](../index.md) [b](../x.md)"
+    assert (
+        rewritten("[a](../../README.md) [b](../../docs/x.md)", "benchmarks/results/y.md")
+        == "[a](../index.md) [b](../x.md)"
+    )
 
 
 def in_navigation(entries):

@@ -7,7 +7,7 @@ import time
 from lsgd.errors import LsgdError
 from lsgd.protocol.keys import OPERATOR, connector_keys
 from lsgd.protocol.messages import StatusQuery
-from lsgd.watch.ask import ask
+from lsgd.watch.reader import ask
 
 PERIOD_S = 0.5
 

@@ -15,8 +15,8 @@ from rich.live import Live
 
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
-from lsgd.cli import completion, operate, options, quickstart, runs, watching
-from lsgd.cli.group import Group, Main, first_steps
+from lsgd.cli import options, quickstart, runs, watching
+from lsgd.cli.options import Group, Main, first_steps
 from lsgd.node import gpus
 from lsgd.node.launch import Launch, launch
 from lsgd.node.place import find_place
@@ -28,9 +28,10 @@ from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.run_folder import CHECKPOINTS, find_run
 from lsgd.run_folder import runs as runs_with_checkpoints
 from lsgd.settings import fields, shown, span
-from lsgd.watch.ask import ask
+from lsgd.watch import terminal
+from lsgd.watch.curves import LOGGERS
 from lsgd.watch.dashboard.page import require
-from lsgd.watch.loggers import LOGGERS
+from lsgd.watch.reader import ask
 from lsgd.watch.view import RunView
 
 HEALTHY_WITHIN_S = 1.0
@@ -53,7 +54,7 @@ def main(context: click.Context) -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for the script and the results; default: runs/ and the start time.",
 )
-@click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
+@click.option("--device", default="auto", show_default=True, shell_complete=options.devices, help=DEVICE_HELP)
 @click.option("--plain", is_flag=True, help=PLAIN_HELP)
 def quickstart_command(run_dir: Path | None, device: str, plain: bool) -> None:
     """Train the example, handwritten digits, with two workers on this machine.
@@ -89,7 +90,7 @@ def _in_words(devices: int, processes: int) -> str:
     show_default=True,
     help="Processes per worker, which share its model: the script shards it over them (FSDP2).",
 )
-@click.option("--device", default="auto", show_default=True, shell_complete=completion.devices, help=DEVICE_HELP)
+@click.option("--device", default="auto", show_default=True, shell_complete=options.devices, help=DEVICE_HELP)
 @options.plan(help="The plan, a TOML file (node 0's).")
 @click.option(
     "--run-dir",
@@ -127,7 +128,7 @@ def _in_words(devices: int, processes: int) -> str:
     help="Also serve the run's page on node 0 (like lsgd dashboard, to this machine only).",
 )
 @click.option("--plain", is_flag=True, help=PLAIN_HELP)
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.files)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=options.files)
 def launch_command(
     node: int | None,
     nodes: int | None,
@@ -212,7 +213,9 @@ def _new_run_dir() -> Path:
 
 @main.command("status", short_help="Show a run's progress, and what it waits for.")
 @options.connect
-@click.option("--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/operations.md lists the keys).")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/guides/operations.md lists the keys)."
+)
 @click.option("--watch", is_flag=True, help="Redraw it every two seconds, until Ctrl-C or the end of the run.")
 @click.option(
     "--healthy",
@@ -232,18 +235,18 @@ def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watc
         status = ask(connect, StatusQuery(0), keys)
         click.echo(json.dumps(status))
         while watch and status["state"] != "over":
-            time.sleep(operate.WATCH_EVERY_S)
+            time.sleep(terminal.WATCH_EVERY_S)
             status = ask(connect, StatusQuery(0), keys)
             click.echo(f"\n{json.dumps(status)}")
     elif not watch:
-        console.print(operate.view(RunView(ask(connect, StatusQuery(0), keys))))
+        console.print(terminal.view(RunView(ask(connect, StatusQuery(0), keys))))
     else:
         with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
-            for number, run in enumerate(operate.watch(connect, keys)):
+            for number, run in enumerate(terminal.watch(connect, keys)):
                 if live:
-                    live.update(operate.view(run), refresh=True)
+                    live.update(terminal.view(run), refresh=True)
                 else:
-                    console.print(*[""] * (number > 0), operate.view(run), sep="\n")
+                    console.print(*[""] * (number > 0), terminal.view(run), sep="\n")
 
 
 @main.command("runs", short_help="List runs: which are running, and how the others ended.")
@@ -273,15 +276,15 @@ def _pairs(context: click.Context, parameter: click.Parameter, changes: tuple[st
 
 @main.command("set", short_help="Change settings of a running run.")
 @options.connect
-@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, callback=_pairs, shell_complete=completion.settings)
+@click.argument("changes", metavar="NAME=VALUE...", nargs=-1, callback=_pairs, shell_complete=options.settings)
 def set_command(connect: str, keys: ConnectorKeys | None, changes: dict[str, str]) -> None:
     """Change numeric settings of a running run, for all workers from the next global round; all changes or none.
 
     The run's length (iterations, seconds) changes at once.
     """
     status = ask(connect, ChangeSettings(changes), keys)
-    told = ", ".join(f"{name} = {value}" for name, value in changes.items())
-    click.echo(f"run {status['run']}: {told}, after {status['count']} iterations")
+    changed = ", ".join(f"{name} = {value}" for name, value in changes.items())
+    click.echo(f"run {status['run']}: {changed}, after {status['count']} iterations")
 
 
 @main.command("stop", short_help="End a running run, with a consensus model.")
@@ -342,13 +345,13 @@ def keygen_command(folder: Path | None, nodes: int) -> None:
 
 
 @main.command("algorithms", short_help="List the algorithms, or the settings of one.")
-@click.argument("name", required=False, shell_complete=completion.algorithms)
+@click.argument("name", required=False, shell_complete=options.algorithms)
 @click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of the model.")
 @click.option("--workers", type=click.IntRange(1), default=4, show_default=True, help="Each on its own node.")
 def algorithms(name: str | None, parameters: int, workers: int) -> None:
     """List the algorithms with what a worker sends per iteration, or the settings of one.
 
-    docs/algorithms.md has the formulas, and says when to use which.
+    docs/guides/algorithms.md has the formulas, and says when to use which.
     """
     if name is not None and name not in ALGORITHMS:
         raise click.UsageError(ALGORITHMS.unknown(name))
@@ -367,13 +370,13 @@ def algorithms(name: str | None, parameters: int, workers: int) -> None:
 
 
 @main.command("completion", short_help="Complete commands and options in your shell.")
-@click.argument("shell", type=click.Choice(tuple(completion.SHELLS)), required=False)
+@click.argument("shell", type=click.Choice(tuple(options.SHELLS)), required=False)
 def completion_command(shell: str | None) -> None:
     """Print the script that completes commands and options in your shell; without SHELL, the line that loads it."""
     if shell:
-        click.echo(completion.script(main, shell))
+        click.echo(options.script(main, shell))
     else:
-        click.echo("\n".join(completion.SHELLS.values()))
+        click.echo("\n".join(options.SHELLS.values()))
 
 
 @main.group(cls=Group)

@@ -1,16 +1,127 @@
-"""Options that several commands share."""
+"""What commands have in common: groups, options, and shell completion."""
 
+import difflib
 import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem, get_completion_class
 
-from lsgd.cli import completion
+from lsgd.algorithms import ALGORITHMS
+from lsgd.errors import LsgdError
+from lsgd.plan.run import LENGTH_SETTINGS
 from lsgd.protocol.keys import OPERATOR, connector_keys
 from lsgd.protocol.sockets import DEFAULT_PORT
 from lsgd.run_folder import find_live
+from lsgd.settings import changeable
+
+SHELLS = {
+    "bash": 'eval "$(lsgd completion bash)"          # in ~/.bashrc',
+    "zsh": 'eval "$(lsgd completion zsh)"           # in ~/.zshrc, after compinit',
+    "fish": "lsgd completion fish | source           # in ~/.config/fish/config.fish",
+}
+"""How each shell loads its script."""
+
+
+def script(main: click.Command, shell: str) -> str:
+    """Return the script that completes ``lsgd`` in a shell."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    return kind(main, {}, "lsgd", "_LSGD_COMPLETE").source()
+
+
+def algorithms(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the matching algorithms."""
+    return [CompletionItem(name) for name in ALGORITHMS if name.startswith(incomplete)]
+
+
+def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the settings that may change during a run, as ``NAME=``."""
+    names = {*LENGTH_SETTINGS, *(name for cls in ALGORITHMS.values() for name in changeable(cls))}
+    return [CompletionItem(f"{name}=") for name in sorted(names) if f"{name}=".startswith(incomplete)]
+
+
+def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete file names."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def devices(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the matching devices."""
+    return [CompletionItem(name) for name in ("auto", "cpu", "cuda") if name.startswith(incomplete)]
+
+
+def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the matching run folders in runs/, newest first; if there are none, the shell completes folder names."""
+    found = sorted((str(path) for path in Path("runs").glob("*/")), reverse=True)
+    return [CompletionItem(name) for name in found if name.startswith(incomplete)] or [
+        CompletionItem(incomplete, type="dir")
+    ]
+
+
+SECTIONS = {
+    "Train": ("quickstart", "launch"),
+    "Watch and steer": ("status", "runs", "dashboard", "report", "log", "metrics", "set", "stop"),
+    "Prepare": ("doctor", "keygen", "algorithms", "config", "completion"),
+}
+"""The commands by purpose; all others are listed under Other."""
+
+FIRST_STEPS = (
+    ("train the example on this machine, in half a minute", "lsgd quickstart"),
+    ("train your own script, one worker for each GPU", "lsgd launch -- python my_script.py"),
+    ("see what the run does and waits for", "lsgd status --watch"),
+    ("list your runs: which are running, and how the others ended", "lsgd runs"),
+    ("check this machine before the first run", "lsgd doctor"),
+)
+
+
+class Group(click.Group):
+    """Commands that print lsgd's errors as one line, and suggest the nearest name for an unknown command."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except LsgdError as error:
+            raise click.ClickException(str(error)) from None
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Return the named command."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            known = self.list_commands(ctx)
+            near = difflib.get_close_matches(args[0], known, 1)
+            hint = f"did you mean: {ctx.command_path} {near[0]}" if near else f"there are {', '.join(known)}"
+            if args[0].endswith(".py"):
+                hint = f"to train with a script: lsgd launch -- python {args[0]}"
+            ctx.fail(f"there is no command {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+
+class Main(Group):
+    """``lsgd`` itself."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by purpose."""
+        known = {name: self.commands[name] for name in self.list_commands(ctx)}
+        named = {name for names in SECTIONS.values() for name in names}
+        others = tuple(name for name in known if name not in named)
+        for section, names in {**SECTIONS, "Other": others}.items():
+            rows = [(name, known[name].get_short_help_str(100)) for name in names if name in known]
+            if rows:
+                with formatter.section(section):
+                    formatter.write_dl(rows)
+
+
+def first_steps() -> str:
+    """Return the first commands that a new user needs."""
+    width = max(len(example) for _, example in FIRST_STEPS)
+    lines = [f"  {example:{width}}  {what}" for what, example in FIRST_STEPS]
+    return "\n".join(
+        ["Train one PyTorch model on several machines with local SGD.", "", *lines, "", "All commands: lsgd --help"]
+    )
+
 
 FOLDER = "lsgd.folder"
 """Key in a command's context: folder of the run that was found."""
@@ -42,7 +153,7 @@ def connect(command: Callable[..., Any]) -> Callable[..., Any]:
         "folder",
         type=click.Path(path_type=Path),
         default=Path("runs"),
-        shell_complete=completion.runs,
+        shell_complete=runs,
         show_default=True,
         help="Folder of the run, or of several runs: your newest one that is running.",
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from lsgd.run_folder import is_live
 from lsgd.watch.results import RESULT, ended, read
-from lsgd.watch.words import duration
+from lsgd.watch.terminal import duration
 
 ENDED = ("finished", "stopped", "failed")
 """The states that a launcher writes at the end of a run."""

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import click
 
-from lsgd.cli import log, metrics, options
+from lsgd.cli import options
 from lsgd.protocol.sockets import ConnectorKeys
+from lsgd.watch import curves, metrics
+from lsgd.watch.curves import LOGGERS
 from lsgd.watch.dashboard.page import require
-from lsgd.watch.loggers import LOGGERS
 
 DASHBOARD_NEEDS = ("tornado", "plotly")
 """The libraries of the dashboard."""
@@ -34,7 +35,7 @@ def log_command(connect: str, keys: ConnectorKeys | None, names: tuple[str, ...]
     if out is None:
         raise click.UsageError("with --connect, say where to write the curves: --out FOLDER")
     out.mkdir(parents=True, exist_ok=True)
-    click.echo(log.write(connect, keys, out.absolute(), tuple(dict.fromkeys(names))))
+    click.echo(curves.write(connect, keys, out.absolute(), tuple(dict.fromkeys(names))))
 
 
 @click.command("metrics", short_help="Serve the metrics of a running run to Prometheus.")
@@ -80,7 +81,7 @@ def report_command(folder: Path, output: Path | None) -> None:
     After lsgd launch --dashboard it also has the timeline, the throughput and the log.
     """
     require("lsgd report", "plotly")
-    from lsgd.watch.dashboard.report import report
+    from lsgd.watch.dashboard.page import report
 
     output = output or folder / "report.html"
     text = report(folder)

@@ -382,7 +382,7 @@ class Worker:
         yield
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the whole run, from the global server; docs/operations.md lists the keys.
+        """Return the state of the whole run, from the global server; docs/guides/operations.md lists the keys.
 
         In an island only the head can ask, and the other processes need not call this.
         """

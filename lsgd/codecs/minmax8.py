@@ -14,7 +14,7 @@ from lsgd.payload import HEADER_NBYTES, aligned
 
 @dataclass(frozen=True)
 class MinMax8(Codec):
-    """One byte per element and eight per block; docs/kernels.md has the arithmetic.
+    """One byte per element and eight per block; docs/concepts/kernels.md has the arithmetic.
 
     Args:
         block: elements that share one range of codes; 0: the whole vector.

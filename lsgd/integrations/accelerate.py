@@ -12,8 +12,7 @@ from torch.utils.data import RandomSampler
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
-from lsgd.integrations.shared import place, refuse_distributed
-from lsgd.integrations.stream import ShardStream, shard
+from lsgd.integrations.shared import ShardStream, place, refuse_distributed, shard
 
 try:
     from accelerate import Accelerator
@@ -126,13 +125,7 @@ class LsgdLoop:
 
     def _sharded(self) -> ShardStream | None:
         shuffled = isinstance(getattr(getattr(self._loader, "batch_sampler", None), "sampler", None), RandomSampler)
-        stream = shard(self._loader, lambda: place(self._worker), self._seed, shuffled)
-        if stream is None:
-            logger.warning(
-                "the training data has no sampler that could be sharded, so each worker draws from all of it: give "
-                "a DataLoader of a dataset with a length, or each worker data of its own and LsgdLoop(shard=False)"
-            )
-        return stream
+        return shard(self._loader, lambda: place(self._worker), self._seed, shuffled, "LsgdLoop")
 
     def _consume(self) -> None:
         if self._stream is not None:

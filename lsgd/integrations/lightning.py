@@ -9,8 +9,7 @@ from torch.utils.data import RandomSampler
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
-from lsgd.integrations.shared import is_saver, place, refuse_distributed, say_who_ends, state_of_run
-from lsgd.integrations.stream import ShardStream, shard
+from lsgd.integrations.shared import ShardStream, is_saver, place, refuse_distributed, say_who_ends, shard, state_of_run
 
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -192,14 +191,10 @@ class LsgdCallback(Callback):
             loader,
             lambda: place(self._worker),
             self._seed,
-            shuffle=isinstance(getattr(loader, "sampler", None), RandomSampler),
+            isinstance(getattr(loader, "sampler", None), RandomSampler),
+            "LsgdCallback",
         )
         if self._stream is None:
-            logger.warning(
-                "the training data has no sampler that could be sharded, so each worker draws from all of it: give "
-                "the Trainer one DataLoader of a dataset with a length, or each worker data of its own and "
-                "LsgdCallback(shard=False)"
-            )
             return None
         self._batch_size = loader.batch_sampler.batch_size
         if self._restored:

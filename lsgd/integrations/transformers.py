@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
-from lsgd.integrations.shared import is_saver, place, refuse_distributed, say_who_ends, state_of_run
-from lsgd.integrations.stream import ShardStream, shard
+from lsgd.integrations.shared import ShardStream, is_saver, place, refuse_distributed, say_who_ends, shard, state_of_run
 
 try:
     from accelerate.state import GradientState
@@ -38,7 +37,7 @@ class LsgdCallback(TrainerCallback):
     is paused while the Trainer evaluates or saves, and only rank 0 saves. At the end, the Trainer evaluates and saves
     the consensus, if it evaluates and saves at all.
 
-    It may be used in a ``with`` statement around ``train()``: then the run is told of an exception there, and lsgd's
+    It may be used in a ``with`` statement around ``train()``: then the run learns of an exception there, and lsgd's
     errors end the process with the exit codes of ``with Worker.join(...)``.
 
     Args:
@@ -249,13 +248,10 @@ class LsgdCallback(TrainerCallback):
             loader,
             lambda: place(self.worker),
             args.seed if args.data_seed is None else args.data_seed,
-            shuffle=strategy != "sequential",
+            strategy != "sequential",
+            "LsgdCallback",
         )
         if self._stream is None:
-            logger.warning(
-                "the training data has no sampler that could be sharded, so each worker draws from all of it: give "
-                "the Trainer a dataset with a length, or each worker data of its own and LsgdCallback(shard=False)"
-            )
             return None
         if strategy not in ("random", "sequential"):
             logger.warning("train_sampling_strategy = %r is not used: shards are dealt at random", str(strategy))

@@ -1,7 +1,7 @@
 """8-bit min-max quantization: one specification, and two fast paths (CPU, CUDA) with the same bits.
 
-:mod:`~lsgd.kernels.reference` is the definition; docs/kernels.md describes the payload. Importing this compiles
-nothing.
+:mod:`~lsgd.kernels.reference` is the definition; docs/concepts/kernels.md describes the payload.
+Importing this compiles nothing.
 """
 
 from lsgd.kernels import few_bits

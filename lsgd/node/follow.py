@@ -19,8 +19,8 @@ from rich.text import Text
 from lsgd.errors import LsgdError
 from lsgd.protocol.keys import OPERATOR, connector_keys
 from lsgd.watch.reader import Reader
+from lsgd.watch.terminal import duration
 from lsgd.watch.view import RunView, WorkerView
-from lsgd.watch.words import duration
 
 END = "\0"
 """Ends a frame."""

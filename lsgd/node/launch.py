@@ -39,7 +39,7 @@ from lsgd.protocol.messages import worker_name
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
 from lsgd.run_folder import CHECKPOINTS, claimed, runs
 from lsgd.watch import results
-from lsgd.watch.loggers import check
+from lsgd.watch.curves import check
 
 TOKEN_WITHIN_S = 60.0
 """How long a node waits for node 0 to write its token to a shared folder."""

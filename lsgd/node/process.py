@@ -169,7 +169,7 @@ class Child:
         if self.status == NOT_TRAINED:
             return (
                 f"ended without joining the run (exit code {self.status}): its script has to call Worker.join and to "
-                f"train with worker.batches (docs/client.md)"
+                f"train with worker.batches (docs/guides/client.md)"
             )
         if self.status >= 0:
             return f"failed with exit code {self.status}"

@@ -36,7 +36,7 @@ OTHER_VARIABLES = frozenset(
 
 
 DEFAULT = LocalSettings
-"""The algorithm of a plan that names none. docs/performance/convergence.md has the figures behind the choice."""
+"""The algorithm of a plan that names none. benchmarks/results/convergence.md has the figures behind the choice."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Plan:
         return self.run.loss_window or self.algorithm.schedule().local_period
 
     def obstacle_to_islands(self) -> str:
-        """Return in words why workers with sharded models cannot take part; empty if they can."""
+        """Return why workers with sharded models cannot take part; empty if they can."""
         names = [phase.algorithm.name for phase in self.phases if not phase.algorithm.islands]
         return f"the algorithm {names[0]} is not made for that; choose another one, such as local" if names else ""
 
@@ -212,7 +212,7 @@ def read(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"the plan {path} cannot be read: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
             raise ConfigError(f"the plan {path} is not TOML: {error}") from None
     return assemble(table, origin=f"the plan {path}", environ=environ, flags=flags)
 

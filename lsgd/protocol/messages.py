@@ -536,7 +536,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of the run as JSON text (docs/operations.md lists its keys)."""
+    """The state of the run as JSON text (docs/guides/operations.md lists its keys)."""
 
     report: str
 

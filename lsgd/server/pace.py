@@ -24,7 +24,7 @@ LEAST_ROUNDS = 32
 """Fewest rounds of a run, whatever they cost: with fewer its workers learn little from each other."""
 
 SHORT_PERIOD = 4
-"""Shortest period that a short run is limited to; shorter ones were no better (docs/performance/convergence.md)."""
+"""Shortest period that a short run is limited to; shorter ones were no better (benchmarks/results/convergence.md)."""
 
 SHORTEST_STEP_S = 1e-6
 

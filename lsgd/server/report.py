@@ -21,7 +21,7 @@ MAX_PROGRESS_WORKERS = 4096
 
 
 def report(state: RunState, now: float, stream: Mapping[str, Any] | None = None) -> str:
-    """Return the run's state and its last rounds; docs/operations.md describes the keys.
+    """Return the run's state and its last rounds; docs/guides/operations.md describes the keys.
 
     Args:
         state: of the run.

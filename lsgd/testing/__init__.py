@@ -1,1 +1,5 @@
-"""What tests of algorithms and codecs stand on: simulated workers, without processes or servers."""
+"""What tests of algorithms and codecs stand on: workers and their group as threads of one process, without servers."""
+
+from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, generation_of, simulate, steps_at
+
+__all__ = ["SimulatedGroup", "SimulatedWorker", "generation_of", "simulate", "steps_at"]

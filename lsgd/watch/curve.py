@@ -52,7 +52,8 @@ def draw(result: dict[str, Any], rounds: Rounds, path: Path) -> None:
     leaders.set_xlabel("iterations of all workers together")
     leaders.xaxis.set_major_locator(MaxNLocator(integer=True))
     leaders.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
-    losses.set_title(f"{path.parent.name}: {_title(result)}", fontsize=11)
+    name = path.parent.name.encode(errors="replace").decode()  # a folder's name may be no UTF-8
+    losses.set_title(f"{name}: {_title(result)}", fontsize=11, parse_math=False)
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
     figure.savefig(path, dpi=120)
 

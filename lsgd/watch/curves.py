@@ -1,12 +1,26 @@
-"""The curves that loggers write, computed only from a run's events."""
+"""A run's curves, computed only from its events; the loggers that write them; the process of ``lsgd log``."""
 
+import csv
+import importlib.util
+import json
 import math
-from collections.abc import Iterable, Iterator
+import os
+import signal
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
+from lsgd.errors import ConfigError, JoinError
 from lsgd.protocol.events import Event, PeriodChosen, Progress, RoundCompleted, RoundOrdered
-from lsgd.watch.reader import Batch
+from lsgd.protocol.sockets import ConnectorKeys
+from lsgd.watch.reader import Batch, Reader
+from lsgd.watch.results import CURVES, METRICS, read
 from lsgd.watch.view import RunView, mean
 
 _MAX_OPEN = 1024
@@ -61,8 +75,8 @@ class Curves:
             case RoundOrdered():
                 return event.what.count, self._ordered(event.what)
             case RoundCompleted(number, took_s, sent_nbytes) if number in self._open:
-                told = {"round/seconds": took_s, "round/sent_bytes": sent_nbytes}
-                return self._open.pop(number), {name: float(x) for name, x in told.items() if x is not None}
+                values = {"round/seconds": took_s, "round/sent_bytes": sent_nbytes}
+                return self._open.pop(number), {name: float(x) for name, x in values.items() if x is not None}
             case PeriodChosen(period):
                 return self._count, {"period": float(period)}
             case Progress():
@@ -97,3 +111,211 @@ class Curves:
             "seconds/exchange": sum(total.exchange_s for total in totals),
             **{f"user/{name}": number for name, number in now.logged.items()},
         }
+
+
+_TAIL_NBYTES = 1 << 16
+
+
+class Logger(ABC):
+    """Writes the points of one run into its folder. The constructor and all methods may raise OSError.
+
+    Args:
+        folder: run folder.
+        run: identity of the run.
+    """
+
+    package = ""
+    """Required package, which the extra with the logger's name installs; empty: none."""
+
+    @abstractmethod
+    def __init__(self, folder: Path, run: str) -> None: ...
+
+    @abstractmethod
+    def write(self, point: Point) -> None:
+        """Add a point; points come in order of time."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Make what was written visible to readers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is left and close."""
+
+
+class _Csv(Logger):
+    """Writes ``curves.csv``, a row for each value. A restarted process appends."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        path, self._run = folder / CURVES, run
+        self._after = _last_time(path, run)
+        self._file = path.open("a", encoding="utf-8", newline="")
+        self._rows = csv.writer(self._file, lineterminator="\n")
+        if not self._file.tell():
+            self._rows.writerow(["run", "time", "iterations", "name", "value"])
+
+    def write(self, point: Point) -> None:
+        if point.time > self._after:
+            rows = ((self._run, point.time, point.iterations, name, value) for name, value in point.values.items())
+            self._rows.writerows(rows)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _last_time(path: Path, run: str) -> float:
+    """Return the time of the last row if it is of this run, else 0; cut off an incomplete last row."""
+    if not path.exists():
+        return 0.0
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, end - _TAIL_NBYTES))
+        tail = file.read()
+        whole = tail[: tail.rfind(b"\n") + 1]
+        file.truncate(start + len(whole))
+    *_, row = [[], *csv.reader(whole.decode("utf-8", "replace").splitlines())]
+    return float(row[1]) if len(row) == 5 and row[0] == run else 0.0
+
+
+class _TensorBoard(Logger):
+    """Writes event files into ``tensorboard/RUN``, over the run's iterations."""
+
+    package = "tensorboardX"
+
+    def __init__(self, folder: Path, run: str) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard" / run.replace("/", "-")))
+
+    def write(self, point: Point) -> None:
+        for name, value in point.values.items():
+            self._writer.add_scalar(name, value, point.iterations, walltime=point.time)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb(Logger):
+    """Writes a run of Weights & Biases into ``wandb/``: offline, unless ``WANDB_MODE`` says something else."""
+
+    package = "wandb"
+
+    def __init__(self, folder: Path, run: str) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "lsgd"),
+            name=os.environ.get("WANDB_NAME", folder.name),
+            config={"run": run},
+            dir=folder,
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )
+        self._run.define_metric("*", step_metric="iterations")
+
+    def write(self, point: Point) -> None:
+        self._run.log({"iterations": point.iterations, "time": point.time, **point.values})
+
+    def flush(self) -> None:
+        """Do nothing: wandb flushes by itself."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+LOGGERS: dict[str, type[Logger]] = {"csv": _Csv, "tensorboard": _TensorBoard, "wandb": _Wandb}
+"""By name."""
+
+
+def check(names: Iterable[str]) -> None:
+    """Raise ConfigError if a logger's package is missing."""
+    for name in names:
+        cls = LOGGERS[name]
+        if cls.package and importlib.util.find_spec(cls.package) is None:
+            raise ConfigError(f"{name} needs {cls.package}: {sys.executable} -m pip install 'lsgd[{name}]'")
+
+
+AWAY_FOR_S = 600.0
+"""How long to wait for a silent global server."""
+
+READ_ON_S = 1.0
+"""How long to wait for more events after the one that ends the run."""
+
+
+def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequence[str]) -> str:
+    """Write the curves of the run at ``address`` until it is over; return a summary.
+
+    It continues with a restarted server, and ends on SIGTERM.
+
+    Raises:
+        ConfigError: a logger's package is missing, or the folder cannot be written.
+        JoinError: the server refuses us, or is silent for ten minutes.
+    """
+    check(names)
+    ended, count = threading.Event(), 0
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    with ExitStack() as stack:
+        reader, curves, loggers = stack.enter_context(Reader(address, keys)), Curves(), list[Logger]()
+        try:
+            for points in _follow(reader, curves, folder, ended):
+                if not loggers:
+                    for name in names:
+                        loggers.append(LOGGERS[name](folder, curves.view.run))
+                        stack.callback(loggers[-1].close)
+                for point in points:
+                    count += 1
+                    for logger in loggers:
+                        logger.write(point)
+                for logger in loggers:
+                    logger.flush()
+            stack.close()
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+    return f"{count} points written to {folder} ({', '.join(names)})"
+
+
+def _follow(reader: Reader, curves: Curves, folder: Path, ended: threading.Event) -> Iterator[list[Point]]:
+    """Yield the run's points as they come; the first list, once the run is known, may be empty."""
+    view, heard_at, over_at = curves.view, time.monotonic(), 0.0
+    while not ended.is_set():
+        batch = reader.read(0.25)
+        now = time.monotonic()
+        if batch.report is not None and view.run not in ("", batch.report["run"]):
+            return  # another run
+        points = list(curves.take(batch))
+        if view.run and (batch.report is not None or points):
+            yield points
+        if view.state == "over" and not batch.more:
+            over_at = over_at or now
+            if now - over_at >= READ_ON_S or not batch.connected:
+                return
+        if batch.connected:
+            heard_at = now
+        elif _is_over(folder, view.run):
+            break
+        elif now - heard_at > AWAY_FOR_S:
+            raise JoinError(f"the global server has been silent for {now - heard_at:.0f} s; its curves end there")
+    if view.run and view.state != "over":  # it ended before it could tell us
+        yield list(curves.rounds(time.time(), _written(folder / METRICS, view.run)))
+
+
+def _is_over(folder: Path, run: str) -> bool:
+    """Whether ``result.json`` says that the run is over."""
+    document = read(folder)
+    return bool(run) and document.get("run") == run and document.get("state") not in ("waiting", "running", "stopping")
+
+
+def _written(path: Path, run: str) -> Iterator[RoundOrdered]:
+    """Yield the rounds of a run from ``metrics.jsonl``."""
+    with suppress(OSError), path.open(encoding="utf-8") as file:
+        for line in file:
+            with suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                if entry.pop("run") == run:
+                    yield RoundOrdered(**entry)

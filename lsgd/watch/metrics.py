@@ -1,18 +1,25 @@
-"""A run's metrics in Prometheus's text format, computed only from the run's view."""
+"""A run's metrics in Prometheus's text format, computed only from the run's view; the server of ``lsgd metrics``."""
 
 import importlib.util
+import socket
 import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from lsgd.errors import ConfigError
-from lsgd.watch.counters import BOUNDS_S
+from lsgd.protocol.sockets import ConnectorKeys
+from lsgd.watch.history import BOUNDS_S
+from lsgd.watch.reader import Reader
 from lsgd.watch.view import RunView, WorkerView
 
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of what :func:`exposition` returns."""
@@ -149,3 +156,57 @@ def _filled(family: "GaugeMetricFamily | CounterMetricFamily", samples: Samples)
     for labels, value in samples.items():
         family.add_metric(labels, value)
     return family
+
+
+LINGER_S = 60.0
+"""How long to serve the metrics after the run's end, so that they are read once more."""
+
+
+def serve(address: str, keys: ConnectorKeys | None, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve ``/metrics`` of the run at ``address`` until a while after its end; wait for a server that is away.
+
+    Raises:
+        ConfigError: prometheus_client is missing, or the port cannot be used.
+        JoinError: the global server refuses us.
+    """
+    check()
+    view, lock = RunView(), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0  # for a silent peer
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(404, "the metrics are at /metrics")
+                return
+            with lock:
+                page = exposition(view)
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    try:
+        server = Server((host, port), Handler)
+    except OSError as error:
+        raise ConfigError(f"nothing can listen on {host}:{port}: {error.strerror}; name another --port") from None
+    with server, Reader(address, keys) as reader:
+        threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
+        shown = f"[{host}]" if ":" in host else host
+        say(f"metrics on http://{shown}:{server.server_address[1]}/metrics")
+        over_at: float | None = None
+        try:
+            while over_at is None or time.monotonic() - over_at < LINGER_S:
+                batch = reader.read(0.25)
+                with lock:
+                    view.take(batch)
+                over_at = (over_at or time.monotonic()) if view.state == "over" else None
+        finally:
+            server.shutdown()

@@ -1,4 +1,4 @@
-"""Reads a run's stream of events from its global server, also across the server's restarts."""
+"""Talks to a run's global server: reads its stream of events, across restarts too, and sends operators' requests."""
 
 import json
 import secrets
@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from lsgd.errors import JoinError, ProtocolError
+from lsgd.errors import ConfigError, JoinError, ProtocolError
 from lsgd.protocol.events import Event, decode_event
 from lsgd.protocol.keys import OPERATOR
-from lsgd.protocol.messages import PROTOCOL, Events, EventsQuery, Refused, Status, StatusQuery, decode, encode
+from lsgd.protocol.messages import PROTOCOL, Events, EventsQuery, Operator, Refused, Status, StatusQuery, decode, encode
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller
 
 ASK_EVERY_S = 0.25
@@ -156,3 +156,49 @@ class Reader:
         if self._epoch != before:
             self._after = 0
         return Batch(connected=True, report=report, restarted=before not in ("", self._epoch), more=True)
+
+
+ANSWER_WITHIN_S = 5.0
+
+
+def ask(
+    address: str, message: Operator, keys: ConnectorKeys | None = None, within_s: float | None = None
+) -> dict[str, Any]:
+    """Send a request to the global server at ``address``: show, end or change its run. Return the run's state.
+
+    Raises:
+        JoinError: no answer within ``within_s``, or 5 s.
+        ConfigError: the server refuses the change, and says why; or a text in the message is no Unicode.
+    """
+    try:
+        question = encode(message)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{error.object!r} is no valid Unicode text; type it again") from None
+    started_at = time.monotonic()
+    within_s = ANSWER_WITHIN_S if within_s is None else within_s
+    sent = False
+    name = keys.name if keys else OPERATOR
+    with Connector(address, f"{name}#{secrets.randbits(63)}".encode(), keys) as link:
+        poller = Poller(link)
+        while (waited_s := time.monotonic() - started_at) < within_s:
+            if waited_s > REFUSED_AFTER_S and (trouble := link.trouble()):
+                raise JoinError(f"the global server at {address} does not let us in: {trouble}")
+            sent = sent or link.send([question])
+            poller.wait(0.2 if sent else 0.02)
+            for frames in link.receive():
+                for frame in frames[1::2]:
+                    answer = decode(frame)
+                    if isinstance(answer, Status):
+                        return dict(json.loads(answer.report))
+                    if isinstance(answer, Refused):
+                        raise ConfigError(answer.reason)
+                    raise ProtocolError(f"the server at {address} answered {type(answer).__name__}")
+    raise JoinError(silent(address, within_s))
+
+
+def silent(address: str, silent_s: float) -> str:
+    """Return the message for a server that has not answered for ``silent_s``."""
+    return (
+        f"no global server answers at {address} within {silent_s:.2g} s; give its address with --connect "
+        f"(it prints it when it starts)"
+    )

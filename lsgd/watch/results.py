@@ -4,6 +4,7 @@ The global server writes the first two during the run. At its end the launcher a
 """
 
 import json
+import os
 import sys
 from contextlib import suppress
 from itertools import islice
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lsgd.output import write_whole
-from lsgd.watch.loggers import CURVES
 
-METRICS, RESULT, CURVE = "metrics.jsonl", "result.json", "curve.png"
+METRICS, RESULT, CURVE, CURVES = "metrics.jsonl", "result.json", "curve.png", "curves.csv"
 """The files of a run folder."""
+
+ROUND_KEYS = {"round", "scope", "node", "worker", "count", "seconds", "losses"}
+"""The keys of each line of ``metrics.jsonl``; a line without one of them is damaged."""
 
 MAX_POINTS = 2000
 """Most rounds in the picture; of more, only every second, third, ... is shown."""
@@ -59,18 +62,22 @@ def ended(document: dict[str, Any]) -> str:
 
 
 def _draw(document: dict[str, Any], rounds: list[dict[str, Any]], path: Path) -> list[str]:
-    """Draw the curve, or return why there is none."""
+    """Draw the curve, or return why there is none: whatever goes wrong with a picture, the run is as it was."""
+    os.environ["MPLBACKEND"] = "agg"  # a picture in a file needs no window, and Jupyter's backend may not be here
     try:
         from lsgd.watch.curve import draw
+
+        draw(document, rounds, path)
     except ImportError:
         return [f"there is no {CURVE}, which needs matplotlib: {sys.executable} -m pip install matplotlib"]
-    draw(document, rounds, path)
+    except Exception as error:  # also of matplotlib's own: a backend, a font, a name that it cannot print
+        return [f"there is no {CURVE}: {type(error).__name__}: {error}".splitlines()[0]]
     return []
 
 
 def read(folder: Path) -> dict[str, Any]:
     """Return the content of ``result.json``; empty if there is none."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         document = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         return document if isinstance(document, dict) else {}
     return {}
@@ -85,14 +92,16 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
         with path.open("rb") as file:
             total = sum(1 for _ in file)
         step = -(-total // MAX_POINTS) or 1
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             lines = list(islice(file, (total - 1) % step, None, step))
     except OSError:
         return []
     rounds: list[dict[str, Any]] = []
     for line in lines:
-        with suppress(ValueError):  # half a line, of a server that was killed
+        with suppress(ValueError, RecursionError, AttributeError, TypeError):  # of a killed server, or damaged
             round_ = json.loads(line)
+            if not ROUND_KEYS <= round_.keys():
+                continue
             while rounds and rounds[-1]["count"] > round_["count"]:
                 rounds.pop()
             rounds.append(round_)

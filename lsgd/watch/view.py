@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lsgd.algorithms import ALGORITHMS
 from lsgd.protocol.events import (
     Event,
     GenerationBegan,
@@ -25,9 +26,8 @@ from lsgd.protocol.events import (
     WorkerJoined,
     WorkerProgress,
 )
-from lsgd.watch.counters import Counters
+from lsgd.watch.history import Counters, Series
 from lsgd.watch.reader import Batch
-from lsgd.watch.series import Series
 
 MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
 """How many points of a worker's curve, rounds, log lines, and gaps of a worker to keep."""
@@ -74,7 +74,7 @@ class Gap:
 
     Args:
         state: ``straggler``, ``cut``, ``away`` or ``left``.
-        code, reason: why, as a code and in words.
+        code, reason: why, as a code and as text.
         begin, end: in seconds since the epoch; ``end`` is None while the gap lasts.
     """
 
@@ -94,7 +94,7 @@ class WorkerView:
         node: index of its machine.
         rank: in the generation; -1: outside it.
         state: ``held``, ``live``, ``straggler``, ``cut``, ``away`` or ``left``.
-        code, reason: reason for its state, if known, as a code and in words.
+        code, reason: reason for its state, if known, as a code and as text.
         done: iterations it has completed.
         loss: last reported loss.
         times_leader: rounds that it led.
@@ -178,7 +178,7 @@ class RunView:
     Attributes:
         run: identity; empty before the first report.
         state: ``waiting``, ``running``, ``stopping`` or ``over``; empty before the first report.
-        code, reason: what it waits for or why it ends, as a code and in words.
+        code, reason: what it waits for or why it ends, as a code and as text.
         algorithm: its name.
         period: iterations of a worker between global rounds; ``period_reason``: why this period.
         count: completed iterations; ``iterations``: the limit, 0 without one; ``share``: the run's progress, 0 to 1.
@@ -226,6 +226,11 @@ class RunView:
         self.counters.restarts += batch.restarted
         for event in batch.events:
             self.fold(event)
+
+    @property
+    def elects(self) -> bool:
+        """Whether workers take over what an elected leader has, so that it matters who leads; if unknown, it does."""
+        return self.algorithm not in ALGORITHMS or ALGORITHMS[self.algorithm].elects
 
     @property
     def rate(self) -> float:

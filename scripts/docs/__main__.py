@@ -1,7 +1,7 @@
 """Gathers the pages of the site in build/docs: ``python -m scripts.docs``; scripts/docs.sh builds it from them.
 
-Those in docs/, README.md as the home page, CONTRIBUTING.md, CHANGELOG.md, the generated reference, and a page for each
-other file of the repository that a page links to.
+Those in docs/, those of benchmarks/results as performance/, README.md as the home page, CONTRIBUTING.md, CHANGELOG.md,
+the generated reference, and a page for each other file of the repository that a page links to.
 """
 
 import os
@@ -15,7 +15,13 @@ from scripts.docs import reference
 
 ROOT = Path(__file__).parents[2]
 STAGED = ROOT / "build" / "docs"
-MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+MOVED = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing/index.md",
+    "CHANGELOG.md": "contributing/changelog.md",
+}
+FOLDERS = {"docs/": "", "benchmarks/results/": "performance/"}
+"""What is copied to the site, and where to."""
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 SHOWN = (".json", ".md", ".py", ".sbatch", ".sh", ".toml", ".yaml", ".yml")
 """Which files of a folder that a page links to are shown."""
@@ -24,17 +30,21 @@ FENCE = re.compile(r"^(```+).*?^\1$", re.M | re.S)
 
 def sources() -> list[Path]:
     """Return the pages that people write."""
-    return [*(ROOT / name for name in MOVED), *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        *(ROOT / name for name in MOVED),
+        *(page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md"))),
+    ]
 
 
 def stage(folder: Path) -> None:
     """Fill a folder with all pages, what they show, and what they link to."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", folder)
+    for name, place in FOLDERS.items():
+        shutil.copytree(ROOT / name, folder / place, dirs_exist_ok=True)
     linked: set[str] = set()
     for page in sources():
         name = page.relative_to(ROOT).as_posix()
-        linked |= {target for target in links(page) if not target.startswith("docs/")}
+        linked |= {target for target in links(page) if not target.startswith(tuple(FOLDERS))}
         _write(folder / _place(name), rewritten(page.read_text(encoding="utf-8"), name))
     for name in sorted(linked - MOVED.keys()):
         _write(folder / _place(name), _listing(ROOT / name))
@@ -68,7 +78,10 @@ def _place(name: str) -> str:
     """Return where a file of the repository is on the site."""
     if name in MOVED:
         return MOVED[name]
-    return name.removeprefix("docs/") if name.startswith("docs/") else f"files/{name}.md"
+    for folder, place in FOLDERS.items():
+        if name.startswith(folder):
+            return place + name.removeprefix(folder)
+    return f"files/{name}.md"
 
 
 def _listing(path: Path) -> str:

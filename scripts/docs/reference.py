@@ -14,9 +14,15 @@ from lsgd.plan.run import RunSettings
 from lsgd.server.cli import main as lsgd_server
 from lsgd.settings import changeable, fields, shown, span
 
+INDEX = """# Reference
+
+- [Python](python.md): the public names of the client library, the Trainers, and what an algorithm of your own needs.
+- [Command line](cli.md): every command of `lsgd` and `lsgd-server`, with its options.
+- [Settings](settings.md): every setting of the plan, with its default and its range.
+"""
 PYTHON = """# Python
 
-The public names of lsgd. [The client library](../client.md) tells how they work together.
+The public names of lsgd. [The client library](../guides/client.md) tells how they work together.
 
 ## The client
 
@@ -62,23 +68,24 @@ The public names of lsgd. [The client library](../client.md) tells how they work
 """
 CLI = """# Command line
 
-Every command answers `--help`. [Running lsgd](../usage.md) has examples.
-[Operations](../operations.md#exit-codes) has the exit codes.
+Every command answers `--help`. [Running lsgd](../start/usage.md) has examples.
+[Operations](../guides/operations.md#exit-codes) has the exit codes.
 """
 SETTINGS = f"""# Settings of the plan
 
 A setting has one name. It is a key of the plan file (`local_period`), a flag of `lsgd-server`
 (`{flag("local_period")}`) and a variable (`{variable("local_period")}`). Precedence: flag, variable, file.
-[Running lsgd](../usage.md#the-plan) shows a plan file. `lsgd config show` prints what is in effect. `lsgd set` changes
-those that are *settable* during a run.
+[Running lsgd](../start/usage.md#the-plan) shows a plan file. `lsgd config show` prints what is in effect.
+`lsgd set` changes those that are *settable* during a run.
 
 The algorithm itself is `name` in the `[algorithm]` table, `{flag("algorithm")}`, or `{variable("algorithm")}`.
-Without it a run takes `{DEFAULT.name}`. [Algorithms](../algorithms.md) tells which one to take.
+Without it a run takes `{DEFAULT.name}`. [Algorithms](../guides/algorithms.md) tells which one to take.
 """
 
 
 def pages() -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each page; mkdocstrings fills in that of Python."""
+    yield "index", INDEX
     yield "python", PYTHON
     yield "cli", cli()
     yield "settings", settings()
@@ -159,7 +166,7 @@ def _sections() -> dict[str, type]:
 
 def _linked(text: str) -> str:
     """Return text with a link for each page that it names."""
-    return re.sub(r"docs/([\w-]+\.md)", r"[\1](../\1)", text)
+    return re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", text)
 
 
 def _cell(text: str) -> str:

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from lsgd.algorithms import ALGORITHMS
-from lsgd.cli import operate
 from lsgd.cli.commands import main
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
 from lsgd.run_folder import claimed
 from lsgd.settings import fields
 from lsgd.settings import shown as shown_value
+from lsgd.watch import terminal
 from lsgd.watch.view import RunView
 
 from ..integration.running import Cluster
@@ -117,13 +117,16 @@ def test_the_table_of_members():
     status |= {"period": 24, "period_reason": "a round takes 1.2 s, a step 0.05 s", "code": "busy", "nodes": 1}
     status |= {"progress": 0.0, "loss": None, "leaders": [], "members": [member, away]}
     console = Console(width=80, file=io.StringIO())
-    console.print(operate.view(RunView(status)))
+    console.print(terminal.view(RunView(status)))
     lines = console.file.getvalue().splitlines()
     assert lines[:2] == ["running: why", "24 iterations in 2.0s (12.0 a second)"]
     assert lines[2] == "run r, leader: 1 global and 2 local rounds, generation 1"
     assert lines[3] == "period 24: a round takes 1.2 s, a step 0.05 s"
     assert lines[5].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
     assert lines[6].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]
+    console.print(terminal.view(RunView(status | {"algorithm": "local"})))  # which has no leaders
+    lines = console.file.getvalue().splitlines()
+    assert lines[-2].split() == ["node0/worker0", "0", "live", "12", "0.1235", "0.0", "s"]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,7 @@ def test_stop_before_the_start_ends_the_servers(tmp_path):
 
 @pytest.mark.parametrize("name", ["status", "stop", "set"])
 def test_without_a_server_each_says_so(lsgd, monkeypatch, name):
-    monkeypatch.setattr("lsgd.watch.ask.ANSWER_WITHIN_S", 0.2)
+    monkeypatch.setattr("lsgd.watch.reader.ANSWER_WITHIN_S", 0.2)
     arguments = ["outer_lr=1"] if name == "set" else []
     code, output = lsgd(name, *arguments, connect="tcp://127.0.0.1:9")
     assert code == 1

@@ -1,4 +1,4 @@
-"""The table of memory in docs/algorithms.md, against what the processes of real workers hold."""
+"""The table of memory in docs/guides/algorithms.md, against what the processes of real workers hold."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from lsgd.plan.plan import Plan
 
 from .running import Cluster
 
-PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "algorithms.md"
 SCRIPT = Path(benchmarks.memory.worker.__file__).with_suffix("")
 NUMEL = 4_000_000
 TOLERANCE, OF_BUCKETS = 2.0, 3.5

@@ -15,7 +15,7 @@ from lsgd.client import Worker
 from lsgd.client.control.identity import Identity
 from lsgd.errors import LsgdError
 
-CLIENT_PAGE = Path(__file__).parents[2] / "docs" / "client.md"
+CLIENT_PAGE = Path(__file__).parents[2] / "docs" / "guides" / "client.md"
 BATCH = torch.ones(4, 6)
 
 

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from lsgd.cli import operate
 from lsgd.errors import JoinError
 from lsgd.protocol.messages import StopRun
+from lsgd.watch import terminal as operate
 from lsgd.watch.reader import Reader
 from lsgd.watch.view import RunView
 

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import BatchSampler
 
 from lsgd.errors import ConfigError
-from lsgd.integrations.stream import ShardStream
+from lsgd.integrations.shared import ShardStream
 
 
 def stream(rank: int = 0, size: int = 2, length: int = 20, per_pass: int = 20) -> ShardStream:

@@ -189,7 +189,7 @@ class LeaderReference:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a payload of 8-bit codes says, read by the table in docs/kernels.md: values, and the unit of each."""
+    """What a payload of 8-bit codes says (the table in docs/concepts/kernels.md): values, and the unit of each."""
 
     values: Array
     units: Array

@@ -123,6 +123,8 @@ def test_the_algorithm_is_chosen_like_any_other_setting(
         ("workers = ", " is not TOML: Invalid value"),
         ("workers = 1\nworkers = 2", " is not TOML: Cannot overwrite a value"),
         ("\x00", " is not TOML: "),
+        (f"workers = {'[' * 5000}", " is not TOML: "),
+        (f"iterations = {'9' * 5000}", " is not TOML: "),
     ],
 )
 def test_a_wrong_file_says_where_what_and_what_is_right(tmp_path: Path, text: str, problem: str) -> None:

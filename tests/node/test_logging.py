@@ -108,7 +108,7 @@ def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     code = (
         "import sys; from pathlib import Path; from lsgd.watch.curves import Point; "
-        "from lsgd.watch.loggers import LOGGERS; logger = LOGGERS['wandb'](Path(sys.argv[1]), 'r'); "
+        "from lsgd.watch.curves import LOGGERS; logger = LOGGERS['wandb'](Path(sys.argv[1]), 'r'); "
         "logger.write(Point(1.0, 8, {'loss/consensus': 0.5})); logger.flush(); logger.close()"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=110)

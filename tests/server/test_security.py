@@ -26,8 +26,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller, new_key_pair
 from lsgd.server.daemon import GUARD_EVERY_S
-from lsgd.watch.ask import ask
-from lsgd.watch.reader import Reader
+from lsgd.watch.reader import Reader, ask
 
 from ..integration.running import Cluster, Process, until
 from .helpers import greeting

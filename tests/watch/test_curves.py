@@ -7,10 +7,10 @@ import pytest
 
 from lsgd.errors import ConfigError
 from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered
-from lsgd.watch import loggers
-from lsgd.watch.curves import Curves, Point
-from lsgd.watch.loggers import CURVES, LOGGERS
+from lsgd.watch import curves
+from lsgd.watch.curves import LOGGERS, Curves, Point
 from lsgd.watch.reader import Batch
+from lsgd.watch.results import CURVES
 
 from .test_metrics import OTHER, at, progress
 from .test_view import REPORT, WHO, order
@@ -69,6 +69,6 @@ def test_a_table_goes_on_after_what_another_process_has_written(tmp_path) -> Non
 
 def test_a_missing_package_is_said_with_the_line_to_type(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    loggers.check(["csv"])
+    curves.check(["csv"])
     with pytest.raises(ConfigError, match=r"wandb needs wandb: .* -m pip install 'lsgd\[wandb\]'"):
-        loggers.check(["csv", "wandb"])
+        curves.check(["csv", "wandb"])

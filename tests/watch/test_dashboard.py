@@ -11,9 +11,7 @@ from click.testing import CliRunner
 
 from lsgd.cli.commands import main
 from lsgd.protocol.events import Event, Progress, RoundOrdered, WorkerChanged, WorkerProgress
-from lsgd.watch.dashboard.data import MAX_LOSSES, encoded, snapshot
-from lsgd.watch.dashboard.story import Story
-from lsgd.watch.dashboard.timeline import columns, shares
+from lsgd.watch.dashboard.data import MAX_LOSSES, Story, columns, encoded, shares, snapshot
 from lsgd.watch.reader import Batch
 from lsgd.watch.view import Totals
 
@@ -55,6 +53,8 @@ def test_the_data_say_who_leads_who_is_slow_and_who_is_gone():
     assert loss["counts"][:3] == [0, 50, 100] and loss["workers"]["node0/worker1"][0] is None  # not finite
     assert loss["consensus"][0] == [0, 2.0]
     assert loss["leaders"][:2] == [[0, 2.0, "node0/worker0"], [100, 2.0, "node0/worker1"]]
+    story.view.algorithm = "local"  # which has no leaders
+    assert snapshot(story)["loss"]["leaders"] == [] and snapshot(story)["recent"]["elects"] is False
     fast, slow = data["workers"]
     assert (fast["compute"], slow["compute"]) == pytest.approx((0.75, 0.25)) and fast["rate"] == pytest.approx(5)
     assert slow["state"] == "left" and slow["reason"] == "its process has ended"
@@ -132,7 +132,7 @@ def test_the_page_is_for_this_machine_and_changes_come_from_it_alone(dashboard, 
     assert answer(port, "/set", **change, X_Lsgd_Csrf=csrf, Origin=f"http://127.0.0.1:{port}")[0] == 200
     refused = answer(port, "/set", method="POST", body='{"perod": "1"}', X_Lsgd_Csrf=csrf)
     assert refused[0] == 400 and "period" in json.loads(refused[2])["error"]
-    for body in ("[]", "{", '{"period": 8}'):
+    for body in ("[]", "{", '{"period": 8}', "[" * 5000, r'{"period": "\ud800"}', r'{"\ud800": "8"}'):
         assert answer(port, "/set", method="POST", body=body, X_Lsgd_Csrf=csrf)[0] == 400
 
 

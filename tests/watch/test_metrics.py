@@ -24,7 +24,7 @@ from lsgd.protocol.events import (
 )
 from lsgd.server.member_states import MemberState
 from lsgd.watch import metrics
-from lsgd.watch.counters import MAX_REASONS
+from lsgd.watch.history import MAX_REASONS
 from lsgd.watch.metrics import MAX_WORKERS, WORKER_STATES, exposition
 from lsgd.watch.reader import Batch
 

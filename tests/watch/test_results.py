@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,32 @@ def test_without_matplotlib_the_rest_is_there_and_one_line_says_what_to_install(
     assert second == (f"finished: all 900 iterations are done; result.json, metrics.jsonl in {folder}")
     assert not (folder / "curve.png").exists()
     assert json.loads((folder / "result.json").read_text()) == RESULT | {"state": "finished", "exit_code": 0}
+
+
+def test_what_jupyter_sets_for_matplotlib_does_not_matter(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "run")
+    code = "import sys, pathlib; from lsgd.watch.results import finish; print(finish(pathlib.Path(sys.argv[1]), 0))"
+    environ = os.environ | {"MPLBACKEND": "module://no.such.backend"}
+    command = [sys.executable, "-P", "-c", code, str(folder)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert "curve.png in" in done.stdout and (folder / "curve.png").exists()
+
+
+@pytest.mark.parametrize("name", [r"a$\foo$b", os.fsdecode(b"caf\xe9"), "plain"])
+def test_the_picture_never_decides_how_a_run_ended(tmp_path: Path, name: str) -> None:
+    """Neither the folder's name nor damaged lines cost more than the picture."""
+    folder = leave(tmp_path / name)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'5\n[1]\n{"count": 3}\n{"count": null}\nnull\n\xff\xfe\n')
+    assert results.finish(folder, 0)[-1].startswith("finished: all 900 iterations are done; ")
+    assert (folder / "curve.png").exists()
+    assert json.loads((folder / "result.json").read_text())["state"] == "finished"
+
+
+def test_a_picture_that_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(curve, "draw", lambda *_: 1 / 0)
+    first, last = results.finish(leave(tmp_path / "run"), 0)
+    assert first == "there is no curve.png: ZeroDivisionError: division by zero" and last.startswith("finished: ")
 
 
 def test_results_that_cannot_be_written_are_said(tmp_path) -> None:

@@ -18,8 +18,8 @@ from lsgd.protocol.events import (
     WorkerProgress,
 )
 from lsgd.protocol.messages import Generation
+from lsgd.watch.history import Series
 from lsgd.watch.reader import Batch
-from lsgd.watch.series import Series
 from lsgd.watch.view import MAX_LINES, MAX_POINTS, MAX_ROUNDS, RunView
 
 REPORT = {

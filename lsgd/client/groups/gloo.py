@@ -150,7 +150,7 @@ def _prove(group: dist.ProcessGroup, nonces: Mapping[int, bytes], rank: int, nam
         if not hmac.compare_digest(bytes(received[r].tolist()), proof(nonces, r, rank)):
             raise RuntimeError(
                 f"another process has taken the place of {names[r]}: its proof is wrong; let only the run's machines "
-                f"reach each other's ports (docs/security.md)"
+                f"reach each other's ports (docs/guides/security.md)"
             )
     for work in sending:
         work.wait()

@@ -1,7 +1,7 @@
 """The fast CPU path: vector kernels that llvmlite compiles for this machine, on torch's own threads.
 
 The first vector on a CPU imports llvmlite and compiles, which takes about half a second.
-docs/performance/kernels.md says why this path was chosen and what else was measured.
+benchmarks/results/kernels.md says why this path was chosen and what else was measured.
 """
 
 from __future__ import annotations

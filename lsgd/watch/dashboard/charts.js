@@ -121,7 +121,7 @@ const charts = (() => {
           symbol: scope === "global" ? "diamond" : "circle", size: (scope === "global" ? 8 : 5) - (narrow || rounds.length > 80 ? 2 : 0), color: "#fff",
           line: { color: "#000", width: 1 },
         },
-        text: rounds.map((r) => `${scope} round ${r[6]}, ${plain(r[5])}<br>${plain(r[2])} leads` +
+        text: rounds.map((r) => `${scope} round ${r[6]}, ${plain(r[5])}${span.elects ? `<br>${plain(r[2])} leads` : ""}` +
           (r[3] === null ? "" : `<br>took ${r[3].toPrecision(3)} s`) + (r[4] === null ? "" : `, ${bytes(r[4])}`)),
         hovertemplate: "%{text}<extra></extra>", showlegend: false,
       });

@@ -2,15 +2,158 @@
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.plan.run import RunSettings
+from lsgd.protocol.events import Progress
 from lsgd.settings import changeable
-from lsgd.watch.dashboard.story import RECENT_S, Story
-from lsgd.watch.dashboard.timeline import columns, pace, shares, traffic
-from lsgd.watch.view import RATE_OVER_S, TOLD, RoundView, RunView, WorkerView, mean
+from lsgd.watch.reader import Batch
+from lsgd.watch.view import RATE_OVER_S, TOLD, RoundView, RunView, Totals, WorkerView, mean
+
+RECENT_S = 240.0
+"""How many seconds of the workers' reports are kept in full."""
+
+MAX_RECENT = 256
+"""Most of these reports per worker."""
+
+_DRIFT_S = 2.0  # smaller differences between the clocks of a run's servers do not move the drawing
+
+
+class Story:
+    """A run's history for the page, from a reader's batches.
+
+    Args:
+        older: lines of ``metrics.jsonl``; only those before the view's first round are used.
+
+    Attributes:
+        view: the run's view.
+        recent: totals in the last :data:`RECENT_S`, by worker.
+        started_at: time of the first round, in seconds since the epoch; None: no round yet.
+        problem: why nothing can be read; empty: no problem.
+    """
+
+    def __init__(self, older: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.view = RunView()
+        self.recent: dict[str, deque[Totals]] = {}
+        self.started_at: float | None = None
+        self.problem = ""
+        self._older = [
+            RoundView(r["round"], r["scope"], r["worker"], r["count"], r["seconds"], r["losses"]) for r in older
+        ]
+
+    def take(self, batch: Batch) -> None:
+        """Apply a reader's batch."""
+        run = self.view.run
+        self.view.take(replace(batch, events=()))
+        if run and run != self.view.run:
+            self.recent, self.started_at, self._older = {}, None, []
+        for event in batch.events:
+            self.view.fold(event)
+            if isinstance(event.what, Progress):
+                self._sample()
+
+    def _sample(self) -> None:
+        began, end = self.view.started_at, self.view.time
+        if began is not None and (self.started_at is None or abs(began - self.started_at) > _DRIFT_S):
+            self.started_at = began
+        for name, worker in self.view.workers.items():
+            points = self.recent.setdefault(name, deque(maxlen=MAX_RECENT))
+            last = worker.totals.last
+            if last is not None and (not points or points[-1].time < last.time):
+                points.append(last)
+            while points and points[0].time < end - RECENT_S:
+                points.popleft()
+
+    def loss_rounds(self) -> list[RoundView]:
+        """Return all rounds with known losses, by increasing count."""
+        known = list(self.view.rounds)
+        first = known[0].count if known else float("inf")
+        return [*(r for r in self._older if r.count < first), *known]
+
+
+LEVELS = 20
+"""Steps of a share of time, which is one character: ``0`` to ``9``, ``a`` to ``k``."""
+
+_DIGITS = "0123456789abcdefghijk"
+_WIDTHS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
+
+
+class Columns(NamedTuple):
+    """``number`` columns of ``width_s`` seconds from ``begin`` on, in seconds since the epoch."""
+
+    begin: float
+    width_s: float
+    number: int
+
+    @property
+    def edges(self) -> NDArray[np.float64]:
+        """Return the start of each column, and the end of the last."""
+        return np.asarray(self.begin + self.width_s * np.arange(self.number + 1), dtype=np.float64)
+
+
+def columns(begin: float, end: float, most: int, least_s: float = 1.0) -> Columns:
+    """Return columns from ``begin`` to ``end``; their edges do not move as time passes."""
+    fits = (w for w in _WIDTHS_S if w >= least_s and (end - begin) / w <= most - 1)
+    width = next(fits, max(1.0, (end - begin) / (most - 1)))
+    begin = begin // width * width
+    return Columns(begin, width, max(1, int((end - begin) // width)))
+
+
+def shares(points: Sequence[Totals], over: Columns) -> list[str]:
+    """Return the shares of compute, waiting and exchange, each as a string of one character per column."""
+    if len(points) < 2:
+        return ["0" * over.number] * 3
+    points = [next(same) for _, same in groupby(points, _spent)]  # drop points without new time
+    spent = np.array([_spent(p) for p in points]).T
+    times = np.array([p.time for p in points])
+    share = np.array([np.diff(np.interp(over.edges, times, each)) for each in spent]) / over.width_s
+    share = np.clip(share, 0.0, None) / np.maximum(1.0, share.sum(axis=0))
+    ends = np.rint(np.cumsum(share, axis=0) * LEVELS).astype(int).clip(0, LEVELS)
+    return ["".join(_DIGITS[level] for level in row) for row in np.diff(ends, axis=0, prepend=0)]
+
+
+def traffic(workers: Iterable[Sequence[Totals]], over: Columns) -> dict[str, list[float | None]]:
+    """Return what all workers sent, in bytes a second and bytes an iteration; None if there were no iterations."""
+    sent, done = np.zeros(over.number), np.zeros(over.number)
+    for points in workers:
+        if len(points) > 1:
+            times = [p.time for p in points]
+            sent += np.diff(np.interp(over.edges, times, [p.sent_nbytes for p in points]))
+            done += np.diff(np.interp(over.edges, times, [p.done for p in points]))
+    per = [round(s / d) if d >= 0.5 else None for s, d in zip(sent.clip(0), done, strict=True)]
+    return {"bytes_per_s": np.rint(sent.clip(0) / over.width_s).tolist(), "bytes_per_iteration": per}
+
+
+def pace(points: Sequence[Totals], over_s: float) -> dict[str, float | None]:
+    """Return a worker's recent iterations and bytes a second, compute time per iteration, and shares of time."""
+    names = ("rate", "compute_s", "compute", "waiting", "exchange", "bytes_per_s")
+    points = [p for p in points if p.time >= points[-1].time - over_s]
+    if len(points) < 2:
+        return dict.fromkeys(names)
+    first, last = points[0], points[-1]
+    seconds, done = last.time - first.time, last.done - first.done
+    spent = [b - a for a, b in zip(_spent(first), _spent(last), strict=True)]
+    whole = max(seconds, sum(spent))
+    values = (
+        done / seconds,
+        spent[0] / done if done > 0 else None,
+        *(max(0.0, each) / whole for each in spent),
+        (last.sent_nbytes - first.sent_nbytes) / seconds,
+    )
+    return {name: None if v is None else float(f"{v:.4g}") for name, v in zip(names, values, strict=True)}
+
+
+def _spent(point: Totals) -> tuple[float, float, float]:
+    return point.compute_s, point.waiting_s, point.exchange_s
+
 
 MAX_LOSSES = 8000
 """Most points in all workers' curves together; each curve may have at least :data:`MIN_POINTS`."""
@@ -29,7 +172,7 @@ def snapshot(story: Story) -> dict[str, Any]:
         "connected": view.connected,
         "problem": story.problem,
         "head": _head(view),
-        "loss": losses(story.loss_rounds(), [w.worker for w in shown], (view.count, {w.worker: w.loss for w in shown})),
+        "loss": losses(story, [w.worker for w in shown], (view.count, {w.worker: w.loss for w in shown})),
         "recent": _window(story, shown, recent=True),
         "whole": _window(story, shown, recent=False),
         "gaps": [[w.worker, g.state, g.code, g.reason, g.begin, g.end] for w in shown for g in w.gaps],
@@ -56,7 +199,7 @@ def finished(document: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -
     workers = [worker | {"heard_s": None} for worker in page["workers"]]
     return page | {
         "head": page["head"] | {"rate": rate, "left_s": None},
-        "loss": losses(story.loss_rounds(), [worker["worker"] for worker in workers], None),
+        "loss": losses(story, [worker["worker"] for worker in workers], None),
         "workers": workers,
         "names": [],
     }
@@ -68,23 +211,23 @@ def setting_names(algorithm: str) -> list[str]:
     return sorted({*changeable(RunSettings), *own})
 
 
-def losses(
-    rounds: Sequence[RoundView], workers: Sequence[str], now: tuple[int, Mapping[str, float | None]] | None
-) -> dict[str, Any]:
-    """Return the curves: of each worker, of the mean at global rounds, and where the leader changes.
+def losses(story: Story, workers: Sequence[str], now: tuple[int, Mapping[str, float | None]] | None) -> dict[str, Any]:
+    """Return the curves: of each worker, of the mean at global rounds, and where the leader changes, if leaders matter.
 
     Args:
-        rounds: by increasing count.
+        story: the run's history.
         workers: names of the workers to include.
         now: the run's current count and losses, for the last point; None: omit it.
     """
+    rounds = story.loss_rounds()
     most = min(MAX_POINTS, max(MIN_POINTS, MAX_LOSSES // max(1, len(workers))))
     kept = [(r.count, r.losses) for r in _thinned(rounds, most)] + ([now] if now else [])
     leads = [r for r in rounds if r.scope == "global"]
     changes = [r for i, r in enumerate(leads) if i == 0 or leads[i - 1].leader != r.leader]
+    changes = changes if story.view.elects else []
     return {
         "counts": [count for count, _ in kept],
-        "workers": {w: [_number(told.get(w)) for _, told in kept] for w in workers},
+        "workers": {w: [_number(by_worker.get(w)) for _, by_worker in kept] for w in workers},
         "consensus": [[r.count, _number(mean(r.losses.values()))] for r in _thinned(leads, MAX_POINTS)],
         "leaders": [[r.count, _number(mean(r.losses.values())), r.leader] for r in _thinned(changes, MAX_MARKS)],
         "leader_changes": max(0, len(changes) - 1),
@@ -92,7 +235,7 @@ def losses(
 
 
 def _head(view: RunView) -> dict[str, Any]:
-    names = (*TOLD, "share", "lost", "time", "left_s", "rate")
+    names = (*TOLD, "share", "lost", "time", "left_s", "rate", "elects")
     return {name: getattr(view, name) for name in names} | {"loss": _number(view.loss)}
 
 
@@ -124,7 +267,8 @@ def _window(story: Story, shown: Sequence[WorkerView], *, recent: bool) -> dict[
             inside = [(t, r) for t, r in timed if r.scope == scope and t >= over.begin]
             marks += [_mark(t, r) for t, r in _thinned(inside, MAX_MARKS)]
     rows = {name: shares(each, over) for name, each in points.items()}
-    return over._asdict() | traffic(points.values(), over) | {"rows": rows, "rounds": marks}
+    drawn = {"rows": rows, "rounds": marks, "elects": story.view.elects}
+    return over._asdict() | traffic(points.values(), over) | drawn
 
 
 def _mark(time: float, round_: RoundView) -> list[Any]:

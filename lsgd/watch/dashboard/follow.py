@@ -8,8 +8,7 @@ from pathlib import Path
 
 from lsgd.errors import LsgdError
 from lsgd.output import write_whole
-from lsgd.watch.dashboard.data import encoded, snapshot
-from lsgd.watch.dashboard.story import Story
+from lsgd.watch.dashboard.data import Story, encoded, snapshot
 from lsgd.watch.metrics import exposition
 from lsgd.watch.reader import Batch, Reader
 
@@ -30,7 +29,7 @@ KEPT = "dashboard.json"
 
 
 class Follower(threading.Thread):
-    """Follows a run until it is told to end.
+    """Follows a run until :meth:`stop`.
 
     Args:
         reader: reader of the run's events; this thread closes it at its end.

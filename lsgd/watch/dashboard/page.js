@@ -82,11 +82,11 @@ const COLUMNS = {
 };
 
 function table() {
-  const names = Object.keys(COLUMNS), body = at("workers");
-  if (!at("columns").children.length) {
-    at("columns").append(...names.map((name) => make("th", { scope: "col" }, name)));
+  const names = Object.keys(COLUMNS).filter((name) => name !== "times leader" || data.head.elects), body = at("workers");
+  if (at("columns").children.length !== names.length) {
+    at("columns").replaceChildren(...names.map((name) => make("th", { scope: "col" }, name)));
   }
-  const key = data.workers.map((w) => w.worker).join();
+  const key = [names.length, ...data.workers.map((w) => w.worker)].join();
   if (body.dataset.key !== key) {  // rows stay, so the focus does too
     body.dataset.key = key;
     body.replaceChildren(...data.workers.map((w) => {
@@ -265,7 +265,7 @@ function legend() {
     return make("li", {}, swatch, OUT.includes(act) ? `${SIGNS[act]} ${act}` : act);
   });
   const blank = make("li", {}, make("i"), "not reported");
-  const rounds = [["◆", "global round, at its leader"], ["•", "local round"]];
+  const rounds = [["◆", "global round"], ["•", "local round"]];
   at("legend").replaceChildren(...acts, blank, ...rounds.map(([sign, words]) => make("li", {}, make("b", {}, sign), words)));
 }
 

@@ -3,10 +3,17 @@
 import functools
 import html
 import importlib.util
+import json
 import sys
+from contextlib import suppress
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 from lsgd.errors import ConfigError
+from lsgd.watch.dashboard.data import encoded, finished
+from lsgd.watch.dashboard.follow import KEPT
+from lsgd.watch.results import METRICS, RESULT, read, read_rounds
 
 PARTS = {"page.css": "text/css", "charts.js": "text/javascript", "page.js": "text/javascript"}
 """The page's files besides plotly.js, with their types."""
@@ -42,7 +49,7 @@ def live_page(csrf: str, address: str, *, control: bool) -> str:
 
     Args:
         csrf: secret that the page sends with its changes to the run.
-        address: address of the global server, for people.
+        address: shown address of the global server.
         control: the page may stop and change the run.
     """
     head = '<link rel="stylesheet" href="page.css">'
@@ -56,7 +63,7 @@ def report_page(data: str, folder: str) -> str:
 
     Args:
         data: the page's data, as JSON that is safe inside a script element.
-        folder: run folder, for people.
+        folder: shown name of the run folder.
     """
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{part("page.css")}</style>'
@@ -76,3 +83,35 @@ def _filled(head: str, about: dict[str, str], end: str) -> str:
 def _inline(script: str) -> str:
     """Return a script that is safe inside a script element: its end tags are escaped."""
     return script.replace("</script", "<\\/script")
+
+
+def report(folder: Path) -> str:
+    """Return the page of the run in ``folder``, as HTML.
+
+    The curves come from ``metrics.jsonl``. The timeline, the throughput and the log come from the file that a dashboard
+    of the same run wrote at its end, if there was one.
+
+    Raises:
+        ConfigError: there is no run in the folder.
+    """
+    document = read(folder)
+    if not document:
+        raise ConfigError(
+            f"there is no {RESULT} in {folder}: name the folder of a run, on the machine that was its node 0 "
+            f"(lsgd runs lists them)"
+        )
+    page = finished(document, read_rounds(folder / METRICS))
+    kept = _kept(folder, str(document.get("run", "")))
+    for name in ("recent", "whole", "gaps", "log", "settings", "workers"):
+        if name in kept:
+            page[name] = kept[name]
+    return report_page(encoded(page), str(folder))
+
+
+def _kept(folder: Path, run: str) -> dict[str, Any]:
+    """Return the data that a dashboard of this run kept; empty if there is none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
+        if kept["head"]["run"] == run:
+            return dict(kept)
+    return {}

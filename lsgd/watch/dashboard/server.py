@@ -31,12 +31,11 @@ from tornado.web import Application, HTTPError, RequestHandler
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.protocol.messages import ChangeSettings, Operator, StopRun
 from lsgd.protocol.sockets import ConnectorKeys
-from lsgd.watch.ask import ask
+from lsgd.watch.dashboard.data import Story
 from lsgd.watch.dashboard.follow import READ_S, Follower
 from lsgd.watch.dashboard.page import PARTS, PLOTLY, live_page, part
-from lsgd.watch.dashboard.story import Story
 from lsgd.watch.metrics import CONTENT_TYPE, check
-from lsgd.watch.reader import Reader
+from lsgd.watch.reader import Reader, ask
 from lsgd.watch.results import METRICS, read_rounds
 
 DEFAULT_PORT = 8484
@@ -279,7 +278,7 @@ class _Change(_Handler):
     def _message(self, what: str) -> Operator:
         try:
             body = json.loads(self.request.body or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise HTTPError(400, reason="the body has to be JSON") from None
         if what == "stop":
             return StopRun("stopped from the dashboard")
