@@ -13,6 +13,12 @@ from .simulated_run import Faults
 LEASE_S = 10.0
 
 
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch) -> None:
+    """Print no lines: a thread does that, and after the test perhaps."""
+    monkeypatch.setattr("lsgd.server.global_daemon.say", lambda text: None)
+
+
 def begun(queues: list[int], *, seed: int = 0, faults: Faults | None = None, **settings: object) -> ServedRun:
     """Return a run that trains, in rounds of 12 iterations of each worker, local ones after 4."""
     settings = {"workers": sum(queues), "lease_s": LEASE_S, "patience_s": 60.0} | settings
