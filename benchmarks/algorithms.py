@@ -1,6 +1,6 @@
 """Every algorithm on handwritten digits: ``python -m benchmarks.algorithms [--quick] [--json FILE] [--only NAME]``.
 
-Each is one run of lsgd/examples/digits.py with real servers: two nodes of two workers, started by ``lsgd launch`` as
+Each is one run of examples/digits.py with real servers: two nodes of two workers, started by ``lsgd launch`` as
 on two machines, but both on this one. What counts is the test accuracy of the consensus, the average of the four
 models, which without any exchange is useless. A plan is the algorithm's defaults with what PLANS says.
 """
@@ -18,7 +18,7 @@ from benchmarks.report.tables import table
 from benchmarks.testbed.launch import await_all, free_port, launch_command, start
 from lsgd.algorithms import ALGORITHMS
 
-EXAMPLE = Path(__file__).parents[1] / "lsgd" / "examples" / "digits.py"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "digits.py"
 NODES, WORKERS_PER_NODE = 2, 2
 ITERATIONS, QUICK_ITERATIONS = 5000, 600
 TARGET_ACCURACY, UNLEARNED_ACCURACY = 0.97, 0.90

@@ -28,6 +28,9 @@ DECAY = 0.2
 SHARDS = ("dealt", "fixed", "skewed")
 """Whose images a worker has: dealt anew in each epoch, as ``Worker.loader`` does; dealt once; dealt once by label."""
 
+OPTIMIZERS = ("task", "muon")
+"""The task's own optimizer, or ``lsgd.client.muon`` with the same learning rate in its place."""
+
 PROBE_IMAGES, PROBE_WINDOWS, TEST_WINDOWS = 128, 16, 64
 
 # -- tasks that are learned ----------------------------------------------------------------------------------------
@@ -52,6 +55,7 @@ class Task:
         batch_size: of each worker.
         learning_rate: chosen with DistributedDataParallel.
         shards: of :data:`SHARDS`.
+        chosen_optimizer: of :data:`OPTIMIZERS`.
         warmup: share of the run in which the learning rate rises; None: it is constant, and does not decay either.
     """
 
@@ -62,6 +66,7 @@ class Task:
     batch_size: ClassVar[int]
     learning_rate: float
     shards: str = "dealt"
+    chosen_optimizer: str = "task"
     warmup: ClassVar[float | None] = None
 
     def set_learning_rate(self, optimizer: torch.optim.Optimizer, progress: float) -> None:
@@ -75,8 +80,16 @@ class Task:
         raise NotImplementedError
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of one worker."""
+        """Return the task's own optimizer, of one worker."""
         raise NotImplementedError
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the chosen optimizer of one worker."""
+        if self.chosen_optimizer == "task":
+            return self.optimizer(model)
+        from lsgd.client import muon  # the baselines' environments may have an older torch
+
+        return muon(model, lr=self.learning_rate)
 
     def batches(self, rank: int, workers: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of one worker's share of the training data, without end."""

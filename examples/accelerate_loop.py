@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lsgd.client import muon
 from lsgd.integrations.accelerate import LsgdLoop
 
 CONTEXT, WIDTH = 64, 64
@@ -20,7 +21,7 @@ data = TensorDataset(windows.view(-1, CONTEXT))
 torch.manual_seed(0)
 shape = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=CONTEXT, **shape))
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+optimizer = muon(model, lr=6e-3)
 loader = DataLoader(data, batch_size=16, shuffle=True)
 
 accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lsgd.client import muon
 from lsgd.integrations.lightning import LsgdCallback
 
 CONTEXT, WIDTH = 64, 64
@@ -39,7 +40,7 @@ class Bytes(lightning.LightningModule):
 
     def configure_optimizers(self):
         """Return the optimizer. The run sets its learning rate once training starts."""
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return muon(self, lr=6e-3)
 
     def on_train_start(self):
         """Set the learning rate's schedule."""

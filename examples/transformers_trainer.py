@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from lsgd.client import muon
 from lsgd.integrations.transformers import LsgdCallback
 
 CONTEXT = 64
@@ -31,13 +32,13 @@ arguments = TrainingArguments(
     max_steps=400,
     per_device_train_batch_size=16,
     gradient_accumulation_steps=2,
-    learning_rate=3e-3,
     warmup_steps=20,
     logging_steps=20,
     save_strategy="no",
 )
 lsgd = LsgdCallback()
-trainer = Trainer(model, arguments, train_dataset=data, data_collator=batch, callbacks=[lsgd])
+optimizers = (muon(model, lr=6e-3), None)  # the Trainer makes the schedule
+trainer = Trainer(model, arguments, train_dataset=data, data_collator=batch, callbacks=[lsgd], optimizers=optimizers)
 trainer.train()
 if lsgd.rank == 0:
     trainer.save_model("transformers-model")

@@ -67,7 +67,7 @@ class QuantizedState:
         self.seed = seed
         self.step = 0
         self.feedback: dict[int, ErrorFeedback] = {}
-        group = _TorchGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
+        group = _RankGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
         self._all_reduce = QuantizedAllReduce(group, rounding_codec(codec, block or 0, rounding), rounding=rounding)
         self._background = Background()
         self._pipeline = Pipeline()
@@ -135,7 +135,7 @@ def _completed(stages: Iterator[None], gradient: Tensor, future: Future[Tensor])
     future.set_result(gradient)
 
 
-class _TorchGroup(Group):
+class _RankGroup(Group):
     """A group of torch.distributed with only what the quantized all-reduce needs: no other operations or subgroups."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -146,7 +146,7 @@ class _TorchGroup(Group):
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         if self._backend == "nccl":
             device = next(iter(receives.values())).device
-            return Transfer(Exchange(self._group, sends, receives, together=device).wait)
+            return Transfer(Exchange(self._group, sends, receives, batch=device).wait)
         incoming = {rank: _on_host(x) for rank, x in receives.items()}
         exchange = Exchange(self._group, {rank: _on_host(x, copy=True) for rank, x in sends.items()}, incoming)
 

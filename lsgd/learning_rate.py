@@ -1,8 +1,11 @@
 """Learning rates over a run: factors of the base rate, by the share of the run that is done."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from lsgd.errors import ConfigError
 from lsgd.settings import nearest
@@ -63,3 +66,54 @@ class Fallen:
         rate = max((float(group["lr"]) for o in optimizers for group in o.param_groups), default=0.0)
         self._highest = max(self._highest, rate)
         return rate if rate < self._highest else None
+
+
+def set_rates(optimizer: torch.optim.Optimizer, times: float) -> None:
+    """Set each parameter group's learning rate to its base, which the group keeps, times a factor."""
+    for group in optimizer.param_groups:
+        rate = group["lr"]
+        base = group.setdefault("initial_lr", float(rate))
+        if isinstance(rate, Tensor):  # a compiled or captured step reads it from there
+            rate.fill_(float(base) * times)
+        else:
+            group["lr"] = float(base) * times
+
+
+class RateSchedules:
+    """The schedules of a worker's optimizers.
+
+    Args:
+        progress: returns the share of the run in the middle of the next iteration; equal in all its processes.
+        endless: whether the plan has no end, so that there is no share.
+    """
+
+    def __init__(
+        self, progress: Callable[[], float], optimizers: Sequence[torch.optim.Optimizer], *, endless: bool = False
+    ) -> None:
+        self._progress, self._optimizers, self._endless = progress, optimizers, endless
+        self._factors: dict[torch.optim.Optimizer, Callable[[float], float]] = {}
+
+    def add(self, optimizers: Sequence[torch.optim.Optimizer], kind: str, warmup: float, decay: float) -> None:
+        """Let the learning rates of some optimizers follow :func:`factor` from now on, instead of an earlier schedule.
+
+        Raises:
+            ConfigError: an argument is wrong, the plan has no end, or an optimizer did not join.
+        """
+        check(kind, warmup, decay)
+        if self._endless:
+            raise ConfigError(
+                "worker.schedule needs a run with an end, but the plan has neither iterations nor seconds; add "
+                "--iterations or --seconds to lsgd-server --global, or one of them to the plan file"
+            )
+        if any(optimizer not in self._optimizers for optimizer in optimizers):
+            raise ConfigError(
+                "worker.schedule got an optimizer that this worker did not join with; pass the optimizer or the list "
+                "that Worker.join got"
+            )
+        self._factors |= dict.fromkeys(optimizers, lambda progress: factor(kind, progress, warmup, decay))
+        self.follow()
+
+    def follow(self) -> None:
+        """Set the next iteration's learning rates."""
+        for optimizer, times in self._factors.items():
+            set_rates(optimizer, times(self._progress()))

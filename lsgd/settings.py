@@ -17,6 +17,9 @@ from lsgd.errors import ConfigError
 AUTO = "auto"
 """The word for the value 0 of a setting that the servers may choose."""
 
+LARGEST = 10**15
+"""The largest whole number in a setting: messages, JSON and floats can hold it, and sums of many."""
+
 _KINDS: dict[Any, Any] = {kind.__name__: kind for kind in (int, float, bool, str)}
 
 if TYPE_CHECKING:
@@ -36,10 +39,14 @@ def setting(
 ) -> Any:
     """Declare a setting: its default, its meaning, its range (inclusive) or its choices.
 
+    No whole number is beyond :data:`LARGEST`.
+
     A ``fixed`` setting cannot be changed during a run, because the format of what is sent depends on it. ``valid``
     raises ConfigError for a wrong value, for rules that ``choices`` cannot express. ``auto``: a whole number from 1, or
     0, which is written :data:`AUTO` and means that the servers choose.
     """
+    if type(default) is int:
+        low, high = max(low, -LARGEST), min(high, LARGEST)
     metadata = dict(meaning=meaning, low=low, high=high, choices=choices, valid=valid, fixed=fixed, auto=auto)
     return field(default=default, metadata=metadata)
 
@@ -166,11 +173,16 @@ def checked(cls: type, name: str, value: Any, origin: str) -> Any:
     elif meta["choices"] and converted not in meta["choices"]:
         raise ConfigError(f"{origin}: {name} = {value!r}; {nearest(str(value), meta['choices'])}")
     if kind in (int, float) and not meta["low"] <= converted <= meta["high"]:
-        wanted = span(spec)
-        raise ConfigError(
-            f"{origin}: {name} = {value!r} is not {'' if wanted.startswith('at least') else 'in '}{wanted}"
-        )
+        raise ConfigError(f"{origin}: {name} = {value!r} is {_outside(spec, converted)}")
     return converted
+
+
+def _outside(spec: dataclasses.Field[Any], number: float) -> str:
+    """Return what is wrong with a number outside a setting's range."""
+    if abs(number) > LARGEST == spec.metadata["high"]:
+        return f"beyond {LARGEST:,}"
+    wanted = span(spec)
+    return f"not {'' if wanted.startswith('at least') else 'in '}{wanted}"
 
 
 def same_form(one: Any, other: Any) -> bool:
@@ -217,11 +229,11 @@ def span(spec: dataclasses.Field[Any]) -> str:
     meta = spec.metadata
     if meta["choices"]:
         return " | ".join(meta["choices"])
-    low, high = (f"{bound:.15g}" for bound in (meta["low"], meta["high"]))
-    if low == "-inf" and high == "inf":
+    low, high = (f"{bound:.15g}" if abs(bound) < LARGEST else "" for bound in (meta["low"], meta["high"]))
+    if not low and not high:
         return ""
     word = f"{AUTO} | " if meta["auto"] else ""
-    return word + (f"{low} … {high}" if high != "inf" else f"at least {low}")
+    return word + (f"{low} … {high}" if high else f"at least {low}")
 
 
 def _converted(kind: type, value: Any) -> Any:

@@ -1,12 +1,12 @@
-"""Writes the table of a worker's states into docs/design.md: ``python scripts/member_states.py [PAGE]``."""
+"""Writes the table of a worker's states into docs/concepts/protocol.md: ``python scripts/member_states.py [PAGE]``."""
 
 import re
 import sys
 from pathlib import Path
 
-from lsgd.server.member_states import TRANSITIONS, MemberState
+from lsgd.server.roster import TRANSITIONS, MemberState
 
-PAGE = Path(__file__).parents[1] / "docs" / "design.md"
+PAGE = Path(__file__).parents[1] / "docs" / "concepts" / "protocol.md"
 
 
 def table() -> str:

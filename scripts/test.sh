@@ -3,9 +3,10 @@
 #   bash scripts/test.sh            all of it, as continuous integration does
 #   bash scripts/test.sh --fast     what to run before a commit: no test that is slow or needs root
 #   bash scripts/test.sh ARGUMENTS  only pytest, with these:  bash scripts/test.sh tests/node -k launch
+# The whole run ends with what it skipped, and why: scripts/packages.txt has the packages of Debian that tests need.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
-use_environment dashboard dev docs examples lightning metrics tensorboard transformers
+use_environment dashboard dev docs examples lightning metrics tensorboard transformers wandb
 cd -- "$root"
 export PYTHONDONTWRITEBYTECODE=  # the many processes that tests start read what the first one has compiled
 
@@ -25,15 +26,28 @@ if (($#)); then
     wait "$types"
     exec "$python" -m pytest "${several[@]}" -m "not slow and not alone and not root"
 fi
+
+log=$(mktemp)
+trap 'say_what_was_skipped; rm -f "$log"' EXIT
+
+run_tests() {
+    "$python" -m pytest "$@" --color="$([[ -t 1 ]] && echo yes || echo no)" | tee -a "$log"
+}
+
+say_what_was_skipped() {
+    echo "test.sh: skipped tests, and what they need:"
+    sed -n 's/\x1b\[[0-9;]*m//g; s/^SKIPPED/   /p' "$log" | sort | uniq
+}
+
 # What decides for everybody is tested to the last branch, by tests that are cheap to trace.
-decides=(lsgd/server/{admission,coordinator,course,grants,links,member_states,pace,reasons,roster,rounds,scheduler,state,stream,tokens,ways}.py
+decides=(lsgd/server/{admission,answers,books,coordinator,course,endings,links,next_step,reasons,roster,scheduler,state,stream}.py
     lsgd/protocol/{messages,events,fields}.py lsgd/plan/plan.py lsgd/election.py)
-traced=(tests/server/test_{announced,coordinator,holders,last_rounds,links,lookahead,member_states,memento,pace,patience,rendezvous,report,resume,stream,ways}.py
+traced=(tests/server/test_{announced,coordinator,holders,last_rounds,links,lookahead,member_states,memento,next_step,pace,patience,rendezvous,report,resume,stream,ways}.py
     tests/lsgd/test_{messages,plan,settings}.py)
 ls "${decides[@]}" >/dev/null # a name that is not there any more would not be missed below
-"$python" -m pytest "${traced[@]}" --cov --cov-report=
+run_tests "${traced[@]}" --cov --cov-report=
 wait "$types"
 "$python" -m coverage report --fail-under=100 --show-missing --include="$(IFS=, && echo "${decides[*]}")"
-"$python" -m pytest "${several[@]}" "${traced[@]/#/--ignore=}" -m "not alone" --durations=20
+run_tests "${several[@]}" "${traced[@]/#/--ignore=}" -m "not alone" --durations=20
 mapfile -t alone < <(grep -rl --include='*.py' 'pytest\.mark\.alone' tests) # collecting all tests takes each process 8 s
-"$python" -m pytest "${alone[@]}" "--numprocesses=$cores" --dist=load -m alone --durations=10
+run_tests "${alone[@]}" "--numprocesses=$cores" --dist=load -m alone --durations=10

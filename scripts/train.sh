@@ -54,8 +54,8 @@ join="IP_ADDR=$IP_ADDR NUM_GROUPS=$NUM_GROUPS${RESUME:+ RESUME=1}${PORT:+ PORT=$
 runs=$PWD/runs
 if ((!$#)); then
     runs=$root/runs
-    set -- "$python" "$root/lsgd/examples/digits.py"
-    [[ -n $RESUME ]] || PLAN=${PLAN:-$root/lsgd/examples/digits.toml}
+    set -- "$python" "$root/examples/digits.py"
+    [[ -n $RESUME ]] || PLAN=${PLAN:-$root/examples/digits.toml}
 fi
 run_dir=$runs/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}
 [[ -z $RESUME ]] || run_dir=$runs${RUN_NAME:+/$RUN_NAME}

@@ -17,6 +17,7 @@ from benchmarks.network import tables as network_tables
 from benchmarks.transport.member import VERBS
 
 from .integration.running import LIGHT
+from .needs import to_install
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 240
@@ -127,7 +128,7 @@ def test_kernels_measure_every_operation(tmp_path: Path) -> None:
 def test_the_dashboard_is_measured_in_a_browser(tmp_path: Path) -> None:
     pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
     if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
-        pytest.skip("needs Chromium: apt-get install chromium")
+        pytest.skip(f"Chromium not found: {to_install('chromium')}")
     small, large = quick("dashboard", tmp_path)["results"]
     assert small["kilobytes"] < large["kilobytes"] < 1000
     for result in (small, large):

@@ -56,6 +56,15 @@ def test_links_are_rewritten_for_the_site_and_fenced_code_is_not():
     )
 
 
+def test_pages_that_the_package_names_are_there():
+    named = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in (ROOT / "lsgd").rglob("*.py")
+        for name in re.findall(r"\b(?:docs|benchmarks)/[\w/-]+\.md", path.read_text())
+    }
+    assert len(named) > 10 and [each for each in named if not (ROOT / each[1]).is_file()] == []
+
+
 def in_navigation(entries):
     for entry in entries:
         for value in entry.values():
@@ -112,8 +121,10 @@ def test_the_reference_has_the_client_s_public_names():
     assert set(lsgd.client.__all__) <= set(shown)
 
 
-def test_the_figure_of_a_round_is_current():
-    assert figure.PICTURE.read_text() == figure.figure(), "make it anew: python -m scripts.docs.figure"
+@pytest.mark.parametrize("name", figure.FIGURES)
+def test_a_figure_is_current(name):
+    drawn = (figure.PICTURES / f"{name}.svg").read_text()
+    assert drawn == figure.FIGURES[name].svg(), "make it anew: python -m scripts.docs.figure"
 
 
 @pytest.mark.slow
@@ -123,6 +134,7 @@ def test_the_site_builds_without_a_warning():
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(["bash", ROOT / "scripts/docs.sh"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "../guides/clusters/" in (ROOT / "build/site/clusters/index.html").read_text(), "old addresses lead on"
     page = (ROOT / "build/site/reference/python/index.html").read_text()
     assert 'id="lsgd.client.worker.Worker.join"' in page
     assert not re.search(r":(meth|class|func|attr|data):", page), "a docstring's role is no Markdown"

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.testbed import Host, Testbed, TestbedError, no_nat
+from benchmarks.testbed import Host, Testbed, TestbedError
+
+from .needs import needs_nat
 
 ROOT = Path(__file__).parents[1]
 root = pytest.mark.root
@@ -208,7 +210,7 @@ def test_hosts_find_each_other_by_name() -> None:
 
 @root
 @needs_root
-@pytest.mark.skipif(os.geteuid() == 0 and no_nat() != "", reason="hosts behind NAT need nftables, and a kernel with it")
+@needs_nat()
 def test_a_host_behind_nat_reaches_others_and_nobody_reaches_it() -> None:
     knock = "import socket, sys; socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2])).close()"
     who = "import socket; s = socket.create_server(('', 5000)); print('listening', flush=True); print(s.accept()[1][0])"

@@ -2,8 +2,8 @@
 
 Every member is a process on a host of its own (benchmarks/testbed), all on this machine. In turns they reduce the same
 float32 message with Gloo's all_reduce, with the float16 hook of DistributedDataParallel, and in two rounds of 8 bits
-(lsgd.collectives.two_round on TorchGroup), and send that of the first member to all with Gloo's broadcast and
-with TorchGroup's, which passes it on from member to member. The time of a call is that of the slowest member; a
+(lsgd.collectives.two_round on TcpGroup), and send that of the first member to all with Gloo's broadcast and
+with TcpGroup's, which passes it on from member to member. The time of a call is that of the slowest member; a
 speed-up is the median over the turns of the ratio of two calls of one turn. Bytes are counted where the link's rate is,
 with the headers of every packet, and compared with codes and scales, or numbers, alone.
 """
@@ -114,8 +114,10 @@ def run(testbed: Testbed, numel: int, repeats: int) -> list[dict[str, list[tuple
     """
     size, store = len(testbed.hosts), f"tcp://{testbed.hosts[0].address}:{PORT}"
     command = [sys.executable, "-m", "benchmarks.collectives.member"]
-    arguments = [str(size), store, str(numel), str(repeats)]
-    members = [start([*command, str(host.index), *arguments], host) for host in testbed.hosts]
+    arguments = [str(numel), str(repeats)]
+    members = [
+        start([*command, str(host.index), str(size), store, host.address, *arguments], host) for host in testbed.hosts
+    ]
     said = await_all(members, f"{size} members", DEADLINE_S)
     return list(json.loads(said[0].splitlines()[-1]))
 

@@ -13,7 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from benchmarks.testbed.interface import sent_with_headers_nbytes
 from lsgd.client.groups.base import Members
-from lsgd.client.groups.torch_group import TorchGroup
+from lsgd.client.groups.mesh import Mesh
+from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.codecs.minmax8 import MinMax8
 from lsgd.collectives.two_round import QuantizedAllReduce
 
@@ -34,15 +35,13 @@ class Bucket:
         return self._gradient
 
 
-def methods(rank: int, size: int) -> Mapping[str, Callable[[Tensor], object]]:
+def methods(rank: int, size: int, address: str) -> Mapping[str, Callable[[Tensor], object]]:
     """Return what benchmarks/collectives compares, by name, each on the default group: in place, on float32."""
     names = [f"node{index}" for index in range(size)]
     world = dist.group.WORLD
     assert world is not None
-    group = TorchGroup(
-        lambda name, ranks: world,
-        *(Members.apart(names, rank), TIMEOUT_S, "gloo", torch.device("cpu")),
-    )
+    mesh = Mesh("benchmark", 1, rank, names, address, world.get_group_store(), None, TIMEOUT_S)
+    group = TcpGroup(mesh, Members.apart(names, rank), TIMEOUT_S)
     in_8_bits = QuantizedAllReduce(group, MinMax8())
     return {
         "all-reduce, float32": dist.all_reduce,
@@ -74,11 +73,12 @@ def main() -> None:
     parser.add_argument("rank", type=int)
     parser.add_argument("size", type=int)
     parser.add_argument("store", help="address of the store")
+    parser.add_argument("address", help="of this host")
     parser.add_argument("numel", type=int)
     parser.add_argument("repeats", type=int)
     given = parser.parse_args()
     dist.init_process_group("gloo", init_method=given.store, rank=given.rank, world_size=given.size)
-    collectives = methods(given.rank, given.size)
+    collectives = methods(given.rank, given.size, given.address)
     x = torch.randn(given.numel, generator=torch.Generator().manual_seed(given.rank))
     result = torch.empty_like(x)
 

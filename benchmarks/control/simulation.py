@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.control.worker import greeting
 from lsgd.algorithms.leader import LeaderSettings
-from lsgd.client.iteration.grants import Grants
+from lsgd.client.iteration.grants import GrantedIterations
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import Happening
@@ -35,8 +35,8 @@ from lsgd.protocol.messages import (
     encode,
     worker_name,
 )
+from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.rounds import abridged
 from lsgd.server.state import Decision, RunState
 
 WORKERS_PER_NODE = 8
@@ -61,7 +61,7 @@ class VirtualWorker:
     index: int
     incarnation: int
     step_s: float
-    grants: Grants
+    grants: GrantedIterations
     joined_at: float = 0.0
     done: int = 0
     committed: int = 0
@@ -226,7 +226,7 @@ class Simulation:
         slow = self._random.random() < self._stragglers
         step_s = self._step_s * (STRAGGLER_FACTOR if slow else 1.0)
         place = (worker_name(node, index), node, index, next(self._incarnations))
-        worker = VirtualWorker(*place, step_s, Grants(self._lookahead), self.now)
+        worker = VirtualWorker(*place, step_s, GrantedIterations(self._lookahead), self.now)
         self._present[worker.name, worker.incarnation] = worker
         self._say(greeting(node, index, worker.incarnation, f"10.{node >> 8}.{node & 255}.1"))
 

@@ -14,7 +14,7 @@ import random
 import time
 from typing import Any
 
-from lsgd.client.iteration.grants import Grants
+from lsgd.client.iteration.grants import GrantedIterations
 from lsgd.protocol.messages import (
     PROTOCOL,
     Done,
@@ -57,7 +57,7 @@ class SocketWorker:
         self.waits_s: list[float] = []
         self.iterating = False
         self._join = join
-        self._grants = Grants(lookahead)
+        self._grants = GrantedIterations(lookahead)
         self._committed = self._done = 0
         self._said = encode(join)
         self._asked_at = 0.0
@@ -168,7 +168,7 @@ def by_channel(address: str, join: Join, step_s: float, seconds: float, lookahea
     channel.ask(join, lambda m: isinstance(m, Welcome), what="joining", timeout_s=START_WITHIN_S)
     chance = random.Random(join.incarnation)
     who, waits_s = (join.worker, join.incarnation), []
-    grants, ahead, end = Grants(lookahead), None, None
+    grants, ahead, end = GrantedIterations(lookahead), None, None
     done = committed = 0
     while end is None or time.monotonic() < end:
         start = time.perf_counter()

@@ -12,7 +12,8 @@ the steps of all. ``alone`` exchanges nothing; kept is the better of the average
 
 ``--tune`` gives every method the same budget: the task's learning rate times 0.5, 1 and 2 on a seed that is not
 reported, then the reported seeds with the best. Without it, learning rates are those chosen with
-DistributedDataParallel. A seed chooses the model, the split and the batches; runs of equal seed are compared.
+DistributedDataParallel. ``--optimizer muon`` takes ``lsgd.client.muon`` instead of the task's optimizer, for all
+methods. A seed chooses the model, the split and the batches; runs of equal seed are compared.
 
 The average of all models is tested every few steps. Counted are the steps of a worker until its loss on the test data
 is at the task's target, and its final loss and accuracy. Bytes are by formula. Seconds to the target are computed for
@@ -41,7 +42,7 @@ from benchmarks.convergence.tuning import SEED, reported, trials, tuned
 from benchmarks.methods import ALONE, BASELINES, ONE_MACHINE, ONE_MACHINE_SAMPLES, OURS, PERIODIC
 from benchmarks.report.about import about, argument_parser, heading
 from benchmarks.report.results import Results, add_options
-from benchmarks.workloads import SHARDS, TASKS
+from benchmarks.workloads import OPTIMIZERS, SHARDS, TASKS
 
 DEFAULT_TASKS = ("text", "vit", "skewed")
 WORKERS = (2, 3, 4, 8, 16)
@@ -59,7 +60,7 @@ def trainings_of(options: argparse.Namespace, methods: Sequence[str]) -> Sequenc
     return [
         Training(
             *(task, method, period, seed, options.steps, options.learning_rate_times),
-            *(options.shards or TASKS[task].shards, options.fastest),
+            *(options.shards or TASKS[task].shards, options.fastest, options.optimizer),
         )
         for task, seed, method in itertools.product(options.tasks, range(options.seeds), methods)
         for period in (options.periods if method in PERIODIC else (0,))
@@ -103,6 +104,9 @@ def options_of() -> argparse.Namespace:
         "--learning-rate-times", type=float, default=1.0, metavar="X", help="of the task's learning rate"
     )
     parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="task", help="the task's, or lsgd.client.muon in its place"
+    )
+    parser.add_argument(
         "--shards",
         choices=SHARDS,
         help="anew in each epoch, once, or once by label (digits), instead of the task's",
@@ -144,6 +148,7 @@ def rows_of(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> S
         if row["task"] in options.tasks
         and row["method"] in options.methods
         and (row["steps"], row["fastest"]) == (options.steps, options.fastest)
+        and row["optimizer"] == options.optimizer
         and row["shards"] == (options.shards or TASKS[row["task"]].shards)
     ]
 
@@ -158,6 +163,8 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    for row in results.rows:
+        row.setdefault("optimizer", "task")  # written before there was a choice
     print(heading(machine) + "\n", flush=True)
     run_all(options, pythons, results)
     wanted = rows_of(options, results.rows)

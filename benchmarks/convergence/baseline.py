@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.baselines.joining import add_arguments, end_process, joined
 from benchmarks.convergence.evaluation import Evaluation
-from benchmarks.workloads import SHARDS, TASKS
+from benchmarks.workloads import OPTIMIZERS, SHARDS, TASKS
 
 
 def average(tensor: Tensor) -> None:
@@ -36,14 +36,15 @@ def main() -> NoReturn:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, required=True)
     parser.add_argument("--shards", choices=SHARDS, required=True)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="task")
     parser.add_argument("--port", type=int, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
     task = TASKS[given.task]()
-    task.learning_rate, task.shards = given.learning_rate, given.shards
+    task.learning_rate, task.shards, task.chosen_optimizer = given.learning_rate, given.shards, given.optimizer
     torch.manual_seed(given.seed)
     model = task.model()
-    optimizer = task.optimizer(model)
+    optimizer = task.make_optimizer(model)
     batches = task.batches(given.rank, len(given.addresses), given.seed)
     evaluation = Evaluation(task, model, average, tests=given.rank == 0)
     with joined(given, model, optimizer, task.batch_size, given.port) as (wrapped, stepped):

@@ -35,6 +35,7 @@ class Training:
         learning_rate_times: the task's learning rate, times this.
         shards: of :data:`benchmarks.workloads.SHARDS`.
         fastest: the first worker makes so many steps while each other one makes one.
+        optimizer: of :data:`benchmarks.workloads.OPTIMIZERS`.
     """
 
     task: str
@@ -45,16 +46,18 @@ class Training:
     learning_rate_times: float
     shards: str = "dealt"
     fastest: float = 1.0
+    optimizer: str = "task"
 
     def __str__(self) -> str:
         rate = "" if self.learning_rate_times == 1 else f", learning rate times {self.learning_rate_times:g}"
-        return f"{self.task}, seed {self.seed}, {self.method}, period {self.period}{rate}"
+        muon = "" if self.optimizer == "task" else f", {self.optimizer}"
+        return f"{self.task}, seed {self.seed}, {self.method}, period {self.period}{muon}{rate}"
 
     def make_task(self) -> Task:
         """Return the task, with this learning rate."""
         task = TASKS[self.task]()
         task.learning_rate *= self.learning_rate_times
-        task.shards = self.shards
+        task.shards, task.chosen_optimizer = self.shards, self.optimizer
         return task
 
 
@@ -107,7 +110,7 @@ def train(
         model = task.model()
         model.load_state_dict(start)
         probe = partial(task.loss, model, *task.probe_data())
-        optimizer, run = task.optimizer(model), f"seed {seed}"
+        optimizer, run = task.make_optimizer(model), f"seed {seed}"
         worker = SimulatedWorker.of_model(
             group, settings, model, optimizer, steps=steps, run=run, probe=probe, speed=speed
         )
@@ -140,6 +143,7 @@ def run_baseline(training: Training, task: Task, steps: int, workers: int, pytho
         "steps": steps,
         "seed": training.seed,
         "shards": training.shards,
+        "optimizer": training.optimizer,
         "learning-rate": task.learning_rate,
         "port": free_port(),
     }

@@ -11,7 +11,7 @@ SEED = 1000
 TIMES = (0.5, 1.0, 2.0)
 """What the task's learning rate is multiplied by."""
 
-PLACE = ("task", "method", "period", "steps", "shards")
+PLACE = ("task", "method", "period", "steps", "shards", "optimizer")
 """What is tuned on its own."""
 
 Rows = Sequence[Mapping[str, Any]]

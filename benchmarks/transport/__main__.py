@@ -6,7 +6,7 @@ and over those in TLS; the results are compared. The time of a call is that of t
 speed is the median over the turns of Gloo's time over this one's.
 
 A second table has the time of the two-round all-reduce of few numbers in 8 bits over that of sending them to the
-neighbors in a ring, which is what low-precision decentralized SGD does (docs/guides/algorithms.md).
+neighbors in a ring, which is what low-precision decentralized SGD does (docs/concepts/formulas.md).
 """
 
 import json

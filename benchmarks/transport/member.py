@@ -12,15 +12,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lsgd.client.groups.base import Members, WorkerGroup
-from lsgd.client.groups.connections import Connections
-from lsgd.client.groups.gloo import gloo_group
-from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.mesh import Mesh
-from lsgd.client.groups.tcp.tls import contexts
-from lsgd.client.groups.torch_group import TorchGroup
+from lsgd.client.groups.handshake import contexts
+from lsgd.client.groups.mesh import Mesh
+from lsgd.client.groups.tcp_group import TcpGroup
+from lsgd.client.groups.torch_group import ProcessGroups, TorchGroup, gloo_group
 from lsgd.codecs.minmax8 import MinMax8
 from lsgd.collectives.two_round import QuantizedAllReduce
-from lsgd.protocol.certificates import run_certificate
+from lsgd.protocol.credentials import run_certificate
 
 TIMEOUT_S = 120.0
 IN_SEQUENCE = 10
@@ -73,10 +71,8 @@ def tcp_group(number: int, rank: int, size: int, address: str, store: TCPStore, 
 def transports(rank: int, size: int, address: str, store: TCPStore) -> Mapping[str, WorkerGroup]:
     """Return the groups to compare, by name."""
     names = names_of(size)
-    gloo = TorchGroup(
-        lambda name, _: gloo_group(store, name, rank, names, address, TIMEOUT_S, Connections()),
-        *(Members.apart(names, rank), TIMEOUT_S, "gloo", torch.device("cpu")),
-    )
+    made = ProcessGroups(lambda name, _: gloo_group(store, rank, size, TIMEOUT_S, address), TIMEOUT_S)
+    gloo = TorchGroup(made, Members.apart(names, rank), TIMEOUT_S, "gloo", torch.device("cpu"))
     own = (rank, size, address, store)
     return {"gloo": gloo, "tcp": tcp_group(1, *own, tls=False), "tcp, TLS": tcp_group(2, *own)}
 

@@ -55,7 +55,8 @@ class Soft(Algorithm):
         """Average the models; change them when all means have arrived."""
         if order is None:
             return
-        finite = contribute(parameters, self._sums, group, order.id)
+        finite = self.is_finite(parameters, group)
+        contribute(parameters, self._sums, order.id, finite=finite)
         for total in self._sums:
             group.all_reduce(total).wait()
         group.agree()  # has it failed in another process of a worker with a sharded model?

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lsgd.algorithms.base import Flat, all_finite
-from lsgd.collectives.group import Group
+from lsgd.algorithms.base import Flat
 from lsgd.lazy import Tensor
 
 log = logging.getLogger(__name__)
@@ -16,22 +15,13 @@ def empty_sums(parameters: Flat) -> list[Tensor]:
     return [x.new_empty(x.numel() + 1) for x in parameters]
 
 
-def contribute(parameters: Flat, sums: Flat, group: Group, round_id: int) -> bool:
-    """Write this worker's model to ``sums``; if it is non-finite, zeros with a one in the last element.
-
-    Returns:
-        Whether it is finite in all processes of this member.
-
-    Raises:
-        ExchangeError: the round has failed in another process of this member.
-    """
-    finite = group.agree(all_finite(parameters))
+def contribute(parameters: Flat, sums: Flat, round_id: int, *, finite: bool) -> None:
+    """Write this worker's model to ``sums``; if it is not ``finite``, zeros with a one in the last element."""
     if not finite:
         log.warning("round %d: this worker's model is not finite and is excluded from the mean", round_id)
     for x, total in zip(parameters, sums, strict=True):
         total[:-1].copy_(x) if finite else total[:-1].zero_()
         total[-1] = 0.0 if finite else 1.0
-    return finite
 
 
 def divide(sums: Flat, models: int) -> bool:

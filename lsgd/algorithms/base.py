@@ -30,6 +30,9 @@ class Algorithm:
     settings: AlgorithmSettings
     """Numeric values may change between rounds."""
 
+    finite: bool | None = None
+    """Whether the model that enters a round is finite, if the worker has looked; for :meth:`before_forward` alone."""
+
     spans_backward: ClassVar[bool] = False
     """Whether :meth:`after_backward` completes a round; otherwise :meth:`before_forward` does."""
 
@@ -41,6 +44,15 @@ class Algorithm:
 
     def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
         """Exchange models, or begin to; called before the forward pass."""
+
+    def is_finite(self, parameters: Flat, group: Group) -> bool:
+        """Return whether the model that enters a round is finite in all processes of this member.
+
+        Call it once, in :meth:`before_forward`: it takes the worker's answer if there is one, else a pass over the
+        model.
+        """
+        known, self.finite = self.finite, None
+        return group.agree(all_finite(parameters)) if known is None else known
 
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
         """Exchange gradients, or write exchanged models back; called between the backward pass and the optimizer."""

@@ -85,8 +85,7 @@ class DecentralizedSGD(Delayed):
         """Begin the exchange."""
         if order is None or not parameters:
             return
-        contribute(parameters, self._sums, group, order.id)
-
+        contribute(parameters, self._sums, order.id, finite=self.is_finite(parameters, group))
         averaged = False
 
         def exchange() -> None:

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lsgd.algorithms.base import Algorithm, Flat, all_finite, clones, copy_all, empties
+from lsgd.algorithms.base import Algorithm, Flat, clones, copy_all, empties
 from lsgd.algorithms.common import Periodic
 from lsgd.collectives.group import Group
 from lsgd.lazy import Tensor, no_grad
@@ -58,7 +58,7 @@ class ElasticSGD(Algorithm):
         """Average the models, then move each toward the master and the master toward the mean."""
         if order is None:
             return
-        finite = group.agree(all_finite(parameters))
+        finite = self.is_finite(parameters, group)
         if not finite:
             log.warning("round %d: this worker's model is not finite and is replaced by the master", order.id)
         means = empties(self.master)

@@ -140,7 +140,9 @@ class LeaderSGD(Delayed):
         if order is None:
             return
         self.settle(parameters)
+        finite = True
         if order.scope == "global":  # local rounds never change the periods
+            finite = self.is_finite(parameters, group)
             self._set_levels(group)
         # The global leader also leads its node, so the local pull does not move it. Hence both models can be sent
         # before either pull, and nothing changes until both have arrived.
@@ -158,7 +160,7 @@ class LeaderSGD(Delayed):
             for copy, members, source in transfers:
                 copy.transfer(members, source)
 
-        self._begin(transfer, partial(self._apply, group, order), parameters, group, self.settings.delay)
+        self._begin(transfer, partial(self._apply, group, order, finite), parameters, group, self.settings.delay)
 
     @property
     def acts_after_step(self) -> bool:
@@ -176,18 +178,22 @@ class LeaderSGD(Delayed):
             _pull(parameters, self.local_leader, settings.proximal_local / settings.local_period)
         super().after_step(parameters)
 
-    def _apply(self, group: Group, order: Round, parameters: Flat) -> None:
-        """Replace the copies by the models that arrived, and pull toward them."""
+    def _apply(self, group: Group, order: Round, finite: bool, parameters: Flat) -> None:
+        """Replace the copies by the models that arrived, and pull toward them; ``finite``: as of the round."""
         is_global = order.scope == "global"
-        local_finite = self._local is not None and group.agree(self._local.is_finite())
-        global_finite = is_global and group.agree(self._global.is_finite())
-        own_finite = not is_global or group.agree(all_finite(parameters))
-        if self._local is not None and self._local.land(f"round {order.id}: the node's leader", local_finite):
+        if self.settings.delay and is_global:
+            finite = all_finite(parameters)
+        local_broken, global_broken, own_broken = group.totals(
+            self._local is not None and not self._local.is_finite(),
+            is_global and not self._global.is_finite(),
+            not finite,
+        )
+        if self._local is not None and self._local.land(f"round {order.id}: the node's leader", not local_broken):
             _pull(parameters, self.local_leader, self.settings.pull_local)
         if not is_global:
             return
-        landed = self._global.land(f"round {order.id}: the global leader", global_finite)
-        if not own_finite:  # no pull repairs a NaN
+        landed = self._global.land(f"round {order.id}: the global leader", not global_broken)
+        if own_broken:  # no pull repairs a NaN
             log.warning("round %d: this worker's model is not finite and is replaced by the leader's", order.id)
             copy_all(parameters, self.global_leader)
         elif landed:

@@ -231,7 +231,7 @@ class LocalSGD(Delayed):
         if order is None:
             return
         self.settle(parameters)
-        finite = group.agree(all_finite(parameters))
+        finite = self.is_finite(parameters, group)
         if not finite:
             log.warning("round %d: this worker's model is not finite and is replaced by the common one", order.id)
         fragment = order.exchanges % len(self._fragments)
@@ -250,7 +250,7 @@ class LocalSGD(Delayed):
                 group.all_reduce(sums).wait()  # the mean's, too: members may have summed it in another order
                 squares[:] = sums.tolist()
 
-        land = partial(self._outer_step, group, order, changes, squares)
+        land = partial(self._outer_step, group, order, changes, squares, finite)
         self._begin(transfer, land, parameters, group, self.settings.delay)
 
     def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> None:
@@ -263,19 +263,24 @@ class LocalSGD(Delayed):
             self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
 
     def _outer_step(
-        self, group: Group, order: Round, changes: Flat, squares: Sequence[float], parameters: Flat
+        self, group: Group, order: Round, changes: Flat, squares: Sequence[float], finite: bool, parameters: Flat
     ) -> None:
-        """Take the outer step of a round whose mean change has arrived, and replace the model by the common one."""
+        """Take the outer step of a round whose mean change has arrived, and replace the model by the common one.
+
+        ``finite`` says whether the model was so in the round; with a delay it has trained since.
+        """
         settings = self.settings
         fragment = order.exchanges % len(self._fragments)
         parts = list(self._parts(fragment, parameters, self.common))
-        finite = group.agree(all_finite(parameters))
-        if group.agree(all_finite(changes)):
+        if settings.delay:
+            finite = all_finite(parameters)
+        broken, spoilt, own, mean = group.totals(not finite, not all_finite(changes), *squares)
+        finite = not broken
+        if not spoilt:
             for feedback in self._feedback[fragment] if self._feedback else ():
                 feedback.commit()
             lr, momentum = settings.outer_lr, settings.outer_momentum
             if settings.rescale:
-                own, mean = map(group.total, squares)
                 factor = _factor(own, mean, group.size)
                 for change in changes:
                     change.mul_(factor)

@@ -104,25 +104,29 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         if order is None:
             return
         current = self._mean(parameters, group, order) or clones(self.model)
-        if not self._neighbors:
-            group.agree()
+        changes = self._exchange(current, group, order) if self._neighbors else None
+        group.agree()
+        if changes is None:
             copy_all(self.model, current)
         else:
-            self._exchange(current, group, order)
+            sent, received = changes
+            self._apply(sent, self.model)
+            for j, payloads in received.items():
+                self._apply(payloads, self.copies[j])
         copy_all(parameters, self.model)
 
     def _mean(self, parameters: Flat, group: Group, order: Round) -> list[Tensor] | None:
         """Return the node's mean model (or this worker's model); None if no model is finite."""
         sums, models = empty_sums(parameters), 1
-        contribute(parameters, sums, group, order.id)
+        contribute(parameters, sums, order.id, finite=self.is_finite(parameters, group))
         if self.settings.hierarchical:
             models = group.node.size
             for total in sums:
                 group.node.all_reduce(total).wait()
         return [total[:-1] for total in sums] if divide(sums, models) else None
 
-    def _exchange(self, current: Flat, group: Group, order: Round) -> None:
-        """Exchange the changes; once all have arrived, apply them to the model and the copies."""
+    def _exchange(self, current: Flat, group: Group, order: Round) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
+        """Exchange the changes; return what this worker has sent, and what it has received from each neighbor."""
         units = group.across if self.settings.hierarchical else group
         sent = [self._codec.empty(x.numel(), x.device) for x in current]
         received = {j: empties(sent) for j in self.copies}
@@ -138,10 +142,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         if self.settings.hierarchical:
             for payload in sent:
                 group.node.broadcast(payload, 0)
-        group.agree()
-        self._apply(sent, self.model)
-        for j, copy in self.copies.items():
-            self._apply(received[j], copy)
+        return sent, received
 
     def _change(self, index: int, now: Tensor) -> Tensor:
         """Return z for one flat tensor, in float32."""

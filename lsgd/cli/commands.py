@@ -214,7 +214,7 @@ def _new_run_dir() -> Path:
 @main.command("status", short_help="Show a run's progress, and what it waits for.")
 @options.connect
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/guides/operations.md lists the keys)."
+    "--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/guides/monitoring.md lists the keys)."
 )
 @click.option("--watch", is_flag=True, help="Redraw it every two seconds, until Ctrl-C or the end of the run.")
 @click.option(
@@ -351,7 +351,7 @@ def keygen_command(folder: Path | None, nodes: int) -> None:
 def algorithms(name: str | None, parameters: int, workers: int) -> None:
     """List the algorithms with what a worker sends per iteration, or the settings of one.
 
-    docs/guides/algorithms.md has the formulas, and says when to use which.
+    docs/guides/algorithms.md says when to use which, and docs/concepts/formulas.md has the formulas.
     """
     if name is not None and name not in ALGORITHMS:
         raise click.UsageError(ALGORITHMS.unknown(name))
@@ -359,7 +359,7 @@ def algorithms(name: str | None, parameters: int, workers: int) -> None:
     for cls in ALGORITHMS.values() if name is None else [ALGORITHMS[name]]:
         settings = cls()
         megabytes = settings.sent_nbytes(parameters, workers) / 1e6
-        rarely = " (in an exchange; its period is auto)" if settings.time_share else ""
+        rarely = " (MB of one exchange: its period is auto)" if settings.time_share else ""
         click.echo(f"{cls.name:28} {megabytes:10.3f}  {cls.summary}{rarely}")
     if name is None:
         return

@@ -27,14 +27,13 @@ import torch
 
 from lsgd.algorithms.common import EXCHANGE_SHARE, least_period
 from lsgd.cli.relay import RelayAccess, running_relay
-from lsgd.client.control.identity import versions
-from lsgd.client.control.network import Interface, interface_towards
+from lsgd.client.control.identity import Interface, interface_towards, versions
 from lsgd.client.groups.base import Members
-from lsgd.client.groups.gloo import Meeting
-from lsgd.client.groups.reach import Calls, Door, open_door
-from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.mesh import Mesh
-from lsgd.client.groups.tcp.routes import Routes
+from lsgd.client.groups.mesh import Mesh
+from lsgd.client.groups.reach import Calls
+from lsgd.client.groups.routes import Endpoint, Routes, listening
+from lsgd.client.groups.store import TCPStore
+from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.node.place import Place, claim_port, resolve
 from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, node_name, token_path
@@ -162,13 +161,13 @@ class Doctor:
 
     # -- the nodes together ------------------------------------------------------------------------------------
 
-    def _meet(self, interface: Interface) -> Meeting | None:
+    def _meet(self, interface: Interface) -> TCPStore | None:
         """Return a store that all nodes share, once all have joined and described themselves."""
         place, wait = self._place, timedelta(seconds=MEET_WITHIN_S)
         self._say(f"...   waiting up to {MEET_WITHIN_S:g} s for the other nodes")
         try:
             ip = resolve(place.address, place.nodes)
-            store = Meeting(ip, self._port, place.nodes, place.node == 0, wait, wait_for_workers=False)
+            store = TCPStore(ip, self._port, place.nodes, place.node == 0, wait, wait_for_workers=False)
             about = {"address": interface.address, "host": socket.gethostname(), "versions": versions()}
             store.set(f"about{place.node}", json.dumps(about))
             others = [json.loads(store.get(f"about{node}")) for node in range(place.nodes)]
@@ -189,7 +188,7 @@ class Doctor:
         return store
 
     @contextmanager
-    def _relay(self, store: Meeting) -> Iterator[RelayAccess]:
+    def _relay(self, store: TCPStore) -> Iterator[RelayAccess]:
         """Run a relay on node 0, like a run's, inside the context."""
         if self._place.node:
             yield RelayAccess.of(store.get("relay"))
@@ -201,7 +200,7 @@ class Doctor:
             store.set("relay", relay.published())
             yield relay
 
-    def _reach(self, store: Meeting, interface: Interface, relay: RelayAccess) -> set[tuple[int, int]]:
+    def _reach(self, store: TCPStore, interface: Interface, relay: RelayAccess) -> set[tuple[int, int]]:
         """Let all nodes call one another, and print how each pair reaches each other.
 
         Returns:
@@ -209,10 +208,10 @@ class Doctor:
         """
         me, nodes = self._place.node, range(self._place.nodes)
         others = [node for node in nodes if node != me]
-        with open_door(interface.address) as (listener, door):
-            store.set(f"door{me}", door.published())
-            doors = [Door.of(store.get(f"door{node}")) for node in nodes]
-            calls = Calls(listener, me, doors, relay.address)
+        with listening(interface.address) as (listener, endpoint):
+            store.set(f"endpoint{me}", endpoint.published())
+            endpoints = [Endpoint.of(store.get(f"endpoint{node}")) for node in nodes]
+            calls = Calls(listener, me, endpoints, relay.address)
             calls.make(others, others, CONNECT_WITHIN_S, lambda: False)
             store.set(f"missed{me}", json.dumps([list(calls.missed.items()), calls.reaches_relay]))
             rows = [json.loads(store.get(f"missed{node}")) for node in nodes]
@@ -221,7 +220,7 @@ class Doctor:
             away = [pair for pair in ((one, other), (other, one)) if pair in missed]
             related = all(rows[node][1] for node in (one, other))
             for source, target in away:
-                where = f"{doors[target].address}:{doors[target].port}"
+                where = f"{endpoints[target].address}:{endpoints[target].port}"
                 why = f"node{source} to node{target}: {where} cannot be used ({missed[source, target]})"
                 if len(away) == 1:
                     self._note("ok", f"{why}; node{target} dials node{source}, and both directions use that")
@@ -233,12 +232,12 @@ class Doctor:
         return set(missed)
 
     def _time(
-        self, store: Meeting, interface: Interface, relay: RelayAccess, missed: set[tuple[int, int]]
+        self, store: TCPStore, interface: Interface, relay: RelayAccess, missed: set[tuple[int, int]]
     ) -> list[Link]:
         """Time a run's operations: messages between neighbors, one pair at a time, and an all-reduce."""
         me, nodes = self._place.node, self._place.nodes
         names = [node_name(node) for node in range(nodes)]
-        routes = partial(Routes, missed=lambda one, other: (one, other) in missed, meet=partial(relay.meet, me))
+        routes = partial(Routes, missed=lambda one, other: (one, other) in missed, relayed=partial(relay.route, me))
         mesh = Mesh("doctor", 1, me, names, interface.address, store, None, MEET_WITHIN_S, routes)
         links = []
         with closing(TcpGroup(mesh, Members.apart(names, me), MEET_WITHIN_S)) as group:
@@ -269,10 +268,11 @@ class Doctor:
         started_at = time.monotonic()
         group.all_reduce(tensor).wait()
         took_ms = 1e3 * (time.monotonic() - started_at)
-        right = bool((tensor == group.size * (group.size + 1) / 2).all())
+        correct = bool((tensor == group.size * (group.size + 1) / 2).all())
         self._note(
-            "ok" if right else "FAIL",
-            f"all-reduce of {tensor.nbytes >> 20} MiB over TCP: {took_ms:.0f} ms, {'right' if right else 'WRONG'}",
+            "ok" if correct else "FAIL",
+            f"all-reduce of {tensor.nbytes >> 20} MiB over TCP: {took_ms:.0f} ms, "
+            f"result {'correct' if correct else 'WRONG'}",
         )
 
     def _suggest(self, links: list[Link], parameters: int, step_ms: float) -> None:
@@ -289,7 +289,7 @@ class Doctor:
                 f"{EXCHANGE_SHARE:.0%} of the time"
             )
 
-    def _part(self, store: Meeting) -> None:
+    def _part(self, store: TCPStore) -> None:
         """Keep node 0's store until all nodes are done with it."""
         store.set(f"done{self._place.node}", "")
         if self._place.node == 0:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
-from lsgd.client.groups.relayed import Meet
+from lsgd.client.groups.routes import RelayedRoute
 from lsgd.node.process import first_words
+from lsgd.protocol.credentials import Ticket, secret_of_relay, secret_of_run
 from lsgd.protocol.keys import KeyRing
-from lsgd.protocol.tickets import Ticket, secret_of_relay, secret_of_run
 
 STARTS_WITHIN_S = 10.0
 _RUN = b"doctor"
@@ -36,9 +36,9 @@ class RelayAccess:
         address, secret = json.loads(published)
         return RelayAccess(address, bytes.fromhex(secret))
 
-    def meet(self, me: int, source: int, target: int, nonce: bytes) -> Meet:
-        """Return the way of node ``me``, one of the two, between two nodes."""
-        return Meet(self.address, Ticket(_RUN, 1, source, target, of_target=target == me), self.secret, nonce)
+    def route(self, me: int, source: int, target: int, nonce: bytes) -> RelayedRoute:
+        """Return the route of node ``me``, one of the two, between two nodes."""
+        return RelayedRoute(self.address, Ticket(_RUN, 1, source, target, of_target=target == me), self.secret, nonce)
 
 
 @contextmanager

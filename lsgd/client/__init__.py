@@ -1,12 +1,16 @@
-"""The client library: :class:`Worker` joins a training loop to a run; :func:`device` is where its model belongs."""
+"""The client library: :class:`Worker` joins a training loop to a run.
+
+:func:`device` says where its model belongs, and :func:`muon` makes an optimizer.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lsgd.client.control.identity import device
+    from lsgd.client.optimizer import muon
     from lsgd.client.worker import Worker
 
-__all__ = ["Worker", "device"]
+__all__ = ["Worker", "device", "muon"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from lsgd.client.control.identity import device
 
         return device
+    if name == "muon":
+        from lsgd.client.optimizer import muon
+
+        return muon
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

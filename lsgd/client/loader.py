@@ -32,7 +32,6 @@ class ShardSampler(Sampler[int]):
     the island has other processes.
 
     Args:
-        length: of the dataset.
         place: returns the current (rank, world size) of this worker; in islands, of this process among all processes.
         seed: of the permutations; the same on all workers.
         shuffle: whether to shuffle; if not, a shard is in the dataset's order.
@@ -112,6 +111,25 @@ class ShardLoader(DataLoader[Any]):
         """Continue from a :meth:`state_dict`."""
         self.sampler.load_state_dict(state)
 
+    def position(self) -> dict[str, Any]:
+        """Return what a checkpoint holds: :meth:`state_dict`, and of which data and shard."""
+        sampler = self.sampler
+        return {"place": list(sampler.dealt_for), "length": sampler.length, "state": self.state_dict()}
+
+    def take_position(self, saved: dict[str, Any]) -> None:
+        """Continue at a saved position; in a new epoch, if the shards have changed."""
+        sampler, state = self.sampler, saved["state"]
+        if saved["length"] != sampler.length or state["seed"] != sampler.seed:
+            logger.warning("a loader is for other data than that of the checkpoint: it begins at the first epoch")
+        elif tuple(saved["place"]) == sampler.place():
+            self.load_state_dict(state)
+        else:
+            self.load_state_dict({**state, "epoch": state["epoch"] + 1, "consumed": 0})
+            logger.warning(
+                "the number of workers is not that of the checkpoint: the data is dealt again, beginning with epoch %d",
+                state["epoch"] + 1,
+            )
+
 
 def shard_loader(
     dataset: Dataset[Any],
@@ -160,11 +178,7 @@ def peek(batches: Iterator[T]) -> tuple[list[T], Iterator[T]]:
 
 
 class FirstData:
-    """Lets the servers compare the workers' first batches, if lsgd does not shard the data.
-
-    Args:
-        tell: sends the digest of the first batch.
-    """
+    """Lets the servers compare the workers' first batches, if lsgd does not shard the data."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell: Callable[[str], object] | None = tell

@@ -21,10 +21,9 @@ from lsgd.client.control.closing import on_error
 from lsgd.client.control.identity import Identity, identify
 from lsgd.client.control.island import island_of
 from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
-from lsgd.client.iteration.progress import Schedule
 from lsgd.client.iteration.replica import Replica
+from lsgd.client.iteration.reports import Timings
 from lsgd.client.iteration.steps import Steps
-from lsgd.client.iteration.tally import Timings
 from lsgd.errors import (
     EvictedError,
     ExchangeError,
@@ -128,8 +127,7 @@ class Worker:
             membership = join_run(model, identity, timeout_s, checkpoints.load, island)
             checkpoints.start(membership.welcome.run)
             flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
-            replica = Replica(membership, flat, model, optimizers, checkpoints.finite, checkpoints.algorithm)
-            checkpoints.algorithm = None  # the replica has it now
+            replica = Replica(membership, flat, model, optimizers, checkpoints)
             return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
 
     # -- what a training loop uses -----------------------------------------------------------------------------
@@ -157,12 +155,12 @@ class Worker:
     @property
     def progress(self) -> float:
         """Share of the whole run that is done, 0 to 1, for your own schedules (:meth:`schedule` has some)."""
-        return self._steps.asking.progress.share()
+        return self._steps.rounds.grants.progress.share()
 
     @property
     def stopped(self) -> bool:
         """Whether the run has ended and the model is the consensus, or this worker has left the run."""
-        return self._steps.asking.stopped
+        return self._steps.rounds.grants.stopped
 
     @property
     def device(self) -> torch.device:
@@ -182,7 +180,7 @@ class Worker:
     @property
     def iterations(self) -> int:
         """Iterations that this worker has completed, including those before the checkpoint that it resumed from."""
-        return self._checkpoints.iterations + self._steps.tally.done
+        return self._checkpoints.iterations + self._steps.rounds.grants.done
 
     @property
     def consensus_distance(self) -> float | None:
@@ -192,7 +190,7 @@ class Worker:
     @property
     def timings(self) -> Timings:
         """Where this worker's time went since it joined, and how many bytes it sent and received."""
-        return self._steps.tally.timings()
+        return self._steps.rounds.timings()
 
     def loader(
         self,
@@ -327,11 +325,11 @@ class Worker:
         Raises:
             ConfigError: an argument is wrong, or the plan has no end.
         """
-        self._steps.schedules.add(unwrapped(optimizer), Schedule(kind, warmup, decay))
+        self._steps.schedules.add(unwrapped(optimizer), kind, warmup, decay)
 
     def report(self, loss: Tensor | float) -> None:
         """Record the loss of a batch; elections compare the mean of the last ones. Never waits for a GPU."""
-        self._steps.tally.losses.add(loss)
+        self._steps.rounds.election.losses.add(loss)
 
     def log(self, numbers: Mapping[str, Tensor | float]) -> None:
         """Log your own numbers by name. The run shows the mean over its live workers of each one's last number.
@@ -345,14 +343,14 @@ class Worker:
         Raises:
             ConfigError: a name or a number is invalid, or there are too many names.
         """
-        self._steps.tally.logged.add(numbers)
+        self._steps.rounds.logged.add(numbers)
 
     def probe(self, evaluate: Callable[[], Tensor | float]) -> None:
         """Register what ``election = "probe"`` compares: a function that returns the loss on a batch all workers share.
 
         It is called before rounds, without gradients and with the model in evaluation mode.
         """
-        self._steps.standing.register(evaluate)
+        self._steps.rounds.election.register(evaluate)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -382,7 +380,7 @@ class Worker:
         yield
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the whole run, from the global server; docs/guides/operations.md lists the keys.
+        """Return the state of the whole run, from the global server; docs/guides/monitoring.md lists the keys.
 
         In an island only the head can ask, and the other processes need not call this.
         """
@@ -444,16 +442,19 @@ class Worker:
         self._open = False
         self._steps.close()
         why = reason or ("the run is over" if self.stopped else "its training loop ended")
-        self._steps.rounds.entrance.leave(cut=failed)
+        self._steps.rounds.entry.leave(cut=failed)
         if not self.is_head:
             self._membership.close()
             return
         try:
-            tally = self._steps.tally
-            message = Leave(*self._membership.who, tally.done, failed, why, tally.committed)
+            done, committed = self._steps.rounds.grants.done, self._steps.rounds.committed
+            message = Leave(*self._membership.who, done, failed, why, committed)
             self._channel.ask(message, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S)
         except (ExchangeError, JoinError, ServerLostError) as error:
-            logger.warning("%s leaves, but could not tell the servers: %s", self.name, error)
+            logger.warning(
+                "%s has left without an answer from the servers (%s): nothing is lost, they notice the process's end",
+                *(self.name, error),
+            )
         finally:
             self._membership.close()
 

@@ -13,7 +13,7 @@ class Levels2(ScaledBlocks):
     """±0.4528 or ±1.5104 times the block's scale.
 
     After the header: a bfloat16 scale per block, the sign bits (1: negative), and the level bits (1: far). A block with
-    NaN or Inf has the scale NaN. docs/guides/algorithms.md has the arithmetic.
+    NaN or Inf has the scale NaN. docs/concepts/formulas.md has the arithmetic.
 
     Args:
         scale_block: elements that share a scale; a power of two, 8 … 65536.

@@ -89,9 +89,9 @@ class Group:
         """
         return ok if self.poll is None else all(self.poll(ok))
 
-    def total(self, number: float) -> float:
-        """Return the sum over all processes of this member; called where :meth:`agree` may be, and raises like it."""
-        return number if self.poll is None else sum(self.poll(number))
+    def totals(self, *numbers: float) -> list[float]:
+        """Return the sums of numbers over all processes of this member; a vote, which raises like :meth:`agree`."""
+        return list(numbers) if self.poll is None else [sum(each) for each in zip(*self.poll(numbers), strict=True)]
 
     @property
     def node(self) -> Group:

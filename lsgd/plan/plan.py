@@ -25,7 +25,7 @@ from lsgd.algorithms.local import LocalSettings
 from lsgd.codecs import CODECS
 from lsgd.errors import ConfigError
 from lsgd.plan.run import RunSettings
-from lsgd.settings import AlgorithmSettings, checked, fields, nearest, shown, values
+from lsgd.settings import LARGEST, AlgorithmSettings, checked, fields, nearest, shown, values
 
 VARIABLE_PREFIX = "LSGD_"
 OTHER_VARIABLES = frozenset(
@@ -241,8 +241,8 @@ def assemble(
         origins |= {f"{prefix}.{name}": where for name, (_, where) in sourced.items()}
         iterations, _ = sourced.pop("iterations", (0, ""))
         last = number == len(sections)
-        if isinstance(iterations, bool) or not isinstance(iterations, int) or (iterations > 0) == last:
-            wanted = "the last phase has no iterations of its own" if last else "a whole number from 1"
+        if type(iterations) is not int or not (iterations == 0 if last else 1 <= iterations <= LARGEST):
+            wanted = "the last phase has no iterations of its own" if last else f"a whole number from 1 to {LARGEST:,}"
             raise ConfigError(f"{origin}: {prefix}.iterations = {iterations!r}; {wanted}")
         phases.append(Phase(_algorithm(sourced), iterations))
     return Sourced(Plan(_settings(RunSettings, run), tuple(phases)), origins)

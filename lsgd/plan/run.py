@@ -2,10 +2,20 @@
 
 from dataclasses import dataclass
 
-from lsgd.settings import setting
+from lsgd.errors import ConfigError
+from lsgd.settings import nearest, setting
+
+TRANSPORTS = ("auto", "tcp", "nccl")
 
 LENGTH_SETTINGS = ("iterations", "seconds")
 """Settings that may change during a run, at once."""
+
+
+def _is_transport(value: str) -> None:
+    if value == "gloo":
+        raise ConfigError("lsgd no longer exchanges over Gloo; use tcp, its own connections, or auto")
+    if value not in TRANSPORTS:
+        raise ConfigError(nearest(value, TRANSPORTS))
 
 
 @dataclass(frozen=True)
@@ -21,7 +31,8 @@ class RunSettings:
     transport: str = setting(
         "auto",
         "what carries tensors; auto: nccl where each worker has a GPU of its own, and tcp elsewhere",
-        choices=("auto", "tcp", "gloo", "nccl"),
+        choices=TRANSPORTS,
+        valid=_is_transport,
     )
     offload: bool = setting(
         False,
@@ -53,7 +64,9 @@ class RunSettings:
         "a checkpoint at the first global round this long after the last one; 0: by checkpoint_every only",
         low=0,
     )
-    exchange_timeout_s: float = setting(60.0, "time limit of one step of an exchange", low=0.1, high=86_400)
+    exchange_timeout_s: float = setting(
+        60.0, "an exchange fails if a connection moves no byte for this long", low=0.1, high=86_400
+    )
     join_timeout_s: float = setting(
         600.0, "how long a worker that has joined waits for the others", low=1, high=864_000
     )

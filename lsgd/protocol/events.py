@@ -28,11 +28,9 @@ class WorkerChanged:
     """A worker has changed its state.
 
     Args:
-        worker: its name.
         state: ``live`` or ``held`` (rounds wait for it), ``straggler``, ``cut``, ``away`` (it paused, or has only to
             leave) or ``left``.
         code: of the reason: ``silent``, ``failed``, ``replaced``, ``paused``, ...
-        reason: in words; empty if there is none.
     """
 
     worker: str
@@ -55,7 +53,6 @@ class RoundOrdered:
     """A round has been ordered. The history, the journal and ``metrics.jsonl`` have the same fields.
 
     Args:
-        round: its id.
         scope: ``local`` or ``global``.
         node: of a local round; -1: the round is global.
         worker: who leads it.
@@ -78,7 +75,6 @@ class RoundCompleted:
     """All members have completed a round.
 
     Args:
-        round: its id.
         took_s: since it was ordered; None if another server ordered it.
         sent_nbytes: what its members have sent, each since its previous round; None if one did not report it.
     """
@@ -141,13 +137,12 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgress:
-    """A worker of the run at the time of a :class:`Progress`.
+    """A worker of the run at the time of a :class:`RunProgress`.
 
     The totals are those of ``worker.timings`` in its last heartbeat. They are its process's: a process that replaces
     it begins at 0.
 
     Args:
-        worker: its name.
         rank: in the generation; -1: outside it.
         state: as in :class:`WorkerChanged`; ``held``: its request waits for an answer.
         done: iterations it has made, including those of its earlier processes.
@@ -174,13 +169,12 @@ class WorkerProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """How far the run is, every second (less often with more than 1,000 workers).
 
     Args:
         seconds: since the first round; 0 before it.
         state: of the run, as in :class:`RunChanged`.
-        code: of the reason.
         reason: what it waits for, or why it ends.
         count: iterations made by all.
         iterations: the limit; 0: there is none.
@@ -212,7 +206,7 @@ Happening = (
     | PhaseBegan
     | RunChanged
     | Note
-    | Progress
+    | RunProgress
 )
 """What an event can report; its position is its kind on the wire."""
 
@@ -224,7 +218,6 @@ class Event:
     Args:
         seq: its number in the server's stream, from 1 without a gap.
         time: when the server published it, in seconds since the epoch by the server's clock.
-        what: the fact.
     """
 
     seq: int

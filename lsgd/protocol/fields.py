@@ -17,11 +17,18 @@ MAX_ITEMS = 1 << 16
 
 
 def packed(value: Any) -> bytes:
-    """Return a value as MessagePack; a dataclass inside it is the array of its fields."""
+    """Return a value as MessagePack; a dataclass inside it is the array of its fields.
+
+    Raises:
+        OverflowError: a number has more than 64 bits.
+        ValueError: a text is no Unicode.
+    """
     return msgpack.packb(value, default=_fields_of)  # type: ignore[no-any-return]
 
 
 def _fields_of(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, int):  # msgpack asks here before it refuses one
+        raise OverflowError(f"a number of {value.bit_length()} bits")
     cls: type = type(value)
     return values_of(cls)(value)
 

@@ -53,9 +53,6 @@ def token_path(name: str, folder: Path | None = None) -> Path:
 class KeyRing:
     """The keys of a global server, in a folder.
 
-    Args:
-        folder: made by :meth:`make`.
-
     Raises:
         ConfigError: there is no key ring, it is damaged, or others can read or write it.
 

@@ -2,7 +2,7 @@
 
 A message is one frame: the array ``[kind, field, field, ...]`` in the order of its dataclass. Everything that
 arrives is checked here, once, for size, counts and the type of every field; all other code relies on that. The first
-field of the greetings (:class:`Where`, :class:`Join`, :class:`NodeHello`, :class:`EventsQuery`) is the protocol's
+field of the greetings (:class:`WorkerHello`, :class:`Join`, :class:`NodeHello`, :class:`EventsQuery`) is the protocol's
 version, and the form of :class:`Refused` never changes, so two different versions can recognize each other.
 """
 
@@ -34,11 +34,10 @@ class VersionError(ProtocolError):
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """A worker's first message to its local server; answered by :class:`Here` or :class:`Refused`.
+class WorkerHello:
+    """A worker's first message to its local server; answered by :class:`WorkerHelloReply` or :class:`Refused`.
 
     Args:
-        protocol: :data:`PROTOCOL` of the sender.
         incarnation: a random number that identifies this process.
         pid: process id, so that the local server sees at once when the process ends; 0: unknown.
         pid_namespace: where the process id is valid (the inode of ``/proc/self/ns/pid``).
@@ -51,7 +50,7 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class WorkerHelloReply:
     """The local server answers: the index of its node, and the address of the global server."""
 
     node: int
@@ -77,14 +76,12 @@ class Join:
     Answered by :class:`Welcome` once the run can start, :class:`Refused` or :class:`Over`.
 
     Args:
-        protocol: :data:`PROTOCOL` of the sender.
         worker: its name, unique in the run: ``node0/worker1``.
         incarnation: a random number that tells this process from an earlier one of the same name.
         node: index of its machine.
         index: its number on the machine.
         versions: those of lsgd, torch, cuda and nccl (empty if there is none).
         model: digest of names, shapes and dtypes in the model; must be equal on all workers.
-        model_summary: the model in words.
         gpu: the unique name of its GPU, or empty.
         address: the address on which it exchanges tensors.
         resumed: iterations of the run at the checkpoint that it resumes from; 0: it has none.
@@ -124,8 +121,6 @@ class Request:
     """A worker asks for one iteration.
 
     Args:
-        worker: its name.
-        incarnation: that of its process.
         seq: number of the request, from 1; the same number repeats the request.
         done: iterations that this incarnation has made.
         committed: id of the last round that it completed; 0: none.
@@ -229,7 +224,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Publish a value (a Gloo address, for example) to the members of a generation, for building process groups."""
+    """Publish a value (an address, for example) to the members of a generation, for building process groups."""
 
     worker: str
     incarnation: int
@@ -322,7 +317,6 @@ class Events:
     Args:
         epoch: identifies the stream; a restarted server has a new one, whose numbers begin at 1 again.
         first: number of the first event in ``items``.
-        last: number of the last event so far.
         lost: how many of the requested events before ``first`` are no longer kept.
         items: the events in order, each as :func:`lsgd.protocol.events.encode_event` returns it.
     """
@@ -344,7 +338,7 @@ class Generation:
             an answer to a worker that has completed a round of this generation, and so knows them.
         node_sizes: number of members on each.
         indices: each member's index on its machine, in rank order.
-        transport: what carries tensors: ``tcp``, ``gloo`` or ``nccl``.
+        transport: what carries tensors: ``tcp`` or ``nccl``.
         missed: pairs of nodes, one after the other: the first cannot dial the second. Empty when ``nodes`` is.
     """
 
@@ -403,7 +397,6 @@ class Round:
         exchanges: number of global rounds before this one; the same on all members, also after failures.
         new: ranks of newcomers, which receive the state of ``source`` before the exchange.
         source: rank of the member that sends its state to newcomers.
-        final: the round that makes the consensus model.
         algorithm: the algorithm's name and settings from this round on, as JSON; empty: unchanged.
         count: iterations of the run when the round was ordered; exact in global rounds.
         checkpoint: each member saves the state in which it enters this round or, if it is final, leaves it.
@@ -431,7 +424,6 @@ class Welcome:
 
     Args:
         run: identity of the run.
-        plan: the plan as JSON text.
         rank: its expected rank in its first generation.
         world_size: the expected number of workers there.
         warnings: differences between versions that are not fatal.
@@ -526,7 +518,7 @@ class GenerationOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class Published:
     """What a member of the generation published under ``key``."""
 
     generation: int
@@ -536,7 +528,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of the run as JSON text (docs/guides/operations.md lists its keys)."""
+    """The state of the run as JSON text (docs/guides/monitoring.md lists its keys)."""
 
     report: str
 
@@ -545,7 +537,19 @@ Upward = Join | Data | Request | Heartbeat | Done | Pause | Leave | Put | Get
 """What a worker sends."""
 
 Downward = (
-    Welcome | Left | Evicted | Over | Paused | Refused | Waiting | Go | Stop | Recall | GenerationOver | Value | Status
+    Welcome
+    | Left
+    | Evicted
+    | Over
+    | Paused
+    | Refused
+    | Waiting
+    | Go
+    | Stop
+    | Recall
+    | GenerationOver
+    | Published
+    | Status
 )
 """What the servers answer to a worker."""
 
@@ -554,8 +558,8 @@ Operator = StopRun | ChangeSettings | StatusQuery | EventsQuery
 
 Message = (
     Refused  # kind 0 in every version
-    | Where
-    | Here
+    | WorkerHello
+    | WorkerHelloReply
     | Join
     | NodeHello
     | Data
@@ -578,7 +582,7 @@ Message = (
     | Go
     | Stop
     | GenerationOver
-    | Value
+    | Published
     | Status
     | Paused
     | Evicted
@@ -593,7 +597,7 @@ _CLASSES: tuple[type, ...] = get_args(Message)
 _KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
 _SHORT_ARRAY = 0x90  # plus its length, up to 15: the first byte of an array in MessagePack
 _WITH_A_ROUND = (Go, Stop)
-_GREETINGS = (Where, Join, NodeHello, EventsQuery)
+_GREETINGS = (WorkerHello, Join, NodeHello, EventsQuery)
 
 
 def kind_of(frame: bytes) -> type | None:

@@ -16,17 +16,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import zmq
 from zmq.utils import z85
 
 from lsgd.errors import ConfigError
-from lsgd.protocol.gate import Gate, ListenerKeys, property_of
-from lsgd.protocol.inbox import Inbox
+from lsgd.protocol.frames import Inbox, pack, unpack
+from lsgd.protocol.gate import Gate, Monitor, max_strangers, property_of
 from lsgd.protocol.messages import MAX_NBYTES
-from lsgd.protocol.monitor import Monitor, max_strangers
-from lsgd.protocol.packing import pack, unpack
+
+if TYPE_CHECKING:
+    from lsgd.protocol.keys import KeyRing
 
 DEFAULT_PORT = 47400
 """TCP port of the global server."""
@@ -126,10 +127,10 @@ class Listener(_Socket):
         ConfigError: the address is wrong, taken, or another machine's.
     """
 
-    def __init__(self, address: str, keys: ListenerKeys | None = None) -> None:
+    def __init__(self, address: str, keys: "KeyRing | None" = None) -> None:
         self._open(address, keys)
 
-    def _open(self, address: str, keys: ListenerKeys | None) -> None:
+    def _open(self, address: str, keys: "KeyRing | None") -> None:
         super().__init__(zmq.ROUTER, address)
         self._keys = keys
         self._inbox = Inbox()

@@ -1,10 +1,154 @@
-"""Decides whether a worker may join, with pure functions of the workers' greetings."""
+"""Who joins the run, and who leaves it. What decides are pure functions of the workers' greetings, further below."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from lsgd.protocol.messages import Join, Origin, worker_name
+from lsgd.protocol.messages import Join, NodeHello, Origin, Over, Refused, Waiting, Welcome, worker_name
+from lsgd.server import answers, endings
 from lsgd.server.reasons import NO_REASON, Reason, Why
+from lsgd.server.roster import Member, MemberState, by_place, named
+from lsgd.server.state import RunState
+
+
+def join(state: RunState, join: Join) -> None:
+    """Answer a worker that asks to join."""
+    old = state.roster.members.get(join.worker)
+    if old is not None and old.join.incarnation == join.incarnation:
+        old.heard_at = state.now
+        if state.closed and not state.welcoming:
+            state.answer(old, Over(state.stopping))
+            remove(state, old, Why.RUN_OVER())
+        else:
+            _welcome(state, [old])
+    elif state.stopping and not state.failed:
+        state.answer_to(join, Over(state.stopping))
+        state.note(Why.TOO_LATE(worker=join.worker))
+    elif reason := _objection(state, join, old):
+        state.answer_to(join, Refused(reason))
+        state.note(Why.IS_REFUSED(worker=join.worker, reason=reason))
+    elif old is not None and state.now - old.heard_at < state.plan.run.lease_s / 2:
+        contested = Why.NAME_CONTESTED(worker=join.worker, heard_s=state.now - old.heard_at)
+        state.answer_to(join, Waiting(0, contested))
+    else:
+        if old is not None:
+            remove(state, old, Why.REPLACED())
+        _admit(state, join)
+
+
+def _objection(state: RunState, join: Join, old: Member | None) -> Reason:
+    """Return why a worker cannot join, or no reason; ``old`` is the member with its name."""
+    if state.failed:
+        return state.failed
+    if state.roster.has_ended(join.worker, join.incarnation):
+        return Why.CAME_BACK(worker=join.worker)
+    if old is not None:
+        if old.challenger[0] != join.incarnation:
+            old.challenger = (join.incarnation, state.now)
+        if old.heard_at > old.challenger[1]:
+            return Why.NAME_TAKEN(worker=join.worker, heard_s=state.now - old.heard_at)
+    others = [m.join for m in state.roster.members.values() if m is not old]
+    return objection(join, others, state.plan.transport)
+
+
+def _admit(state: RunState, join: Join) -> None:
+    member = Member(join, state.now)
+    if not state.roster.members:
+        state.few_since = state.now
+    state.roster.add(member)
+    state.changes += 1
+    state.note(Why.JOINS(worker=join.worker, address=join.address, joined=state.joined()))
+    _welcome(state, [member])
+
+
+def announce(state: RunState, hello: NodeHello) -> None:
+    """Note how many workers a node has."""
+    state.announced[hello.node] = max(hello.workers, 1)
+    _welcome(state, [])
+
+
+def _welcome(state: RunState, members: list[Member]) -> None:
+    """Welcome ``members``, or everybody as soon as enough have joined; until then, let them wait."""
+    everybody = sorted(state.roster.members.values(), key=by_place)
+    if not state.welcoming and state.suffices(len(everybody)):
+        state.welcoming, members = True, everybody
+        state.few_since = state.now  # from now on the run waits for their first requests
+    if not state.welcoming:
+        for member in members:
+            state.answer(member, Waiting(0, state.joined()))
+        return
+    ranks = {member: rank for rank, member in enumerate(everybody)}
+    size = max(len(everybody), state.wanted if state.roster.generation is None else 0)
+    for member in members:
+        _, warned = different_versions(next(iter(state.roster.members.values())).join, member.join)
+        warnings = (warned,) if warned else ()
+        secrets = state.certificate, state.relay, state.relay_secret
+        state.answer(member, Welcome(state.run, state.plan_json, ranks[member], size, warnings, *secrets))
+
+
+def end_waiting(state: RunState) -> None:
+    """If the first round has waited for too long: continue without those that never asked, or refuse everybody."""
+    members, waited_s = state.roster.members, state.plan.run.join_timeout_s
+    if state.roster.generation is not None or not members or state.now - state.few_since <= waited_s:
+        return
+    if state.suffices(len(members)):
+        for member in state.roster.within(MemberState.JOINED):
+            remove(state, member, Why.NEVER_ASKED(waited_s=waited_s))
+        return
+    reason = Why.TOO_FEW(waited_s=waited_s, joined=state.joined())
+    for member in list(members.values()):
+        refuse(state, member, reason)
+    state.welcoming = False
+
+
+# -- leaving ---------------------------------------------------------------------------------------------------
+
+
+def refuse(state: RunState, member: Member, reason: Reason) -> None:
+    """Remove a member that cannot take part."""
+    state.answer(member, Refused(reason))
+    remove(state, member, Why.REFUSED(reason=reason))
+
+
+def node_leaves(state: RunState, node: int, reason: Reason) -> None:
+    """Let the members of a node leave."""
+    state.changes += 1
+    state.announced.pop(node, None)
+    for member in [m for m in state.roster.members.values() if m.join.node == node]:
+        member.leaving = reason
+        if member.held or member.state is MemberState.CUT:
+            answers.dismiss(state, member)
+        elif member.state is MemberState.PAUSED:
+            state.roster.move(member, MemberState.ENDED)
+        answers.recall(state, [member])
+
+
+def evict_silent(state: RunState) -> None:
+    """Evict members whose lease is over."""
+    run, before = state.plan.run, state.roster.spared
+    expired = state.roster.expired(state.now, run, trained=state.ledger.count > 0)
+    if not before and (spared := state.roster.spared):
+        quiet_s = state.now - max(m.heard_at for m in spared)
+        state.note(Why.ALL_SILENT(quiet_s=quiet_s, who=named(spared), timeout_s=run.server_timeout_s))
+    for member in expired:
+        granted = member.granted
+        remove(state, member, Why.SILENT(quiet_s=state.now - member.heard_at))
+        member.granted = granted
+
+
+def remove(state: RunState, member: Member, reason: Reason) -> None:
+    """End a member's incarnation: its grant goes back, its round has failed, its generation is over."""
+    endings.settle(state, member, member.done)
+    in_generation = member.rank >= 0 and member.state is not MemberState.ENDED
+    state.roster.remove(member, reason)
+    state.changes += 1
+    state.few_since = state.now
+    state.note(Why.LEAVES(worker=member.worker, reason=reason, done=member.done))
+    endings.left_round(state, member, Why.GONE, reason=reason)
+    if in_generation:
+        endings.end_generation(state, Why.MEMBER_LEFT(worker=member.worker, reason=reason))
+
+
+# -- what decides ----------------------------------------------------------------------------------------------
 
 
 def origin_of(joins: Iterable[Join]) -> Origin:
@@ -17,12 +161,7 @@ def origin_of(joins: Iterable[Join]) -> Origin:
 
 
 def transport_of(wanted: str, joins: Sequence[Join]) -> str:
-    """Return what carries the tensors of a generation of these workers: ``tcp``, ``gloo`` or ``nccl``.
-
-    Args:
-        wanted: the run's setting; ``auto`` is NCCL if each worker has a GPU of its own, else TCP.
-        joins: their greetings.
-    """
+    """Return what carries tensors between these workers; ``auto``: NCCL if each has a GPU of its own, else TCP."""
     if wanted != "auto":
         return wanted
     gpus = [join.gpu for join in joins]
@@ -30,13 +169,7 @@ def transport_of(wanted: str, joins: Sequence[Join]) -> str:
 
 
 def objection(join: Join, others: Sequence[Join], transport: str) -> Reason:
-    """Return why a worker cannot take part, and what to do; no reason if it can.
-
-    Args:
-        join: its greeting.
-        others: the greetings of the other workers in the run.
-        transport: the run's setting.
-    """
+    """Return why a worker cannot take part, and what to do; no reason if it can."""
     if join.worker != (name := worker_name(join.node, join.index)):
         return Why.WRONG_NAME(index=join.index, node=join.node, worker=join.worker, name=name)
     if transport == "nccl" and (not join.gpu or any(join.gpu == other.gpu for other in others)):

@@ -15,18 +15,18 @@ from lsgd.output import write_whole
 from lsgd.plan.options import plan_options
 from lsgd.plan.plan import Plan, read
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.certificates import run_certificate
+from lsgd.protocol.credentials import place_of, run_certificate, secret_of_relay, secret_of_run
 from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
-from lsgd.protocol.tickets import place_of, secret_of_relay, secret_of_run
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import Signals, complain, say
-from lsgd.server.global_daemon import GlobalDaemon, begin
-from lsgd.server.journal import Journal
+from lsgd.server.global_daemon import GlobalDaemon
+from lsgd.server.journal import Journal, begin
 from lsgd.server.local_daemon import LocalDaemon
 from lsgd.server.reasons import number_of
-from lsgd.server.record import Record
 from lsgd.server.relay import Relay
+from lsgd.server.report import Record
 from lsgd.settings import checked
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -173,7 +173,7 @@ def _serve_global(
     signals = Signals()
     journal = Journal(journal_path) if journal_path else None
     with Listener(address, keys) as listener:
-        coordinator = begin(plan, journal, continues=continues)
+        coordinator = Coordinator(begin(plan, journal, continues=continues))
         state = coordinator.state
         if keys:
             state.certificate = run_certificate(keys.secret, state.run)

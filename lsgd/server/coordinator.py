@@ -46,22 +46,15 @@ from lsgd.protocol.messages import (
     Leave,
     NodeHello,
     NodeLeave,
-    Over,
     Pause,
     Paused,
-    Refused,
     Request,
     StopRun,
     Upward,
-    Waiting,
-    Welcome,
 )
-from lsgd.server.admission import different_versions, objection
-from lsgd.server.grants import Grants
-from lsgd.server.member_states import MemberState
-from lsgd.server.reasons import NO_REASON, Reason, Why
-from lsgd.server.roster import Member, by_place, finite, named
-from lsgd.server.scheduler import Scheduler
+from lsgd.server import admission, answers, endings, scheduler
+from lsgd.server.reasons import NO_REASON, Why
+from lsgd.server.roster import Member, MemberState, finite
 from lsgd.server.state import Decision, RunState
 from lsgd.settings import changed
 
@@ -72,67 +65,56 @@ LINGER_S = 10.0
 class Coordinator:
     """Decides for one run; :meth:`handle`, :meth:`tick`, :meth:`stop` and :meth:`change` are the only ways in.
 
+    What arrives goes one way: here its facts enter the state, in admission and endings what follows from them for
+    others; then the scheduler decides what is next, and answers.
+
     Args:
         state: of the run, new or from a journal. From now on only the coordinator changes it.
     """
 
     def __init__(self, state: RunState) -> None:
         self.state = state
-        self._plan_json = state.plan.to_json()
-        self._grants = Grants(state)
-        self._scheduler = Scheduler(state, self._grants)
-        roster = state.roster
-        self._welcoming = roster.generation is not None or state.suffices(len(roster.members))  # enough have joined
-        self._few_since = state.now  # since when workers wait for others to join
         self._stage = state.stage  # as last published
 
     # -- ways in -----------------------------------------------------------------------------------------------
 
     def handle(self, message: Upward | NodeHello | NodeLeave | StopRun, now: float) -> Decision:
-        """Take in one message and return what to do.
-
-        Args:
-            message: from a worker, a local server or an operator.
-            now: seconds of any clock that never goes back.
-        """
+        """Take in one message and return what to do; ``now``: seconds of any clock that never goes back."""
         self._set_time(now)
         match message:
             case Join():
-                self._join(message)
+                admission.join(self.state, message)
             case StopRun(reason):
                 self.stop(reason)
-            case NodeHello(node=node, workers=workers):
-                self.state.announced[node] = max(workers, 1)
-                self._welcome([])
+            case NodeHello():
+                admission.announce(self.state, message)
             case NodeLeave(node, _, reason):
-                self._node_leave(node, Why.NODE_ENDS(notice=reason))
+                admission.node_leaves(self.state, node, Why.NODE_ENDS(notice=reason))
             case _ if (member := self._sender(message)) is not None:
                 member.heard_at = now
                 self._from_member(member, message)
             case Request(worker) | Pause(worker):
                 unknown = Why.UNKNOWN(worker=worker, run=self.state.run)
-                self._answer_to(message, Evicted(unknown, self.state.run))
+                self.state.answer_to(message, Evicted(unknown, self.state.run))
         return self._decide()
 
     def tick(self, now: float) -> Decision:
         """Act on time alone: leases, deadlines, the run's length. Call it a few times a second."""
         self._set_time(now)
         state, run = self.state, self.state.plan.run
-        self._evict_silent()
+        admission.evict_silent(state)
         if run.seconds and state.started_at is not None and now - state.started_at >= run.seconds:
-            self._scheduler.stop(Why.TIME_OVER(seconds=run.seconds))
-        self._scheduler.evict_stragglers()
-        self._scheduler.fail_stuck()
-        never_began = state.roster.generation is None and state.roster.members
-        if never_began and now - self._few_since > run.join_timeout_s:
-            self._end_waiting_for_first_round()
+            endings.stop(state, Why.TIME_OVER(seconds=run.seconds))
+        endings.evict_stragglers(state)
+        endings.fail_stuck(state)
+        admission.end_waiting(state)
         if now > state.closed_at + LINGER_S:
             state.over = True
         return self._decide()
 
     def stop(self, order: str) -> None:
         """End the run on request; takes effect with the next message or tick."""
-        self._scheduler.stop(Why.ORDERED(order=order))
+        endings.stop(self.state, Why.ORDERED(order=order))
 
     def change(self, changes: Mapping[str, str]) -> None:
         """Change numeric settings, all or none: the run's length at once, the algorithm's from the next global round.
@@ -162,7 +144,7 @@ class Coordinator:
         state.now = now
 
     def _decide(self) -> Decision:
-        self._scheduler.advance()
+        scheduler.advance(self.state)
         state, happened = self.state, self.state.roster.happened
         if happened or state.over:
             state.forget_words()
@@ -177,10 +159,6 @@ class Coordinator:
         if (stage := state.stage) != self._stage:
             self._stage, reason = stage, state.stopping or state.joined()
             state.happened(RunChanged(stage, reason.code, str(reason)))
-
-    def _answer_to(self, asked: Join | Request | Pause, answer: Refused | Over | Waiting | Evicted) -> None:
-        """Answer a process that is not a member."""
-        self.state.decision.answers.append((asked.worker, asked.incarnation, answer))
 
     def _sender(self, message: Upward) -> Member | None:
         """Return the member that sent a message; an evicted worker may become a member again."""
@@ -205,17 +183,17 @@ class Coordinator:
                 member.spent = message
             case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed):
                 if missed is not None:
-                    self._scheduler.found(member, round_id, missed)
+                    endings.found(self.state, member, round_id, missed)
                 if ok:
-                    self._scheduler.committed(member, round_id, sent_nbytes)
+                    endings.committed(self.state, member, round_id, sent_nbytes)
                 else:
-                    self._scheduler.dropped(member, round_id, error, broken)
+                    endings.dropped(self.state, member, round_id, error, broken)
             case Pause():
                 self._pause(member, message)
             case Leave(_, _, done, failed, reason, committed):
-                self._settle(member, done)
-                self._scheduler.committed(member, committed)
-                self._remove(member, Why.FAILED(error=reason) if failed else Why.LEFT(farewell=reason))
+                endings.settle(self.state, member, done)
+                endings.committed(self.state, member, committed)
+                admission.remove(self.state, member, Why.FAILED(error=reason) if failed else Why.LEFT(farewell=reason))
             case Data(_, _, digest):
                 self._check_data(member, digest)
 
@@ -227,11 +205,11 @@ class Coordinator:
             # What exceeds the grants before that answer are offline iterations.
             keep = member.answer.iterations if isinstance(member.answer, Go) else 0
             state.ledger.use(member, request.done, keep)
-            self._grants.repeat(member)
+            answers.repeat(state, member)
             return
-        self._settle(member, request.done)
-        self._scheduler.committed(member, request.committed)
-        self._scheduler.left_round(member, Why.PASSED_OVER)
+        endings.settle(state, member, request.done)
+        endings.committed(state, member, request.committed)
+        endings.left_round(state, member, Why.PASSED_OVER)
         member.seq, member.answer, member.last = request.seq, None, request.last
         member.loss, member.rate = request.loss, finite(request.rate)
         member.held_at = state.moved_at = state.now
@@ -241,13 +219,7 @@ class Coordinator:
         cut = state.links.bars(member.worker, state.now)
         barred = state.links.words(member.worker, state.now) if cut else NO_REASON
         state.roster.move(member, MemberState.CUT if cut else MemberState.HELD, barred)
-        if state.closed or member.leaving:
-            self._grants.dismiss(member)
-        elif cut:
-            self._grants.repeat(member)
-        elif not self._grants.give(member, member.seq) and (queue := state.roster.queue_of(member)):
-            if not self._scheduler.start_local(queue):
-                self._grants.recall(queue.members if state.ledger.tokens >= 1 else state.ledger.lent)
+        scheduler.serve(state, member)
 
     def _takes_back(self, member: Member, dropped: int) -> bool:
         """Whether a member that asks again has dropped the round in its answer, and so needs another one.
@@ -257,18 +229,18 @@ class Coordinator:
         answer = member.answer
         if answer is None or answer.round is None or answer.round.id != dropped:
             return False
-        self._scheduler.left_round(member, Why.DROPPED)
+        endings.left_round(self.state, member, Why.DROPPED)
         self.state.ledger.revoke(member)
         return True
 
     def _request_ahead(self, member: Member, request: Request) -> None:
         """Grant more to a member that still has iterations left, or forget that it asked."""
         self.state.ledger.use(member, request.done)
-        self._scheduler.committed(member, request.committed)
+        endings.committed(self.state, member, request.committed)
         most = self.state.plan.run.lookahead + 1 - member.granted
         current = member.state is MemberState.BUSY and member.round is None and not member.leaving
         if current and request.seq > member.seq and most > 0:
-            self._grants.give(member, request.seq, most)
+            answers.give(self.state, member, request.seq, most)
 
     def _pause(self, member: Member, pause: Pause) -> None:
         steps_aside = member.live or member.state is MemberState.STRAGGLER or member.state is MemberState.CUT
@@ -276,146 +248,15 @@ class Coordinator:
             if pause.seq > member.seq:  # this server was restarted after it had answered that request
                 member.seq, member.answer = pause.seq, None
             self.state.changes += 1
-            self._settle(member, pause.done)
-            self._scheduler.committed(member, pause.committed)
-            self._scheduler.left_round(member, Why.PAUSED)
+            endings.settle(self.state, member, pause.done)
+            endings.committed(self.state, member, pause.committed)
+            endings.left_round(self.state, member, Why.PAUSED)
             self.state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
         self.state.answer(member, Paused(pause.seq))
-
-    def _settle(self, member: Member, done: int) -> None:
-        state = self.state
-        queue = state.roster.queue_of(member)
-        state.ledger.settle(member, done, queue, stopping=bool(state.stopping))
 
     def _check_data(self, member: Member, digest: str) -> None:
         digests = self.state.roster.digests
         self.state.changes += digest not in digests
         other = digests.setdefault(digest, member)
         if other is not member:
-            self._refuse(member, Why.SAME_BATCHES(worker=member.worker, other=other.worker))
-
-    # -- joining -----------------------------------------------------------------------------------------------
-
-    def _join(self, join: Join) -> None:
-        state = self.state
-        old = state.roster.members.get(join.worker)
-        if old is not None and old.join.incarnation == join.incarnation:
-            old.heard_at = state.now
-            if state.closed and not self._welcoming:
-                state.answer(old, Over(state.stopping))
-                self._remove(old, Why.RUN_OVER())
-            else:
-                self._welcome([old])
-        elif state.stopping and not state.failed:
-            self._answer_to(join, Over(state.stopping))
-            state.note(Why.TOO_LATE(worker=join.worker))
-        elif reason := self._objection(join, old):
-            self._answer_to(join, Refused(reason))
-            state.note(Why.IS_REFUSED(worker=join.worker, reason=reason))
-        elif old is not None and state.now - old.heard_at < state.plan.run.lease_s / 2:
-            contested = Why.NAME_CONTESTED(worker=join.worker, heard_s=state.now - old.heard_at)
-            self._answer_to(join, Waiting(0, contested))
-        else:
-            if old is not None:
-                self._remove(old, Why.REPLACED())
-            self._admit(join)
-
-    def _objection(self, join: Join, old: Member | None) -> Reason:
-        """Return why a worker cannot join, or no reason; ``old`` is the member with its name."""
-        state = self.state
-        if state.failed:
-            return state.failed
-        if state.roster.has_ended(join.worker, join.incarnation):
-            return Why.CAME_BACK(worker=join.worker)
-        if old is not None:
-            if old.challenger[0] != join.incarnation:
-                old.challenger = (join.incarnation, state.now)
-            if old.heard_at > old.challenger[1]:
-                return Why.NAME_TAKEN(worker=join.worker, heard_s=state.now - old.heard_at)
-        others = [m.join for m in state.roster.members.values() if m is not old]
-        return objection(join, others, state.plan.transport)
-
-    def _admit(self, join: Join) -> None:
-        state, member = self.state, Member(join, self.state.now)
-        if not state.roster.members:
-            self._few_since = state.now
-        state.roster.add(member)
-        state.changes += 1
-        state.note(Why.JOINS(worker=join.worker, address=join.address, joined=state.joined()))
-        self._welcome([member])
-
-    def _welcome(self, members: list[Member]) -> None:
-        """Welcome ``members``, or everybody as soon as enough have joined; until then, let them wait."""
-        state = self.state
-        everybody = sorted(state.roster.members.values(), key=by_place)
-        if not self._welcoming and state.suffices(len(everybody)):
-            self._welcoming, members = True, everybody
-            self._few_since = state.now  # from now on the run waits for their first requests
-        if not self._welcoming:
-            for member in members:
-                state.answer(member, Waiting(0, state.joined()))
-            return
-        ranks = {member: rank for rank, member in enumerate(everybody)}
-        size = max(len(everybody), state.wanted if state.roster.generation is None else 0)
-        for member in members:
-            _, warned = different_versions(next(iter(state.roster.members.values())).join, member.join)
-            warnings = (warned,) if warned else ()
-            secrets = state.certificate, state.relay, state.relay_secret
-            state.answer(member, Welcome(state.run, self._plan_json, ranks[member], size, warnings, *secrets))
-
-    def _end_waiting_for_first_round(self) -> None:
-        """Continue without the workers that joined and never asked; with too few workers, refuse everybody."""
-        state = self.state
-        members, waited_s = state.roster.members, state.plan.run.join_timeout_s
-        if state.suffices(len(members)):
-            for member in state.roster.within(MemberState.JOINED):
-                self._remove(member, Why.NEVER_ASKED(waited_s=waited_s))
-            return
-        reason = Why.TOO_FEW(waited_s=waited_s, joined=state.joined())
-        for member in list(members.values()):
-            self._refuse(member, reason)
-        self._welcoming = False
-
-    # -- leaving -----------------------------------------------------------------------------------------------
-
-    def _refuse(self, member: Member, reason: Reason) -> None:
-        self.state.answer(member, Refused(reason))
-        self._remove(member, Why.REFUSED(reason=reason))
-
-    def _node_leave(self, node: int, reason: Reason) -> None:
-        state = self.state
-        state.changes += 1
-        state.announced.pop(node, None)
-        for member in [m for m in state.roster.members.values() if m.join.node == node]:
-            member.leaving = reason
-            if member.held or member.state is MemberState.CUT:
-                self._grants.dismiss(member)
-            elif member.state is MemberState.PAUSED:
-                state.roster.move(member, MemberState.ENDED)
-            self._grants.recall([member])
-
-    def _evict_silent(self) -> None:
-        """Evict members whose lease is over."""
-        state, run, before = self.state, self.state.plan.run, self.state.roster.spared
-        expired = state.roster.expired(state.now, run, trained=state.ledger.count > 0)
-        if not before and (spared := state.roster.spared):
-            quiet_s = state.now - max(m.heard_at for m in spared)
-            words = {"quiet_s": quiet_s, "who": named(spared), "timeout_s": run.server_timeout_s}
-            state.note(Why.ALL_SILENT(**words))
-        for member in expired:
-            granted = member.granted
-            self._remove(member, Why.SILENT(quiet_s=state.now - member.heard_at))
-            member.granted = granted
-
-    def _remove(self, member: Member, reason: Reason) -> None:
-        """End a member's incarnation: its grant goes back, its round has failed, its generation is over."""
-        state = self.state
-        self._settle(member, member.done)
-        in_generation = member.rank >= 0 and member.state is not MemberState.ENDED
-        state.roster.remove(member, reason)
-        state.changes += 1
-        self._few_since = state.now
-        state.note(Why.LEAVES(worker=member.worker, reason=reason, done=member.done))
-        self._scheduler.left_round(member, Why.GONE, reason=reason)
-        if in_generation:
-            self._scheduler.end_generation(Why.MEMBER_LEFT(worker=member.worker, reason=reason))
+            admission.refuse(self.state, member, Why.SAME_BATCHES(worker=member.worker, other=other.worker))

@@ -1,13 +1,123 @@
-"""Where a run is in its plan: the current phase and algorithm, with settings changed on the way."""
+"""Where a run is in its plan: the current phase and algorithm, how long steps and rounds take, and the period."""
 
 import json
 import math
-from collections.abc import Sequence
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from lsgd.algorithms.common import least_period
 from lsgd.plan.plan import Phase, table_of
-from lsgd.server.pace import Pace
 from lsgd.server.reasons import Reason, Why
 from lsgd.settings import AlgorithmSettings
+
+SAMPLES = 3
+"""How many of the last times the median is taken of, so that one outlier changes nothing."""
+
+FACTOR = 2
+"""The largest factor between one period and the next, up or down."""
+
+TOO_SHORT, TOO_LONG = 1.2, 1.5
+"""A period stays while the wanted one is at most 1.2 times as long, and at least 1/1.5 as long."""
+
+MOST_PERIOD = 512
+"""The longest period to choose: models diverge, however slow the link is."""
+
+LEAST_ROUNDS = 32
+"""Fewest rounds of a run, whatever they cost: with fewer its workers learn little from each other."""
+
+SHORT_PERIOD = 4
+"""Shortest period that a short run is limited to; shorter ones were no better (benchmarks/results/convergence.md)."""
+
+SHORTEST_STEP_S = 1e-6
+
+
+class Pace:
+    """Times a run as its server sees it, and chooses the period from that.
+
+    A round lasts from its order until all members have completed it. The time from there until all ask for the next
+    global round, divided by the iterations of a member, is a step. So waiting for slower members counts as training.
+
+    Args:
+        period: of the stretch, chosen or planned, without ramps; 1 before anything is measured.
+        rounds_s: durations of the last rounds.
+        steps_s: durations of the last steps.
+    """
+
+    def __init__(self, period: int = 1, rounds_s: Iterable[float] = (), steps_s: Iterable[float] = ()) -> None:
+        self.period = period
+        self._rounds_s = deque(rounds_s, SAMPLES)
+        self._steps_s = deque(steps_s, SAMPLES)
+        self._since: float | None = None  # when the round was ordered, then when it was completed; None: not timed
+        self._count = self._members = 0  # when it was ordered
+        self._compare = False
+
+    def ordered(self, now: float, count: int, members: int, *, first: bool) -> None:
+        """Note the order of a global round; ``first`` of a generation: it also builds process groups."""
+        self._since, self._count, self._members, self._compare = now, count, members, not first
+
+    def completed(self, now: float) -> None:
+        """Note that all members have completed it."""
+        if self._since is not None:
+            if self._compare:
+                self._rounds_s.append(now - self._since)
+            self._since = now
+
+    def at(self, now: float, count: int) -> "Pace":
+        """Return the pace at a time when all members ask for the next round, after ``count`` iterations of the run."""
+        pace = Pace(self.period, self._rounds_s, self._steps_s)
+        if self._since is not None and count > self._count:
+            pace._steps_s.append((now - self._since) * self._members / (count - self._count))
+        return pace
+
+    def interrupted(self) -> None:
+        """Discard the times since the last round: its generation is over."""
+        self._since = None
+
+    def choose(self, share: float, steps: float) -> Reason:
+        """Choose the shortest period at which exchanges take at most ``share`` of the time; return the reason.
+
+        The period changes slowly, and not at all while it is about right. ``steps``: of a member in the whole run;
+        infinite if it has no end.
+        """
+        if not self._rounds_s or not self._steps_s:
+            return Why.UNMEASURED()
+        round_s = statistics.median(self._rounds_s)
+        step_s = max(SHORTEST_STEP_S, statistics.median(self._steps_s))
+        most = int(max(SHORT_PERIOD, min(MOST_PERIOD, steps / LEAST_ROUNDS)))
+        wanted = least_period(round_s, step_s, share)
+        why = Why.SHORT_RUN if most < min(wanted, MOST_PERIOD) else Why.MEASURED
+        wanted = min(wanted, most)
+        if wanted > TOO_SHORT * self.period:
+            self.period = min(wanted, FACTOR * self.period)
+        elif wanted < self.period / TOO_LONG:
+            self.period = max(wanted, -(-self.period // FACTOR))
+        return why(round_s=round_s, step_s=step_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the arguments to rebuild it; an open round is not timed after that."""
+        return {"period": self.period, "rounds_s": list(self._rounds_s), "steps_s": list(self._steps_s)}
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of the plan from one global round to the next.
+
+    Args:
+        number: of its phase, from 0.
+        planned: the algorithm as the plan has it; its period may be ``auto``.
+        algorithm: with the settings of this stretch.
+        pace: how long steps and rounds take.
+        why: the reason for the period.
+    """
+
+    number: int
+    planned: AlgorithmSettings
+    algorithm: AlgorithmSettings
+    pace: Pace
+    why: Reason
 
 
 class Course:
@@ -21,65 +131,48 @@ class Course:
         next_algorithm: as planned from the next global round on; its period may be ``auto``.
         pace: how long steps and rounds take.
         why: the reason for the period.
+        said_period: the last one that people were told.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         self.phases = phases
-        self.number = 0
-        self.algorithm = phases[0].algorithm
-        self.schedule = self.algorithm.schedule()
-        self.next_algorithm = self.algorithm
-        self.pace = Pace()
-        self.why: Reason = Why.PLANNED()
+        self.said_period = 0
+        algorithm = phases[0].algorithm
+        self.begin(Stretch(0, algorithm, algorithm, Pace(), Why.PLANNED()))
 
-    def resume(
-        self, number: int, algorithm: AlgorithmSettings, next_algorithm: AlgorithmSettings, pace: Pace, why: Reason
-    ) -> None:
-        """Continue where another server left off."""
-        self.number, self.algorithm, self.next_algorithm = number, algorithm, next_algorithm
-        self.schedule, self.pace, self.why = algorithm.schedule(), pace, why
+    def begin(self, stretch: Stretch) -> None:
+        """Follow a stretch from now on."""
+        self.number, self.next_algorithm, self.algorithm = stretch.number, stretch.planned, stretch.algorithm
+        self.schedule, self.pace, self.why = stretch.algorithm.schedule(), stretch.pace, stretch.why
 
-    def take_up(self, count: int, members: int, progress: float | None = None, rate: float | None = None) -> bool:
-        """Move on to the phase of a global round of ``members`` after ``count`` iterations; return whether it is new.
+    def following(
+        self, now: float, count: int, given: int, members: int, progress: float | None, rate: float | None
+    ) -> Stretch:
+        """Return the stretch that would begin with a global round of ``members`` now.
 
-        A phase in lockstep ends when too few iterations are left for one of each member.
-
-        Args:
-            count: iterations of the run.
-            members: number of members in the round.
-            progress: of the run, 0 to 1; None: it has no end.
-            rate: learning rate of the members, if it has fallen.
+        A phase in lockstep ends when too few iterations are left for one of each member. ``given``: iterations of the
+        run, granted ones included; ``progress``: None if it has no end; ``rate``: of its members, if it has fallen.
         """
-        before = self.number
-        while self.end - count < (members if self.next_algorithm.schedule().lockstep else 1):
-            self.number += 1
-            self.next_algorithm = self.phases[self.number].algorithm
-        if self.number != before:
-            self.pace = Pace()  # another algorithm sends other bytes
-        steps = count / members / progress if progress else math.inf
-        self._set_period(steps, progress if len(self.phases) == 1 else None, rate)
-        return self.number != before
-
-    def _set_period(self, steps: float, progress: float | None, rate: float | None) -> None:
-        """Choose the settings up to the next global round, and note the reason for the period.
-
-        Args:
-            steps: of a member in the whole run.
-            progress: of the run, if the period follows it.
-            rate: as in :meth:`take_up`.
-        """
-        planned, period, self.why = self.next_algorithm, None, Why.PLANNED()
+        number, planned, pace = self.number, self.next_algorithm, self.pace.at(now, count)
+        while self.end_of(number) - given < (members if planned.schedule().lockstep else 1):
+            number += 1
+            planned = self.phases[number].algorithm
+        if number != self.number:
+            pace = Pace()  # another algorithm sends other bytes
+        steps = given / members / progress if progress else math.inf
+        progress = progress if len(self.phases) == 1 else None  # only then the period follows it
+        period, why = None, Why.PLANNED()
         if share := planned.time_share:
-            self.why = self.pace.choose(share, steps)
-            period = self.pace.period
+            why = pace.choose(share, steps)
+            period = pace.period
         else:
-            self.pace.period = planned.schedule().period
-        self.algorithm = planned.at(progress, period, rate)
+            pace.period = planned.schedule().period
+        algorithm = planned.at(progress, period, rate)
         if rate is not None and planned.at(None, period, rate) != planned.at(None, period):
-            self.why = Why.RATE(rate=rate)
-        if progress is not None and self.algorithm != planned.at(None, period, rate):
-            self.why = Why.WARM() if progress < 0.5 else Why.CLOSING()
-        self.schedule = self.algorithm.schedule()
+            why = Why.RATE(rate=rate)
+        if progress is not None and algorithm != planned.at(None, period, rate):
+            why = Why.WARM() if progress < 0.5 else Why.CLOSING()
+        return Stretch(number, planned, algorithm, pace, why)
 
     def rewind(self, count: int) -> None:
         """Return to the phase that the run was in after ``count`` iterations."""
@@ -87,12 +180,11 @@ class Course:
             self.number -= 1
             self.next_algorithm = self.phases[self.number].algorithm
 
-    @property
-    def end(self) -> float:
-        """The run's count at which the phase ends; infinite for the last one."""
-        if self.number == len(self.phases) - 1:
+    def end_of(self, number: int) -> float:
+        """Return the run's count at which a phase ends; infinite for the last one."""
+        if number == len(self.phases) - 1:
             return math.inf
-        return sum(phase.iterations for phase in self.phases[: self.number + 1])
+        return sum(phase.iterations for phase in self.phases[: number + 1])
 
     def to_json(self) -> str:
         """Return the algorithm's name and settings as JSON text."""

@@ -1,17 +1,14 @@
 """The global server: a poll loop around the coordinator."""
 
-import secrets
 import socket
-import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lsgd import __version__
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.plan.forecast import forecast
-from lsgd.plan.plan import Plan
 from lsgd.protocol.events import Happening, Note
 from lsgd.protocol.messages import (
     PROTOCOL,
@@ -27,6 +24,7 @@ from lsgd.protocol.messages import (
     NodeHello,
     NodeLeave,
     NodeWelcome,
+    Published,
     Put,
     Refused,
     RunOver,
@@ -40,6 +38,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, Poller
+from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import (
     EXIT_AT_ONCE,
@@ -54,20 +53,10 @@ from lsgd.server.daemon import (
     say,
 )
 from lsgd.server.journal import Journal
-from lsgd.server.memento import capture, restore
 from lsgd.server.reasons import Why
-from lsgd.server.record import Record
-from lsgd.server.rendezvous import Rendezvous
-from lsgd.server.report import progress, report
-from lsgd.server.rounds import abridged
-from lsgd.server.state import Decision, RunState
+from lsgd.server.report import Record, progress, report
+from lsgd.server.state import Decision
 from lsgd.server.stream import Stream
-
-KEEP_EVERY_S = 1.0
-"""How often the journal is written if only counts have changed, in seconds."""
-
-RETRY_EVERY_S = 5.0
-"""How long a failed write of the journal is not repeated, in seconds."""
 
 DISMISS_WITHIN_S = 2.0
 """How long the local servers have to hear that the run is over."""
@@ -92,6 +81,39 @@ class _Node:
     heard_at: float
 
 
+@dataclass
+class Rendezvous:
+    """Addresses from which the members of a generation build process groups, by key; and who waits for which."""
+
+    generation: int = 0
+    values: dict[str, bytes] = field(default_factory=dict)
+    waiting: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+
+    def begin(self, generation: int) -> None:
+        """Forget everything, unless the generation is the same."""
+        if generation != self.generation:
+            self.generation, self.values, self.waiting = generation, {}, {}
+
+    def put(self, message: Put) -> list[tuple[str, int, Published]]:
+        """Store a value and return what to send to members that wait for it, as (worker, incarnation, value)."""
+        if message.generation != self.generation:
+            return []
+        self.values[message.key] = message.value
+        value = Published(message.generation, message.key, message.value)
+        return [(*who, value) for who in self.waiting.pop(message.key, [])]
+
+    def get(self, message: Get) -> Published | None:
+        """Return the value, or None: then :meth:`put` returns it later."""
+        if message.generation != self.generation:
+            return None
+        if message.key in self.values:
+            return Published(message.generation, message.key, self.values[message.key])
+        who = (message.worker, message.incarnation)
+        if who not in self.waiting.setdefault(message.key, []):
+            self.waiting[message.key].append(who)
+        return None
+
+
 class GlobalDaemon:
     """Carries messages between local servers and the coordinator.
 
@@ -99,8 +121,6 @@ class GlobalDaemon:
     local server, empty for the local server itself, and the answer.
 
     Args:
-        coordinator: of the run.
-        listener: where local servers and operators connect.
         journal: keeps the run, so that another process can continue it; None: nothing does.
         record: writes the run's results; None: nothing does.
     """
@@ -117,9 +137,6 @@ class GlobalDaemon:
         self._listener = listener
         self._journal = journal
         self._record = record
-        self._kept = (-1, -1)  # changes and count in the journal
-        self._kept_at = 0.0
-        self._retry_at = 0.0  # when to try again to write the journal; 0: the last write succeeded
         self._rendezvous = Rendezvous()
         self._nodes: dict[int, _Node] = {}
         self._challengers: dict[int, tuple[int, float]] = {}  # other servers of a node, and when they first greeted
@@ -149,7 +166,8 @@ class GlobalDaemon:
         self._publish(time.monotonic())
         reason = self._state.stopping
         self._dismiss_nodes(poller, reason)
-        self._finish_journal()
+        if self._journal:
+            self._journal.finish()
         end = ", without a consensus" if self._state.in_vain else ""
         say(f"the run is over{end}: {reason}; {self._state.ledger.count} iterations")
         return 1 if self._state.failed else 0
@@ -339,40 +357,13 @@ class GlobalDaemon:
             self._send_worker(worker, incarnation, message)
 
     def _keep(self, now: float) -> None:
-        """Write decisions to the journal before any of them is sent; counts alone now and then."""
-        state = self._state
-        version = (state.changes, state.ledger.count)
-        due = version[0] != self._kept[0] or (version != self._kept and now - self._kept_at > KEEP_EVERY_S)
-        if self._journal is None or not due or now < self._retry_at:
-            return
-        try:
-            self._journal.save(capture(state, now), list(state.book.elections))
-        except (sqlite3.Error, OSError) as error:
-            if not self._retry_at:
-                complain(
-                    f"the journal {self._journal.path} cannot be written: {error}; it is removed, and rewritten as "
-                    f"soon as possible. If this server dies before that, the run cannot continue: free space there"
-                )
-            self._journal.remove()
-            self._retry_at = now + RETRY_EVERY_S
-            return
-        if self._retry_at:
-            self._say(f"the journal {self._journal.path} is written again")
-        self._kept, self._kept_at, self._retry_at = version, now, 0.0
+        """Write decisions to the journal before any of them is sent."""
+        if self._journal and (trouble := self._journal.keep(self._state, now)):
+            complain(trouble)
 
     def _write_down(self, now: float, *, last: bool = False) -> None:
         if self._record and (trouble := self._record.keep(self._state, now, last=last)):
             complain(trouble)
-
-    def _finish_journal(self) -> None:
-        """Leave nothing to continue from: the run is over, and all know."""
-        if self._journal is None:
-            return
-        try:
-            self._journal.forget()
-            self._journal.close()
-        except (sqlite3.Error, OSError):
-            self._journal.remove()
 
     def _send_worker(self, worker: str, incarnation: int, message: Downward) -> None:
         if isinstance(message, Go | Stop) and (member := self._state.roster.find(worker, incarnation)):
@@ -381,7 +372,10 @@ class GlobalDaemon:
             self._send(peer, _worker_socket(incarnation), message)
 
     def _send(self, peer: bytes, worker: bytes, message: Message) -> None:
-        self._outbox[peer] += (worker, encode(message))
+        try:
+            self._outbox[peer] += (worker, encode(message))
+        except (OverflowError, ValueError) as error:  # a number of more than 64 bits, a text that is no Unicode
+            self._complain_of(peer, f"a {type(message).__name__} for it cannot be encoded: {error}")
 
     def _flush(self) -> None:
         for peer, frames in self._outbox.items():
@@ -402,33 +396,3 @@ def node_of(message: Message) -> str:
 def _worker_socket(incarnation: int) -> bytes:
     """Return the name of a worker's socket at its local server."""
     return str(incarnation).encode()
-
-
-def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Coordinator:
-    """Return the coordinator of a new run, or of the unfinished one that the journal holds.
-
-    Raises:
-        ConfigError: the journal cannot be continued, or it holds no run and ``continues`` forbids a new one.
-    """
-    kept = journal.load() if journal else None
-    if continues and journal and kept is None:
-        raise ConfigError(
-            f"the journal {journal.path} holds no unfinished run to continue (--continue): it was lost, or the run is "
-            f"over. Its workers save checkpoints; continue from those with RESUME=1 (lsgd launch --resume)"
-        )
-    if journal is None or kept is None:
-        return Coordinator(RunState(plan, secrets.token_hex(6)))
-    saved, elections = kept
-    try:
-        state = restore(saved, time.monotonic())
-    except ConfigError as error:
-        raise ConfigError(
-            f"the journal {journal.path} cannot be continued: {error}; use the lsgd that wrote it, or delete "
-            f"{journal.path.name}* to begin a new run"
-        ) from None
-    state.book.elections.extend(elections)
-    say(
-        f"continues run {state.run} of the journal {journal.path}, with its plan: "
-        f"{state.ledger.count} iterations, {len(state.roster.members)} workers"
-    )
-    return Coordinator(state)

@@ -7,7 +7,6 @@ from lsgd import __version__
 from lsgd.errors import ProtocolError
 from lsgd.protocol.messages import (
     PROTOCOL,
-    Here,
     Join,
     Leave,
     Left,
@@ -22,7 +21,8 @@ from lsgd.protocol.messages import (
     StatusQuery,
     VersionError,
     Waiting,
-    Where,
+    WorkerHello,
+    WorkerHelloReply,
     decode,
     encode,
     kind_of,
@@ -142,7 +142,7 @@ class LocalDaemon:
         senders: dict[bytes, bytes] = {}
         for peer, frames in self._listener.receive():
             for frame in frames:
-                if kind_of(frame) is Where:
+                if kind_of(frame) is WorkerHello:
                     self._greet(peer, frame)
                     continue
                 if self._ending and kind_of(frame) is Join:
@@ -172,10 +172,10 @@ class LocalDaemon:
             complain(f"refused a worker: {reason}")
             self._listener.send(peer, [encode(Refused(reason))])
             return
-        assert isinstance(where, Where)
+        assert isinstance(where, WorkerHello)
         if peer == str(where.incarnation).encode():  # the name of every worker's socket
             self._processes.watch(peer, where.pid, where.pid_namespace)
-        self._listener.send(peer, [encode(Here(self._node, self._global.address))])
+        self._listener.send(peer, [encode(WorkerHelloReply(self._node, self._global.address))])
 
     def _report_dead(self) -> None:
         """Send a Leave for workers whose processes have ended, so that nobody waits for their leases to end."""

@@ -115,7 +115,7 @@ class Why(enum.Enum):
     BUSY = "the next round waits {waited_s:.1f} s for {who}{open_round}"
     AWAY = "the next round waits for {who}, which paused"
     MODEL_AWAY = "the next round waits for {who}: nobody else has the run's model"
-    NOBODY = "nobody waits; {joined}"
+    NOBODY = "all workers are training; {joined}"
 
     # A request is granted.
     TOKEN = "the run and the node have a token left"

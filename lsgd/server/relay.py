@@ -1,8 +1,8 @@
 """The relay: connects two members of a run that cannot reach each other, and passes on bytes that it cannot read.
 
-Both dial it and present a ticket (:mod:`lsgd.protocol.tickets`). Once both are there, the relay tells each, and then
-passes on what one sends to the other: TLS between the members passes through. It is a separate process with one loop,
-so the global server's decisions never wait for bytes.
+Both dial it and present a ticket (:mod:`lsgd.protocol.credentials`). Once both are there, the relay tells each, and
+then passes on what one sends to the other: TLS between the members passes through. It is a separate process with one
+loop, so the global server's decisions never wait for bytes.
 """
 
 import errno
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from lsgd.errors import ConfigError
+from lsgd.protocol.credentials import MET, TICKET_NBYTES, Ticket, new_greeting
 from lsgd.protocol.descriptors import raise_descriptor_limit
-from lsgd.protocol.tickets import MET, TICKET_NBYTES, Ticket, new_greeting
 from lsgd.server.daemon import Signals, complain, say
 
 GREET_WITHIN_S = 5.0

@@ -1,14 +1,19 @@
-"""The state of a run as JSON text, for ``lsgd status`` and :mod:`lsgd.server.record`."""
+"""The state of a run as JSON: for ``lsgd status``, and in the files of its folder, which the global server writes."""
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Reversible
+from contextlib import suppress
 from dataclasses import asdict
-from itertools import islice
+from datetime import datetime
+from itertools import islice, takewhile
+from pathlib import Path
 from typing import Any
 
-from lsgd.protocol.events import Progress, RoundOrdered, WorkerProgress
+from lsgd.output import append, write_whole
+from lsgd.protocol.events import RoundOrdered, RunProgress, WorkerProgress
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, Heartbeat
 from lsgd.server.roster import Member, Roster, by_place, finite
 from lsgd.server.state import RunState
@@ -17,16 +22,13 @@ MAX_LEADERS = 1000
 """Most rounds of the history in a report; of a longer history, it has every second, third, ... round."""
 
 MAX_PROGRESS_WORKERS = 4096
-"""Most workers in a :class:`Progress`: more would not fit into a message."""
+"""Most workers in a :class:`RunProgress`: more would not fit into a message."""
 
 
 def report(state: RunState, now: float, stream: Mapping[str, Any] | None = None) -> str:
-    """Return the run's state and its last rounds; docs/guides/operations.md describes the keys.
+    """Return the run's state and its last rounds; docs/guides/monitoring.md describes the keys.
 
-    Args:
-        state: of the run.
-        now: seconds of its clock.
-        stream: the ``epoch`` of the stream of events, and the number of its ``last`` one, which this report includes.
+    ``stream``: the ``epoch`` of the stream of events, and the number of its ``last`` one, which this report includes.
     """
     elections = list(state.book.elections)
     step = -(-len(elections) // MAX_LEADERS) or 1
@@ -65,11 +67,11 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
     }
 
 
-def progress(state: RunState, now: float) -> Progress:
+def progress(state: RunState, now: float) -> RunProgress:
     """Return how far the run is."""
     roster, reason = state.roster, state.stopping or state.waits_for(now)
     members = sorted(roster.members.values(), key=by_place)[:MAX_PROGRESS_WORKERS]
-    return Progress(
+    return RunProgress(
         seconds=0.0 if state.started_at is None else now - state.started_at,
         state=state.stage,
         code=reason.code,
@@ -141,3 +143,95 @@ def _loss(elections: Reversible[RoundOrdered]) -> float | None:
     last = next((e for e in reversed(elections) if e.scope == "global"), None)
     losses = [x for loss in last.losses.values() if (x := finite(loss)) is not None] if last else []
     return statistics.fmean(losses) if losses else None
+
+
+METRICS, RESULT = "metrics.jsonl", "result.json"
+"""Names of the files."""
+
+RESULT_EVERY_S = 5.0
+"""How often the state is written during the run, in seconds."""
+
+RETRY_EVERY_S = 5.0
+"""How long a failed write is not repeated, in seconds."""
+
+_TAIL_NBYTES = 1 << 16  # holds several lines, whatever their number of losses
+
+
+class Record:
+    """Writes the rounds and the state of a run to files; a failure never ends the run.
+
+    Each round is one line, written once: a restarted server rewrites a line that its predecessor left incomplete. A
+    resumed run's lines follow those of the run before it.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._metrics, self._result = folder / METRICS, folder / RESULT
+        self._run = run
+        self._round: int | None = None  # id of the last one in the file; None: not read yet
+        self._started = self._started_before() or datetime.now().astimezone().isoformat(timespec="seconds")
+        self._written_at = -math.inf
+        self._retry_at = -math.inf
+        self._failing = False
+
+    def keep(self, state: RunState, now: float, *, last: bool = False) -> str:
+        """Write new rounds, and the state if it is due or this is the last call.
+
+        Returns:
+            A line for the log if writing has begun to fail or works again, else an empty text.
+        """
+        if now < self._retry_at and not last:
+            return ""
+        try:
+            self._append(state)
+            if last or now - self._written_at >= RESULT_EVERY_S:
+                self._write(summary(state, now))
+                self._written_at = now
+        except OSError as error:
+            self._retry_at = now + RETRY_EVERY_S
+            said, self._failing = self._failing, True
+            where = f"{self._metrics} and {RESULT} cannot be written: {error.strerror}"
+            return "" if said else f"{where}; the run continues, and the server tries again: free space there"
+        said, self._failing = self._failing, False
+        return f"{self._metrics} is written again" if said else ""
+
+    def _append(self, state: RunState) -> None:
+        if self._round is None:
+            self._round = self._mend()
+        last = self._round
+        new = list(takewhile(lambda election: election.round > last, reversed(state.book.elections)))
+        if new:
+            with self._metrics.open("ab", buffering=0) as file:
+                append(file.fileno(), "".join(f"{self._line(election)}\n" for election in reversed(new)).encode())
+            self._round = new[0].round
+
+    def _line(self, election: RoundOrdered) -> str:
+        """Return a round as JSON, with numbers rounded."""
+        round_ = entry(election)
+        losses = {w: None if loss is None else float(f"{loss:.6g}") for w, loss in round_["losses"].items()}
+        return json.dumps({"run": self._run, **round_, "seconds": round(election.seconds, 3), "losses": losses})
+
+    def _write(self, document: dict[str, Any]) -> None:
+        write_whole(self._result, json.dumps({**document, "started": self._started}, indent=2) + "\n")
+
+    def _mend(self) -> int:
+        """Cut off the incomplete line of a server that died; return the id of this run's last round in the file."""
+        self._metrics.parent.mkdir(parents=True, exist_ok=True)
+        with self._metrics.open("a+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            start = file.seek(max(0, end - _TAIL_NBYTES))
+            lines = file.read().splitlines(keepends=True)
+            while lines:
+                with suppress(ValueError, KeyError, TypeError):
+                    line = json.loads(lines[-1])
+                    if lines[-1].endswith(b"\n"):
+                        return int(line["round"]) if line["run"] == self._run else 0
+                lines.pop()
+                os.ftruncate(file.fileno(), start + sum(map(len, lines)))
+        return 0
+
+    def _started_before(self) -> str:
+        """Return when the run started that this server continues; an empty text for a new run."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            before = json.loads(self._result.read_text(encoding="utf-8"))
+            return str(before["started"]) if before["run"] == self._run else ""
+        return ""

@@ -1,15 +1,83 @@
-"""Who takes part: the record of each worker, of each node, and of the current generation."""
+"""Who takes part: the record of each worker and its states, of each node, and of the current generation."""
 
+import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from lsgd.election import standing
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import Happening, WorkerChanged, WorkerJoined
 from lsgd.protocol.messages import Generation, Go, Heartbeat, Join, Round, Stop
-from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import NO_REASON, Reason, Why
+
+
+class MemberState(enum.Enum):
+    """The state of a worker. Rounds wait for *live* workers; :attr:`next` has the states that can follow.
+
+    People see it as :attr:`shown`; a worker that has left the run is ``left``.
+    """
+
+    live: bool
+    shown: str
+    next: "tuple[MemberState, ...]"
+
+    JOINED = ("welcome, or waiting to be", False, "away")
+    HELD = ("its request has no answer yet", True, "held")
+    BUSY = ("about its round and its iteration", True, "live")
+    STRAGGLER = (
+        "evicted from rounds: it kept all others waiting, or was silent and is back; its grant is still out",
+        False,
+        "straggler",
+    )
+    CUT = ("evicted from rounds: others cannot reach it; its request waits", False, "cut")
+    PAUSED = ("stepped aside until its next request", False, "away")
+    ENDED = ("was told to stop, and has only to leave", False, "away")
+
+    def __new__(cls, means: str, live: bool, shown: str) -> Self:
+        """Return the state, whose value is its meaning."""
+        state = object.__new__(cls)
+        state._value_, state.live, state.shown, state.next = means, live, shown, ()
+        return state
+
+
+_AT_ONCE = "the same, while others cannot reach it"
+
+TRANSITIONS = tuple(
+    (MemberState[before], MemberState[after], upon)
+    for before, after, upon in (
+        ("JOINED", "HELD", "first request"),
+        ("JOINED", "CUT", _AT_ONCE),
+        ("HELD", "BUSY", "Go, or Stop with a round"),
+        ("HELD", "ENDED", "Stop"),
+        ("HELD", "PAUSED", "Pause"),
+        ("HELD", "CUT", "a later request, while others cannot reach it"),
+        ("BUSY", "HELD", "next request, or the same one with its round dropped"),
+        ("BUSY", "CUT", _AT_ONCE),
+        ("BUSY", "PAUSED", "Pause"),
+        ("BUSY", "STRAGGLER", "all others held for `patience_s`"),
+        ("BUSY", "ENDED", "last round completed"),
+        ("STRAGGLER", "HELD", "next request, or the same one"),
+        ("STRAGGLER", "CUT", _AT_ONCE),
+        ("STRAGGLER", "PAUSED", "Pause"),
+        ("CUT", "HELD", "global round after its time is over"),
+        ("CUT", "PAUSED", "Pause"),
+        ("CUT", "ENDED", "its node leaves, or the run ends"),
+        ("PAUSED", "HELD", "request"),
+        ("PAUSED", "CUT", _AT_ONCE),
+        ("PAUSED", "ENDED", "its node leaves"),
+        ("ENDED", "HELD", "a new request, which gets Stop, or joins a last round that is made again"),
+        ("ENDED", "CUT", _AT_ONCE),
+        ("ENDED", "PAUSED", "Pause"),
+        ("ENDED", "STRAGGLER", "gone for its silence, heard again, and nobody else has the run's model"),
+    )
+)
+"""Which state can follow which, and upon what. A member can leave from any state."""
+
+for _before, _after, _ in TRANSITIONS:
+    _before.next += (_after,)
+
 
 MAX_LEFT = 4096
 """How many departed workers are remembered."""
@@ -31,12 +99,10 @@ class Member:
         synced: it has completed the last global round, so it has the run's model.
         leaving: why it must leave, although the run continues.
         last: its request is for a round without an iteration, after which it leaves.
-        left: why it left.
         seq: number of its last request.
         answer: to that request; None while there is none.
         round: the round it is in, until it completes the round or the round fails.
         committed: the last round it has completed.
-        loss: as it last reported it.
         rate: its learning rate, if its last request said that the rate has fallen.
         usual: its usual loss at the rounds so far, see :func:`lsgd.election.usual_loss`.
         met: number of the last generation in which it has completed a round, and so knows the members.
@@ -107,7 +173,6 @@ class NodeQueue:
     """The members of the generation on one node, and their queue of tokens.
 
     Args:
-        node: index of the machine.
         index: the node's place among the generation's nodes.
         members: in rank order.
         tokens: iterations until the next local round; infinite if there are no local rounds.
@@ -126,7 +191,6 @@ class OpenRound:
     """A round that has been ordered, until all its members have completed it or it fails.
 
     Args:
-        round: the order.
         waiting: members that have not completed it.
         opened_at: when it was ordered; None if an earlier server did so.
         sent_nbytes: sent by the members that have completed it, each since its round before; None if one did not say.
@@ -153,7 +217,6 @@ class Roster:
     lasts, only its members have the run's model.
 
     Args:
-        members: all that are in the run.
         left: the last incarnation of each departed worker, at most :data:`MAX_LEFT`.
         made: iterations of departed incarnations, by name; as many workers as in ``left``.
         generation: the current one, or the last.
@@ -313,7 +376,7 @@ class Roster:
 
     # -- generations -------------------------------------------------------------------------------------------
 
-    def begin_generation(self, members: list[Member], transport: str, missed: tuple[int, ...] = ()) -> Generation:
+    def begin_generation(self, members: Sequence[Member], transport: str, missed: tuple[int, ...] = ()) -> Generation:
         """Make ``members``, all held and in rank order, the generation; ``transport`` and ``missed`` are its fields."""
         for member in self.members.values():
             member.rank = -1

@@ -1,4 +1,4 @@
-"""The state of a run: all that its coordinator knows. The coordinator changes it; memento and report read it."""
+"""The state of a run: all that its coordinator knows. The coordinator changes it; journal and report read it."""
 
 import math
 from collections import Counter
@@ -6,15 +6,12 @@ from dataclasses import dataclass, field
 
 from lsgd.plan.plan import Plan
 from lsgd.protocol.events import Happening, Note
-from lsgd.protocol.messages import Downward
+from lsgd.protocol.messages import Downward, Join, Pause, Request
+from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.course import Course
-from lsgd.server.links import Links
-from lsgd.server.member_states import MemberState
+from lsgd.server.links import Links, Ways
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
-from lsgd.server.roster import Member, Roster, named
-from lsgd.server.rounds import RoundBook
-from lsgd.server.tokens import Ledger
-from lsgd.server.ways import Ways
+from lsgd.server.roster import Member, MemberState, Roster, named
 
 WAIT_WORDS_S = 0.2
 """How long the sentence is cached that says what requests wait for."""
@@ -40,21 +37,21 @@ class RunState:
     """What the servers know about a run.
 
     Args:
-        plan: its settings.
         run: its identity.
         certificate: which members show each other; empty if no keys are needed. Not in the journal, like the next two.
         relay: its address; empty: there is none.
         relay_secret: by which members prove to the relay that they are members.
         now: seconds of a clock that never goes back, as of the last message or tick.
-        roster: who takes part.
         ledger: granted and completed iterations.
-        book: the rounds.
         started_at: when the first round was ordered.
         stopping: why the run ends; none until then.
         failed: why it ends without what it has learned; usually none.
         closed_at: since when every request is told to leave; infinite before.
 
     Attributes:
+        plan_json: the plan that workers get when they join.
+        welcoming: enough workers have joined for the run to begin.
+        few_since: since when workers wait for others to join.
         announced: how many workers each node has, according to its local server.
         course: the run's place in the plan.
         links: members that the run continues without, because others cannot reach them.
@@ -62,6 +59,7 @@ class RunState:
         over: the run waits for nobody any more.
         changes: counts changes that the journal must have before the answers leave.
         moved_at: when a member last asked, or completed a round.
+        final_due_at: since when the last round waits for members that are away; infinite: it does not.
         lost_at: when the run's model was found to be lost, checkpoints included; 0: never.
         events: how often this server has noted each, by its code.
         decision: what to do, as decided so far.
@@ -80,6 +78,9 @@ class RunState:
     stopping: Reason = NO_REASON
     failed: Reason = NO_REASON
     closed_at: float = math.inf
+    plan_json: str = field(init=False)
+    welcoming: bool = field(init=False)
+    few_since: float = field(init=False)
     announced: dict[int, int] = field(default_factory=dict)
     course: Course = field(init=False)
     links: Links = field(init=False)
@@ -87,6 +88,7 @@ class RunState:
     over: bool = False
     changes: int = 0
     moved_at: float = field(init=False)
+    final_due_at: float = math.inf
     lost_at: float = 0.0
     events: Counter[str] = field(default_factory=Counter)
     decision: Decision = field(default_factory=Decision)
@@ -95,7 +97,9 @@ class RunState:
     def __post_init__(self) -> None:
         self.course = Course(self.plan.phases)
         self.links = Links(self.plan.run.exchange_timeout_s)
-        self.moved_at = self.now
+        self.moved_at = self.few_since = self.now
+        self.plan_json = self.plan.to_json()
+        self.welcoming = self.roster.generation is not None or self.suffices(len(self.roster.members))
 
     @property
     def closed(self) -> bool:
@@ -106,6 +110,11 @@ class RunState:
     def in_vain(self) -> bool:
         """Whether the run has ended without a consensus because its rounds kept failing."""
         return self.closed and self.book.hopeless
+
+    @property
+    def limit(self) -> float:
+        """How many iterations the run makes; infinite: as many as its time allows."""
+        return self.plan.run.iterations or math.inf
 
     @property
     def wanted(self) -> int:
@@ -157,6 +166,10 @@ class RunState:
         """Add a fact to the stream of events."""
         self.roster.happened.append(fact)
 
+    def answer_to(self, asked: Join | Request | Pause, message: Downward) -> None:
+        """Send a message to a process that is not a member."""
+        self.decision.answers.append((asked.worker, asked.incarnation, message))
+
     def answer(self, member: Member, message: Downward) -> None:
         """Send a message to a member."""
         self.decision.answers.append((member.worker, member.join.incarnation, message))
@@ -206,9 +219,9 @@ class RunState:
             return Why.AWAY(who=named(paused))
         return Why.MODEL_AWAY(who=named(self.roster.within(MemberState.STRAGGLER)))
 
-    def all_made(self, limit: float, out: list[Member]) -> Reason:
+    def all_made(self, out: list[Member]) -> Reason:
         """Say that no iteration is left to grant: the members in ``out`` still have the last ones."""
-        count = self.ledger.count
+        count, limit = self.ledger.count, self.limit
         if count < limit:
             return Why.REST_IS_OUT(count=count, limit=limit, who=named(out))
         return (Why.ALL_MADE if self.roster.generation else Why.ALL_MADE_BEFORE)(limit=limit)

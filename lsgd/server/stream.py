@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 
-from lsgd.protocol.events import Happening, encode_event
+from lsgd.protocol.events import Happening, Note, encode_event
 from lsgd.protocol.messages import Events
 
 MAX_EVENTS, MAX_KEPT_NBYTES = 1 << 16, 16 << 20
@@ -18,9 +18,6 @@ _ITEM_NBYTES = 64  # memory that one takes besides its bytes
 
 class Stream:
     """Keeps the last events in encoded form. It keeps no state for readers, so none can slow it.
-
-    Args:
-        clock: returns seconds since the epoch.
 
     Attributes:
         epoch: identifies this stream, because another one has other numbers.
@@ -38,7 +35,7 @@ class Stream:
         """Add events that have happened now, in order."""
         now = self._clock()
         for what in happened:
-            item = encode_event(now, what)
+            item = _encoded(now, what)
             self._items.append(item)
             self._nbytes += len(item) + _ITEM_NBYTES
             self.last += 1
@@ -60,3 +57,11 @@ class Stream:
                 break
             chosen.append(item)
         return Events(self.epoch, begin + at + 1, self.last, max(begin - seq, 0), tuple(chosen))
+
+
+def _encoded(now: float, what: Happening) -> bytes:
+    """Return an event's bytes; in place of one that cannot be encoded, those of a note about it."""
+    try:
+        return encode_event(now, what)
+    except (OverflowError, ValueError) as error:  # a number of more than 64 bits, a text that is no Unicode
+        return encode_event(now, Note("", f"a {type(what).__name__} cannot be encoded: {type(error).__name__}"))

@@ -172,9 +172,9 @@ def simulate(node_sizes: Sequence[int], member: Callable[[SimulatedGroup], T], *
 
 
 def generation_of(node_sizes: Sequence[int], number: int = 1) -> Generation:
-    """Return a generation of workers on nodes of these sizes, over Gloo."""
+    """Return a generation of workers on nodes of these sizes, over TCP."""
     places = [(node, index) for node, size in enumerate(node_sizes) for index in range(size)]
-    return Generation.of(number, places, "gloo")
+    return Generation.of(number, places, "tcp")
 
 
 def steps_at(speed: float, steps: int) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lsgd.errors import ConfigError, JoinError
-from lsgd.protocol.events import Event, PeriodChosen, Progress, RoundCompleted, RoundOrdered
+from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered, RunProgress
 from lsgd.protocol.sockets import ConnectorKeys
 from lsgd.watch.reader import Batch, Reader
 from lsgd.watch.results import CURVES, METRICS, read
@@ -79,7 +79,7 @@ class Curves:
                 return self._open.pop(number), {name: float(x) for name, x in values.items() if x is not None}
             case PeriodChosen(period):
                 return self._count, {"period": float(period)}
-            case Progress():
+            case RunProgress():
                 self._count = event.what.count
                 now = {"period": float(self.view.period)} if event.seq > self._as_of else {}
                 return self._count, self._progress(event.what) | now
@@ -98,7 +98,7 @@ class Curves:
         consensus = mean(losses.values())
         return values if consensus is None else values | {"loss/consensus": consensus}
 
-    def _progress(self, now: Progress) -> dict[str, float]:
+    def _progress(self, now: RunProgress) -> dict[str, float]:
         totals = [worker.totals.last for worker in self.view.workers.values() if worker.totals.last is not None]
         return {
             "progress": now.share,

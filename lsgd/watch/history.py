@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from lsgd.protocol.events import Note, Progress, WorkerChanged, WorkerJoined
+from lsgd.protocol.events import Note, RunProgress, WorkerChanged, WorkerJoined
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class Counters:
     def fold(self, what: object) -> None:
         """Count an event that is not about a round."""
         match what:
-            case Progress():
+            case RunProgress():
                 self.made(what.count)
                 for each in what.workers:
                     self.done[each.worker] = max(self.done[each.worker], each.done)

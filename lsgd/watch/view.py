@@ -16,11 +16,11 @@ from lsgd.protocol.events import (
     Note,
     PeriodChosen,
     PhaseBegan,
-    Progress,
     RoundCompleted,
     RoundFailed,
     RoundOrdered,
     RunChanged,
+    RunProgress,
     SettingsChanged,
     WorkerChanged,
     WorkerJoined,
@@ -306,7 +306,7 @@ class RunView:
                 self._worker(name).mind(time, state, code, reason)
             case SettingsChanged(changes):
                 self.settings.update(changes)
-            case Progress():
+            case RunProgress():
                 for each in what.workers:
                     self._worker(each.worker).add(time, each)
                 self._progress.append((time, what.count, what.share))
@@ -357,7 +357,7 @@ class RunView:
                 self.algorithm = algorithm
             case RunChanged(state, code, reason):
                 self.state, self.code, self.reason = state, code, reason
-            case Progress():
+            case RunProgress():
                 self.state, self.code, self.reason = what.state, what.code, what.reason
                 self.seconds, self.count = what.seconds, what.count
                 self.iterations, self.share, self.logged = what.iterations, what.share, what.logged

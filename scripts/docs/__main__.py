@@ -22,6 +22,11 @@ MOVED = {
 }
 FOLDERS = {"docs/": "", "benchmarks/results/": "performance/"}
 """What is copied to the site, and where to."""
+OLD = {"operations": "guides/failures", "changelog": "contributing/changelog"}
+"""Pages that have gone, beside those that stood outside of the folders, and where they lead."""
+FORWARD = """<!doctype html><meta charset="utf-8"><title>Moved</title><a href="{0}">This page has moved.</a>
+<script>location.replace("{0}" + location.hash)</script>
+"""
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 SHOWN = (".json", ".md", ".py", ".sbatch", ".sh", ".toml", ".yaml", ".yml")
 """Which files of a folder that a page links to are shown."""
@@ -50,6 +55,9 @@ def stage(folder: Path) -> None:
         _write(folder / _place(name), _listing(ROOT / name))
     for name, text in reference.pages():
         _write(folder / "reference" / f"{name}.md", text)
+    moved = {path.stem: f"{path.parent.name}/{path.stem}" for path in (ROOT / "docs").glob("*/*.md")} | OLD
+    for old, new in moved.items():
+        _write(folder / old / "index.html", FORWARD.format(f"../{new}/"))
     shutil.copy(Path(__file__).parent / "site.css", folder)
 
 

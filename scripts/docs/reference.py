@@ -19,6 +19,7 @@ INDEX = """# Reference
 - [Python](python.md): the public names of the client library, the Trainers, and what an algorithm of your own needs.
 - [Command line](cli.md): every command of `lsgd` and `lsgd-server`, with its options.
 - [Settings](settings.md): every setting of the plan, with its default and its range.
+- [Exit codes and signals](exit-codes.md): how each process of a run ends, and how you end a run.
 """
 PYTHON = """# Python
 
@@ -28,7 +29,8 @@ The public names of lsgd. [The client library](../guides/client.md) tells how th
 
 ::: lsgd.client.worker.Worker
 ::: lsgd.client.control.identity.device
-::: lsgd.client.iteration.tally.Timings
+::: lsgd.client.optimizer.muon
+::: lsgd.client.iteration.reports.Timings
 
 ## Trainers
 
@@ -69,7 +71,7 @@ The public names of lsgd. [The client library](../guides/client.md) tells how th
 CLI = """# Command line
 
 Every command answers `--help`. [Running lsgd](../start/usage.md) has examples.
-[Operations](../guides/operations.md#exit-codes) has the exit codes.
+[Exit codes and signals](exit-codes.md) has the exit codes.
 """
 SETTINGS = f"""# Settings of the plan
 
@@ -79,7 +81,7 @@ A setting has one name. It is a key of the plan file (`local_period`), a flag of
 `lsgd set` changes those that are *settable* during a run.
 
 The algorithm itself is `name` in the `[algorithm]` table, `{flag("algorithm")}`, or `{variable("algorithm")}`.
-Without it a run takes `{DEFAULT.name}`. [Algorithms](../guides/algorithms.md) tells which one to take.
+Without it a run takes `{DEFAULT.name}`. [Algorithms](../guides/algorithms.md) says which one to take.
 """
 
 

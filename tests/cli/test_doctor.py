@@ -12,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.testbed import Testbed, no_nat
+from benchmarks.testbed import Testbed
 from lsgd.cli import doctor
 from lsgd.cli.doctor import Doctor, suggested_period
 from lsgd.node.place import Place
+
+from ..needs import needs_nat
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def test_two_nodes_that_can_train_together(port) -> None:
         assert ("is free for the global server" in said) is (node == 0)
         assert re.search(r"ok    node0 to node1: \d+ Mbit/s, round trip \d+\.\d\d ms", said)
         assert re.search(r"ok    node1 to node0: \d+ Mbit/s", said)
-        assert re.search(r"all-reduce of 1 MiB over TCP: \d+ ms, right", said)
+        assert re.search(r"all-reduce of 1 MiB over TCP: \d+ ms, result correct", said)
         assert re.search(r"a model in float32 takes .* --period \d+ keeps exchanges below 5% of the time", said)
         assert said.endswith("ready for a run")
 
@@ -104,7 +106,7 @@ def test_the_rate_and_the_round_trip_are_those_of_the_wire() -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-@pytest.mark.skipif(os.geteuid() == 0 and no_nat() != "", reason="NAT needs nftables, and a kernel with it")
+@needs_nat()
 @pytest.mark.slow
 def test_nodes_behind_nat_are_timed_through_the_relay() -> None:
     with Testbed(3, rate_mbit=100, behind_nat=[1, 2]) as testbed:

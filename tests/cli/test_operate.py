@@ -198,7 +198,7 @@ def test_all_algorithms_with_their_bytes():
     assert megabytes["qsgd"] == pytest.approx(1 + 8 / 2048, abs=1e-3)
     assert megabytes["diloco"] == pytest.approx(4 / 64, abs=1e-3)
     assert megabytes["local"] == pytest.approx(1 / 4 + 2 / 512, abs=1e-3)
-    assert " ".join(lines["local"]).endswith("(in an exchange; its period is auto)")
+    assert " ".join(lines["local"]).endswith("(MB of one exchange: its period is auto)")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -10,10 +10,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from lsgd.client.groups.base import Members
-from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.mesh import Mesh
-from lsgd.client.groups.tcp.tls import contexts
-from lsgd.protocol.certificates import run_certificate
+from lsgd.client.groups.handshake import contexts
+from lsgd.client.groups.mesh import Mesh
+from lsgd.client.groups.tcp_group import TcpGroup
+from lsgd.protocol.credentials import run_certificate
 
 rank, master, address, kind, pattern = int(sys.argv[1]), *sys.argv[2:5], bytes.fromhex(sys.argv[5])
 within = datetime.timedelta(seconds=30)

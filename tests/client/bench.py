@@ -1,4 +1,4 @@
-"""Members of a generation as threads of one process: real channels, real Gloo, and the server's own rendezvous."""
+"""Members of a generation as threads of one process: real channels, and the server's own rendezvous."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from lsgd.client.control.identity import Identity, versions
 from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
 from lsgd.plan.plan import Plan
-from lsgd.protocol.certificates import run_certificate
+from lsgd.protocol.credentials import run_certificate
 from lsgd.protocol.messages import (
     PROTOCOL,
     Generation,
@@ -29,14 +29,14 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, Poller, Wakeup
-from lsgd.server.rendezvous import Rendezvous
+from lsgd.server.global_daemon import Rendezvous
 
 from ..integration.running import until
 
 CERTIFICATE = run_certificate(b"s" * 32, "run")
 
 
-def generation(*node_sizes: int, number: int = 1, transport: str = "gloo") -> Generation:
+def generation(*node_sizes: int, number: int = 1, transport: str = "tcp") -> Generation:
     places = [(node, index) for node, size in enumerate(node_sizes) for index in range(size)]
     return Generation.of(number, places, transport)
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from lsgd.client.groups import staging
 from lsgd.client.groups.base import Members
-from lsgd.client.groups.reach import Door
-from lsgd.client.groups.tcp import staging
-from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.mesh import Mesh
-from lsgd.client.groups.tcp.routes import Dial, Routes
-from lsgd.client.groups.tcp.staging import Copier
-from lsgd.client.groups.tcp.tls import contexts
+from lsgd.client.groups.handshake import contexts
+from lsgd.client.groups.mesh import Mesh
+from lsgd.client.groups.reach import Endpoint
+from lsgd.client.groups.routes import DirectRoute, Routes
+from lsgd.client.groups.staging import Copier
+from lsgd.client.groups.tcp_group import TcpGroup
 
 from .bench import together
 
@@ -79,29 +79,29 @@ class Network:
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._closing = ExitStack()
-        self._doors: dict[Door, Door] = {}
+        self._endpoints: dict[Endpoint, Endpoint] = {}
 
-    def routes(self, me: int, door_of: Callable[[int], Door]) -> Routes:
+    def routes(self, me: int, endpoint_of: Callable[[int], Endpoint]) -> Routes:
         """Return the routes of a member: all go through this network."""
         network = self
 
         class Through(Routes):
-            def way(self, source: int, target: int) -> Dial | None:
-                way = super().way(source, target)
-                return Dial(network.door(way.door)) if isinstance(way, Dial) else None
+            def route(self, source: int, target: int) -> DirectRoute | None:
+                route = super().route(source, target)
+                return DirectRoute(network.endpoint(route.endpoint)) if isinstance(route, DirectRoute) else None
 
-        return Through(me, door_of)
+        return Through(me, endpoint_of)
 
-    def door(self, behind: Door) -> Door:
-        """Return the network's own door to another one."""
+    def endpoint(self, behind: Endpoint) -> Endpoint:
+        """Return the network's own endpoint to another one."""
         with self._lock:
-            if behind not in self._doors:
+            if behind not in self._endpoints:
                 listener = socket.create_server(("127.0.0.1", 0), backlog=64)
                 self._closing.callback(listener.close)
                 self._closing.callback(lambda: listener.shutdown(socket.SHUT_RDWR))
                 self._start(self._accept, listener, behind)
-                self._doors[behind] = Door("127.0.0.1", listener.getsockname()[1], behind.nonce)
-            return self._doors[behind]
+                self._endpoints[behind] = Endpoint("127.0.0.1", listener.getsockname()[1], behind.nonce)
+            return self._endpoints[behind]
 
     def break_all(self) -> None:
         """End all connections at both sides at once, as a router does that is switched off and on."""
@@ -126,7 +126,7 @@ class Network:
         self._threads.append(thread)
         thread.start()
 
-    def _accept(self, listener: socket.socket, behind: Door) -> None:
+    def _accept(self, listener: socket.socket, behind: Endpoint) -> None:
         with suppress(OSError):
             while True:
                 caller, _ = listener.accept()

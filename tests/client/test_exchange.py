@@ -6,15 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.leader import LeaderSettings
+from lsgd.algorithms.local import LocalSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import Island
-from lsgd.client.iteration.asking import Asking
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
-from lsgd.client.iteration.standing import Standing
-from lsgd.client.iteration.tally import Tally
 from lsgd.errors import EvictedError, ExchangeError, ServerLostError
 from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan
@@ -47,32 +47,43 @@ class Odd(nn.Module):
                 x.fill_(value)
 
 
+LEADER = LeaderSettings(period=4, local_period=4, pull_global=0.5, proximal_global=0.0, proximal_local=0.0)
+
+
+class Looks(TorchDispatchMode):
+    """Notes which tensors are looked at for NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.aminmax:
+            self.addresses.append(args[0].data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
 class Members:
     """Workers of one generation after another, each with a model full of its own number (1, 2, ...)."""
 
     def __init__(
-        self, switchboard: Switchboard, count: int, model: type[Odd] = Odd, folder=None, **run: object
+        self, switchboard: Switchboard, count: int, model: type[Odd] = Odd, folder=None, settings=LEADER, **run: object
     ) -> None:
-        settings = LeaderSettings(period=4, local_period=4, pull_global=0.5, proximal_global=0.0, proximal_local=0.0)
         plan = Plan(RunSettings(**{"exchange_timeout_s": 20.0, **run}), (Phase(settings),))
         self.count = count
         self.models = [model(rank + 1.0) for rank in range(count)]
         self.optimizers = [torch.optim.SGD(m.linear.parameters(), lr=0.1, momentum=0.9) for m in self.models]
-        self.channels, self.replicas, self.rounds, self.tallies = [], [], [], []
+        self.channels, self.replicas, self.rounds = [], [], []
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             membership = switchboard.member(f"node0/worker{rank}", plan)
             flat = FlatParameters(model)
             checkpoints = Checkpoints(model, [optimizer], {}, folder, None, Island())
             checkpoints.load(membership.join.worker, *describe(model))
             checkpoints.start(membership.welcome.run)
-            replica = Replica(membership, flat, model, [optimizer], checkpoints.finite)
-            tally = Tally(4)
+            replica = Replica(membership, flat, model, [optimizer], checkpoints)
             self.channels.append(membership.channel)
             self.replicas.append(replica)
-            self.tallies.append(tally)
-            standing = Standing(membership, replica, tally)
-            asking = Asking(membership, tally, standing)
-            self.rounds.append(Rounds(membership, replica, checkpoints, tally, standing, asking))
+            self.rounds.append(Rounds(membership, replica, checkpoints))
 
     def round(self, id: int = 1, *, number: int = 1, **changes: object) -> Round:
         made = Round(
@@ -123,6 +134,20 @@ def test_a_model_that_is_not_finite_is_healed_with_its_optimizer(switchboard) ->
     members.run(members.round(2, leader=1, source=1))
     assert members.values("linear.weight") == [2.0, 2.0]
     assert momentum["momentum_buffer"].tolist() == [[0.0, 1.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [LocalSettings(period=4), LocalSettings(period=4, compression="none"), LEADER, ElasticSettings(period=4)],
+    ids=["local", "local-uncompressed", "leader", "elastic"],
+)
+def test_a_round_looks_at_its_model_for_nan_once(switchboard, settings) -> None:
+    members = Members(switchboard, 1, settings=settings)
+    members.run(members.round())
+    with Looks() as looks:
+        members.rounds[0].carry_out(members.round(2))
+    model = {buffer.data_ptr() for buffer in members.replicas[0].flat.buffers}
+    assert sorted(address for address in looks.addresses if address in model) == sorted(model)
 
 
 def test_a_buffer_that_is_meant_to_be_infinite_spoils_no_average(switchboard) -> None:
@@ -212,8 +237,8 @@ def test_a_failed_round_changes_nothing_and_the_next_generation_goes_on(switchbo
         pairs = zip(replica.algorithm.shared_state(), state, strict=True)
         assert all(torch.equal(x, y) for x, y in pairs)
 
-    assert members.rounds[0].entrance.generation is None
-    members.rounds[2].entrance.leave()
+    assert members.rounds[0].entry.generation is None
+    members.rounds[2].entry.leave()
     assert not any(isinstance(r, Exception) for r in members.run(members.round(3, number=2, leader=1)))
 
 
@@ -232,9 +257,9 @@ def test_a_round_of_a_generation_that_is_over_is_not_begun(switchboard) -> None:
 def test_the_bytes_of_a_round_are_counted(switchboard) -> None:
     members = Members(switchboard, 3, buffers="keep")
     members.run(members.round())
-    before = [tally.timings() for tally in members.tallies]
+    before = [rounds.timings() for rounds in members.rounds]
     members.run(members.round(2, leader=1))
-    made = [tally.timings() - then for tally, then in zip(members.tallies, before, strict=True)]
+    made = [rounds.timings() - then for rounds, then in zip(members.rounds, before, strict=True)]
     nbytes = sum(x.nbytes for x in members.replicas[0].flat.buffers)  # the leader's model, from each to the next
     assert [x.sent_nbytes for x in made] == [0, nbytes, nbytes]
     assert [x.received_nbytes for x in made] == [nbytes, 0, nbytes]

@@ -1,6 +1,6 @@
 """What a worker has been granted, request by request."""
 
-from lsgd.client.iteration.grants import Grants
+from lsgd.client.iteration.grants import GrantedIterations
 from lsgd.protocol.messages import Go
 
 
@@ -8,9 +8,9 @@ def go(seq: int, iterations: int = 1) -> Go:
     return Go(seq, None, 0.0, "", iterations)
 
 
-def granted(lookahead: int = 1, iterations: int = 1) -> Grants:
+def granted(lookahead: int = 1, iterations: int = 1) -> GrantedIterations:
     """Return what a worker has whose first request was answered: it makes the first of ``iterations``."""
-    grants = Grants(lookahead)
+    grants = GrantedIterations(lookahead)
     assert not grants.next() and grants.seq == 1
     assert grants.take(go(1, iterations))
     return grants

@@ -1,21 +1,31 @@
-"""Process groups over Gloo: every verb, subgroups, and what a missing member does."""
+"""Groups of torch.distributed, over Gloo in NCCL's place: every verb, subgroups, and what a missing member does."""
 
-import socket
+import gc
+import os
+import subprocess
+import sys
 import threading
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from functools import partial
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from lsgd.client.groups import gloo, store
+from lsgd.client.groups import store
 from lsgd.client.groups import torch_group as groups
 from lsgd.client.groups.form import form
-from lsgd.client.groups.torch_group import TorchGroup
+from lsgd.client.groups.tcp_group import RELAYED_NBYTES
+from lsgd.client.groups.torch_group import TorchGroup, gloo_group, torch_group
 from lsgd.errors import ExchangeError
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 
-from ..integration.running import until
+from ..integration.running import LIGHT, until
 from .bench import Switchboard, generation, together
 
 
@@ -25,7 +35,7 @@ def switchboard(tmp_path):
         yield made
 
 
-def run(switchboard, node_sizes, work, *, number=1, missing=(), timeout_s=20.0, transport="gloo", certificate=b""):
+def run(switchboard, node_sizes, work, *, number=1, missing=(), timeout_s=20.0, transport="nccl", certificate=b""):
     """Return what ``work(group)`` returns on every member that is not missing."""
     members = generation(*node_sizes, number=number, transport=transport)
     plan = Plan(RunSettings(exchange_timeout_s=timeout_s))
@@ -33,7 +43,8 @@ def run(switchboard, node_sizes, work, *, number=1, missing=(), timeout_s=20.0, 
     memberships = {rank: switchboard.member(members.members[rank], plan, certificate) for rank in ranks}
 
     def member(rank: int):
-        group = form(members, memberships[rank])
+        over_tcp = transport == "tcp"
+        group = (form if over_tcp else partial(torch_group, backend="gloo"))(members, memberships[rank])
         try:
             return work(group)
         finally:
@@ -44,6 +55,8 @@ def run(switchboard, node_sizes, work, *, number=1, missing=(), timeout_s=20.0, 
 
 HOUR_S = 3600.0
 """A deadline that a test which passes does not wait for."""
+
+GLOO_WITHIN_S = 60.0
 
 
 def test_the_bytes_that_each_member_sends_and_receives_are_counted(switchboard) -> None:
@@ -82,7 +95,7 @@ def every_verb(group: TorchGroup) -> bool:
         group.all_reduce(x).wait()
         assert x.tolist() == [size * (size + 1) / 2] * 5
         # A small one, and one that is passed on from member to member.
-        for source, length in product(range(size), (5, size * groups.PIECE_NBYTES + 3)):
+        for source, length in product(range(size), (5, size * RELAYED_NBYTES + 3)):
             expected = (torch.arange(length) % 251 + source).to(dtype)
             x = expected.clone() if rank == source else torch.full((length,), rank, dtype=dtype)
             group.broadcast(x, source)
@@ -99,7 +112,7 @@ def every_verb(group: TorchGroup) -> bool:
     # Several under way at a time, in several pieces each: none takes another's place.
     under_way = []
     for number in range(4):
-        inputs = [torch.full((groups.PIECE_NBYTES * (number + 1),), 100 * number + 10 * rank + r) for r in range(size)]
+        inputs = [torch.full((RELAYED_NBYTES * (number + 1),), 100 * number + 10 * rank + r) for r in range(size)]
         outputs = [torch.empty_like(x) for x in inputs]
         under_way.append((outputs, group.all_to_all(outputs, inputs)))
     for number, (outputs, transfer) in enumerate(under_way):
@@ -190,26 +203,93 @@ def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(switchboard, 
     assert told.startswith("broadcast from node1/worker0: waited 4.")
 
 
-def test_a_cut_frees_who_waits_for_a_silent_peer(switchboard) -> None:
-    """Long before the deadline, and without the peer's doing anything."""
-    was_cut, freed = threading.Event(), threading.Event()
+class LikeNccl:
+    """A process group over Gloo whose ``abort`` frees who waits in it, as NCCL's does, and Gloo's own does not."""
 
-    def work(group: TorchGroup) -> bool:
-        def cut() -> None:
-            was_cut.set()
-            group.cut()
+    def __init__(self, store, rank, size, timeout_s, address) -> None:
+        self._group = gloo_group(store, rank, size, GLOO_WITHIN_S, address)
+        self._aborted: Future[None] = Future()
+        self._waits = ThreadPoolExecutor(1)
+        if rank == 0:  # the other one goes first, and so ends what still waits in this one's threads
+            KEPT.append(self._group)
 
+    def abort(self) -> None:
+        self._aborted.set_result(None)  # raises if it is called twice
+
+    def allreduce(self, tensors, options):
+        options.timeout = timedelta(seconds=GLOO_WITHIN_S)
+        ends = [self._waits.submit(self._group.allreduce(tensors, options).wait), self._aborted]
+        return SimpleNamespace(wait=lambda: wait(ends, return_when=FIRST_COMPLETED))
+
+
+KEPT: list[Any] = []
+
+
+def silent_peer(switchboard, timeout_s: float, meanwhile) -> str:
+    """Return the error of a member that reduces with one that does not; ``meanwhile`` is called with its group."""
+    over = threading.Event()
+
+    def work(group: TorchGroup) -> str:
         group.all_reduce(torch.ones(3)).wait()
         if group.rank == 1:
-            return freed.wait(30)
-        threading.Timer(0.2, cut).start()
-        with pytest.raises(ExchangeError, match="all_reduce: waited"):
-            group.all_reduce(torch.ones(3)).wait()
-        assert was_cut.is_set()
-        freed.set()
-        return True
+            return str(over.wait(30))
+        transfer = group.all_reduce(torch.ones(3))
+        meanwhile(group)
+        with pytest.raises(ExchangeError) as raised:
+            transfer.wait()
+        over.set()
+        return str(raised.value)
 
-    assert run(switchboard, (2,), work, timeout_s=HOUR_S) == [True, True]
+    said, _ = run(switchboard, (2,), work, timeout_s=timeout_s)
+    KEPT.clear()
+    return said
+
+
+def test_a_cut_aborts_the_groups_and_so_frees_who_waits(switchboard, monkeypatch) -> None:
+    """Long before the deadline, and without the peer's doing anything."""
+    monkeypatch.setattr(groups, "gloo_group", LikeNccl)
+    said = silent_peer(switchboard, HOUR_S, lambda group: threading.Timer(0.2, group.cut).start())
+    assert said.startswith("all_reduce: waited") and "its generation is over" in said
+
+
+def test_the_deadline_aborts_the_groups(switchboard, monkeypatch) -> None:
+    """NCCL itself waits for ever."""
+    monkeypatch.setattr(groups, "gloo_group", LikeNccl)
+    said = silent_peer(switchboard, 2.0, lambda group: None)
+    assert said.startswith("all_reduce: waited 2.")
+
+
+def test_a_cut_aborts_subgroups_and_groups_that_are_built_meanwhile(switchboard, monkeypatch) -> None:
+    aborted: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def abort(self) -> None:
+            aborted.append(self.name)
+
+    going, cut = threading.Event(), threading.Event()
+
+    def make(name: str, ranks) -> Named:
+        if name == "late":
+            going.set()
+            assert cut.wait(20)
+        return Named(name)
+
+    made = groups.ProcessGroups(make, 20.0)
+    made.build("world", [0, 1])
+    made.build("world/node0", [0])
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(made.build, "late", [0, 1])
+        assert going.wait(20)
+        made.cut()
+        assert isinstance(late.exception(20), ConnectionAbortedError)
+    cut.set()
+    made.end()
+    assert aborted[:2] == ["world/node0", "world"] and aborted[2:] == ["late"]
+    with pytest.raises(ConnectionAbortedError, match="its generation is over"):
+        made.build("next", [0])
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -234,7 +314,7 @@ def test_a_cut_frees_who_waits_for_a_member_that_does_not_connect(switchboard, m
         freed.set()
         return True
 
-    assert run(switchboard, (2,), work, timeout_s=20.0) == [True, True]
+    assert run(switchboard, (2,), work, timeout_s=3.0) == [True, True]
     until(lambda: all(t.name != "lsgd-build" for t in threading.enumerate()), "what was left to itself ends too")
 
 
@@ -245,17 +325,44 @@ def test_the_end_of_a_generation_ends_the_forming_of_its_groups(switchboard) -> 
     assert "generation 1 is over: node0/worker1 left" in str(error)
 
 
-def test_groups_listen_on_the_address_they_are_given(switchboard, monkeypatch) -> None:
-    """The host name plays no part, though it is what torch would look up."""
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
 
-    def refuse(*_):
-        raise AssertionError("a host name was looked up")
 
-    monkeypatch.setattr(socket, "gethostname", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    asked = []
-    create = gloo.ProcessGroupGloo.create_device
-    monkeypatch.setattr(gloo.ProcessGroupGloo, "create_device", lambda **kw: asked.append(kw) or create(**kw))
-    assert run(switchboard, (2,), every_verb) == [True, True]
-    assert asked == [{"hostname": "127.0.0.1"}] * 2
+def test_twenty_generations_leave_no_descriptor(switchboard) -> None:
+    run(switchboard, (2,), every_verb)
+    before = descriptors()
+    for number in range(2, 22):  # each of the members has one more channel
+        assert run(switchboard, (2,), lambda g: bool(g.all_reduce(torch.ones(1)).wait()) or True, number=number)
+    channels = switchboard._channels
+    per_channel = descriptors()
+    while len(channels) > 2:
+        channels.pop().close()
+    assert descriptors() <= before, per_channel
+
+
+def test_no_thread_is_left_when_a_group_that_forms_is_cut(switchboard) -> None:
+    def work(group: TorchGroup) -> bool:
+        threading.Timer(0.2, group.cut).start()
+        with pytest.raises(ExchangeError, match="its generation is over"):
+            group.all_reduce(torch.ones(1)).wait()
+        group.close()
+        return all(thread.name != "lsgd-build" for thread in threading.enumerate())
+
+    assert run(switchboard, (2,), work, missing=[1], timeout_s=60.0) == [True]
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_while_a_group_forms_keeps_its_exit_code() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "tests.client._forming", "2"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **LIGHT},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    codes = dict(line.split(": ") for line in said.stdout.splitlines())
+    assert len(codes) == 3, said.stderr
+    assert set(codes.values()) == {"7 7"}, said.stderr

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lsgd.client.iteration.reported import Logged
+from lsgd.client.iteration.reports import Logged
 from lsgd.errors import ConfigError
 
 

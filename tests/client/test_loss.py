@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lsgd.client.iteration.reported import MAX_PENDING, LossWindow
+from lsgd.client.iteration.reports import MAX_PENDING, LossWindow
 from lsgd.errors import ConfigError
 
 

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from benchmarks.testbed import Testbed
-from lsgd.client.control.network import interface_towards
+from lsgd.client.control.identity import interface_towards
 from lsgd.errors import ConfigError
 
 ASK = """
 import json, socket, sys
-from lsgd.client.control.network import interface_towards
+from lsgd.client.control.identity import interface_towards
 found = interface_towards(sys.argv[1])
 print(json.dumps([found.address, found.name, found.reason, socket.gethostbyname(socket.gethostname())]))
 """
@@ -42,12 +42,8 @@ def test_ipv6() -> None:
     assert (found.address, found.name) == ("::1", "lo")
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "240.0.0.1"])
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "255.255.255.255"])
 def test_a_server_that_cannot_be_reached(host) -> None:
-    if host[0].isdigit():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            if probe.connect_ex((host, 9)) == 0:
-                pytest.skip("this machine routes everything somewhere")
     with pytest.raises(ConfigError, match=f"no route to the global server at {host}"):
         interface_towards(host)
 

@@ -1,15 +1,14 @@
 """The share of a run between answers, and the learning rates that follow it."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from lsgd.client.control.island import Island
-from lsgd.client.iteration.progress import Progress, Schedule, Schedules
+from lsgd.client.iteration.grants import ProgressEstimate
 from lsgd.errors import ConfigError
+from lsgd.learning_rate import RateSchedules, factor, set_rates
 from lsgd.plan.run import RunSettings
 
 ITERATIONS = 800
@@ -21,7 +20,7 @@ class Bench:
     def __init__(self, workers: int = 2, **settings: float) -> None:
         self.done, self.now = 0, 100.0
         self.run = RunSettings(workers=workers, **settings)
-        self.progress = Progress(self.run, workers, lambda: self.done, lambda: self.now)
+        self.progress = ProgressEstimate(self.run, workers, lambda: self.done, lambda: self.now)
 
     def make(self, iterations: int) -> list[float]:
         """Make iterations one by one, and return the progress in the middle of each."""
@@ -91,15 +90,14 @@ def optimizer_of(*rates: float) -> torch.optim.Optimizer:
 
 def test_each_group_has_its_base_and_the_base_survives_the_optimizers_state() -> None:
     optimizer = optimizer_of(0.1, 0.02)
-    schedule = Schedule("linear", 0.0, 0.0)
-    schedule.set(optimizer, 0.75)
+    set_rates(optimizer, factor("linear", 0.75, 0.0, 0.0))
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.005])
     again = optimizer_of(0.1, 0.02)
     again.load_state_dict(optimizer.state_dict())
-    schedule.set(again, 0.5)
+    set_rates(again, factor("linear", 0.5, 0.0, 0.0))
     assert [group["lr"] for group in again.param_groups] == pytest.approx([0.05, 0.01])
     again.add_param_group({"params": nn.Linear(1, 1).parameters(), "lr": 0.4})
-    schedule.set(again, 0.25)
+    set_rates(again, factor("linear", 0.25, 0.0, 0.0))
     assert again.param_groups[2]["lr"] == pytest.approx(0.3)
 
 
@@ -107,22 +105,21 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     rate = torch.tensor(0.1)
     optimizer = torch.optim.Adam(nn.Linear(1, 1).parameters(), lr=rate)
     for progress in (0.25, 0.5):
-        Schedule("linear", 0.0, 0.0).set(optimizer, progress)
+        set_rates(optimizer, factor("linear", progress, 0.0, 0.0))
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == pytest.approx(0.05)
 
 
 def test_the_last_schedule_of_an_optimizer_counts_and_others_are_refused() -> None:
     bench, one, other = Bench(iterations=100), optimizer_of(0.1), optimizer_of(0.1)
-    schedules = Schedules(bench.progress, bench.run, [one, other], Island())
+    schedules = RateSchedules(lambda: bench.progress.share(ahead=0.5), [one, other])
     bench.progress.answered(0.5, bench.done)
-    schedules.add([one, other], Schedule("wsd", 0.0, 0.2))
-    schedules.add([one], Schedule("linear", 0.0, 0.0))
+    schedules.add([one, other], "wsd", 0.0, 0.2)
+    schedules.add([one], "linear", 0.0, 0.0)
     schedules.follow()
     assert one.param_groups[0]["lr"] == pytest.approx(0.1 * 0.49)
     assert other.param_groups[0]["lr"] == pytest.approx(0.1)
     with pytest.raises(ConfigError, match="an optimizer that this worker did not join with; pass the optimizer"):
-        schedules.add([optimizer_of(0.1)], Schedule("wsd", 0.0, 0.2))
-    endless = SimpleNamespace(iterations=0, seconds=0.0)
+        schedules.add([optimizer_of(0.1)], "wsd", 0.0, 0.2)
     with pytest.raises(ConfigError, match="neither iterations nor seconds; add --iterations or --seconds"):
-        Schedules(bench.progress, endless, [one], Island()).add([one], Schedule("wsd", 0.0, 0.2))  # type: ignore[arg-type]
+        RateSchedules(bench.progress.share, [one], endless=True).add([one], "wsd", 0.0, 0.2)

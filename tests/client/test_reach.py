@@ -13,14 +13,12 @@ from lsgd.client.groups.reach import (
     MAX_CALLS,
     MESSAGE_NBYTES,
     Calls,
-    Door,
     Row,
     broken_pairs,
-    calls_first,
     missed_nodes,
-    open_door,
     probe,
 )
+from lsgd.client.groups.routes import Endpoint, listening
 from lsgd.client.groups.store import ServerStore
 from lsgd.errors import BrokenLinksError, ExchangeError
 from lsgd.plan.plan import Phase, Plan
@@ -66,23 +64,14 @@ def test_nodes_are_apart_if_two_of_their_members_are() -> None:
     assert missed_nodes(rows, generation(2, 1, 1, 2)) == (0, 1, 0, 2, 2, 0)
 
 
-def test_the_higher_address_calls_as_in_gloo() -> None:
-    addresses = ["10.0.0.9", "10.0.0.10", "10.0.0.9", "9.255.0.1"]
-    doors = [Door(address, 1, b"") for address in addresses]
-    assert calls_first(doors, 1, 0) and not calls_first(doors, 0, 1)
-    assert calls_first(doors, 2, 0) and not calls_first(doors, 0, 2)
-    assert calls_first(doors, 0, 3)
-    assert calls_first([Door("fe80::2%eth0", 1, b""), Door("fe80::1%eth0", 1, b"")], 0, 1)
-
-
-def calls(count: int, spoil=lambda me, doors: doors, within_s: float = HOUR_S) -> list[list[int]]:
+def calls(count: int, spoil=lambda me, endpoints: endpoints, within_s: float = HOUR_S) -> list[list[int]]:
     """Return for each of some members which of the lower ranks it did not reach; ``spoil`` changes what it knows."""
-    opened = [open_door("127.0.0.1") for _ in range(count)]
+    opened = [listening("127.0.0.1") for _ in range(count)]
     entered = [one.__enter__() for one in opened]
-    doors = [door for _, door in entered]
+    endpoints = [endpoint for _, endpoint in entered]
 
     def make(me: int) -> list[int]:
-        known = spoil(me, list(doors))
+        known = spoil(me, list(endpoints))
         return Calls(entered[me][0], me, known).make(range(me), range(me + 1, count), within_s, lambda: False)
 
     try:
@@ -107,35 +96,35 @@ def test_a_door_that_is_closed_a_wrong_one_and_one_without_a_route_are_missed() 
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
 
-    def spoil(me: int, doors: list[Door]) -> list[Door]:
+    def spoil(me: int, endpoints: list[Endpoint]) -> list[Endpoint]:
         if me == 3:
-            doors[0] = replace(doors[0], port=port)
-            doors[1] = replace(doors[1], nonce=b"x" * 16)
-            doors[2] = replace(doors[2], address="255.255.255.255")
-        return doors
+            endpoints[0] = replace(endpoints[0], port=port)
+            endpoints[1] = replace(endpoints[1], nonce=b"x" * 16)
+            endpoints[2] = replace(endpoints[2], address="255.255.255.255")
+        return endpoints
 
     assert calls(4, spoil, within_s=1.0) == [[], [], [], [0, 1, 2]]
 
 
 def test_who_takes_the_connection_and_says_nothing_or_something_else_is_missed() -> None:
     before = descriptors()
-    with socket.create_server(("127.0.0.1", 0)) as silent, open_door("127.0.0.1") as (listener, door):
-        mute = replace(door, port=silent.getsockname()[1])
-        assert Calls(listener, 1, [mute, door]).make([0], [], 0.5, lambda: False) == [0]
+    with socket.create_server(("127.0.0.1", 0)) as silent, listening("127.0.0.1") as (listener, endpoint):
+        mute = replace(endpoint, port=silent.getsockname()[1])
+        assert Calls(listener, 1, [mute, endpoint]).make([0], [], 0.5, lambda: False) == [0]
         connection, _ = silent.accept()
         with connection:
-            assert connection.recv(16) == door.nonce
+            assert connection.recv(16) == endpoint.nonce
     assert descriptors() == before
 
 
 def test_strangers_at_the_door_keep_nobody_out() -> None:
-    with open_door("127.0.0.1") as (listener, door), open_door("127.0.0.1") as (other, second):
-        strangers = [socket.create_connection((door.address, door.port)) for _ in range(MAX_CALLS)]
+    with listening("127.0.0.1") as (listener, endpoint), listening("127.0.0.1") as (other, second):
+        strangers = [socket.create_connection((endpoint.address, endpoint.port)) for _ in range(MAX_CALLS)]
         strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * MESSAGE_NBYTES)
-        listeners, doors = [listener, other], [door, second]
+        listeners, endpoints = [listener, other], [endpoint, second]
 
         def make(me: int) -> list[int]:
-            return Calls(listeners[me], me, doors).make(range(me), range(me + 1, 2), HOUR_S, lambda: False)
+            return Calls(listeners[me], me, endpoints).make(range(me), range(me + 1, 2), HOUR_S, lambda: False)
 
         assert together(make, (0, 1)) == [[], []]
         for stranger in strangers:
@@ -143,21 +132,21 @@ def test_strangers_at_the_door_keep_nobody_out() -> None:
 
 
 def test_it_ends_when_nobody_is_interested_any_more() -> None:
-    with open_door("127.0.0.1") as (listener, door):
-        assert Calls(listener, 0, [door, door]).make([], [1], HOUR_S, lambda: True) == []
+    with listening("127.0.0.1") as (listener, endpoint):
+        assert Calls(listener, 0, [endpoint, endpoint]).make([], [1], HOUR_S, lambda: True) == []
 
 
 def test_an_address_that_is_not_of_this_machine_is_an_exchange_error() -> None:
     with (
         pytest.raises(ExchangeError, match=r"cannot listen on 192\.0\.2\.1: "),
-        open_door("192.0.2.1"),
+        listening("192.0.2.1"),
     ):
         pass
 
 
 def test_members_that_reach_each_other_find_nothing(switchboard) -> None:
     members = [switchboard.member(name, plan(5.0)) for name in NAMES]
-    assert together(lambda rank: probe(generation(1, 1, 1), members[rank]), range(3)) == [()] * 3
+    assert together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), range(3)) == [()] * 3
     probe(generation(1), members[0])  # alone there is nothing to do
 
 
@@ -168,9 +157,9 @@ def test_all_members_find_the_same_broken_pairs(switchboard) -> None:
         port = closed.getsockname()[1]
     join = members[0].join
     store = ServerStore(members[0].channel, join.worker, join.incarnation, 1, 2.0)
-    store.set("door/0", json.dumps(["127.0.0.1", port, "00" * 16]))
+    store.set("endpoint/0", json.dumps(["127.0.0.1", port, "00" * 16]))
     store.set("missed/0", "[[], false]")
-    errors = together(lambda rank: probe(generation(1, 1, 1), members[rank]), (1, 2))
+    errors = together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), (1, 2))
     assert [type(error) for error in errors] == [BrokenLinksError] * 2
     assert [error.broken for error in errors] == [(0, 1, 0, 2)] * 2
     assert str(errors[0]) == (
@@ -184,13 +173,13 @@ def test_of_one_that_dies_in_the_probe_nothing_is_said(switchboard) -> None:
         port = closed.getsockname()[1]
     join = members[0].join
     store = ServerStore(members[0].channel, join.worker, join.incarnation, 1, 2.0)
-    store.set("door/0", json.dumps(["127.0.0.1", port, "00" * 16]))
-    assert together(lambda rank: probe(generation(1, 1, 1), members[rank]), (1, 2)) == [()] * 2
+    store.set("endpoint/0", json.dumps(["127.0.0.1", port, "00" * 16]))
+    assert together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), (1, 2)) == [()] * 2
 
 
 def test_one_that_does_not_come_fails_the_round_and_no_link(switchboard) -> None:
     members = [switchboard.member(name, plan(0.5)) for name in NAMES]
-    errors = together(lambda rank: probe(generation(1, 1, 1), members[rank]), (0, 2))
+    errors = together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), (0, 2))
     assert [type(error) for error in errors] == [ExchangeError] * 2
     assert "waiting for a member's address" in str(errors[0])
 
@@ -200,6 +189,6 @@ def test_the_end_of_the_generation_ends_it(switchboard) -> None:
     channel = members[0].channel
 
     with switchboard.ending(1, "node2/worker0 left", members=2):
-        errors = together(lambda rank: probe(generation(1, 1, 1), members[rank]), range(2))
+        errors = together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), range(2))
     assert str(errors[0]) == "generation 1 is over: node2/worker0 left" == str(errors[1])
     assert channel.generation_over(1)

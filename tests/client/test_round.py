@@ -12,7 +12,7 @@ from lsgd.protocol.messages import Round
 
 from .bench import generation
 
-DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "worker.md"
 ENDS = {State.COMMITTED, State.DROPPED}
 
 
@@ -40,7 +40,7 @@ def test_a_round_ends_once_and_can_end_from_everywhere() -> None:
 
 
 def test_the_design_shows_the_table() -> None:
-    rows = re.findall(r"^\| `([A-Z]+)` \| (.*) \| (.*) \|$", DESIGN.read_text(encoding="utf-8"), re.M)
+    rows = re.findall(r"^\| `([A-Z]+)` \| (.*) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.M)
     assert rows == [
         (state.name, state.value, ", ".join(f"`{next_.name}`" for next_ in following) or "none")
         for state, following in TRANSITIONS.items()

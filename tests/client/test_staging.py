@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lsgd.client.groups.tcp import staging
-from lsgd.client.groups.tcp.group import TcpGroup
+from lsgd.client.groups import staging
+from lsgd.client.groups.tcp_group import TcpGroup
 
 from .bench import CERTIFICATE
 from .meshes import all_at_once, members

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from lsgd.client.groups.reach import Door
-from lsgd.client.groups.tcp import mesh
-from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.hello import HELLO_NBYTES, Hello
-from lsgd.client.groups.tcp.tls import contexts
-from lsgd.protocol.certificates import run_certificate
+from lsgd.client.groups import mesh
+from lsgd.client.groups.handshake import HELLO_NBYTES, Hello, contexts
+from lsgd.client.groups.reach import Endpoint
+from lsgd.client.groups.tcp_group import TcpGroup
+from lsgd.protocol.credentials import run_certificate
 
 from ..integration.running import until
 from .bench import CERTIFICATE
@@ -44,23 +43,23 @@ def is_closed(connection: socket.socket) -> bool:
 def test_strangers_are_refused_and_the_members_go_on(caplog) -> None:
     (first, second), store = members(2, [CERTIFICATE] * 2)
     first._mesh.from_(1)  # it listens
-    door = Door.of(store.get("tcp/0"))
+    endpoint = Endpoint.of(store.get("tcp/0"))
     other = contexts(run_certificate(b"x" * 32, "run"))
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
-    idle = [socket.create_connection((door.address, door.port)) for _ in range(1000)]
+    idle = [socket.create_connection((endpoint.address, endpoint.port)) for _ in range(1000)]
     with caplog.at_level(logging.WARNING, logger="lsgd"):
         for context in (nobody, other.client):
-            with socket.create_connection((door.address, door.port)) as raw, pytest.raises(ssl.SSLError):
+            with socket.create_connection((endpoint.address, endpoint.port)) as raw, pytest.raises(ssl.SSLError):
                 with context.wrap_socket(raw) as stranger:
                     stranger.sendall(b"x" * HELLO_NBYTES)
                     stranger.recv(1)
-        with socket.create_connection((door.address, door.port), 20) as plain:
+        with socket.create_connection((endpoint.address, endpoint.port), 20) as plain:
             plain.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 200)
             with suppress(ConnectionResetError):
                 assert b"HTTP" not in plain.recv(1000)
         member = contexts(CERTIFICATE).client  # that does not know the nonce
-        with member.wrap_socket(socket.create_connection((door.address, door.port), 20)) as knows:
+        with member.wrap_socket(socket.create_connection((endpoint.address, endpoint.port), 20)) as knows:
             knows.sendall(Hello("run", 1, 1, 0).packed(b"x" * 16, 0))
             assert knows.recv(1) == b""
         work = lambda g: g.all_reduce(torch.ones(1)).wait() or True  # noqa: E731
@@ -77,14 +76,14 @@ def test_one_that_speaks_slowly_has_no_more_time_than_others(certificate, caplog
     monkeypatch.setattr(mesh, "HELLO_WITHIN_S", 0.3)
     groups, store = members(2, [certificate] * 2)
     groups[0]._mesh.from_(1)
-    door = Door.of(store.get("tcp/0"))
+    endpoint = Endpoint.of(store.get("tcp/0"))
     outgoing = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
         contexts(CERTIFICATE).client.wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
-    said = outgoing.read() if certificate else Hello("run", 1, 1, 0).packed(door.nonce, 0)
+    said = outgoing.read() if certificate else Hello("run", 1, 1, 0).packed(endpoint.nonce, 0)
     with (
         caplog.at_level(logging.WARNING, logger="lsgd"),
-        socket.create_connection((door.address, door.port)) as slow,
+        socket.create_connection((endpoint.address, endpoint.port)) as slow,
     ):
         slow.settimeout(3 * mesh.HELLO_WITHIN_S / len(said))  # at the end of its words it is too late
         for byte in said:
@@ -132,10 +131,12 @@ def test_what_somebody_has_recorded_is_of_no_use_to_him(caplog) -> None:
     def work(group: TcpGroup) -> float:
         ones(group)
         if group.rank == 0:
-            recorded = [(door, bytes(data)) for door, data in network.heard if data[5:6] == b"\x01"]  # a client's hello
+            recorded = [
+                (endpoint, bytes(data)) for endpoint, data in network.heard if data[5:6] == b"\x01"
+            ]  # a client's hello
             assert len(recorded) == 2
-            for door, data in recorded:
-                with socket.create_connection(door, 20) as again:
+            for endpoint, data in recorded:
+                with socket.create_connection(endpoint, 20) as again:
                     with suppress(ConnectionResetError, BrokenPipeError):
                         again.sendall(data)
                     assert is_closed(again)

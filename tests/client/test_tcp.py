@@ -2,7 +2,9 @@
 
 import gc
 import json
+import logging
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -15,13 +17,13 @@ import pytest
 import torch
 
 from benchmarks.testbed import Testbed
-from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.loop import Loop
-from lsgd.client.groups.tcp.outgoing import Outgoing
-from lsgd.client.groups.tcp.tls import contexts
-from lsgd.client.groups.tcp.work import HEADER, Work
+from lsgd.client.groups import mesh, stream
+from lsgd.client.groups.handshake import contexts
+from lsgd.client.groups.stream import HEADER, Loop, Operation
+from lsgd.client.groups.stream_ends import OutgoingStream
+from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.errors import ExchangeError
-from lsgd.protocol.certificates import run_certificate
+from lsgd.protocol.credentials import run_certificate
 
 from .bench import CERTIFICATE, Switchboard
 from .meshes import Network, all_at_once, members
@@ -169,6 +171,21 @@ def test_a_cut_frees_who_waits_for_a_silent_peer(run) -> None:
     assert run((2,), work, timeout_s=HOUR_S) == [True, True]
 
 
+def test_groups_listen_on_the_address_they_are_given(run, monkeypatch) -> None:
+    """The host name plays no part."""
+
+    def refuse(*_):
+        raise AssertionError("a host name was looked up")
+
+    monkeypatch.setattr(socket, "gethostname", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    opened = []
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda *a, **kw: opened.append(a[0]) or create(*a, **kw))
+    assert run((2,), every_verb) == [True, True]
+    assert opened == [("127.0.0.1", 0)] * 2
+
+
 def test_the_end_of_a_generation_ends_the_wait_for_a_member(switchboard) -> None:
     work = lambda g: g.all_reduce(torch.ones(1)).wait()  # noqa: E731
     with switchboard.ending(1, "node0/worker1 left"):
@@ -192,7 +209,7 @@ def test_members_at_different_verbs_are_told(run) -> None:
 
 
 def test_results_have_the_bits_of_gloo(switchboard) -> None:
-    """What is only carried, and a sum of two, which has no order."""
+    """What is only carried, and a sum of two, which has no order; ``nccl`` is Gloo in its place."""
 
     def work(group) -> list[torch.Tensor]:
         numbers = torch.randn(70_001, generator=torch.Generator().manual_seed(group.rank))
@@ -203,7 +220,7 @@ def test_results_have_the_bits_of_gloo(switchboard) -> None:
         group.broadcast(sent, 1)
         return [*gathered, summed, sent]
 
-    ways = [("gloo", b""), ("tcp", b""), ("tcp", CERTIFICATE)]
+    ways = [("nccl", b""), ("tcp", b""), ("tcp", CERTIFICATE)]
     results = [
         run_over(switchboard, (2,), work, transport=transport, certificate=certificate, number=number)
         for number, (transport, certificate) in enumerate(ways, start=1)
@@ -226,6 +243,77 @@ def test_a_sum_is_made_in_the_order_of_ranks_with_the_same_bits_on_all(run) -> N
     expected = numbers[0] + numbers[1] + numbers[2]
     for large, small in run((2, 1), work):
         assert large.equal(expected) and small.equal(expected[:9])
+
+
+class Clock:
+    """Stands in place of the module ``time``: its time passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    for module in (stream, mesh):
+        monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(stream, "TURN_S", 0.01)  # of real time
+    return made
+
+
+def slow_network(clock: Clock) -> Network:
+    """Return a network on which 64 KiB take two seconds."""
+
+    def carry(data: bytes, before: int) -> bytes:
+        clock.now += 2.0 * len(data) / (1 << 16)
+        return data
+
+    return Network(carry)
+
+
+LARGE = torch.arange(8_000_000)
+"""Takes 2,000 s on such a network."""
+
+
+def test_the_deadline_is_for_silence_and_not_for_work(clock, caplog) -> None:
+    """And what takes long says how far it is."""
+    network, begun_at = slow_network(clock), clock.now
+    groups, _ = members(2, [b""] * 2, timeout_s=900.0, routes=network.routes)
+
+    def work(group: TcpGroup) -> bool:
+        received = torch.zeros_like(LARGE)
+        group.exchange(*(({1: LARGE}, {}) if group.rank == 0 else ({}, {0: received})))
+        return group.rank == 0 or received.equal(LARGE)
+
+    with caplog.at_level(logging.INFO, logger="lsgd"):
+        assert all_at_once(groups, work) == [True, True]
+    network.close()
+    assert clock.now - begun_at > 2 * 900.0
+    said = r"exchange with node0/worker0: [\d.]+ of [\d.]+ MB with node0/worker0 at [\d.]+ Mbit/s, about \d+ s left"
+    assert re.search(said, caplog.text)
+
+
+def test_a_connection_that_is_silent_fails_though_another_moves(clock) -> None:
+    network, over = slow_network(clock), threading.Event()
+    groups, _ = members(3, [b""] * 3, timeout_s=900.0, routes=network.routes)
+
+    def work(group: TcpGroup) -> str:
+        if group.rank == 2:
+            return str(over.wait(30))
+        if group.rank == 1:
+            return str(group.exchange({0: LARGE}, {}))
+        with pytest.raises(ExchangeError) as raised:
+            group.exchange({}, {1: torch.zeros_like(LARGE), 2: torch.zeros(1)})
+        over.set()
+        groups[1].cut()  # it would dial again until the deadline, and the clock stands
+        return str(raised.value)
+
+    said = all_at_once(groups, work)[0]
+    network.close()
+    assert said.endswith("gave up: node2/worker0 did not do its part in time")
 
 
 # -- connections that break -------------------------------------------------------------------------------------
@@ -321,12 +409,12 @@ class Pair:
 def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again() -> None:
     loop = Loop("lsgd-send")
     lost: Future[None] = Future()
-    line = Outgoing("node1/worker0", loop, lambda: lost.set_result(None))
+    line = OutgoingStream("node1/worker0", loop, lambda: lost.set_result(None))
     first, second = Pair(), Pair()
     data = bytearray(os.urandom(1_000_000))
     expected = HEADER.pack(len(data), 0)[:8]
     line.connect(first.sender, 0)
-    work = Work()
+    work = Operation()
     sent = bytes(data)
     work.start([(line, memoryview(data))], "exchange")
     work.wait(HOUR_S * 1e6)  # all of it is the system's
@@ -368,7 +456,7 @@ def test_what_is_done_leaves_no_memory_to_the_garbage_collector() -> None:
     gc.disable()
     try:
         assert all_at_once(groups, work) == [None] * 2
-        assert sum(type(thing) is Work for thing in gc.get_objects()) < 10
+        assert sum(type(thing) is Operation for thing in gc.get_objects()) < 10
     finally:
         gc.enable()
 

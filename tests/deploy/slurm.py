@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ..integration.running import until
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 ENDS_WITHIN_S = 10.0
 JOBS_END_WITHIN_S = 60.0
 CONFIGURATION = """\

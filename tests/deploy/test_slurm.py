@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -11,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from ..integration.running import LIGHT, until
-from .slurm import PROGRAMS, Slurm
+from ..needs import needs
+from .slurm import Slurm
 
 ROOT = Path(__file__).parents[2]
 BATCH = ROOT / "deploy" / "slurm" / "lsgd.sbatch"
-MISSING = [program for program in PROGRAMS if not shutil.which(program)]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="slurmd needs root"),
-    pytest.mark.skipif(bool(MISSING), reason=f"not here: {', '.join(MISSING)} (apt install slurm-wlm munge)"),
+    needs("munge"),
+    needs("slurm-wlm"),
 ]
 ENDS = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
@@ -61,7 +61,7 @@ class Job:
             "NUM_WORKERS": "1",
             "OMP_NUM_THREADS": "1",
         }
-        script = str(ROOT / "lsgd" / "examples" / "digits.py")
+        script = str(ROOT / "examples" / "digits.py")
         self.number = slurm.submit(folder, variables, *options, BATCH, sys.executable, script)
         self.output = folder / f"lsgd-{self.number}.out"
         self.run_dir = folder / "runs" / f"slurm-{self.number}"

@@ -1,4 +1,4 @@
-"""The algorithms in real processes, through real servers and Gloo: phases, identical bits, deaths, changes."""
+"""The algorithms in real processes, through real servers: phases, identical bits, deaths, changes."""
 
 import json
 import re

@@ -11,6 +11,7 @@ import pytest
 
 from lsgd.cli.commands import main
 
+from ..needs import to_install
 from .running import DEADLINE_S, LIGHT, until
 from .test_crashes import EVERY, JournaledRun, kill
 
@@ -21,7 +22,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 SEEN_WITHIN_MS = 2000
 WAIT_MS = DEADLINE_S * 1000
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"Chromium not found: {to_install('chromium')}")
 
 
 @pytest.fixture

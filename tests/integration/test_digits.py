@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from .running import LIGHT
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "lsgd/examples/digits.py"
+EXAMPLE = ROOT / "examples/digits.py"
 
 NO_EXCHANGE = """
 iterations = 384

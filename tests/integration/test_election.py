@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lsgd.client import Worker
-from lsgd.client.iteration.standing import PROBES_A_PERIOD
+from lsgd.client.iteration.reports import PROBES_A_PERIOD
 from lsgd.errors import ConfigError
 
 BY_PROBE = ("--election", "probe")

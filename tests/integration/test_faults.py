@@ -1,4 +1,4 @@
-"""The table of faults in docs/guides/operations.md: each row has tests that show what it promises (faults.toml)."""
+"""The table of faults in docs/guides/failures.md: each row has tests that show what it promises (faults.toml)."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-PAGE = TESTS.parent / "docs" / "guides" / "operations.md"
+PAGE = TESTS.parent / "docs" / "guides" / "failures.md"
 HEADING = "## What goes wrong, and what is seen"
 SHOWN_BY: dict[str, list[str]] = tomllib.loads((Path(__file__).parent / "faults.toml").read_text())
 
@@ -40,7 +40,7 @@ def test_the_table_is_found_and_says_nothing_twice() -> None:
 
 def test_every_row_has_a_line_in_faults_toml_and_every_line_a_row() -> None:
     assert [row for row in rows() if row not in SHOWN_BY] == [], "add these to faults.toml, with their tests"
-    assert [row for row in SHOWN_BY if row not in rows()] == [], "these are no rows of docs/guides/operations.md"
+    assert [row for row in SHOWN_BY if row not in rows()] == [], "these are no rows of docs/guides/failures.md"
 
 
 @pytest.mark.parametrize("row", SHOWN_BY)

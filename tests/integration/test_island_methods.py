@@ -85,6 +85,7 @@ def test_gradients_become_their_mean_within_what_the_codec_rounds(islands, plan,
     islands.begin("--algorithm", *plan, "--iterations", "40")
     one, other = islands.train("--gradients", *how)
     assert one["state"] == other["state"] and sum(one["losses"][-10:]) < sum(one["losses"][:10])
+    assert islands.calls(0) <= 2 * one["iterations"] + 12
     assert equal_after_each_round(islands.folder) > 10
     for process in (0, 1):
         first, second = (torch.load(islands.folder / f"node0-worker{w}.{process}.gradients") for w in (0, 1))

@@ -54,8 +54,13 @@ class Islands(Cluster):
 
     def sent(self, worker: int, process: int) -> tuple[int, int]:
         """Return the bytes that a process has sent, and those of its part of the model."""
-        _, sent, flat = next(line for line in lines(self.folder, worker, process) if line[0] == "sent")
+        _, sent, flat, _ = next(line for line in lines(self.folder, worker, process) if line[0] == "sent")
         return int(sent), int(flat)
+
+    def calls(self, worker: int) -> int:
+        """Return how often the processes of a worker have waited for each other."""
+        (calls,) = {line[3] for p in (0, 1) for line in lines(self.folder, worker, p) if line[0] == "sent"}
+        return int(calls)
 
 
 def lines(folder: Path, worker: int, process: int) -> list[list[str]]:
@@ -102,7 +107,9 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
 
 
 @pytest.mark.parametrize(
-    "how", [("--dim", "1"), ("--copied", "--accumulate", "2", "--bf16")], ids=["windows", "copied"]
+    "how",
+    [("--dim", "1"), ("--copied", "--accumulate", "2", "--bf16"), ("--muon",)],
+    ids=["windows", "copied", "muon"],
 )
 def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
     islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "120")
@@ -112,6 +119,8 @@ def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
     assert one["state"] == other["state"] and one["leader"] == other["leader"]
     assert one["shapes"]["0.weight"] == [7, 8] and one["shapes"]["6.bias"] == [1]
     assert one["iterations"] + other["iterations"] == 120
+    for worker, result in enumerate((one, other)):  # the join and the consensus are about ten more
+        assert islands.calls(worker) <= 2 * result["iterations"] + 10
     rounds = equal_after_each_round(islands.folder)
     assert rounds > 10
     for process in (0, 1):  # its part once a round, and at the beginning and the end the model, one way or the other

@@ -79,7 +79,6 @@ def test_50_changes_of_membership_leave_nothing_behind(cluster) -> None:
     trains(cluster)
     for process in (server, local, stays):
         descriptors, threads, resident_kib = before[process.name]
-        # A group whose building was given up ends its thread and its sockets at Gloo's own deadline, 15 s here.
         until(lambda p=process, d=descriptors, t=threads: holds(p)[0] <= d and holds(p)[1] <= t, process.name)
         assert holds(process)[2] <= resident_kib + GROWTH_KIB, (process.name, before, holds(process))
     finish(cluster, server, stays, local)

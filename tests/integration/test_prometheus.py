@@ -14,12 +14,11 @@ import pytest
 
 from lsgd.protocol.messages import StopRun
 
+from ..needs import needs
 from .running import DEADLINE_S, LIGHT, until
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "prometheus"
-needs_prometheus = pytest.mark.skipif(
-    not shutil.which("prometheus"), reason="prometheus is missing: apt-get install --no-install-recommends prometheus"
-)
+needs_prometheus = needs("prometheus")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Whole runs in real processes, with real servers and Gloo."""
+"""Whole runs in real processes, with real servers."""
 
 import re
 import signal

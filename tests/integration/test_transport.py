@@ -1,6 +1,7 @@
 """Training over each transport, through real servers: with keys, tensors are encrypted, and the bits are the same."""
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,10 @@ def train(cluster: Cluster, folder: Path, algorithm: str, transport: str, *, key
         where = ["--listen", cluster.local_address(node), "--connect", cluster.address, *tokens.get(node, [])]
         locals_.append(cluster.server(f"local{node}", "--local", "--node", str(node), *where))
         locals_[-1].says("local server of node")
-    workers = [cluster.worker("steps", *place, "--seed", 1) for place in PLACES]
+    like_nccl = ["--like-nccl"] if transport == "nccl" else []
+    workers = [cluster.worker("steps", *place, "--seed", 1, *like_nccl) for place in PLACES]
     end_well(*workers, *locals_, server)
-    over = {"auto": "tcp"}.get(transport, transport) + (", encrypted" if keys and transport != "gloo" else "")
+    over = {"auto": "tcp", "nccl": "gloo"}.get(transport, transport) + (", encrypted" if keys else "")
     for worker in workers:
         assert re.search(rf"generation 1: rank \d of 2, over {over} on 127", worker.output), worker.output
     return [cluster.result(*place) for place in PLACES]
@@ -45,9 +47,12 @@ def test_training_over_encrypted_connections(cluster, tmp_path, algorithm) -> No
 
 @pytest.mark.slow
 def test_the_transport_changes_no_bit_of_the_model(tmp_path) -> None:
-    """ByteGrad's workers go in step, so that the same run comes out whatever their speed is."""
+    """ByteGrad's workers go in step, so that the same run comes out whatever their speed is.
+
+    ``nccl`` is a group of torch.distributed over Gloo in NCCL's place.
+    """
     made = []
-    for name, transport, keys in (("gloo", "gloo", False), ("plain", "tcp", False), ("tls", "tcp", True)):
+    for name, transport, keys in (("nccl", "nccl", False), ("plain", "tcp", False), ("tls", "tcp", True)):
         (tmp_path / name).mkdir()
         cluster = Cluster(tmp_path / name)
         try:
@@ -58,3 +63,15 @@ def test_the_transport_changes_no_bit_of_the_model(tmp_path) -> None:
             cluster.close()
     assert made[0] == made[1] == made[2]
     assert len(set(made[0][0])) == 40
+
+
+def test_a_worker_that_is_killed_frees_the_other_from_a_group_of_torch(cluster) -> None:
+    """Long before the deadline of an exchange."""
+    settings = ["--algorithm", "local", "--period", "4", "--transport", "nccl", "--exchange-timeout-s", "600"]
+    server, locals_ = cluster.start("--workers", "2", "--iterations", "120", *settings, nodes=2)
+    survivor = cluster.worker("steps", 0, 0, "--like-nccl")
+    victim = cluster.worker("steps", 1, 0, "--like-nccl", "--die-at", "21")
+    assert victim.wait() == -signal.SIGKILL
+    end_well(survivor, *locals_, server)
+    assert "generation 2: 1 worker on 1 node, over nccl" in server.output
+    assert cluster.result(0, 0)["loss"] < 1.0

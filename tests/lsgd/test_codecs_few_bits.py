@@ -1,4 +1,4 @@
-"""The low-bit codecs: bit by bit what docs/guides/algorithms.md says, in NumPy, and how far off they are."""
+"""The low-bit codecs: bit by bit what docs/concepts/formulas.md says, in NumPy, and how far off they are."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_a_number_that_is_not_finite_spoils_its_block_only(text, bad):
     [("levels2", 2, 0.1175), ("levels1", 1, 0.3634), ("minmax4:block=512", 4, 0.0139), ("topk", 0.23, 0.881)],
 )
 def test_bits_and_mean_square_errors_of_normal_numbers(text, bits, error):
-    """What docs/guides/algorithms.md says."""
+    """What docs/concepts/formulas.md says."""
     x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1))
     assert codec_of(text).element_nbytes * 8 == pytest.approx(bits, abs=0.13)
     assert np.square(coded(text, x)[1] - x.numpy()).mean() == pytest.approx(error, rel=0.02)

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from lsgd.protocol.inbox import MAX_CHUNK, MAX_WAITING_NBYTES, Inbox
+from lsgd.protocol.frames import MAX_CHUNK, MAX_WAITING_NBYTES, Inbox, pack
 from lsgd.protocol.messages import MAX_NBYTES
-from lsgd.protocol.packing import pack
 
 NEVER = 1e9
 

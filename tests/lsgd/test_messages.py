@@ -28,7 +28,7 @@ from lsgd.protocol.messages import (
     Round,
     VersionError,
     Welcome,
-    Where,
+    WorkerHello,
     decode,
     encode,
     kind_of,
@@ -37,7 +37,7 @@ from lsgd.protocol.messages import (
 from ..search import examples
 
 CLASSES = typing.get_args(Message)
-GREETINGS = (Where, Join, NodeHello, EventsQuery)
+GREETINGS = (WorkerHello, Join, NodeHello, EventsQuery)
 
 integers = st.integers(-(1 << 63), (1 << 63) - 1)
 texts = st.text(max_size=20)
@@ -73,7 +73,7 @@ by_type[Round | None] = st.none() | by_type[Round]
 any_message = st.one_of([any_of(cls) for cls in CLASSES])
 
 JOIN = Join(PROTOCOL, "node0/worker1", 7, 0, 1, {"torch": "2.13.0"}, "digest", "two tensors", "", "10.0.0.1")
-ROUND = Round(1, Generation.of(1, [(3, 0), (3, 2)], "gloo"), "global", 0, (0,), 0, (1,), 0, False, "{}")
+ROUND = Round(1, Generation.of(1, [(3, 0), (3, 2)], "tcp"), "global", 0, (0,), 0, (1,), 0, False, "{}")
 
 
 def frame_of(message: Message, **changes: Any) -> bytes:
@@ -266,7 +266,7 @@ def test_a_generation_whose_numbers_do_not_agree_is_refused(change: dict[str, tu
         decode(msgpack.packb([kind, *fields]))
 
 
-@pytest.mark.parametrize("greeting", [JOIN, Where(PROTOCOL, 1), NodeHello(PROTOCOL, 0, 1, "host", "1.0")])
+@pytest.mark.parametrize("greeting", [JOIN, WorkerHello(PROTOCOL, 1), NodeHello(PROTOCOL, 0, 1, "host", "1.0")])
 @pytest.mark.parametrize("version", [0, PROTOCOL + 1, -1, 1 << 40])
 def test_another_version_is_told_apart_whatever_else_has_changed(greeting: Message, version: int) -> None:
     kind = msgpack.unpackb(encode(greeting))[0]

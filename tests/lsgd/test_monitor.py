@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.protocol import monitor, sockets
+from lsgd.protocol import gate, sockets
 from lsgd.protocol.descriptors import raise_descriptor_limit
+from lsgd.protocol.gate import max_strangers
 from lsgd.protocol.keys import KeyRing, parse_token
 from lsgd.protocol.messages import Heartbeat, encode
-from lsgd.protocol.monitor import max_strangers
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener, Poller, new_key_pair
 
 from ..integration.running import until
@@ -133,7 +133,7 @@ def test_a_listener_that_says_nothing_has_refused_nobody(secured, ring, monkeypa
 class TestTooManyStrangers:
     @pytest.fixture(autouse=True)
     def _few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(monitor, "MAX_STRANGERS", 10)
+        monkeypatch.setattr(gate, "MAX_STRANGERS", 10)
 
     @pytest.mark.parametrize("secured", [True, False])
     def test_the_oldest_are_cut_and_who_has_spoken_is_not(self, secured, ring, monkeypatch) -> None:

@@ -290,11 +290,30 @@ def test_phases_follow_one_another(tmp_path: Path) -> None:
         ("phase = 3", {}, "the plan {}: phase must be a list of tables; write [[phase]] above each"),
         ("phase = []", {}, "the plan {}: phase must be a list of tables; write [[phase]] above each"),
         ("phase = [3]", {}, "the plan {}: phase must be a list of tables; write [[phase]] above each"),
-        ("[[phase]]\n[[phase]]", {}, "the plan {}: phase1.iterations = 0; a whole number from 1"),
+        (
+            "[[phase]]\n[[phase]]",
+            {},
+            "the plan {}: phase1.iterations = 0; a whole number from 1 to 1,000,000,000,000,000",
+        ),
         (
             "[[phase]]\niterations = true\n[[phase]]",
             {},
-            "the plan {}: phase1.iterations = True; a whole number from 1",
+            "the plan {}: phase1.iterations = True; a whole number from 1 to 1,000,000,000,000,000",
+        ),
+        (
+            "[[phase]]\niterations = 9\n[[phase]]\niterations = -5",
+            {},
+            "the plan {}: phase2.iterations = -5; the last phase has no iterations of its own",
+        ),
+        (
+            f"[[phase]]\niterations = {10**400}\n[[phase]]",
+            {},
+            f"the plan {{}}: phase1.iterations = {10**400}; a whole number from 1 to 1,000,000,000,000,000",
+        ),
+        (
+            f"iterations = {10**400}",
+            {},
+            f"the plan {{}}: iterations = {10**400} is beyond 1,000,000,000,000,000",
         ),
         (
             "[[phase]]\niterations = 3",

@@ -127,6 +127,8 @@ def test_right_values(name: str, value: object, result: object) -> None:
         ("often", "Auto", "often = 'Auto' is not a whole number, or auto"),
         ("count", "auto", "count = 'auto' is not a whole number"),
         ("at_least", 2, "at_least = 2 is not at least 3"),
+        ("at_least", "1" + 20 * "0", f"at_least = '{10**20}' is beyond 1,000,000,000,000,000"),
+        ("share", 1e300, "share = 1e+300 is not in 0 … 1"),
         ("share", "half", "share = 'half' is not a number"),
         ("share", math.nan, "share = nan is not a number"),
         ("share", "inf", "share = 'inf' is not a number"),

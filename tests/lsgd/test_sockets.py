@@ -5,8 +5,8 @@ import pytest
 
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import MAX_ITEMS
+from lsgd.protocol.frames import PACKED, pack, unpack
 from lsgd.protocol.messages import MAX_NBYTES, Heartbeat, decode, encode
-from lsgd.protocol.packing import PACKED, pack, unpack
 from lsgd.protocol.sockets import MAX_PARTS, Connector, Listener, Poller
 
 FRAME = encode(Heartbeat("node0/worker0", 7))

@@ -15,7 +15,7 @@ import pytest
 
 from lsgd.node.follow import frame
 from lsgd.node.screen import Screen
-from lsgd.protocol.events import Event, Progress
+from lsgd.protocol.events import Event, RunProgress
 from lsgd.watch.reader import Batch
 from lsgd.watch.view import RunView
 
@@ -93,7 +93,7 @@ def run_of(workers: int) -> RunView:
     report |= {"count": 1000, "iterations": 2000, "progress": 0.5, "seconds": 20.0, "generation": 1, "nodes": 1}
     report |= {"rounds_global": 1, "rounds_local": 2, "period": 24, "period_reason": "", "leaders": []}
     report["members"] = members
-    made = [Progress(10.0 * n, "running", "busy", "busy", 500 * n, 2000, 0.25 * n, ()) for n in (1, 2)]
+    made = [RunProgress(10.0 * n, "running", "busy", "busy", 500 * n, 2000, 0.25 * n, ()) for n in (1, 2)]
     events = tuple(Event(n, 10.0 * n, what) for n, what in enumerate(made, 1))
     run = RunView()
     run.take(Batch(connected=True, report=report))

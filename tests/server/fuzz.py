@@ -24,6 +24,7 @@ import msgpack
 
 from lsgd.errors import ProtocolError
 from lsgd.protocol.events import Note, encode_event
+from lsgd.protocol.frames import pack, unpack
 from lsgd.protocol.messages import (
     PROTOCOL,
     ChangeSettings,
@@ -36,7 +37,6 @@ from lsgd.protocol.messages import (
     Get,
     Go,
     Heartbeat,
-    Here,
     Join,
     Leave,
     Left,
@@ -44,6 +44,7 @@ from lsgd.protocol.messages import (
     NodeLeave,
     NodeWelcome,
     Pause,
+    Published,
     Put,
     Refused,
     Request,
@@ -53,14 +54,13 @@ from lsgd.protocol.messages import (
     StatusQuery,
     Stop,
     StopRun,
-    Value,
     Waiting,
     Welcome,
-    Where,
+    WorkerHello,
+    WorkerHelloReply,
     decode,
     encode,
 )
-from lsgd.protocol.packing import pack, unpack
 from lsgd.protocol.sockets import Connector, Listener, Poller
 
 ORDERS = (StopRun, ChangeSettings, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery, EventsQuery)
@@ -77,18 +77,18 @@ OTHER = ("node0/worker1", 8)
 
 def samples() -> list[bytes]:
     """Return a valid frame of each kind, of nobody who is in the run."""
-    generation = Generation.of(1, [(0, 1), (1, 0)], "gloo")
+    generation = Generation.of(1, [(0, 1), (1, 0)], "tcp")
     round = Round(3, generation, "global", 0, (0, 1), 2, (), 0, False, '{"name": "leader"}')
     join = Join(PROTOCOL, *OTHER, 0, 1, {"torch": "2.13.0"}, "digest", "2 parameters", "", "127.0.0.1")
     messages: list[Any] = [
-        *(join, Where(PROTOCOL, 8), Here(0, "tcp://x:1"), Data(*OTHER, "digest"), Heartbeat(*OTHER)),
+        *(join, WorkerHello(PROTOCOL, 8), WorkerHelloReply(0, "tcp://x:1"), Data(*OTHER, "digest"), Heartbeat(*OTHER)),
         *(Request(*OTHER, 1, 0, 0, 0, 0.5), Done(*OTHER, 3, True, ""), Pause(*OTHER, 1, 0)),
         *(Leave(*OTHER, 0, False, "why"), Left(), Put(*OTHER, 1, "key", b"value"), Get(*OTHER, 1, "key")),
         *(NodeHello(PROTOCOL, 0, 1, "host", "0.1.0"), NodeWelcome("run"), NodeLeave(0, 1, "why")),
         *(RunOver("why"), StopRun("why"), ChangeSettings({"period": "8"}), StatusQuery(0), Refused("why")),
         *(EventsQuery(PROTOCOL, 0), Events("epoch", 1, 2, 0, (encode_event(1.0, Note("code", "words")),) * 2)),
         *(Welcome("run", "{}", 0, 2, ("a",)), Waiting(1, "why"), Go(1, round, 0.5, "why")),
-        *(Stop(1, round, "why"), GenerationOver(1, "why"), Value(1, "key", b"value"), Status("{}")),
+        *(Stop(1, round, "why"), GenerationOver(1, "why"), Published(1, "key", b"value"), Status("{}")),
     ]
     return [encode(message) for message in messages]
 
@@ -260,7 +260,7 @@ def fuzz_local(frames: int, random: random.Random) -> int:
 
                 def state() -> object:
                     pump()
-                    return ask(link, encode(Where(PROTOCOL, 9)), Here, poller, 0)
+                    return ask(link, encode(WorkerHello(PROTOCOL, 9)), WorkerHelloReply, poller, 0)
 
                 return _feed(server, frames, random, send, state)
         finally:

@@ -24,13 +24,11 @@ from lsgd.protocol.messages import (
     Waiting,
     Welcome,
 )
+from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import Reason
-from lsgd.server.roster import Roster
-from lsgd.server.rounds import RoundBook
+from lsgd.server.roster import MemberState, Roster
 from lsgd.server.state import Decision, RunState
-from lsgd.server.tokens import Ledger
 from lsgd.settings import AlgorithmSettings, Schedule
 
 from .invariants import check_state
@@ -68,6 +66,14 @@ def greeting(node: int, index: int, incarnation: int = 1, **changes: object) -> 
         address=f"10.0.0.{node + 1}",
     )
     return replace(join, **changes)  # type: ignore[arg-type]
+
+
+def nccl(*places: str) -> "Bench":
+    """Return a bench with workers that have a GPU each, over NCCL."""
+    bench = Bench(workers=len(places), transport="nccl")
+    for place in places:
+        bench.join(place, gpu=f"GPU {place}")
+    return bench
 
 
 class Bench:

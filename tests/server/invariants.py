@@ -2,8 +2,7 @@
 
 import math
 
-from lsgd.server.member_states import MemberState
-from lsgd.server.roster import MAX_LEFT, Roster
+from lsgd.server.roster import MAX_LEFT, MemberState, Roster
 from lsgd.server.state import RunState
 
 

@@ -15,8 +15,7 @@ from lsgd.protocol.sockets import Listener
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import TICK_S
 from lsgd.server.global_daemon import NODE_LEASE_S, GlobalDaemon
-from lsgd.server.journal import Journal
-from lsgd.server.memento import restore
+from lsgd.server.journal import Journal, restore
 from lsgd.server.state import Decision, RunState
 
 from .helpers import check_invariants
@@ -45,16 +44,18 @@ class MemoryListener:
         yield from ()
 
 
-class MemoryJournal:
-    """Stands in for the file: what was written last."""
-
-    path = Path("journal")
-    resumed = False
+class MemoryJournal(Journal):
+    """Has no file, but what was written last."""
 
     def __init__(self) -> None:
         self.state: str | None = None
         self.elections: list[Any] = []
         self.writes = 0
+
+    def open(self) -> None:
+        """Be opened by a process that has just started."""
+        self.path, self.resumed = Path("journal"), self.state is not None
+        self._version, self._kept_at, self._retry_at = (-1, -1), 0.0, 0.0
 
     def save(self, state: dict[str, Any], elections: list[Any]) -> None:
         self.state, self.elections = json.dumps(state), elections
@@ -80,7 +81,8 @@ class ServedRun(SimulatedRun):
         """Begin to serve, as a process that has just started."""
         self.coordinator = coordinator
         self.listener = MemoryListener(self)
-        self.server = GlobalDaemon(coordinator, cast(Listener, self.listener), cast(Journal, self.journal))
+        self.journal.open()
+        self.server = GlobalDaemon(coordinator, cast(Listener, self.listener), self.journal)
         decide = self.server._act
 
         def act(decision: Decision) -> None:

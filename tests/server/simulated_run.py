@@ -32,7 +32,7 @@ from lsgd.protocol.messages import (
     Welcome,
 )
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.memento import capture, restore
+from lsgd.server.journal import capture, restore
 from lsgd.server.state import Decision, RunState
 
 from .helpers import check_invariants, greeting
@@ -451,7 +451,7 @@ class SimulatedRun:
             assert sorted(worker for worker, _ in pairs) == sorted(members)
             if round.scope == "global":
                 live = {m.worker for m in self.state.roster.members.values() if m.live}
-                end = min(self.plan.run.iterations, self.state.course.end)
+                end = min(self.plan.run.iterations, self.state.course.end_of(self.state.course.number))
                 out = sum(m.granted for m in self.state.roster.members.values() if not m.live)
                 left = end - self.state.ledger.count - out
                 assert set(members) == live or len(members) == left < len(live)

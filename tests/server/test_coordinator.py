@@ -28,11 +28,10 @@ from lsgd.protocol.messages import (
     StopRun,
     encode,
 )
+from lsgd.server.books import MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
 from lsgd.server.coordinator import LINGER_S
-from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import NO_REASON
-from lsgd.server.roster import MAX_LEFT, Member, Roster
-from lsgd.server.rounds import MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
+from lsgd.server.roster import MAX_LEFT, Member, MemberState, Roster
 from lsgd.settings import AlgorithmSettings
 
 from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_plan, started
@@ -499,6 +498,8 @@ def test_a_change_is_told_and_a_wrong_one_refused() -> None:
         bench.coordinator.change({"lease_s": "3"})
     with pytest.raises(ConfigError, match=r"^lsgd set: iterations = 'many' is not a whole number$"):
         bench.coordinator.change({"iterations": "many"})
+    with pytest.raises(ConfigError, match=r"^lsgd set: iterations = '1(0{20})' is beyond 1,000,000,000,000,000$"):
+        bench.coordinator.change({"iterations": str(10**20)})
 
 
 @pytest.mark.parametrize(("limit", "count"), [(10, 10), (4, 4), (3, 4), (1, 4)])
@@ -1096,7 +1097,7 @@ def test_the_run_ends_though_somebody_does_not_leave() -> None:
 
 def test_what_is_waited_for_in_words() -> None:
     bench = started("00", "01", "02", "03", "04", "05", period=1, local_period=1)
-    assert bench.state.waits_for(bench.now) == "nobody waits; 6 workers are in the run"
+    assert bench.state.waits_for(bench.now) == "all workers are training; 6 workers are in the run"
     bench.ask("00")
     assert bench.state.waits_for(bench.now + 3.2) == (
         "the next round waits 3.2 s for node0/worker1, node0/worker2, node0/worker3, node0/worker4 and 1 more"

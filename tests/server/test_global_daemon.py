@@ -12,23 +12,26 @@ from pathlib import Path
 import msgpack
 import pytest
 
+from lsgd.protocol.frames import pack
 from lsgd.protocol.messages import (
     MAX_NBYTES,
     PROTOCOL,
+    ChangeSettings,
     Get,
+    Go,
     Left,
     NodeHello,
     NodeLeave,
     NodeWelcome,
     Put,
     Refused,
+    Request,
     Status,
     StatusQuery,
     StopRun,
     decode,
     encode,
 )
-from lsgd.protocol.packing import pack
 from lsgd.protocol.sockets import Connector, Listener, Poller
 from lsgd.server.daemon import EXIT_AT_ONCE
 
@@ -144,6 +147,24 @@ def test_a_frame_that_is_too_large_is_not_even_taken_in(cluster, peer) -> None:
 
     until(welcome, "the server hears the peer again")
     assert "dropped a message" not in server.output
+
+
+def test_a_setting_beyond_64_bits_is_refused(cluster, peer) -> None:
+    answer = cluster.ask(ChangeSettings({"iterations": str(10**20)}))
+    assert isinstance(answer, Refused) and "beyond" in answer.reason
+    assert cluster.status()["state"] == "waiting"
+
+
+def test_a_count_beyond_64_bits_does_not_end_it(cluster) -> None:
+    server = cluster.start_global("--workers", "3")
+    peer, workers = Peer(cluster.address, "node0#1"), [f"node0/worker{index}" for index in range(3)]
+    peer.say(hello(), *(encode(greeting(0, index)) for index in range(3)))
+    peer.say(*(encode(Request(worker, 1, 1, 0, 0, 0, None)) for worker in workers))
+    peer.hears(Go)
+    peer.say(*(encode(Request(worker, 1, 2, (1 << 63) - 1, 1, 0, None)) for worker in workers))
+    server.says(r"dropped a message from \S+: a Go for it cannot be encoded")
+    assert cluster.status()["count"] == 3 * ((1 << 63) - 1)
+    peer.link.close()
 
 
 def test_garbage_does_not_end_it(cluster, peer) -> None:

@@ -7,8 +7,8 @@ from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Evicted, Go, Refused, Stop, StopRun
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.member_states import MemberState
-from lsgd.server.memento import capture, restore
+from lsgd.server.journal import capture, restore
+from lsgd.server.roster import MemberState
 
 from .helpers import Bench, started
 

@@ -14,9 +14,8 @@ import pytest
 from lsgd.errors import ConfigError
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import ChangeSettings, Status
-from lsgd.server.journal import Journal
-from lsgd.server.memento import VERSION
-from lsgd.server.rounds import MAX_ELECTIONS
+from lsgd.server.books import MAX_ELECTIONS
+from lsgd.server.journal import VERSION, Journal
 
 from ..integration.running import Cluster, until
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from lsgd.protocol.messages import Go, NodeLeave, Stop, StopRun, Waiting
 from lsgd.server.links import MAX_EXACT, Links, connected, pairs_of, told, whole_nodes
-from lsgd.server.member_states import MemberState
 from lsgd.server.reasons import CHECK
 from lsgd.server.report import report
+from lsgd.server.roster import MemberState
 
-from .helpers import Bench, Lockstep, make_plan
+from .helpers import Bench, Lockstep, make_plan, nccl
 from .test_memento import reborn
 
 NAMES = ("node0/worker0", "node0/worker1", "node1/worker0", "node1/worker1", "node2/worker0")
@@ -221,7 +221,7 @@ def test_it_is_tried_again_later_in_a_round_that_is_probed_and_takes_over_the_mo
 
 
 def test_a_pair_counts_only_in_a_round_that_was_to_be_probed() -> None:
-    bench = Bench("00", "10", transport="gloo")  # whose links are not tried before a failure
+    bench = nccl("00", "10")  # whose links are not tried before a failure
     bench.ask_all("00", "10")
     bench.fail("10", 1, broken=(0, 1))
     assert bench.codes == ["round_fails.error"]

@@ -11,7 +11,6 @@ import pytest
 
 from lsgd.protocol.messages import (
     PROTOCOL,
-    Here,
     Join,
     Leave,
     Left,
@@ -25,7 +24,8 @@ from lsgd.protocol.messages import (
     RunOver,
     StatusQuery,
     Waiting,
-    Where,
+    WorkerHello,
+    WorkerHelloReply,
     decode,
     encode,
 )
@@ -129,8 +129,8 @@ def request(seq: int) -> Request:
 
 def test_it_says_where_it_is_and_carries_messages_both_ways(above, below, local, cluster) -> None:
     assert f"workers find it with: LSGD_LOCAL={cluster.local_address(3)}" in local.output
-    below.say(Where(PROTOCOL, 7))
-    assert below.hears(Here) == Here(3, above.listener.address)
+    below.say(WorkerHello(PROTOCOL, 7))
+    assert below.hears(WorkerHelloReply) == WorkerHelloReply(3, above.listener.address)
     join = greeting(3, 0, 7)
     below.say(join)
     assert above.hears(Join) == join
@@ -157,13 +157,13 @@ def test_another_protocol_is_refused(below, local) -> None:
 
 def test_garbage_does_not_end_it(above, below, local) -> None:
     below.say(b"", b"\x92", b"\x93\x01\xc0\xc0", b"\x92\x03\xc0", b"\x92\x0a\xc0", bytes(300))
-    below.say(Where(PROTOCOL, 7))
-    below.hears(Here)
+    below.say(WorkerHello(PROTOCOL, 7))
+    below.hears(WorkerHelloReply)
     assert above.listener.send(above.peer, [b"", b"junk"])
     assert above.listener.send(above.peer, [b"a frame without its pair"])
     assert above.listener.send(above.peer, [b"", b"\x91\x00", b"nobody", b"\x91\x00"])
-    below.say(Where(PROTOCOL, 7))
-    below.hears(Here)
+    below.say(WorkerHello(PROTOCOL, 7))
+    below.hears(WorkerHelloReply)
     local.says("invalid message from the global server")
 
 
@@ -175,8 +175,8 @@ def test_with_no_global_server_it_tells_the_workers_what_they_wait_for(cluster, 
     start = f"lsgd-server --global --listen {cluster.address}"
     line = f"no global server answers at {cluster.address}; start it there with: {start}"
     held = {request(5): 5, StatusQuery(7): 0, Pause("node0/worker0", 7, 5, 4): 0}
-    below.say(Where(PROTOCOL, 7))
-    assert below.hears(Here) == Here(0, cluster.address)
+    below.say(WorkerHello(PROTOCOL, 7))
+    assert below.hears(WorkerHelloReply) == WorkerHelloReply(0, cluster.address)
     below.say(greeting(0, 0, 7))
     assert below.hears(Waiting) == Waiting(0, line, away=True)
     for message, seq in held.items():
@@ -193,7 +193,7 @@ def test_with_no_global_server_it_tells_the_workers_what_they_wait_for(cluster, 
 
 def test_it_says_at_once_that_a_workers_process_has_ended(above, below, local) -> None:
     process = subprocess.Popen(["sleep", "600"])
-    below.say(Where(PROTOCOL, 7, process.pid, pid_namespace()), greeting(3, 0, 7), request(1))
+    below.say(WorkerHello(PROTOCOL, 7, process.pid, pid_namespace()), greeting(3, 0, 7), request(1))
     above.hears(Request)
     process.kill()
     assert above.hears(Leave) == Leave("node3/worker0", 7, 0, True, "its process has ended")
@@ -204,8 +204,8 @@ def test_it_says_at_once_that_a_workers_process_has_ended(above, below, local) -
 def test_a_process_that_cannot_be_watched_is_none_of_its_business(above, below, local) -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    below.say(Where(PROTOCOL, 7, process.pid, pid_namespace()), greeting(3, 0, 7))
-    below.say(Where(PROTOCOL, 8, os.getpid(), pid_namespace()), Where(PROTOCOL, 7, os.getpid(), 1))
+    below.say(WorkerHello(PROTOCOL, 7, process.pid, pid_namespace()), greeting(3, 0, 7))
+    below.say(WorkerHello(PROTOCOL, 8, os.getpid(), pid_namespace()), WorkerHello(PROTOCOL, 7, os.getpid(), 1))
     below.say(request(1))
     above.hears(Request)
     assert not any(isinstance(m, Leave) for m in above.got)

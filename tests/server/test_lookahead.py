@@ -3,7 +3,7 @@
 import pytest
 
 from lsgd.protocol.messages import Go, NodeLeave, Pause, Recall, Request, Stop, StopRun
-from lsgd.server.member_states import MemberState
+from lsgd.server.roster import MemberState
 
 from .helpers import Bench, Lockstep, Waiting, started
 

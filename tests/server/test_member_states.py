@@ -1,4 +1,4 @@
-"""The phases of a worker: the table that the roster holds to, and that docs/design.md shows."""
+"""The phases of a worker: the table that the roster holds to, and that docs/concepts/protocol.md shows."""
 
 import subprocess
 import sys
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.server.member_states import TRANSITIONS, MemberState
-from lsgd.server.roster import Member, Roster
+from lsgd.server.roster import TRANSITIONS, Member, MemberState, Roster
 from scripts.member_states import table
 
 from .helpers import greeting
@@ -37,7 +36,7 @@ def test_every_phase_but_the_first_follows_another() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    assert table() in (ROOT / "docs/design.md").read_text(), "make it anew: python scripts/member_states.py"
+    assert table() in (ROOT / "docs/concepts/protocol.md").read_text(), "make it anew: python scripts/member_states.py"
 
 
 def test_the_script_makes_it_anew(tmp_path: Path) -> None:

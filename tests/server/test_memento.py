@@ -13,9 +13,9 @@ from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Data, Evicted, Go, NodeLeave, Refused, Stop, StopRun, Waiting, Welcome
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.member_states import MemberState
-from lsgd.server.memento import VERSION, capture, restore
+from lsgd.server.journal import VERSION, capture, restore
 from lsgd.server.report import report
+from lsgd.server.roster import MemberState
 
 from .helpers import Bench, check_invariants, greeting
 

@@ -16,8 +16,8 @@ from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.memento import capture, restore
-from lsgd.server.pace import LEAST_ROUNDS, MOST_PERIOD, SHORT_PERIOD
+from lsgd.server.course import LEAST_ROUNDS, MOST_PERIOD, SHORT_PERIOD
+from lsgd.server.journal import capture, restore
 from lsgd.server.report import report
 from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
 

@@ -11,9 +11,9 @@ from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import GenerationOver, Go, NodeLeave, Stop, StopRun, Waiting
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.member_states import MemberState
-from lsgd.server.memento import capture, restore
+from lsgd.server.journal import capture, restore
 from lsgd.server.report import report
+from lsgd.server.roster import MemberState
 
 from .helpers import Bench, Lockstep, check_invariants, make_plan
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.client.groups.relayed import Meet, until_it_greets
+from lsgd.client.groups.routes import RelayedRoute, until_it_greets
 from lsgd.errors import ConfigError
-from lsgd.protocol.keys import KeyRing
-from lsgd.protocol.tickets import (
+from lsgd.protocol.credentials import (
     GREETING_NBYTES,
     MET,
     TICKET_NBYTES,
@@ -25,6 +24,7 @@ from lsgd.protocol.tickets import (
     secret_of_relay,
     secret_of_run,
 )
+from lsgd.protocol.keys import KeyRing
 from lsgd.server.relay import GREET_WITHIN_S, MAX_STRANGERS, READ_NBYTES
 
 from ..integration.running import Cluster, Process, until
@@ -48,7 +48,7 @@ class Running:
 
         async def open_() -> socket.socket:
             async with asyncio.timeout(within_s):
-                return await Meet(self.address, ticket, secret or self.secret, b"").open()
+                return await RelayedRoute(self.address, ticket, secret or self.secret, b"").open()
 
         connection = asyncio.run(open_())
         connection.setblocking(True)

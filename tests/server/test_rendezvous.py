@@ -1,7 +1,7 @@
 """The rendezvous: values of one generation, for who is there and who comes before them."""
 
-from lsgd.protocol.messages import Get, Put, Value
-from lsgd.server.rendezvous import Rendezvous
+from lsgd.protocol.messages import Get, Published, Put
+from lsgd.server.global_daemon import Rendezvous
 
 
 def put(generation: int, key: str, value: bytes) -> Put:
@@ -17,7 +17,7 @@ def test_a_value_is_there_for_who_comes_later() -> None:
     rendezvous.begin(3)
     assert rendezvous.put(put(3, "a", b"1")) == []
     rendezvous.begin(3)
-    assert rendezvous.get(get(3, "a")) == Value(3, "a", b"1")
+    assert rendezvous.get(get(3, "a")) == Published(3, "a", b"1")
 
 
 def test_who_comes_earlier_gets_it_once_when_it_is_there() -> None:
@@ -26,7 +26,7 @@ def test_who_comes_earlier_gets_it_once_when_it_is_there() -> None:
     for _ in range(3):  # asked again
         assert rendezvous.get(get(3, "a")) is None
     assert rendezvous.get(get(3, "a", "node2/worker0", 9)) is None
-    value = Value(3, "a", b"1")
+    value = Published(3, "a", b"1")
     assert rendezvous.put(put(3, "a", b"1")) == [("node1/worker0", 2, value), ("node2/worker0", 9, value)]
     assert rendezvous.put(put(3, "a", b"1")) == []
 

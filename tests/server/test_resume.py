@@ -4,7 +4,7 @@ import pytest
 
 from lsgd.protocol.messages import Go, Stop, StopRun
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.memento import capture, restore
+from lsgd.server.journal import capture, restore
 
 from .helpers import Bench, Lockstep, make_plan
 

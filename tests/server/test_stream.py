@@ -152,6 +152,14 @@ def test_what_is_new_comes_after_a_number() -> None:
     assert Stream().epoch != stream.epoch
 
 
+def test_an_event_that_cannot_be_encoded_leaves_a_note() -> None:
+    stream = Stream()
+    stream.add([RoundCompleted(1, None, 1 << 64), Note("", "\ud800"), Note("", "b")])
+    words = [event.what.words for event in events_of(stream, 0)]
+    assert words == ["a RoundCompleted cannot be encoded: OverflowError", *words[1:2], "b"]
+    assert words[1].startswith("a Note cannot be encoded: Unicode")
+
+
 def test_who_comes_late_is_told_how_much_is_lost(monkeypatch) -> None:
     monkeypatch.setattr(streams, "MAX_EVENTS", 16)
     stream = Stream()

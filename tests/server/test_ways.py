@@ -5,10 +5,10 @@ import json
 import pytest
 
 from lsgd.protocol.messages import Done
+from lsgd.server.links import Ways
 from lsgd.server.report import report
-from lsgd.server.ways import Ways
 
-from .helpers import Bench
+from .helpers import Bench, nccl
 from .test_memento import reborn
 
 
@@ -71,7 +71,7 @@ def test_nodes_that_were_not_tried_are_and_the_next_generations_are_told() -> No
 def test_workers_of_one_node_and_those_of_other_transports_are_not_tried() -> None:
     for bench, places in (
         (tcp("00", "01"), ("00", "01")),
-        (Bench("00", "10", transport="gloo"), ("00", "10")),
+        (nccl("00", "10"), ("00", "10")),
     ):
         bench.ask_all(*places)
         assert not bench.round(*places).probe

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from lsgd.cli.commands import main
-from lsgd.protocol.events import Event, Progress, RoundOrdered, WorkerChanged, WorkerProgress
+from lsgd.protocol.events import Event, RoundOrdered, RunProgress, WorkerChanged, WorkerProgress
 from lsgd.watch.dashboard.data import MAX_LOSSES, Story, columns, encoded, shares, snapshot
 from lsgd.watch.reader import Batch
 from lsgd.watch.view import Totals
@@ -37,7 +37,7 @@ def told(seconds, workers=2, rounds_every=5):
             WorkerProgress(name, i, "live", 5 * k, 1.0, 0.1, k * (0.25 if i else 0.75), k * 0.25, 0.0, 1000 * k, 0)
             for i, name in enumerate(names)
         ]
-        happened.append(Progress(float(k), "running", "", "<b>nobody</b> waits", 10 * k, 0, 0.5, tuple(lines)))
+        happened.append(RunProgress(float(k), "running", "", "<b>nobody</b> waits", 10 * k, 0, 0.5, tuple(lines)))
         story.take(Batch(tuple(Event(seq + n, BEGIN + k, what) for n, what in enumerate(happened, 1)), 0, True))
         seq += len(happened)
     return story

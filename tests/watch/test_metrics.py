@@ -14,29 +14,30 @@ from prometheus_client.parser import text_string_to_metric_families
 from lsgd.errors import ConfigError
 from lsgd.protocol.events import (
     Note,
-    Progress,
     RoundCompleted,
     RoundFailed,
     RoundOrdered,
+    RunProgress,
     WorkerChanged,
     WorkerJoined,
     WorkerProgress,
 )
-from lsgd.server.member_states import MemberState
+from lsgd.server.roster import MemberState
 from lsgd.watch import metrics
 from lsgd.watch.history import MAX_REASONS
 from lsgd.watch.metrics import MAX_WORKERS, WORKER_STATES, exposition
 from lsgd.watch.reader import Batch
 
+from ..needs import needs
 from .test_view import REPORT, WHO, Bench, order
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "prometheus"
 OTHER = "node0/worker1"
-promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is missing: apt-get install prometheus")
+promtool = needs("prometheus")
 
 
 def progress(count, *workers, **more):
-    return Progress(float(count), "running", "busy", "why", count, 1000, count / 1000, workers, **more)
+    return RunProgress(float(count), "running", "busy", "why", count, 1000, count / 1000, workers, **more)
 
 
 def at(name, done, spent_s=0.0, nbytes=0, state="live"):

@@ -8,10 +8,10 @@ from lsgd.protocol.events import (
     Note,
     PeriodChosen,
     PhaseBegan,
-    Progress,
     RoundCompleted,
     RoundFailed,
     RoundOrdered,
+    RunProgress,
     SettingsChanged,
     WorkerChanged,
     WorkerJoined,
@@ -50,14 +50,14 @@ def order(number, losses=None):
 
 def progress(count, compute_s, sent=0, state="live"):
     worker = WorkerProgress(WHO, 0, state, count, 0.5, 0.1, compute_s, 1.0, 2.0, sent, 0)
-    return Progress(float(count), "running", "busy", "the next round waits", count, 1000, count / 1000, (worker,))
+    return RunProgress(float(count), "running", "busy", "the next round waits", count, 1000, count / 1000, (worker,))
 
 
 def test_events_change_what_is_the_case() -> None:
     bench = Bench()
     view = bench.tell(
         WorkerJoined(WHO, 0, "10.0.0.1", ""),
-        GenerationBegan(Generation.of(1, [(0, 0)], "gloo"), "", ""),
+        GenerationBegan(Generation.of(1, [(0, 0)], "tcp"), "", ""),
         order(1, {WHO: 0.5, "node0/worker1": float("nan")}),
         RoundCompleted(1, 0.25, 100),
         order(2),

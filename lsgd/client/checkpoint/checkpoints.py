@@ -3,7 +3,8 @@
 import logging
 import random
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,13 +15,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lsgd.algorithms import Algorithm
+from lsgd.algorithms.base import all_finite
 from lsgd.client.checkpoint.file import DamagedError, Packed, pack, read, sweep, write
-from lsgd.client.checkpoint.finite import FiniteCheck, in_words
 from lsgd.client.checkpoint.reshard import Resharding, layout_of
 from lsgd.client.control.island import Island
 from lsgd.client.loader import ShardLoader
 from lsgd.errors import ConfigError, NonFiniteError
-from lsgd.flat import Layout, describe
+from lsgd.flat import Layout, describe, named_floating_buffers
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
 from lsgd.run_folder import checkpoint_path, counts, island_sizes, process_name, runs
@@ -28,6 +29,9 @@ from lsgd.settings import AlgorithmSettings
 from lsgd.shards import load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
+
+NAMED = 3
+"""How many tensors a message names."""
 
 WHOLE = "whole_model"
 """Key in a file's metadata: digest of the whole model, regardless of sharding."""
@@ -58,7 +62,6 @@ class Checkpoints:
 
     Args:
         model: its parameters and buffers are saved, including frozen and non-persistent ones.
-        optimizers: their state is saved.
         extra: what else to save, by name.
         folder: where to write checkpoints; None: nowhere.
         resume: where to look for a checkpoint to resume from; None: nowhere.
@@ -115,11 +118,6 @@ class Checkpoints:
         All processes of an island restore the same checkpoint, of which all files are undamaged. If it was written by
         another number of processes, the model is resharded.
 
-        Args:
-            worker: its name in the run.
-            digest: digest of its model.
-            summary: description of its model, for people.
-
         Raises:
             ConfigError: all checkpoints are damaged (no error for a restarted worker: the run continues and has the
                 model), or one is of another model or version, or does not fit.
@@ -138,7 +136,7 @@ class Checkpoints:
                 state = read(path, digest, summary) if size == island.size else self._resharded(paths)
             except DamagedError as error:
                 damage = error
-            if not island.agree(damage is None):
+            if not all(island.gather("looks for checkpoints", damage is None)):
                 damage = damage or DamagedError(f"the checkpoint {path} is damaged in another process of its worker")
                 if origin is found[-1][0] and not self.restarted:
                     raise damage
@@ -193,7 +191,7 @@ class Checkpoints:
         """Save this loader's position from now on; continue at the position in the checkpoint."""
         self._loaders.append(weakref.ref(loader))
         if self._positions:
-            _take_position(loader, self._positions.pop(0))
+            loader.take_position(self._positions.pop(0))
         return loader
 
     # -- saving ------------------------------------------------------------------------------------------------
@@ -222,14 +220,7 @@ class Checkpoints:
         )
 
     def take(self, count: int, algorithm: Algorithm, losses: Sequence[float], done: int) -> Snapshot | None:
-        """Copy the current state, for :meth:`save`; None if the model is not finite, or there is no folder.
-
-        Args:
-            count: iterations of the run.
-            algorithm: of the run.
-            losses: losses of this worker's last batches.
-            done: this worker's iterations since it joined.
-        """
+        """Copy the current state, for :meth:`save`; None if the model is not finite, or there is no folder."""
         if self.folder is None or not self._check_finite(count):
             return None
         loaders = [loader for reference in self._loaders if (loader := reference()) is not None]
@@ -238,7 +229,7 @@ class Checkpoints:
             "optimizers": local_state([optimizer.state_dict() for optimizer in self._optimizers]),
             "optimizer_kinds": [type(optimizer).__name__ for optimizer in self._optimizers],
             "algorithm": {"settings": table_of(algorithm.settings), "state": algorithm.state_dict()},
-            "loaders": [_position(loader) for loader in loaders],
+            "loaders": [loader.position() for loader in loaders],
             "random": _random_state(next(self._model.parameters()).device),
             "losses": list(losses),
             "iterations": self.iterations + done,
@@ -317,27 +308,6 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, kind: str, saved: dict[str
         ) from None
 
 
-def _position(loader: ShardLoader) -> dict[str, Any]:
-    """Return a loader's position."""
-    sampler = loader.sampler
-    return {"place": list(sampler.dealt_for), "length": sampler.length, "state": loader.state_dict()}
-
-
-def _take_position(loader: ShardLoader, saved: dict[str, Any]) -> None:
-    """Continue a loader at a saved position; in a new epoch, if the shards have changed."""
-    sampler, state = loader.sampler, saved["state"]
-    if saved["length"] != sampler.length or state["seed"] != sampler.seed:
-        logger.warning("a loader is for other data than that of the checkpoint: it begins at the first epoch")
-    elif tuple(saved["place"]) == sampler.place():
-        loader.load_state_dict(state)
-    else:
-        loader.load_state_dict({**state, "epoch": state["epoch"] + 1, "consumed": 0})
-        logger.warning(
-            "the number of workers is not that of the checkpoint: the data is dealt again, beginning with epoch %d",
-            state["epoch"] + 1,
-        )
-
-
 def _random_state(device: torch.device) -> dict[str, Any]:
     name, keys, *rest = np.random.get_state(legacy=True)
     state = {
@@ -356,3 +326,63 @@ def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
     np.random.set_state(state["numpy"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class FiniteCheck:
+    """Finds the tensors of a model that training has made non-finite.
+
+    It checks the trainable parameters, and the floating-point buffers that are finite at construction. A buffer that
+    is not (a mask with minus infinity, for example) is meant to be non-finite.
+    """
+
+    def __init__(self, model: nn.Module, island: Island) -> None:
+        self._model = model
+        self._island = island
+        self._left_out = {name for name, b in named_floating_buffers(model) if not all_finite([_comparable(b)])}
+
+    def buffers(self) -> list[Tensor]:
+        """Return the buffers to average, shared ones once."""
+        return [b for name, b in named_floating_buffers(self._model) if name not in self._left_out]
+
+    @torch.no_grad()
+    def broken(self) -> dict[str, int]:
+        """Return the number of non-finite values by tensor, over all processes that have some."""
+        found = Counter[str]()
+        for each in self._island.gather("looks at its model", self._broken()):
+            found.update(each)
+        return found
+
+    def _broken(self) -> dict[str, int]:
+        """Return the same for this process."""
+        parameters = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        named: list[tuple[str, Tensor]] = [(name, local(p)) for name, p in parameters]
+        named += [(name, b) for name, b in named_floating_buffers(self._model) if name not in self._left_out]
+        if all_finite([_comparable(x) for _, x in named]):
+            return {}
+        wrong = ((name, int((~_comparable(x).isfinite()).sum())) for name, x in named)
+        return {name: number for name, number in wrong if number}
+
+
+@torch.no_grad()
+def clear(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Set non-finite values in the optimizers' states to zero: they would break the model again."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.is_floating_point() and not all_finite([local(value)]):
+                    local(value).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def in_words(broken: Mapping[str, int]) -> str:
+    """Describe which tensors have how many non-finite values; empty if none has."""
+    if not broken:
+        return ""
+    names = list(broken)
+    more = f" and {len(names) - NAMED} more tensors" if len(names) > NAMED else ""
+    values = sum(broken.values())
+    return f"{values} value{'s' * (values > 1)} (NaN or infinite) in {', '.join(names[:NAMED])}{more}"
+
+
+def _comparable(x: Tensor) -> Tensor:
+    """Return a tensor whose minimum torch can compute: it cannot for 8-bit floats."""
+    return x.float() if x.element_size() == 1 else x

@@ -67,14 +67,6 @@ def write(folder: Path, run: str, count: int, worker: str, packed: Packed, about
 
     Files of other runs are never touched.
 
-    Args:
-        folder: folder of all workers' checkpoints.
-        run: identity of the run.
-        count: iterations of the run.
-        worker: its name.
-        packed: its state.
-        about: what :func:`read` checks, and information for people.
-
     Raises:
         OSError, SafetensorError: it cannot be written; earlier files are kept.
     """

@@ -29,11 +29,6 @@ class Resharding:
     flat buffers. The rest comes from the first process. Random numbers start over, and so does algorithm state of any
     other form, such as the error feedback.
 
-    Args:
-        model: model of this process.
-        layout: layout of its flat buffers.
-        optimizers: optimizers of this process.
-
     Attributes:
         state: content of a checkpoint of this process, once all parts are added.
     """

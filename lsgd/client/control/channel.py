@@ -22,16 +22,16 @@ from lsgd.protocol.messages import (
     Evicted,
     GenerationOver,
     Heartbeat,
-    Here,
     Over,
+    Published,
     Recall,
     Refused,
     StatusQuery,
     Stop,
     Upward,
-    Value,
     Waiting,
-    Where,
+    WorkerHello,
+    WorkerHelloReply,
     decode,
     encode,
 )
@@ -120,7 +120,7 @@ class Channel:
         self._thread = threading.Thread(target=self._serve, name="lsgd-channel", daemon=True)
         self._thread.start()
 
-    def send(self, message: Upward | Where | StatusQuery) -> None:
+    def send(self, message: Upward | WorkerHello | StatusQuery) -> None:
         """Send a message without waiting."""
         self.put(encode(message))
 
@@ -148,7 +148,7 @@ class Channel:
 
     def ask(
         self,
-        message: Upward | Where | StatusQuery,
+        message: Upward | WorkerHello | StatusQuery,
         answer: Callable[[Any], bool] | Expected,
         *,
         what: str,
@@ -245,7 +245,7 @@ class Channel:
         """Return why a generation is over; empty while it lasts, as far as this worker knows."""
         return self._over.get(generation, "")
 
-    def introduce(self, where: Where) -> None:
+    def introduce(self, where: WorkerHello) -> None:
         """From now on say every two seconds who this process is: a restarted local server has to know."""
         self._where = encode(where)
 
@@ -304,14 +304,14 @@ class Channel:
         except ProtocolError as error:
             logger.warning("invalid message from the local server: %s", error)
             return
-        if isinstance(message, Value | GenerationOver):
+        if isinstance(message, Published | GenerationOver):
             self.pass_down(frame)
         with self._changed:
             self._heard_at = time.monotonic()
             if isinstance(message, Evicted) and self.run and message.run != self.run:
                 self._waits_for = _other_run(message.run, self.run)
                 return
-            if not isinstance(message, Here) and not (isinstance(message, Waiting) and message.away):
+            if not isinstance(message, WorkerHelloReply) and not (isinstance(message, Waiting) and message.away):
                 self._global_heard_at = self._heard_at
             if isinstance(message, Stop | Over) and self._worker:
                 give(self.address, Notice.ENDED, self._worker)

@@ -1,7 +1,7 @@
 """The processes of one worker that share one sharded model; the first, the head, talks to the servers for all.
 
-All run the same script on one machine. The head shares what it hears, and all compare what they find. Each of the
-others has a connection to the head. A thread at each end sends a sign of life every second. So a process that ends,
+All run the same script on one machine. The head decides for all, by what they report. Each of the others has a
+connection to the head. A thread at each end sends a sign of life every second. So a process that ends,
 freezes or hangs ends the island, even if the others wait for it in a torch collective without a deadline.
 """
 
@@ -16,7 +16,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -25,19 +25,25 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from lsgd.client.control.channel import Channel
 from lsgd.errors import ConfigError, ExchangeError, IslandError, LsgdError
+from lsgd.protocol.messages import Get, Put, StatusQuery, Upward, WorkerHello
 from lsgd.protocol.socket_folder import socket_folder
 from lsgd.shards import mesh_of
 
 logger = logging.getLogger("lsgd")
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 SIZE_VARIABLE = "LSGD_ISLAND"
 """The variable in which the launcher says how many processes a worker has."""
 
 CONNECT_WITHIN_S = 60.0
 """How long an island's processes have to connect to the head, in seconds."""
+
+LEAST_PATIENCE_S = 60.0
+"""How long the head waits at least for another process to make the same call, in seconds."""
 
 FIRST_PATIENCE_S = 600.0
 """How long the head waits for another process to make the same call during the join, in seconds."""
@@ -54,33 +60,79 @@ class ElsewhereError(ExchangeError):
 
 
 class Island:
-    """A worker of one process: an island of only a head.
+    """The processes of one worker, which call the same methods in the same order; one process is only a head.
+
+    Args:
+        mesh: of the processes (``torch.distributed.device_mesh.DeviceMesh``), of one dimension; None: one process.
 
     Attributes:
         rank: of this process in the island; 0 is the head.
         size: number of processes.
+        passed: returns how many bytes of tensors this process has sent and received.
+        take: called with the frames that the others pass up to the head, or the head passes down.
+
+    Raises:
+        ConfigError: the processes are not on one machine.
+        IslandError: one does not connect.
     """
 
-    rank = 0
-    size = 1
+    def __init__(self, mesh: Any = None) -> None:
+        self.rank: int = 0 if mesh is None else mesh.get_local_rank()
+        self.size: int = 1 if mesh is None else mesh.size()
+        self.passed: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.take: Callable[[bytes], None] = lambda frame: None
+        self.silence_s, self._patience_s = CONNECT_WITHIN_S, FIRST_PATIENCE_S
+        self._calls = 0
+        self._others: Sequence[tuple[int, int]] = ()  # what the others have passed
+        links = [] if mesh is None else _connect(mesh.get_group(), self.rank, self.size)
+        self._peers = [_Peer(self, f"process {rank}" if rank else "the head", link) for rank, link in links]
 
     @property
     def is_head(self) -> bool:
         """Whether this process speaks with the servers."""
         return self.rank == 0
 
+    def decide(self, what: str, report: Callable[[], R], decision: Callable[[Callable[[], list[R]]], T]) -> T:
+        """Return on all processes what ``decision`` returns on the head; raise on all what it raises there.
+
+        Args:
+            what: what this process does, in words; all do the same.
+            report: returns what this process tells the head; without others only if the decision asks for it.
+            decision: gets a function that returns the reports of all processes, by rank.
+        """
+        if self.size == 1:
+            return decision(lambda: [report()])
+        self._calls += 1
+        tag, own = (self._calls, what), report()
+        if not self.is_head:
+            self._tell(tag, (own, self.passed()))
+            good, value = self._peers[0].receive(tag, math.inf)
+            if not good:
+                raise value
+            return value  # type: ignore[no-any-return]
+        try:
+            others = [peer.receive(tag, self._patience_s) for peer in self._peers]
+            self._others = [passed for _, passed in others]
+            decided = decision(lambda: [own, *(report for report, _ in others)])
+        except Exception as error:
+            with suppress(IslandError):
+                self._tell(tag, (False, _portable(error)))
+            raise
+        self._tell(tag, (True, decided))
+        return decided
+
     def share(self, what: str, call: Callable[[], T]) -> T:
         """Return on all processes what ``call`` returns on the head; raise on all what it raises there."""
-        return call()
+        return self.decide(what, lambda: None, lambda _: call())
 
-    def gather(self, what: str, value: T) -> list[T]:
+    def gather(self, what: str, value: R) -> list[R]:
         """Return on all processes the values of all, by rank."""
-        return [value]
+        return self.decide(what, lambda: value, lambda values: values())
 
     def poll(self, value: T) -> list[T]:
         """Return on all processes the values of all, by rank, during a round.
 
-        A call of this or of :meth:`agree` precedes each commit, so that all processes commit a round, or none.
+        A call of this precedes each commit, so that all processes commit a round, or none.
 
         Raises:
             ElsewhereError: the round has failed in another process.
@@ -90,87 +142,37 @@ class Island:
             raise ElsewhereError(f"it failed in another process of this worker: {reason}")
         return [value for value, _ in votes]
 
-    def agree(self, ok: bool = True) -> bool:
-        """Return whether ``ok`` holds in all processes; raise as :meth:`poll`."""
-        return all(self.poll(ok))
-
     def fail(self, error: ExchangeError) -> None:
         """Make the next :meth:`poll` of the other processes fail, unless theirs made this one fail."""
         if not isinstance(error, ElsewhereError):
             self.gather("votes in a round", (None, str(error)))
 
-    def close(self) -> None:
-        """Leave this island: if other processes end from now on, that is no error."""
+    def total_passed(self) -> tuple[int, int]:
+        """Return on the head the bytes of all processes: its own now, those of others as of their last report."""
+        sent, received = zip(self.passed(), *self._others, strict=True)
+        return sum(sent), sum(received)
 
+    def connect(self, channel: Channel) -> None:
+        """On the head, pass the other processes' messages to the servers, and back what concerns them."""
+        self.take, channel.pass_down = channel.put, self._pass_down
 
-class ManyProcesses(Island):
-    """An island of several processes, which call the same methods in the same order.
-
-    Args:
-        mesh: of the processes (``torch.distributed.device_mesh.DeviceMesh``), of one dimension.
-
-    Attributes:
-        silence_s: if another process is silent for longer, the island is lost.
-        patience_s: how long the head waits for another process to make the same call.
-        take: called on the head with the frames of :meth:`pass_up`, elsewhere with those of :meth:`pass_down`.
-
-    Raises:
-        ConfigError: the processes are not on one machine.
-        IslandError: one does not connect.
-    """
-
-    def __init__(self, mesh: Any) -> None:
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
-        self.silence_s, self.patience_s = CONNECT_WITHIN_S, FIRST_PATIENCE_S
-        self.take: Callable[[bytes], None] = lambda frame: None
-        self._calls = 0
-        links = _connect(mesh.get_group(), self.rank, self.size)
-        self._peers = [_Peer(self, f"process {rank}" if rank else "the head", link) for rank, link in links]
-
-    def share(self, what: str, call: Callable[[], T]) -> T:
-        """Return on all processes what ``call`` returns on the head; raise on all what it raises there."""
-        tag = self._tag(what)
-        if not self.is_head:
-            good, value = self._peers[0].receive(tag, math.inf)
-            if not good:
-                raise value
-            return value  # type: ignore[no-any-return]
-        try:
-            value = call()
-        except Exception as error:
-            self._tell(tag, (False, _portable(error)))
-            raise
-        self._tell(tag, (True, value))
-        return value
-
-    def gather(self, what: str, value: T) -> list[T]:
-        """Return on all processes the values of all, by rank."""
-        tag = self._tag(what)
-        if not self.is_head:
-            self._peers[0].send("call", (tag, value))
-            return list(self._peers[0].receive(tag, math.inf))
-        values = [value, *(peer.receive(tag, self.patience_s) for peer in self._peers)]
-        self._tell(tag, values)
-        return values
+    def has_joined(self, lease_s: float, exchange_timeout_s: float) -> None:
+        """From now on wait for other processes as long as the plan says."""
+        self.silence_s, self._patience_s = lease_s, max(LEAST_PATIENCE_S, 2 * exchange_timeout_s)
 
     def pass_up(self, frame: bytes) -> None:
         """Give the head a message for the servers."""
         self._peers[0].send("frame", frame)
-
-    def pass_down(self, frame: bytes) -> None:
-        """Give all others a message from the servers; one that is gone is noticed elsewhere."""
-        for peer in self._peers:
-            with suppress(IslandError):
-                peer.send("frame", frame)
 
     def close(self) -> None:
         """Leave this island: if other processes end from now on, that is no error."""
         for peer in self._peers:
             peer.close()
 
-    def _tag(self, what: str) -> tuple[int, str]:
-        self._calls += 1
-        return self._calls, what
+    def _pass_down(self, frame: bytes) -> None:
+        for peer in self._peers:
+            with suppress(IslandError):  # one that is gone is noticed elsewhere
+                peer.send("frame", frame)
 
     def _tell(self, tag: tuple[int, str], value: object) -> None:
         for peer in self._peers:
@@ -180,7 +182,7 @@ class ManyProcesses(Island):
 class _Peer:
     """Another process of the island, and the thread that listens to it."""
 
-    def __init__(self, island: ManyProcesses, name: str, link: Connection) -> None:
+    def __init__(self, island: Island, name: str, link: Connection) -> None:
         self._island = island
         self._name = name
         self._link = link
@@ -268,6 +270,35 @@ class _Peer:
         self._received.put(None)
 
 
+class FollowerChannel(Channel):
+    """A channel through the head, for the addresses of process groups only; the head says all else for its island.
+
+    The wait for an address ends with its generation or at its own deadline.
+    """
+
+    def __init__(self, address: str, incarnation: int, island: Island) -> None:
+        self._island = island
+        super().__init__(address, incarnation, math.inf)
+
+    def _open(self) -> None:
+        self._island.take = self._take
+
+    def send(self, message: Upward | WorkerHello | StatusQuery) -> None:
+        """Have the head forward a message, if it is about an address."""
+        if isinstance(message, Put | Get):
+            super().send(message)
+
+    def put(self, frame: bytes) -> None:
+        """Have the head send a packed message."""
+        self._island.pass_up(frame)
+
+    def start_heartbeat(self, worker: str) -> None:
+        """Do nothing: the head's connection tells it that this process runs."""
+
+    def close(self) -> None:
+        """Do nothing: the island has the connection."""
+
+
 def island_of(model: nn.Module) -> Island:
     """Return the processes that share a model; all of them call this.
 
@@ -276,7 +307,7 @@ def island_of(model: nn.Module) -> Island:
     """
     mesh = mesh_of(model)
     if mesh is not None and mesh.size() > 1:
-        return ManyProcesses(mesh)
+        return Island(mesh)
     if (size := os.environ.get(SIZE_VARIABLE, "1")) != "1":
         raise ConfigError(
             f"lsgd launch has started {size} processes for this worker (--processes-per-worker), but its model is not "

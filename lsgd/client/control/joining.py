@@ -12,16 +12,24 @@ import torch
 from torch import nn
 
 from lsgd.client.control.channel import Channel
-from lsgd.client.control.follower import FollowerChannel
-from lsgd.client.control.identity import Identity, gpu_name, versions
-from lsgd.client.control.island import Island, ManyProcesses
-from lsgd.client.control.network import Interface, interface_towards
+from lsgd.client.control.identity import Identity, Interface, gpu_name, interface_towards, versions
+from lsgd.client.control.island import FollowerChannel, Island
 from lsgd.client.control.notices import Notice, is_given
 from lsgd.client.control.solo import Solo, is_alone, launch_line
 from lsgd.errors import ConfigError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.flat import describe
 from lsgd.plan.plan import Plan
-from lsgd.protocol.messages import PROTOCOL, Here, Join, Leave, Left, Origin, Welcome, Where, worker_name
+from lsgd.protocol.messages import (
+    PROTOCOL,
+    Join,
+    Leave,
+    Left,
+    Origin,
+    Welcome,
+    WorkerHello,
+    WorkerHelloReply,
+    worker_name,
+)
 from lsgd.protocol.processes import pid_namespace
 from lsgd.protocol.sockets import DEFAULT_PORT
 
@@ -32,9 +40,6 @@ FIND_WITHIN_S = 3.5
 
 SILENCE_S = 20.0
 """How long the servers may be silent in a join after that, in seconds."""
-
-LEAST_PATIENCE_S = 60.0
-"""How long an island's head waits at least for another process to make the same call, in seconds."""
 
 LEAVE_WITHIN_S = 3.0
 """How long a leaving worker waits for the servers to acknowledge, in seconds."""
@@ -47,13 +52,6 @@ class Membership:
     All processes of an island have the same identity, ``join`` and welcome.
 
     Args:
-        identity: of this process.
-        device: of its model.
-        channel: to the servers.
-        join: the message that it sent them.
-        welcome: their answer.
-        plan: the run's settings.
-        island: the processes that are this worker, this one among them.
         servers: this process's own, if it runs alone.
     """
 
@@ -88,55 +86,22 @@ def join_run(
 ) -> Membership:
     """Join the run of this machine's local server, or run alone; raises as ``Worker.join``.
 
-    Args:
-        model: the worker's.
-        identity: of this process.
-        timeout_s: longest to wait for the other workers.
-        load: restores the checkpoint of the worker with this name, whose model has this digest and summary; returns
-            where it is from.
-        island: the processes that share the model, including this one; all of them call this.
+    All processes of an island call this. ``load`` restores the checkpoint of the worker with this name, whose model has
+    this digest and summary, and returns where it is from.
     """
-    digest, summary = describe(model)
-    device = next(model.parameters()).device
     try:
         with contextlib.ExitStack() as opened:
-            servers, address = None, identity.local_address
-            if island.is_head and identity.from_variables and is_alone(os.environ):
-                servers = Solo(os.environ)
-                opened.callback(servers.close)
-                address = servers.address
-            channel = _channel(address, identity.incarnation, island)
-            opened.callback(channel.close)
-            island.gather("joins", None)  # from here on all of them hear what the head passes down
+            servers, channel = _connect(identity, island, opened)
             here = island.share("joins", lambda: _find_server(channel, identity))
-            channel.silence_s = SILENCE_S
             interface = _interface(here.address)
-            worker = worker_name(here.node, identity.index)
-            origin = load(worker, digest, summary)
-            join = Join(
-                protocol=PROTOCOL,
-                worker=worker,
-                incarnation=identity.incarnation,
-                node=here.node,
-                index=identity.index,
-                versions=versions(),
-                model=digest,
-                model_summary=summary,
-                gpu=gpu_name(device),
-                address=interface.address,
-                resumed=origin.iterations,
-                resumed_run=origin.run,
-            )
-            channel.start_heartbeat(join.worker)
-            welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island))
+            join = _introduction(model, identity, here.node, interface.address, load)
+            welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.size))
             opened.pop_all()
     except RunOverError as error:
         logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
         raise
-    channel.silence_s = channel.global_silence_s = plan.run.server_timeout_s
-    channel.run = welcome.run
-    if isinstance(island, ManyProcesses):
-        island.silence_s, island.patience_s = plan.run.lease_s, max(LEAST_PATIENCE_S, 2 * plan.run.exchange_timeout_s)
+    island.has_joined(plan.run.lease_s, plan.run.exchange_timeout_s)
+    device = next(model.parameters()).device
     for warning in welcome.warnings:
         logger.warning("%s joins with other versions: %s", join.worker, warning)
     logger.info(
@@ -147,14 +112,45 @@ def join_run(
     return Membership(identity, device, channel, join, welcome, plan, island, servers)
 
 
-def _channel(address: str, incarnation: int, island: Island) -> Channel:
-    """Return the channel to the servers; processes that are not the head of their island go through the head."""
-    if isinstance(island, ManyProcesses) and not island.is_head:
-        return FollowerChannel(address, incarnation, island)
-    channel = Channel(address, incarnation, FIND_WITHIN_S)
-    if isinstance(island, ManyProcesses):
-        island.take, channel.pass_down = channel.put, island.pass_down
-    return channel
+def _connect(identity: Identity, island: Island, opened: contextlib.ExitStack) -> tuple[Solo | None, Channel]:
+    """Return this process's own servers, if it runs alone, and its channel to the servers.
+
+    Processes that are not the head of their island go through the head.
+    """
+    if not island.is_head:
+        return None, FollowerChannel(identity.local_address, identity.incarnation, island)
+    servers, address = None, identity.local_address
+    if identity.from_variables and is_alone(os.environ):
+        servers = Solo(os.environ)
+        opened.callback(servers.close)
+        address = servers.address
+    channel = Channel(address, identity.incarnation, FIND_WITHIN_S)
+    opened.callback(channel.close)
+    island.connect(channel)
+    return servers, channel
+
+
+def _introduction(
+    model: nn.Module, identity: Identity, node: int, address: str, load: Callable[[str, str, str], Origin]
+) -> Join:
+    """Return what a worker says of itself, once its checkpoint is restored."""
+    digest, summary = describe(model)
+    worker = worker_name(node, identity.index)
+    origin = load(worker, digest, summary)
+    return Join(
+        protocol=PROTOCOL,
+        worker=worker,
+        incarnation=identity.incarnation,
+        node=node,
+        index=identity.index,
+        versions=versions(),
+        model=digest,
+        model_summary=summary,
+        gpu=gpu_name(next(model.parameters()).device),
+        address=address,
+        resumed=origin.iterations,
+        resumed_run=origin.run,
+    )
 
 
 def unwrapped(given: Any) -> list[torch.optim.Optimizer]:
@@ -223,10 +219,12 @@ def log_to_stderr(level: int = logging.INFO) -> None:
     logger.setLevel(level)
 
 
-def _find_server(channel: Channel, identity: Identity) -> Here:
-    where = Where(PROTOCOL, identity.incarnation, os.getpid(), pid_namespace())
+def _find_server(channel: Channel, identity: Identity) -> WorkerHelloReply:
+    where = WorkerHello(PROTOCOL, identity.incarnation, os.getpid(), pid_namespace())
     try:
-        here: Here = channel.ask(where, lambda m: isinstance(m, Here), what="looking for the local server")
+        here: WorkerHelloReply = channel.ask(
+            where, lambda m: isinstance(m, WorkerHelloReply), what="looking for the local server"
+        )
     except ServerLostError:
         if is_given(channel.address, Notice.OVER):
             raise RunOverError("the run is over: its servers on this machine have ended") from None
@@ -237,14 +235,16 @@ def _find_server(channel: Channel, identity: Identity) -> Here:
             f"set LSGD_LOCAL for another address"
         ) from None
     channel.introduce(where)
+    channel.silence_s = SILENCE_S
     return here
 
 
-def _welcome(channel: Channel, join: Join, timeout_s: float, island: Island) -> tuple[Welcome, Plan]:
+def _welcome(channel: Channel, join: Join, timeout_s: float, processes: int) -> tuple[Welcome, Plan]:
     """Return the servers' welcome and the plan in it.
 
     A worker that lacks or cannot use the plan's algorithm or codec leaves at once, so that nobody waits for it.
     """
+    channel.start_heartbeat(join.worker)
     what = f"{join.worker} waits to join"
     try:
         welcome: Welcome = channel.ask(join, lambda m: isinstance(m, Welcome), what=what, timeout_s=timeout_s)
@@ -254,13 +254,15 @@ def _welcome(channel: Channel, join: Join, timeout_s: float, island: Island) -> 
         raise JoinError(str(error)) from None
     try:
         plan = Plan.from_json(welcome.plan)
-        if island.size > 1 and (obstacle := plan.obstacle_to_islands()):
-            raise ConfigError(f"its model is sharded over {island.size} processes, and {obstacle}")
+        if processes > 1 and (obstacle := plan.obstacle_to_islands()):
+            raise ConfigError(f"its model is sharded over {processes} processes, and {obstacle}")
     except ConfigError as error:
         leave = Leave(join.worker, join.incarnation, 0, True, str(error))
         with contextlib.suppress(ExchangeError, JoinError, ServerLostError):
             channel.ask(leave, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S)
         raise JoinError(f"{join.worker} cannot take part: {error}") from None
+    channel.silence_s = channel.global_silence_s = plan.run.server_timeout_s
+    channel.run = welcome.run
     return welcome, plan
 
 

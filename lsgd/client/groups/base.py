@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from lsgd.collectives.group import Group
 from lsgd.protocol.messages import Generation
@@ -111,17 +110,3 @@ class WorkerGroup(Group):
     def close(self) -> None:
         """Drop the connections, so that peers waiting for this member fail at once."""
         raise NotImplementedError
-
-
-def to_host(tensor: Tensor, *, copy: bool = True) -> Tensor:
-    """Return ``tensor`` if it is in host memory, else a pinned tensor like it; with its values if ``copy``."""
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor) if copy else host
-
-
-def from_host(host: Tensor, tensor: Tensor) -> None:
-    """Copy to ``tensor`` what has arrived in ``host``, the result of :func:`to_host` for it."""
-    if host is not tensor:
-        tensor.copy_(host)

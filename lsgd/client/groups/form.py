@@ -4,16 +4,15 @@ from functools import partial
 
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Members, Traffic, WorkerGroup
-from lsgd.client.groups.relayed import Meet
+from lsgd.client.groups.handshake import contexts
+from lsgd.client.groups.mesh import Mesh
+from lsgd.client.groups.routes import RelayedRoute, Routes
 from lsgd.client.groups.store import store_of
-from lsgd.client.groups.tcp.group import TcpGroup
-from lsgd.client.groups.tcp.mesh import Mesh
-from lsgd.client.groups.tcp.routes import Routes
-from lsgd.client.groups.tcp.tls import contexts
+from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.client.groups.torch_group import torch_group
 from lsgd.errors import ExchangeError
+from lsgd.protocol.credentials import Ticket
 from lsgd.protocol.messages import Generation
-from lsgd.protocol.tickets import Ticket
 
 
 def form(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> WorkerGroup:
@@ -25,7 +24,7 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
     Raises:
         ExchangeError: a member does not come, or the generation is over.
     """
-    if generation.transport != "tcp":
+    if generation.transport == "nccl":
         return torch_group(generation, membership, traffic)
     welcome, timeout_s = membership.welcome, membership.plan.run.exchange_timeout_s
     members, store = Members.of(generation, membership.join.worker), store_of(generation, membership)
@@ -33,11 +32,11 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
     tls = contexts(welcome.certificate) if welcome.certificate else None
     home, apart = generation.homes, {*zip(generation.missed[::2], generation.missed[1::2], strict=True)}
 
-    def meet(source: int, target: int, nonce: bytes) -> Meet:
+    def relayed(source: int, target: int, nonce: bytes) -> RelayedRoute:
         ticket = Ticket(welcome.run.encode(), generation.number, source, target, of_target=target == me)
-        return Meet(welcome.relay, ticket, welcome.relay_secret, nonce)
+        return RelayedRoute(welcome.relay, ticket, welcome.relay_secret, nonce)
 
-    routes = partial(Routes, missed=lambda one, other: (home[one], home[other]) in apart, meet=meet)
+    routes = partial(Routes, missed=lambda one, other: (home[one], home[other]) in apart, relayed=relayed)
     here = me, names, membership.join.address
     mesh = Mesh(welcome.run, generation.number, *here, store, tls, timeout_s, routes, when_cut=store.end)
     if len(names) > 1:

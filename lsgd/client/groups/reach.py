@@ -1,11 +1,11 @@
 """Tests whether the members of a generation can reach each other, before their groups are built.
 
 A group that cannot connect fails at its deadline, on whichever member waits first, and says nothing about the others.
-So each member opens a port, publishes it through the servers, calls the members that Gloo would have it call, and
-publishes which ones it did not reach. Then all members know which pairs are broken.
+So each member opens a port, publishes it through the servers, calls all others, and publishes which ones it did not
+reach. Then all members know which pairs are broken.
 
-For lsgd's own TCP connections it is enough that one of two members can dial the other, or that both reach the relay. So
-there all members call all others, and the results decide how each connection is made.
+For lsgd's own TCP connections it is enough that one of two members can dial the other, or that both reach the relay.
+There the results decide how each connection is made.
 """
 
 import asyncio
@@ -14,15 +14,13 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from lsgd.client.control.joining import Membership
-from lsgd.client.groups.relayed import until_it_greets
+from lsgd.client.groups.routes import NONCE_NBYTES, Endpoint, listening, until_it_greets
 from lsgd.client.groups.store import ServerStore
 from lsgd.errors import BrokenLinksError, ExchangeError
 from lsgd.protocol.messages import Generation
@@ -42,28 +40,8 @@ MAX_CALLS = 128
 MAX_PAIRS = 8192
 """Most broken pairs reported."""
 
-_NONCE_NBYTES = 16
 _RANK_NBYTES = 4
 _POLL_S = 0.25
-
-
-@dataclass(frozen=True)
-class Door:
-    """Where a member answers calls: address, port, and the nonce with which calls begin."""
-
-    address: str
-    port: int
-    nonce: bytes
-
-    def published(self) -> str:
-        """Return this as text."""
-        return json.dumps([self.address, self.port, self.nonce.hex()])
-
-    @staticmethod
-    def of(published: bytes) -> "Door":
-        """Return what a member has published."""
-        address, port, nonce = json.loads(published)
-        return Door(address, port, bytes.fromhex(nonce))
 
 
 class Row(NamedTuple):
@@ -91,17 +69,15 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
     within_s = min(PROBE_WITHIN_S, timeout_s)
     who = (channel, *membership.who, generation.number)
     store = ServerStore(*who, timeout_s)
-    with open_door(join.address) as (listener, door):
-        store.set(f"door/{me}", door.published())
-        doors = [door if rank == me else Door.of(store.get(f"door/{rank}")) for rank in range(size)]
-        all_call = generation.transport != "gloo"
+    with listening(join.address) as (listener, endpoint):
+        store.set(f"endpoint/{me}", endpoint.published())
+        endpoints = [endpoint if rank == me else Endpoint.of(store.get(f"endpoint/{rank}")) for rank in range(size)]
         # Only an island's head probes, and does not tell the other processes: so theirs must dial both ways.
         one_way = generation.transport == "tcp" and membership.island.size == 1
-        calls = [rank for rank in range(size) if rank != me and (all_call or calls_first(doors, me, rank))]
-        callers = [rank for rank in range(size) if rank != me and (all_call or calls_first(doors, rank, me))]
+        others = [rank for rank in range(size) if rank != me]
         over = partial(channel.generation_over, generation.number)
-        made = Calls(listener, me, doors, membership.welcome.relay if one_way else "")
-        row = Row(made.make(calls, callers, within_s, over), made.reaches_relay)
+        made = Calls(listener, me, endpoints, membership.welcome.relay if one_way else "")
+        row = Row(made.make(others, others, within_s, over), made.reaches_relay)
     store.set(f"missed/{me}", json.dumps(row))
     rows = {me: row}
     deadline = time.monotonic() + within_s + ROWS_WITHIN_S
@@ -140,43 +116,13 @@ def missed_nodes(rows: Mapping[int, Row], generation: Generation) -> tuple[int, 
     return tuple(node for pair in sorted(missed) if pair[0] != pair[1] for node in pair)
 
 
-def calls_first(doors: Sequence[Door], one: int, other: int) -> bool:
-    """Whether Gloo would make ``one`` connect to ``other``: the higher address connects; if equal, the higher rank."""
-    return (_packed(doors[one].address), one) > (_packed(doors[other].address), other)
-
-
-def _packed(address: str) -> bytes:
-    return socket.inet_pton(family(address), address.partition("%")[0])
-
-
-def family(address: str) -> socket.AddressFamily:
-    """Return the family of a numeric address."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-@contextmanager
-def open_door(address: str) -> Iterator[tuple[socket.socket, Door]]:
-    """Listen on an address, at a port that the system chooses, inside the block.
-
-    Raises:
-        ExchangeError: it cannot listen there.
-    """
-    try:
-        listener = socket.create_server((address, 0), family=family(address), backlog=MAX_CALLS)
-    except OSError as error:
-        raise ExchangeError(f"cannot listen on {address}: {error}") from error
-    with listener:
-        listener.setblocking(False)
-        yield listener, Door(address, listener.getsockname()[1], secrets.token_bytes(_NONCE_NBYTES))
-
-
 class Calls:
     """One member's calls: it calls others, and answers each call that has its nonce with the same bytes.
 
     Args:
-        listener: behind this member's own door; closed at the end.
+        listener: behind this member's own endpoint; closed at the end.
         me: this member's rank.
-        doors: of all members.
+        endpoints: of all members.
         relay: address of the relay that may help; empty: there is none.
 
     Attributes:
@@ -184,13 +130,13 @@ class Calls:
         reaches_relay: whether this member saw that it reaches the relay; it looks if it missed somebody.
     """
 
-    def __init__(self, listener: socket.socket, me: int, doors: Sequence[Door], relay: str = "") -> None:
+    def __init__(self, listener: socket.socket, me: int, endpoints: Sequence[Endpoint], relay: str = "") -> None:
         self.missed: dict[int, str] = {}
         self.reaches_relay = False
         self._relay = relay
         self._listener = listener
         self._me = me
-        self._doors = doors
+        self._endpoints = endpoints
         self._awaited: set[int] = set()
         self._answered: list[asyncio.StreamWriter] = []  # the oldest first
 
@@ -233,12 +179,12 @@ class Calls:
             self.reaches_relay = True
 
     async def _call(self, rank: int) -> None:
-        door = self._doors[rank]
-        rest = secrets.token_bytes(MESSAGE_NBYTES - _NONCE_NBYTES - _RANK_NBYTES)
-        message = door.nonce + self._me.to_bytes(_RANK_NBYTES) + rest
+        endpoint = self._endpoints[rank]
+        rest = secrets.token_bytes(MESSAGE_NBYTES - NONCE_NBYTES - _RANK_NBYTES)
+        message = endpoint.nonce + self._me.to_bytes(_RANK_NBYTES) + rest
         async with self._called:
             try:
-                reader, writer = await asyncio.open_connection(door.address, door.port)
+                reader, writer = await asyncio.open_connection(endpoint.address, endpoint.port)
             except OSError as error:
                 self.missed[rank] = os.strerror(error.errno) if error.errno else str(error)
                 return
@@ -262,12 +208,12 @@ class Calls:
         self._answered.append(writer)
         writer.transport.set_write_buffer_limits(0)  # makes drain() wait until all is sent
         try:
-            message = await reader.readexactly(_NONCE_NBYTES)
-            if message == self._doors[self._me].nonce:
-                message += await reader.readexactly(MESSAGE_NBYTES - _NONCE_NBYTES)
+            message = await reader.readexactly(NONCE_NBYTES)
+            if message == self._endpoints[self._me].nonce:
+                message += await reader.readexactly(MESSAGE_NBYTES - NONCE_NBYTES)
                 writer.write(message)
                 await writer.drain()
-                self._awaited.discard(int.from_bytes(message[_NONCE_NBYTES:][:_RANK_NBYTES]))
+                self._awaited.discard(int.from_bytes(message[NONCE_NBYTES:][:_RANK_NBYTES]))
                 self._came.set()
         except (OSError, EOFError):
             pass

@@ -4,11 +4,12 @@ import datetime
 import time
 
 from torch._C._distributed_c10d import Store as Store  # for other modules, too
+from torch._C._distributed_c10d import TCPStore as TCPStore
 
 from lsgd.client.control.channel import Channel, Expected
 from lsgd.client.control.joining import Membership
 from lsgd.errors import ExchangeError
-from lsgd.protocol.messages import Generation, Get, Put, Value
+from lsgd.protocol.messages import Generation, Get, Published, Put
 
 REPUBLISH_S = 3.0
 """How often a waiting member publishes its own values again, in seconds."""
@@ -69,7 +70,7 @@ class ServerStore(Store):
 
     def _ask(self, key: str, timeout_s: float) -> bytes:
         expected = self._channel.expect(
-            lambda m: isinstance(m, Value) and m.generation == self._generation and m.key == key
+            lambda m: isinstance(m, Published) and m.generation == self._generation and m.key == key
         )
         self._awaited.add(expected)
         try:

@@ -1,133 +1,221 @@
-"""Groups on torch.distributed, rebuilt for each generation."""
+"""Groups on torch.distributed, rebuilt for each generation: for NCCL."""
 
+import atexit
 import datetime
+import functools
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from lsgd.client.control.joining import Membership
-from lsgd.client.groups.base import Members, Traffic, WorkerGroup, from_host, to_host
-from lsgd.client.groups.connections import Connections
-from lsgd.client.groups.gloo import gloo_group
+from lsgd.client.groups.base import Members, Traffic, WorkerGroup
 from lsgd.client.groups.store import store_of
 from lsgd.collectives.group import Transfer
-from lsgd.collectives.point_to_point import PIECE_NBYTES, Exchange, Relay
+from lsgd.collectives.point_to_point import Exchange
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation
+
+END_WITHIN_S = 5.0
+"""How long :meth:`ProcessGroups.end` waits for each thread that builds or aborts a group, in seconds."""
+
+LEAVE_WITHIN_S = 1.0
+"""How long the process waits at its end for a thread that had waited for a group, to let go of it, in seconds."""
+
+LATE_S = 1.0
+"""How long after a group's deadline the wait for its construction ends, in seconds: torch's own error comes first."""
+
+
+class ProcessGroups:
+    """The process groups of a generation. Each is built in a thread, and a cut aborts them all.
+
+    Args:
+        make: returns a process group with this name of these ranks of the generation.
+        timeout_s: how long that may take.
+        when_cut: called when they are cut; ends the waits for what members publish.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[str, Sequence[int]], dist.ProcessGroup],
+        timeout_s: float,
+        when_cut: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._make = make
+        self._timeout_s = timeout_s
+        self._when_cut = when_cut
+        self._made: list[dist.ProcessGroup] = []
+        self._cut: Future[None] = Future()
+        self._threads: set[threading.Thread] = set()
+        self._callers: set[threading.Thread] = set()  # of build
+        self._lock = threading.Lock()
+        _open.add(self)
+        _end_at_exit()
+
+    def build(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Return a new process group.
+
+        Raises:
+            ConnectionAbortedError: the groups were cut before it was built. Its thread is left behind.
+            TimeoutError: it took too long.
+        """
+        self.check()
+        built: Future[dist.ProcessGroup] = Future()
+        self._callers.add(threading.current_thread())
+        self._start(lambda: self._build(built, name, ranks), "lsgd-build")
+        ends: list[Future[Any]] = [built, self._cut]
+        wait(ends, self._timeout_s + LATE_S, FIRST_COMPLETED)
+        self.check()
+        if not built.done():
+            raise TimeoutError("another member did not do its part in time")
+        return built.result()
+
+    def cut(self) -> None:
+        """Abort all groups: what waits in them fails. Safe from any thread, and does not wait itself."""
+        try:
+            self._cut.set_result(None)
+        except InvalidStateError:  # it was cut before
+            return
+        self._when_cut()
+        with self._lock:
+            made, self._made = self._made, []
+        if made:
+            self._start(lambda: _abort(made), "lsgd-abort")
+
+    def end(self, *, callers: bool = False) -> None:
+        """Cut, and wait for the threads, with ``callers`` also for those that have called :meth:`build`."""
+        self.cut()
+        for thread in {*self._threads, *(self._callers if callers else ())} - {threading.current_thread()}:
+            thread.join(END_WITHIN_S if thread in self._threads else LEAVE_WITHIN_S)
+
+    @contextmanager
+    def until(self, deadline: float) -> Iterator[None]:
+        """Cut the groups if the block lasts beyond ``deadline`` (of ``time.monotonic``).
+
+        Raises:
+            ConnectionAbortedError: they were cut meanwhile; what the block has received is undefined.
+        """
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self.cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConnectionAbortedError if the groups were cut."""
+        if self._cut.done():
+            raise ConnectionAbortedError("its generation is over, or another operation of it has failed")
+
+    def _start(self, work: Callable[[], object], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _build(self, built: Future[dist.ProcessGroup], name: str, ranks: Sequence[int]) -> None:
+        try:
+            group = self._make(name, ranks)
+            with self._lock:
+                over = self._cut.done()
+                if not over:
+                    self._made.append(group)
+            if over:
+                group.abort()
+            built.set_result(group)
+        except Exception as error:
+            built.set_exception(error.with_traceback(None))  # its frames hold the group
+
+
+def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort groups, the newest first, as torch itself does."""
+    for group in reversed(groups):
+        group.abort()
 
 
 class TorchGroup(WorkerGroup):
     """A Group (:class:`lsgd.collectives.group.Group`) on a torch process group; subgroups are built when first used.
 
     Args:
-        build: returns a process group with this name of these ranks of the generation.
+        groups: builds the process groups.
         members: its members.
         timeout_s: deadline of each verb.
-        transport: ``nccl`` or ``gloo``.
-        device: best device for tensors that are created only for the group.
-        connections: the sockets of the group that this one is a part of; None: it is a whole group.
+        backend: torch's name of what carries the tensors.
+        device: of the tensors.
         traffic: counts what this member sends and receives.
     """
 
     def __init__(
         self,
-        build: Callable[[str, Sequence[int]], dist.ProcessGroup],
+        groups: ProcessGroups,
         members: Members,
         timeout_s: float,
-        transport: str,
+        backend: str,
         device: torch.device,
-        connections: Connections | None = None,
         traffic: Traffic | None = None,
     ) -> None:
         super().__init__(members, timeout_s, traffic)
+        self.transport = backend
         self.device = device
-        self.transport = transport
-        self._build = build
+        self._groups = groups
         self._group: dist.ProcessGroup | None = None
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._connections = connections or Connections()
 
     def _group_of(self, members: Members) -> "TorchGroup":
-        shared = self.transport, self.device, self._connections, self._traffic
-        return TorchGroup(self._build, members, self._timeout_s, *shared)
+        return TorchGroup(self._groups, members, self._timeout_s, self.transport, self.device, self._traffic)
 
     def cut(self) -> None:
         """Make everything that waits in this group or its subgroups fail at once; safe from any thread."""
-        self._connections.cut()
+        self._groups.cut()
 
     def close(self) -> None:
         """Drop the process groups, so that peers waiting for this member fail at once."""
+        self._groups.end()
+        self._drop()
+
+    def _drop(self) -> None:
         for group in self._subgroups.values():
-            group.close()
+            assert isinstance(group, TorchGroup)
+            group._drop()
         self._group = None
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """Begin to replace ``tensor`` by the sum over all members."""
         options = dist.AllreduceOptions()
         options.timeout = self._timeout
-        host = self._staged(tensor)
         passed = 2 * (self.size - 1) * tensor.nbytes // self.size  # as in a ring
-        under_way = self._begin(
-            "all_reduce", lambda group: group.allreduce([host], options), sent=passed, received=passed
-        )
-
-        def wait() -> None:
-            under_way.wait()
-            from_host(host, tensor)
-
-        return Transfer(wait)
+        return self._begin("all_reduce", lambda group: group.allreduce([tensor], options), sent=passed, received=passed)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace ``tensor`` by that of ``source``.
-
-        Over Gloo, a large tensor goes from each member to the next, piece by piece, so it leaves each node once. Gloo's
-        own broadcast is a tree of whole messages: four hosts take three times as long as one transfer.
-        """
-        host = self._staged(tensor)
-
-        def start(group: dist.ProcessGroup) -> Any:
-            if self.transport == "gloo" and host.nbytes >= self.size * PIECE_NBYTES:
-                return Relay(group, host, source, self.rank, self.size)
-            options = dist.BroadcastOptions()
-            options.timeout = self._timeout
-            options.rootRank = source
-            options.rootTensor = 0
-            return group.broadcast([host], options)
-
-        sent = 0 if (self.rank + 1) % self.size == source else host.nbytes  # from each to the next
-        received = 0 if self.rank == source else host.nbytes
-        self._begin(f"broadcast from {self._members.names[source]}", start, sent=sent, received=received).wait()
-        if self.rank != source:
-            from_host(host, tensor)
+        """Replace ``tensor`` by that of ``source``."""
+        options = dist.BroadcastOptions()
+        options.timeout = self._timeout
+        options.rootRank = source
+        options.rootTensor = 0
+        sent = 0 if (self.rank + 1) % self.size == source else tensor.nbytes  # from each to the next
+        received = 0 if self.rank == source else tensor.nbytes
+        what = f"broadcast from {self._members.names[source]}"
+        self._begin(what, lambda group: group.broadcast([tensor], options), sent=sent, received=received).wait()
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         peers = ", ".join(self._members.names[rank] for rank in sorted({*sends, *receives}))
-        outgoing = {rank: self._staged(tensor) for rank, tensor in sends.items()}
-        incoming = {rank: self._staged(tensor, copy=False) for rank, tensor in receives.items()}
-        together = self.device if self.transport == "nccl" else None
-        under_way = self._begin(
+        batch = self.device if self.transport == "nccl" else None
+        return self._begin(
             f"exchange with {peers}",
-            lambda group: Exchange(group, outgoing, incoming, together),
+            lambda group: Exchange(group, sends, receives, batch),
             sent=sum(tensor.nbytes for tensor in sends.values()),
             received=sum(tensor.nbytes for tensor in receives.values()),
         )
-
-        def wait() -> None:
-            under_way.wait()
-            for rank, tensor in receives.items():
-                from_host(incoming[rank], tensor)
-
-        return Transfer(wait)
-
-    def _staged(self, tensor: Tensor, *, copy: bool = True) -> Tensor:
-        """Return ``tensor``, or its copy in host memory if this group's transport cannot use the GPU's."""
-        return tensor if self.transport == "nccl" else to_host(tensor, copy=copy)
 
     def _begin(self, what: str, start: Callable[[dist.ProcessGroup], Any], *, sent: int, received: int) -> Transfer:
         """Call ``start``, which returns an object with ``wait()``; a group of one has nothing to do.
@@ -140,51 +228,104 @@ class TorchGroup(WorkerGroup):
         started_at = time.monotonic()
         with self._failing(what, started_at):
             if self._group is None:
-                self._group = self._connections.watch(lambda: self._build(self._members.name, self._members.ranks))
+                self._group = self._groups.build(self._members.name, self._members.ranks)
             work = start(self._group)
 
         def wait() -> None:
-            with self._failing(what, started_at):
+            with self._failing(what, started_at), self._groups.until(started_at + self._timeout_s):
                 work.wait()
-                if self.transport == "nccl":
+                if self.device.type == "cuda":  # until then, only the GPU has waited
                     torch.cuda.current_stream(self.device).synchronize()
 
         return Transfer(wait)
 
     @contextmanager
     def _failing(self, what: str, started_at: float) -> Iterator[None]:
-        """If torch raises an error, close the group and raise an ExchangeError."""
+        """If an operation fails, cut the groups and raise an ExchangeError."""
         try:
             yield
-        except (RuntimeError, ConnectionAbortedError) as error:
-            self.close()
-            raise ExchangeError(
-                f"{what}: waited {time.monotonic() - started_at:.1f} s, then gave up: {str(error).splitlines()[0]}"
-            ) from error
+        except (RuntimeError, OSError) as error:
+            waited_s = time.monotonic() - started_at
+            self._groups.cut()
+            self._drop()
+            why = str(error).partition("\n")[0]
+            raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {why}") from error
 
 
-def torch_group(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> TorchGroup:
-    """Return the group of all members over Gloo or NCCL, as for :func:`lsgd.client.groups.form.form`."""
-    address, device, timeout_s = membership.join.address, membership.device, membership.plan.run.exchange_timeout_s
-    store = store_of(generation, membership)
-    connections = Connections(when_cut=store.end)
-    members = Members.of(generation, membership.join.worker)
+def torch_group(
+    generation: Generation, membership: Membership, traffic: Traffic | None = None, backend: str = "nccl"
+) -> TorchGroup:
+    """Return the group of all members over a backend of torch, as for :func:`lsgd.client.groups.form.form`.
 
-    def build(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    Runs use NCCL. Tests and benchmarks use ``gloo`` in its place, on the host.
+    """
+    timeout_s, device = membership.plan.run.exchange_timeout_s, membership.device
+    store, members = store_of(generation, membership), Members.of(generation, membership.join.worker)
+
+    def make(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         rank = list(ranks).index(members.rank)
-        if generation.transport == "nccl":
-            named = PrefixStore(name, store)
-            group = dist.ProcessGroup(named, rank, len(ranks))
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = datetime.timedelta(seconds=timeout_s)
-            nccl = dist.ProcessGroupNCCL(named, rank, len(ranks), options)
-            group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
-            group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-            # Batched messages need a communicator that all members have opened together.
-            with connections.around():
-                group.allreduce([torch.zeros(1, device=device)]).wait()
-            return group
-        return gloo_group(store, name, rank, [members.names[r] for r in ranks], address, timeout_s, connections)
+        if backend == "nccl":
+            return nccl_group(PrefixStore(name, store), rank, len(ranks), timeout_s, device)
+        return gloo_group(PrefixStore(name, store), rank, len(ranks), timeout_s, membership.join.address)
 
-    home = device if generation.transport == "nccl" else torch.device("cpu")
-    return TorchGroup(build, members, timeout_s, generation.transport, home, connections, traffic)
+    home = device if backend == "nccl" else torch.device("cpu")
+    return TorchGroup(ProcessGroups(make, timeout_s, store.end), members, timeout_s, backend, home, traffic)
+
+
+def nccl_group(store: Store, rank: int, size: int, timeout_s: float, device: torch.device) -> dist.ProcessGroup:
+    """Return a process group over NCCL whose members have opened their communicator, which batched messages need.
+
+    lsgd aborts it when a member is gone or late. For that, torch advises that its watchdog ignore errors; otherwise it
+    ends the process.
+    """
+    group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.NCCL
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=2 * timeout_s)
+    with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        nccl = dist.ProcessGroupNCCL(store, rank, size, options)
+    group._register_backend(device, kind, nccl)
+    group._set_default_backend(kind)
+    group.allreduce([torch.zeros(1, device=device)]).wait()
+    return group
+
+
+def gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: str) -> dist.ProcessGroup:
+    """Return a process group over Gloo on the interface of an address.
+
+    Gloo cannot abort: who waits for a silent member waits until the deadline. The end of a member's process, or of its
+    group, frees the others at once.
+    """
+    group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    group._register_backend(torch.device("cpu"), kind, ProcessGroupGloo(store, rank, size, options))
+    group._set_default_backend(kind)
+    return group
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+_open: weakref.WeakSet[ProcessGroups] = weakref.WeakSet()
+
+
+@functools.cache
+def _end_at_exit() -> None:
+    """Have no thread build a group when the interpreter ends: in torch's code, it would end the process by a signal."""
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    for groups in tuple(_open):
+        groups.end(callers=True)

@@ -23,7 +23,6 @@ class GradientExchange:
 
     Args:
         flat: the model's parameters; from the first pass on, gradients live in buffers of the same layout.
-        algorithm: exchanges a bucket.
         complete: called by autograd at the end of the pass; waits for the exchange, and repairs a failed one.
 
     Attributes:

@@ -1,9 +1,34 @@
-"""A worker's grants, and the numbers of its requests."""
+"""How a worker gets its iterations: it asks the servers, one request after another and ahead of need."""
 
-from lsgd.protocol.messages import Go
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lsgd.client.control.channel import Expected
+from lsgd.client.control.joining import Membership
+from lsgd.client.iteration.reports import ElectionInput, Stopwatch
+from lsgd.errors import ExchangeError, JoinError, LsgdError, ServerLostError
+from lsgd.plan.run import RunSettings
+from lsgd.protocol.messages import Go, Pause, Paused, Request, Stop
+
+logger = logging.getLogger("lsgd")
+
+PAUSE_WITHIN_S = 3.0
+"""How long a pausing worker waits for the servers to acknowledge, in seconds."""
+
+OFFLINE_AFTER_S = 3.0
+"""How long the servers must be silent before a worker continues without them, if the plan allows it, in seconds."""
+
+MEMORY = 0.9
+"""Weight of the answers before the last one in the estimate of this worker's share."""
+
+EQUAL_FOR = 8.0
+"""The estimate starts as if this many iterations had been an equal share of the run."""
 
 
-class Grants:
+class GrantedIterations:
     """The iterations granted to a worker: by one request after another, and by one request ahead.
 
     Args:
@@ -64,3 +89,264 @@ class Grants:
         """Give up all grants and the last request: the next request gets a new number."""
         self.give_back()
         self._unanswered = False
+
+
+class ProgressEstimate:
+    """The share of the run that is done, 0 to 1, as far as this worker knows.
+
+    Answers give it exactly, but one may cover many iterations. In between, each iteration of this worker counts as much
+    as those before it (at first, an equal share); time counts if the plan ends by time. The estimate never falls: if
+    it is ahead of an answer, it waits. Only if the run goes back to a checkpoint, an answer is below the last one, and
+    the estimate follows.
+    """
+
+    def __init__(
+        self, run: RunSettings, world_size: int, done: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run = run
+        self._done = done
+        self._clock = clock
+        self._answer: float | None = None  # the last one; below, when it came
+        self._answer_done, self._answer_s = 0, 0.0
+        self._highest = 0.0  # share that was returned
+        # This many iterations of this worker were this share of the run; older ones count less.
+        self._iterations = EQUAL_FOR
+        self._share = EQUAL_FOR * world_size / run.iterations if run.iterations else 0.0
+
+    def answered(self, answer: float, done: int) -> None:
+        """Accept the share in an answer to a request that reported ``done`` iterations of this worker."""
+        if self._answer is not None:
+            if answer < self._answer:
+                self._highest = answer
+            elif done > self._answer_done:
+                self._iterations = MEMORY * self._iterations + done - self._answer_done
+                self._share = MEMORY * self._share + answer - self._answer
+        self._answer, self._answer_done, self._answer_s = answer, done, self._clock()
+
+    def share(self, ahead: float = 0.0) -> float:
+        """Return the share ``ahead`` iterations of this worker from now: 0.5 is the middle of the next one."""
+        if self._answer is None:
+            return 0.0
+        made = self._done() - self._answer_done + ahead
+        by_count = made * self._share / self._iterations if self._run.iterations else 0.0
+        by_time = (self._clock() - self._answer_s) / self._run.seconds if self._run.seconds else 0.0
+        self._highest = max(self._highest, min(1.0, self._answer + max(by_count, by_time)))
+        return self._highest
+
+
+class Report(NamedTuple):
+    """What a process of a worker tells its head: its loss, its iterations, and whether its part is finite."""
+
+    loss: float | None
+    done: int
+    finite: bool | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a worker does next; in an island the head decides, and the other processes are told.
+
+    Args:
+        answer: from the servers; None: an iteration that was granted ahead, or one without the servers.
+        reported: the share of the run in the last answer, and this worker's iterations as of its request; None: none
+            has come since the decision before.
+        middle: the share of the run in the middle of the next iteration, for learning rates.
+        finite: whether the model is finite in all processes; None: nobody has looked.
+        warning: for the log of each process; empty: none.
+    """
+
+    answer: Go | Stop | None
+    reported: tuple[float, int] | None
+    middle: float
+    finite: bool | None = None
+    warning: str = ""
+
+
+class GrantClient:
+    """One worker's requests, what the servers have granted it, and the iterations that it has completed.
+
+    In an island the head asks, and all processes get its decisions.
+
+    Attributes:
+        done: iterations completed since it joined.
+        granted: whether an iteration is granted and has not run.
+        progress: share of the run that is done.
+        middle: share of the run in the middle of the next iteration; equal in all processes of an island.
+        stopped: whether the run has ended, at least for this worker.
+    """
+
+    def __init__(self, membership: Membership, election: ElectionInput, stopwatch: Stopwatch) -> None:
+        self.done = 0
+        self.granted = self.stopped = False
+        self.progress = ProgressEstimate(membership.plan.run, membership.welcome.world_size, lambda: self.done)
+        self.middle = 0.0
+        self._island, self._channel, self._who = membership.island, membership.channel, membership.who
+        self._election, self._stopwatch = election, stopwatch
+        self._may_be_alone = membership.plan.run.offline_iterations
+        self._held = GrantedIterations(membership.plan.run.lookahead)
+        self._ahead: Expected | None = None  # the answer to the request for more
+        self._last = False  # requests are for a round only, without an iteration
+        self._reported = 0  # iterations completed, as of the last request
+        self._alone = 0  # iterations since the servers fell silent
+
+    def next(
+        self, rounds: tuple[int, int], *, lockstep: bool, look: Callable[[], bool] | None, again: bool
+    ) -> Decision:
+        """Decide what comes next.
+
+        An answer repeats until :meth:`take` accepts it, because its round may fail.
+
+        Args:
+            rounds: the last rounds that this worker has committed and dropped.
+            lockstep: whether each iteration is a round, so that none can be made without the servers.
+            look: returns whether this process's part of the model is finite; None: a round does not need to know yet.
+            again: whether to repeat the last request in any case, in the middle of its iteration.
+        """
+
+        def report() -> Report:
+            return Report(self._election.loss(self.done, rounds[0]), self.done, look() if look else None)
+
+        def decide(reports: Callable[[], list[Report]]) -> Decision:
+            reported = self._take_ahead()
+            if not again and self._held.next():
+                return Decision(None, reported, self._middle(reported))
+            may = not (again or lockstep or self._last)
+            reported_by_all = reports()
+            answer, warning = self._ask(self._mean_loss(reported_by_all), rounds, alone=may)
+            if answer is not None:
+                reported = (1.0 if isinstance(answer, Stop) else answer.progress), self._reported
+            finite = all(each.finite for each in reported_by_all) if look else None
+            return Decision(answer, reported, self._middle(reported), finite, warning)
+
+        decision = self._island.decide("begins a step", report, decide)
+        if decision.reported is not None and not self._island.is_head:
+            self.progress.answered(*decision.reported)
+        if decision.warning:
+            logger.warning("%s", decision.warning)
+        self.middle = decision.middle
+        self.granted = again or decision.answer is None
+        return decision
+
+    def take(self, answer: Go | Stop) -> bool:
+        """Accept an answer whose round is done; return whether it grants an iteration, or the run has ended."""
+        if isinstance(answer, Stop):
+            self.stopped = True
+            logger.info("%s stops after %d iterations: %s", self._who[0], self.done, answer.reason)
+            return False
+        self.granted = self._held.take(answer) or not self._island.is_head
+        return self.granted
+
+    def complete(self) -> None:
+        """Count the granted iteration."""
+        self.granted = False
+        self.done += 1
+
+    def want_only_round(self) -> None:
+        """Give back all grants; the next request is only for a round, after which this worker leaves."""
+        self._give_all_back()
+        self.granted, self._last = False, True
+
+    def ask_ahead(self, rounds: tuple[int, int]) -> None:
+        """If few iterations are left, ask for more without waiting."""
+        if self._island.is_head and not self._alone and self._held.wants_more():
+            seq = self._held.seq + 1
+            self._ahead = self._channel.expect(lambda m: isinstance(m, Go | Stop) and m.seq == seq)
+            self._channel.send(self._request(seq, None, rounds, ahead=True))  # only rounds use a loss
+
+    def pause(self, committed: int) -> None:
+        """Give back all grants, and tell the others not to wait until the next request."""
+        self.granted = False
+        self._island.share("pauses", lambda: self._tell_pause(committed))
+
+    # -- on the head -------------------------------------------------------------------------------------------
+
+    def _take_ahead(self) -> tuple[float, int] | None:
+        """Accept the answer to the request ahead, if it is there; return the progress in it, as of which iteration."""
+        reported = None
+        if self._ahead is not None and (go := self._ahead.answered) is not None:
+            reported = go.progress, self._reported
+            self._held.take(go)
+            self._forget_ahead()
+        if self._channel.recalled():
+            self._forget_ahead()
+            self._held.give_back()  # the next message says so
+        return reported
+
+    def _middle(self, reported: tuple[float, int] | None) -> float:
+        if reported is not None:
+            self.progress.answered(*reported)
+        return self.progress.share(ahead=0.5)
+
+    def _mean_loss(self, reports: list[Report]) -> float | None:
+        """Return the mean loss of this worker's processes; None if none has one."""
+        if len({each.done for each in reports}) > 1:
+            raise LsgdError(
+                f"{self._who[0]}: the processes of this island have completed "
+                f"{', '.join(str(each.done) for each in reports)} iterations; all of them must step the optimizer, or "
+                f"skip the step, together"
+            )
+        losses = [each.loss for each in reports if each.loss is not None]
+        return sum(losses) / len(losses) if losses else None
+
+    def _ask(self, loss: float | None, rounds: tuple[int, int], *, alone: bool) -> tuple[Go | Stop | None, str]:
+        """Ask for an iteration; None: nobody answers, and this worker continues ``alone``, as the plan allows."""
+        request = self._request(self._held.seq, loss, rounds)
+        may = alone and self._may_continue_alone(rounds)
+        if self._alone and may:
+            self._channel.send(request)
+            if self._channel.silent_s() >= OFFLINE_AFTER_S:
+                self._alone += 1
+                return None, ""
+        try:
+            answer = self._answer(request, OFFLINE_AFTER_S if may else None)
+        except ServerLostError as error:
+            if not (alone and self._may_continue_alone(rounds)):
+                raise
+            most = self._may_be_alone - self._alone
+            self._alone += 1
+            return None, f"{self._who[0]} continues alone for at most {most} iterations: {error}"
+        made, self._alone = self._alone, 0
+        return answer, f"{self._who[0]} has completed {made} iterations alone; the servers are back" if made else ""
+
+    def _may_continue_alone(self, rounds: tuple[int, int]) -> bool:
+        return self._alone < self._may_be_alone and rounds[0] > 0 and not self._channel.given_up()
+
+    def _answer(self, request: Request, silence_s: float | None) -> Go | Stop:
+        """Return the answer to a request; ``silence_s``: how long the servers may be silent, None: as in the plan."""
+        seq, (expected, self._ahead) = request.seq, (self._ahead, None)
+        with self._stopwatch.spending("waiting"):
+            answer: Go | Stop = self._channel.ask(
+                request,
+                expected or (lambda m: isinstance(m, Go | Stop) and m.seq == seq),
+                what=f"{self._who[0]} waits for its next iteration",
+                silence_s=silence_s,
+            )
+        return answer
+
+    def _tell_pause(self, committed: int) -> None:
+        self._give_all_back()
+        seq = self._held.seq
+        try:
+            self._channel.ask(
+                Pause(*self._who, seq, self.done, committed),
+                lambda m: isinstance(m, Paused) and m.seq == seq,
+                what=f"{self._who[0]} pauses",
+                timeout_s=PAUSE_WITHIN_S,
+            )
+        except (ExchangeError, JoinError, ServerLostError) as error:
+            me = self._who[0]
+            logger.warning("%s pauses, but could not tell the servers, so others may wait for it: %s", me, error)
+
+    def _give_all_back(self) -> None:
+        self._forget_ahead()
+        self._held.withdraw()
+
+    def _forget_ahead(self) -> None:
+        if self._ahead is not None:
+            self._channel.forget(self._ahead)
+            self._ahead = None
+
+    def _request(self, seq: int, loss: float | None, rounds: tuple[int, int], *, ahead: bool = False) -> Request:
+        self._reported = self.done
+        rate = None if ahead else self._election.rate(self.done)  # only rounds use it
+        return Request(*self._who, seq, self.done, *rounds, loss, ahead, self._last, rate)

@@ -1,34 +1,35 @@
-"""What rounds change on a worker: its model, its optimizers, and the state of the algorithm."""
+"""What rounds change on a worker: its model, its optimizers, and the state of the algorithm; and how they do."""
 
 import json
+import logging
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from lsgd.algorithms.base import clones
-from lsgd.client.checkpoint.finite import FiniteCheck
+from lsgd.algorithms.base import all_finite, clones
+from lsgd.client.checkpoint.checkpoints import Checkpoints, clear
 from lsgd.client.control.joining import Membership
+from lsgd.client.groups.base import WorkerGroup
 from lsgd.errors import DetachedError
 from lsgd.flat import FlatParameters
 from lsgd.plan.plan import algorithm_of
-from lsgd.settings import AlgorithmSettings, same_form
-from lsgd.shards import full_state_dict
+from lsgd.protocol.messages import Round
+from lsgd.settings import same_form
+from lsgd.shards import full_state_dict, local
+
+logger = logging.getLogger("lsgd")
 
 
 class Replica:
     """One worker's copy of what the run trains.
 
     Args:
-        membership: this worker's place in the run.
-        flat: the model's parameters.
-        model: the model.
         optimizers: their state goes to newcomers, if the plan says so.
-        finite: knows which of the model's buffers are averaged.
-        resumed: settings and state of the algorithm in a checkpoint; the first round starts with that state if its
-            algorithm has the same form.
+        checkpoints: know which of the model's buffers are averaged; and the state of the algorithm in a checkpoint,
+            with which the first round starts if its algorithm has the same form.
 
     Attributes:
         algorithm: of the run's current phase.
@@ -42,22 +43,21 @@ class Replica:
         flat: FlatParameters,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        finite: FiniteCheck,
-        resumed: tuple[AlgorithmSettings, dict[str, Any]] | None = None,
+        checkpoints: Checkpoints,
     ) -> None:
         self.run = membership.plan.run
         self.device = membership.device
         self.flat = flat
         self.model = model
         self.optimizers = list(optimizers)
-        self.finite = finite
+        self.finite = checkpoints.finite
         run, shard = membership.welcome.run, membership.island.rank
         self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
         self.algorithm = membership.plan.algorithm.create(flat.buffers, self._run_id)
         self.consensus_distance: float | None = None
         self.leader_model: list[Tensor] = []
         self._stepped = self._in_groups()
-        self._resumed = resumed
+        self._resumed, checkpoints.algorithm = checkpoints.algorithm, None
         self._text = ""
 
     @property
@@ -123,8 +123,113 @@ class Replica:
             put(tensors, own)
         return state
 
+    # -- in a round --------------------------------------------------------------------------------------------
+
+    def is_finite(self) -> bool:
+        """Return whether the parameters are finite; of an island, this process's part of them."""
+        return all_finite([local(slot.parameter).detach() for slot in self.flat.slots])
+
+    def judge(self, group: WorkerGroup, order: Round, known: bool | None, *, fresh: bool) -> bool | None:
+        """Return whether the model that enters a round is finite in all processes; None: the round need not know.
+
+        This is the round's only look at the whole model, unless that changes in it. The processes of an island vote
+        here whether all have entered. In lockstep they do only if the group is ``fresh``: entering cannot fail
+        otherwise, and the model is ``known`` from their reports.
+
+        Raises:
+            ExchangeError: another process of this worker has not entered.
+        """
+        looks = order.scope == "global" and not order.final and not self.lockstep
+        if self.lockstep and not fresh:
+            return known
+        finite = group.agree(not looks or all_finite(self.flat.buffers))
+        return finite if looks else None
+
+    def exchange(self, group: WorkerGroup, order: Round, finite: bool | None) -> None:
+        """Let the algorithm exchange models, or begin to; exchange the floating-point buffers as well.
+
+        A round may replace a model that is not ``finite`` by finite ones. Then the optimizers' non-finite state is
+        cleared, because it would break the model again.
+
+        Raises:
+            ExchangeError: it failed; nothing has changed.
+        """
+        parameters = self.flat.buffers
+        buffers, values = self._exchange_buffers(group, order)
+        self.algorithm.finite = finite
+        self.algorithm.before_forward(parameters, group, order)
+        self.algorithm.finite = None
+        put(buffers, values)
+        if finite is False and not self.lockstep and group.agree(all_finite(parameters)):
+            clear(self.optimizers)
+
+    def _exchange_buffers(self, group: WorkerGroup, order: Round) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the model's floating buffers, and the values that the round gives them."""
+        buffers, treated = self.finite.buffers(), self.run.buffers
+        # In lockstep, every iteration is a round, and averaging them in the consensus is enough.
+        if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or self.lockstep:
+            return (), ()
+        flat = torch.cat([wide(b) for b in buffers])
+        if treated == "leader":
+            group.broadcast(flat, order.leader)
+        else:
+            (flat,) = mean_of([flat], group, contributes=True) or [flat]
+        return buffers, torch.split(flat, [b.numel() for b in buffers])
+
+    def make_consensus(self, group: WorkerGroup, order: Round) -> None:
+        """Replace every model by the average of all, or by the leader's, and record how far apart they were.
+
+        Each process of an island does so with its part.
+
+        Raises:
+            ExchangeError: it failed; nothing has changed.
+        """
+        parameters, buffers = self.flat.buffers, self.finite.buffers()
+        own = [wide(x) for x in (*parameters, *buffers)]
+        led = [x.clone() for x in own]
+        for x in led:
+            group.broadcast(x, order.leader)
+        means = mean_of(own, group, contributes=group.rank not in order.new) or led
+        distance = _distance(own[: len(parameters)], means[: len(parameters)], group)
+        group.agree()
+        self.consensus_distance, self.leader_model = distance, led
+        chosen = means if self.run.consensus == "average" else led
+        put([*parameters, *buffers], chosen)
+
 
 def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy values to tensors of the same sizes; shapes may differ."""
     for x, value in zip(tensors, values, strict=True):
         x.copy_(value.view(x.shape))
+
+
+def mean_of(tensors: Sequence[Tensor], group: WorkerGroup, *, contributes: bool) -> list[Tensor] | None:
+    """Return the means over the members that contribute finite numbers; None if no member does."""
+    if not group.agree(all_finite(tensors)) and contributes:
+        logger.warning("this worker's model is non-finite: the average leaves it out")
+        contributes = False
+    count = torch.tensor([float(contributes)], device=group.device)
+    group.all_reduce(count).wait()
+    if not float(count):
+        return None
+    means = [x / count.to(x.device) if contributes else torch.zeros_like(x) for x in tensors]
+    for x in means:
+        group.all_reduce(x).wait()
+    return means
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return ``x`` as one row, in float32 or wider."""
+    return x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _distance(own: Sequence[Tensor], means: Sequence[Tensor], group: WorkerGroup) -> float:
+    """Return the mean of |x - mean| / |mean| over the members whose model is finite."""
+    apart = sum(float((x - mean).square_().sum()) for x, mean in zip(own, means, strict=True))
+    length = sum(float(mean.square().sum()) for mean in means)
+    apart, length = (total**0.5 for total in group.totals(apart, length))
+    distance = apart / length if length else 0.0
+    summed = torch.tensor([distance, 1.0] if math.isfinite(distance) else [0.0, 0.0], device=group.device)
+    group.all_reduce(summed).wait()
+    total, count = summed.tolist()
+    return total / count if count else 0.0

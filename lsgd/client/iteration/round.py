@@ -1,15 +1,29 @@
-"""A round in progress: ordered by the servers, and committed or dropped exactly once."""
+"""A round in progress, and how a worker enters it: the generation's group, the algorithm, the model for newcomers."""
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
+import torch
+
+from lsgd.algorithms.base import copy_all
 from lsgd.client.checkpoint.checkpoints import Snapshot
+from lsgd.client.control.joining import Membership
+from lsgd.client.groups.base import Traffic, WorkerGroup
+from lsgd.client.groups.form import form
+from lsgd.client.groups.reach import probe
+from lsgd.client.iteration.replica import Replica
 from lsgd.collectives.group import Group
-from lsgd.errors import LsgdError
-from lsgd.protocol.messages import Round
+from lsgd.errors import ExchangeError, LsgdError
+from lsgd.protocol.messages import Generation, Round
+from lsgd.shards import load_optimizer, local, local_state
+
+logger = logging.getLogger("lsgd")
 
 
 class State(Enum):
@@ -31,7 +45,7 @@ TRANSITIONS: Mapping[State, tuple[State, ...]] = {
     State.COMMITTED: (),
     State.DROPPED: (),
 }
-"""The states that may follow each state; docs/design.md shows this table."""
+"""The states that may follow each state; docs/concepts/worker.md shows this table."""
 
 
 @dataclass(eq=False)
@@ -39,7 +53,6 @@ class ActiveRound:
     """A round in progress on one worker.
 
     Args:
-        order: from the servers.
         snapshot: saved when the round is committed; None: nothing.
 
     Attributes:
@@ -76,3 +89,141 @@ class ActiveRound:
     def pending(self) -> bool:
         """Whether the backward pass has yet to complete it."""
         return self.state in (State.WAITING, State.EXCHANGING)
+
+
+@dataclass(eq=False)
+class RoundEntry:
+    """Enters rounds, and keeps the process groups of the current generation.
+
+    Attributes:
+        traffic: bytes that its groups have sent and received.
+        generation: of the current group; None: there is no group.
+        missed: pairs of nodes of which the first cannot dial the second, if the servers have yet to be told.
+    """
+
+    membership: Membership
+    replica: Replica
+    traffic: Traffic = field(default_factory=Traffic)
+    generation: Generation | None = None
+    missed: tuple[int, ...] | None = None
+    _group: WorkerGroup | None = None
+
+    def __post_init__(self) -> None:
+        self.membership.channel.when_over = self._cut
+
+    def whole(self, order: Round) -> Round:
+        """Return an order with its members' names, which the servers omit if this worker knows them."""
+        generation = self.generation
+        if generation is None or order.generation.indices or order.generation.number != generation.number:
+            return order
+        return replace(order, generation=generation)
+
+    def enter(self, order: Round) -> tuple[WorkerGroup, bool]:
+        """Return the round's group, and whether it is new or has begun anew.
+
+        Its members have the round's algorithm, and newcomers the source's model.
+
+        Raises:
+            ExchangeError: it failed; call :meth:`leave`.
+        """
+        replica = self.replica
+        group, fresh = self._group_of(order)
+        if not fresh:
+            replica.algorithm.settle(replica.flat.buffers)
+        fresh |= replica.take_up(order.algorithm)
+        if fresh or order.new:
+            self._begin(group, order)
+        return group, bool(fresh or order.new)
+
+    def leave(self, *, cut: bool = False) -> None:
+        """Drop the process groups, so that members waiting for this worker fail at once.
+
+        Args:
+            cut: abort an exchange that may be under way; otherwise wait for it.
+        """
+        if self._group is not None:
+            if cut:
+                self._group.cut()
+            self._group.close()
+        self._group = self.generation = None
+
+    def _cut(self, number: int) -> None:
+        """Abort the exchanges of a generation that is over."""
+        group, generation = self._group, self.generation
+        if group is not None and generation is not None and generation.number == number:
+            group.cut()
+
+    def _group_of(self, order: Round) -> tuple[WorkerGroup, bool]:
+        """Return the group of the order's generation, and whether it is new."""
+        generation, island = order.generation, self.membership.island
+        if self._group is not None and self.generation == generation and island.size > 1:
+            return self._group, False  # its processes hear one by one that it is over, and vote after the exchange
+        self._check_lasts(generation)
+        if not generation.indices:
+            raise ExchangeError(f"this worker no longer knows the members of generation {generation.number}")
+        if self._group is not None and self.generation == generation:
+            return self._group, False
+        self.leave()
+        known = generation
+        if order.probe and island.is_head:  # the others have the same links
+            self.missed = probe(generation, self.membership)
+            known = replace(generation, missed=self.missed)
+        group = self._group = form(known, self.membership, self.traffic)
+        group.poll = island.poll if island.size > 1 else None
+        self.generation = generation
+        self._check_lasts(generation)  # a cut until now found no group
+        logger.info(
+            "generation %d: rank %d of %d, over %s on %s",
+            *(generation.number, group.rank, group.size, group.transport, self.membership.join.address),
+        )
+        return group, True
+
+    def _check_lasts(self, generation: Generation) -> None:
+        if reason := self.membership.channel.generation_over(generation.number):
+            raise ExchangeError(f"generation {generation.number} is over: {reason}")
+
+    def _begin(self, group: WorkerGroup, order: Round) -> None:
+        """Give newcomers the source's model and all members the shared state, and reset the algorithm."""
+        algorithm = self.replica.algorithm
+        if order.new and group.rank in (order.source, *order.new):
+            ranks = [order.source, *order.new]
+            takers = group if len(ranks) == group.size else group.subset(f"take-over-{order.id}", ranks)
+            self._take_over(takers, order.source if takers is group else 0)
+        state = algorithm.shared_state()
+        received = [x.clone() for x in state]
+        for x in received:
+            group.broadcast(x, order.source)
+        copy_all(state, received)
+        algorithm.reset(self.replica.flat.buffers, group, order)
+
+    def _take_over(self, group: WorkerGroup, source: int) -> None:
+        """Copy the source's model, frozen parameters, buffers, and, if the plan says so, its optimizers' state."""
+        replica, taking = self.replica, group.rank != source
+        everything = [*replica.flat.buffers, *map(local, replica.flat.frozen), *replica.model.buffers()]
+        received = []
+        for x in everything:
+            layout = torch.contiguous_format
+            value = torch.empty_like(x, memory_format=layout) if taking else x.contiguous()
+            if value.numel():
+                group.broadcast(value, source)
+            received.append(value)
+        states = None
+        if replica.run.sync_optimizer or replica.algorithm.settings.schedule().identical:
+            states = self._broadcast_states(group, source)
+        if taking:
+            copy_all(everything, received)
+            for optimizer, state in zip(replica.optimizers, states or (), strict=states is not None):
+                load_optimizer(optimizer, state)
+
+    def _broadcast_states(self, group: WorkerGroup, source: int) -> list[Any]:
+        """Return the optimizers' states of the source."""
+        stream, device = io.BytesIO(), group.device
+        torch.save(local_state([optimizer.state_dict() for optimizer in self.replica.optimizers]), stream)
+        data = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
+        length = torch.tensor([len(data)], device=device)
+        group.broadcast(length, source)
+        if group.rank != source:
+            data = torch.empty(int(length), dtype=torch.uint8, device=device)
+        group.broadcast(data, source)
+        bytes_ = io.BytesIO(data.cpu().numpy().tobytes())
+        return list(torch.load(bytes_, map_location=self.replica.device, weights_only=True))

@@ -1,4 +1,4 @@
-"""A worker's rounds: order, enter, snapshot, exchange, commit or drop, and the report to the servers."""
+"""A worker's rounds: order, enter, exchange, commit or drop, and the report to the servers."""
 
 import logging
 from collections.abc import Iterator
@@ -9,16 +9,15 @@ import torch
 from lsgd.algorithms import Algorithm
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot
+from lsgd.client.control.channel import Totals
 from lsgd.client.control.joining import Membership
 from lsgd.client.control.notices import Notice, give
-from lsgd.client.iteration.asking import Asking
-from lsgd.client.iteration.enter import Entrance
-from lsgd.client.iteration.exchange import exchange, make_consensus
+from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.iteration.gradients import GradientExchange
+from lsgd.client.iteration.grants import GrantClient
 from lsgd.client.iteration.replica import Replica
-from lsgd.client.iteration.round import ActiveRound, State
-from lsgd.client.iteration.standing import Standing
-from lsgd.client.iteration.tally import Tally
+from lsgd.client.iteration.reports import ElectionInput, Logged, Stopwatch, Timings
+from lsgd.client.iteration.round import ActiveRound, RoundEntry, State
 from lsgd.errors import (
     BrokenLinksError,
     EvictedError,
@@ -39,69 +38,83 @@ class Rounds:
     Some are committed before the forward pass. Others wait for the backward pass; if one fails there, the gradients
     are exchanged again in the next round that the servers order.
 
-    Args:
-        membership: its place in the run.
-        replica: what it trains.
-        checkpoints: of this worker.
-        tally: what it has done.
-        standing: its loss in elections.
-        asking: requests orders from the servers.
-
     Attributes:
+        grants: its requests, whose answers order rounds, and its iterations.
+        election: its loss, by which leaders are elected.
+        entry: its process groups.
+        stopwatch: where its time goes.
+        logged: the user's own numbers.
         active: the last ordered round; None before the first.
+        committed: number of the last committed round; 0: none.
+        dropped: number of the last dropped round; 0: none.
         rank: in the generation of the last round; before the first, the expected one.
         world_size: members of that generation.
         gradients: exchanges gradients in the backward pass; None if the algorithm exchanges models.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        replica: Replica,
-        checkpoints: Checkpoints,
-        tally: Tally,
-        standing: Standing,
-        asking: Asking,
-    ) -> None:
+    def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
+        self.stopwatch, self.logged = Stopwatch(), Logged()
+        resumed = checkpoints.iterations > 0
+        self.election = ElectionInput(membership, replica, self.stopwatch, checkpoints.losses, resumed=resumed)
+        self.grants = GrantClient(membership, self.election, self.stopwatch)
+        self.entry = RoundEntry(membership, replica)
         self.active: ActiveRound | None = None
+        self.committed = self.dropped = 0
         self.rank = membership.welcome.rank
         self.world_size = membership.welcome.world_size
         self.gradients: GradientExchange | None = None
-        self.entrance = Entrance(membership, replica, tally.traffic)
-        self._who = membership.who
-        self._island = membership.island
-        self._channel = membership.channel
-        self._replica = replica
-        self._checkpoints = checkpoints
-        self._tally = tally
-        self._standing = standing
-        self._asking = asking
+        self._who, self._island, self._channel = membership.who, membership.island, membership.channel
+        self._replica, self._checkpoints = replica, checkpoints
+        self._finite: bool | None = None  # the model, if the processes of an island have said so ahead of the round
         self._count = 0  # of the run's iterations, as of the last global round
         self._served: Algorithm | None = None  # the one that ``gradients`` serves
         self._warned = False  # about its losses
+        traffic = self.entry.traffic
+        self._island.passed = lambda: (traffic.sent_nbytes, traffic.received_nbytes)
+        self._channel.totals = self._totals
 
     @property
     def pending(self) -> bool:
         """Whether a round waits for the backward pass."""
         return self.active is not None and self.active.pending
 
+    @property
+    def has_consensus(self) -> bool:
+        """Whether the last round computed the run's consensus."""
+        return self.active is not None and self.active.order.final and self.active.state is State.COMMITTED
+
+    def timings(self) -> Timings:
+        """Return the totals until now; safe from any thread."""
+        traffic = self.entry.traffic
+        return Timings(self.grants.done, *self.stopwatch.seconds(), traffic.sent_nbytes, traffic.received_nbytes)
+
+    def _totals(self) -> Totals:
+        """Return the totals for heartbeats, with the bytes of all processes of the island."""
+        return *self.stopwatch.seconds(), *self._island.total_passed(), self.logged.numbers
+
     # -- from the order to its end -----------------------------------------------------------------------------
 
-    def follow(self, silence_s: float | None = None, *, redo: bool = False) -> bool:
+    def follow(self, *, redo: bool = False) -> bool:
         """Ask until an answer's round is carried out; return whether an iteration may run, or the run has ended.
 
         Args:
-            silence_s: how long the servers may be silent; None: as in the plan.
             redo: exchange again the gradients of a backward pass that has ended.
 
         Raises:
             NoConsensusError: the run has ended without a consensus.
         """
         while True:
-            answer = self._asking.request(silence_s)
+            rounds, lockstep = (self.committed, self.dropped), self._replica.lockstep
+            # An island in lockstep knows that a round comes: its processes say so with their reports, without a vote.
+            early = lockstep and self._island.size > 1 and not isinstance(self._replica.algorithm, GradientAlgorithm)
+            look = self._replica.is_finite if early else None
+            decision = self.grants.next(rounds, lockstep=lockstep, look=look, again=redo)
+            answer, self._finite = decision.answer, decision.finite
+            if answer is None:
+                return True
             order = answer.round
             if order is not None:
-                if order.id <= self._tally.dropped:
+                if order.id <= self.dropped:
                     continue
                 try:
                     self.carry_out(order, redo=redo)
@@ -111,30 +124,30 @@ class Rounds:
                     continue
             if isinstance(answer, Stop) and answer.failed:
                 raise NoConsensusError(f"{self._who[0]} has no consensus at the end of the run: {answer.reason}")
-            return self._asking.take(answer)
+            return self.grants.take(answer)
+
+    def ask_ahead(self) -> None:
+        """If few iterations are left, ask for more without waiting; in lockstep, each waits for its round."""
+        if not self._replica.lockstep:
+            self.grants.ask_ahead((self.committed, self.dropped))
 
     def finish(self) -> None:
         """Carry out rounds up to the next global one, without iterations."""
-        before, ends = self._tally.committed, False
+        before, ends = self.committed, False
         while not ends:
-            self._asking.want_only_round()
+            self.grants.want_only_round()
             continues = self.follow()
             self.before_step()  # some algorithms exchange here
             is_global = self.active is not None and self.active.order.scope == "global"
-            ends = not continues or (is_global and self._tally.committed > before)
-        self._asking.stopped = True
+            ends = not continues or (is_global and self.committed > before)
+        self.grants.stopped = True
         if not self.has_consensus:
             give(self._channel.address, Notice.ENDED, self._who[0])
             logger.info(
                 "%s leaves after %d iterations: the run continues without it, and its model is not the consensus, but "
                 "that of round %d",
-                *(self._who[0], self._tally.done, self._tally.committed),
+                *(self._who[0], self.grants.done, self.committed),
             )
-
-    @property
-    def has_consensus(self) -> bool:
-        """Whether the last round computed the run's consensus."""
-        return self.active is not None and self.active.order.final and self.active.state is State.COMMITTED
 
     @torch.no_grad()
     def carry_out(self, order: Round, *, redo: bool = False) -> None:
@@ -143,30 +156,15 @@ class Rounds:
         Raises:
             ExchangeError: it failed and was dropped; the model is as before.
         """
-        order, snapshot = self.entrance.whole(order), None
-        if redo and self.active is not None and self.active.order.count == order.count:
-            # In the middle of an iteration only the snapshot of its first round exists.
-            snapshot = self.active.snapshot
-        active = self.active = ActiveRound(order, snapshot)
-        with self._tally.spending("exchange"):
+        active = self.active = self._ordered(order, redo=redo)
+        with self.stopwatch.spending("exchange"):
             try:
-                with self._replica.flat.current():
-                    active.group = self.entrance.enter(order)
-                    self._island.agree()
-                    active.to(State.ENTERED)
-                    if order.final:
-                        make_consensus(self._replica, active.group, order, self._island)
+                group, finite = self._enter(active)
                 if not redo:
                     self._checkpoints.restore_random()
                     active.snapshot = self._take(order.count) if order.checkpoint else None
-                if not order.final:
-                    with self._replica.flat.current():
-                        exchange(self._replica, active.group, order)
-                self._serve(self._replica.algorithm)
-                members = order.generation.members
-                self.rank, self.world_size = members.index(self._who[0]), len(members)
-                self._check_losses()
-                if order.final or not self._replica.algorithm.spans_backward:
+                self._exchange(group, active.order, finite)
+                if active.order.final or not self._replica.algorithm.spans_backward:
                     self._commit()
                 elif redo and self.gradients is not None:
                     self.gradients.again(active)
@@ -177,11 +175,38 @@ class Rounds:
                 self._drop_all(error)
                 raise
 
+    def _ordered(self, order: Round, *, redo: bool) -> ActiveRound:
+        """Return a new round; in the middle of an iteration only the snapshot of its first round exists."""
+        order, before = self.entry.whole(order), self.active
+        same = redo and before is not None and before.order.count == order.count
+        return ActiveRound(order, before.snapshot if same and before is not None else None)
+
+    def _enter(self, active: ActiveRound) -> tuple[WorkerGroup, bool | None]:
+        """Enter a round, compute the consensus if it is the last, and return its group and what it has judged."""
+        with self._replica.flat.current():
+            group, fresh = self.entry.enter(active.order)
+            finite = self._replica.judge(group, active.order, self._finite, fresh=fresh)
+            active.group = group
+            active.to(State.ENTERED)
+            if active.order.final:
+                self._replica.make_consensus(group, active.order)
+        return group, finite
+
+    def _exchange(self, group: WorkerGroup, order: Round, finite: bool | None) -> None:
+        """Exchange what is exchanged before the forward pass, and take up the round's members and algorithm."""
+        if not order.final:
+            with self._replica.flat.current():
+                self._replica.exchange(group, order, finite)
+        self._serve(self._replica.algorithm)
+        members = order.generation.members
+        self.rank, self.world_size = members.index(self._who[0]), len(members)
+        self._check_losses()
+
     def _check_losses(self) -> None:
         """Warn once if the algorithm elects leaders, and this worker has trained without a usable loss."""
-        if self._warned or not self._tally.done or self.world_size == 1 or not self._replica.elects:
+        if self._warned or not self.grants.done or self.world_size == 1 or not self._replica.elects:
             return
-        if trouble := self._standing.trouble():
+        if trouble := self.election.trouble():
             self._warned = True
             logger.warning("%s %s", self._who[0], trouble)
 
@@ -214,7 +239,7 @@ class Rounds:
         assert active.group is not None
         parameters, order = self._replica.flat.buffers, active.order
         try:
-            with self._tally.spending("exchange"):
+            with self.stopwatch.spending("exchange"):
                 self._replica.algorithm.after_backward(parameters, (), active.group, order)
                 self._replica.flat.write_back()
         except ExchangeError as error:
@@ -237,32 +262,30 @@ class Rounds:
         """
         assert self.active is not None
         self.active.to(State.DROPPED)
-        self.entrance.leave(cut=True)
+        self.entry.leave(cut=True)
         self.arm(begun=False)
-        self._tally.dropped = self.active.order.id
-        self._channel.send(Done(*self._who, self.active.order.id, False, reason, broken, missed=self.entrance.missed))
-        self.entrance.missed = None
+        self.dropped = self.active.order.id
+        self._channel.send(Done(*self._who, self.active.order.id, False, reason, broken, missed=self.entry.missed))
+        self.entry.missed = None
 
     def _commit(self) -> None:
         assert self.active is not None
         self.active.to(State.COMMITTED)
         order = self.active.order
-        self._tally.committed = order.id
+        self.committed = order.id
         if order.scope == "global":
             self._count = order.count
         if order.checkpoint:
             self._checkpoints.save(self.active.snapshot)
             self.active.snapshot = None  # it copies the model and all states
-        traffic = self._tally.traffic
-        passed = self._island.gather("commits a round", (traffic.sent_nbytes, traffic.received_nbytes))
-        self._tally.passed = sent_nbytes, _ = tuple(map(sum, zip(*passed, strict=True)))
-        missed, self.entrance.missed = self.entrance.missed, None
+        sent_nbytes, _ = self._island.total_passed()
+        missed, self.entry.missed = self.entry.missed, None
         self._channel.send(Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes, missed=missed))
 
     def _complete_gradients(self) -> None:
         """At the end of a backward pass, wait for the exchange; if it failed, exchange the gradients again."""
         assert self.gradients is not None and self.active is not None
-        with self._tally.spending("exchange"):
+        with self.stopwatch.spending("exchange"):
             try:
                 self.gradients.wait(self.active)
             except ExchangeError as error:
@@ -293,8 +316,7 @@ class Rounds:
 
     def _take(self, count: int) -> Snapshot | None:
         """Copy the state as of this count of the run's iterations."""
-        tally = self._tally
-        return self._checkpoints.take(count, self._replica.algorithm, tally.losses.values, tally.done)
+        return self._checkpoints.take(count, self._replica.algorithm, self.election.losses.values, self.grants.done)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

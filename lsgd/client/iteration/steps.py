@@ -9,18 +9,12 @@ import torch
 
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.joining import Membership
-from lsgd.client.iteration.asking import Asking
-from lsgd.client.iteration.progress import Schedules
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
-from lsgd.client.iteration.standing import Standing
-from lsgd.client.iteration.tally import Tally
-from lsgd.errors import LsgdError, ServerLostError
+from lsgd.errors import LsgdError
+from lsgd.learning_rate import RateSchedules
 
 logger = logging.getLogger("lsgd")
-
-OFFLINE_AFTER_S = 3.0
-"""How long the servers must be silent before a worker continues without them, if the plan allows it, in seconds."""
 
 WARN_AFTER_STEPS = 128
 """A worker warns after this many steps in a row without an optimizer step; steps with no_sync() do not count.
@@ -34,31 +28,20 @@ FAIL_AFTER_STEPS = 1024
 class Steps:
     """The steps of one worker. A step in which an optimizer steps is an iteration; other steps keep the grant.
 
-    Args:
-        membership: its place in the run.
-        replica: what it trains; the steps of its optimizers count.
-        checkpoints: of this worker.
-
     Attributes:
-        tally: what it has done.
-        standing: its loss in elections.
-        asking: its requests.
-        rounds: its part in them.
+        rounds: its rounds, and what it is granted.
         schedules: of the optimizers' learning rates.
         useful: whether this step called an optimizer, or added up gradients in ``no_sync()``.
     """
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
-        self.tally = Tally(membership.plan.loss_window, checkpoints.losses)
-        membership.channel.totals = self.tally.totals
-        self.standing = Standing(membership, replica, self.tally, resumed=checkpoints.iterations > 0)
-        self.asking = Asking(membership, self.tally, self.standing)
-        self.rounds = Rounds(membership, replica, checkpoints, self.tally, self.standing, self.asking)
-        self.schedules = Schedules(self.asking.progress, membership.plan.run, replica.optimizers, membership.island)
+        self.rounds = Rounds(membership, replica, checkpoints)
+        run, self._grants = membership.plan.run, self.rounds.grants
+        endless = not (run.iterations or run.seconds)
+        self.schedules = RateSchedules(lambda: self._grants.middle, replica.optimizers, endless=endless)
         self._name = membership.join.worker
         self._whole = membership.island.size == 1
         self._replica = replica
-        self._granted = False  # an iteration is granted and has not run
         self._begun = False
         self._stepped = False
         self._followed = True  # the algorithm's after_step has run for the last iteration
@@ -66,7 +49,6 @@ class Steps:
         self._idle = 0  # steps in a row that were not useful
         self._warned = False
         self._paused = False  # since the last iteration was granted
-        self._alone = 0  # iterations since the servers fell silent
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in replica.optimizers]
         self._hooks += [o.register_step_post_hook(self._after_step) for o in replica.optimizers]
 
@@ -76,19 +58,19 @@ class Steps:
             raise LsgdError(
                 f"{self._name}: begin_step() again before end_step(); end each step, even without optimizer.step()"
             )
-        self.standing.check()
+        self.rounds.election.check()
         self._check_optimizers()
         self.useful = False
         self._begun = self._has_next()
         self.rounds.arm(begun=self._begun)
         if self._begun:
             self.schedules.follow()
-            self.tally.spend("compute")
+            self.rounds.stopwatch.spend("compute")
         return self._begun
 
     def end(self) -> bool:
         """End the step and get the next iteration; return False if the run has ended."""
-        if not self._begun and not self.asking.stopped:
+        if not self._begun and not self._grants.stopped:
             raise LsgdError(f"{self._name}: end_step() without begin_step(); batches() calls both itself")
         self.close_step()
         self.rounds.arm(begun=False)
@@ -106,14 +88,13 @@ class Steps:
         self._follow()
         if self.rounds.pending:
             self.rounds.drop("paused in the middle of an iteration")
-        if not self.asking.stopped:
-            self._paused = self._begun or self._granted
-            self._granted = False
-            self.asking.pause()
+        if not self._grants.stopped:
+            self._paused = self._begun or self._grants.granted
+            self._grants.pause(self.rounds.committed)
 
     def finish(self) -> bool:
         """Take part in a last global round; return whether the model is the consensus."""
-        if not self.asking.stopped:
+        if not self._grants.stopped:
             self._replica.check()
             self.close_step()
             self._follow()
@@ -121,7 +102,6 @@ class Steps:
                 self.rounds.before_step()  # models are exchanged even without a backward pass
             elif self.rounds.pending:
                 self.rounds.drop("leaves in the middle of an iteration")
-            self._granted = False
             with self.rounds.saving():
                 self.rounds.finish()
         return self.rounds.has_consensus
@@ -135,16 +115,15 @@ class Steps:
 
     def _count(self) -> None:
         """Count the granted iteration if an optimizer has stepped since."""
-        self.tally.spend("")
-        if self._stepped and self._granted:
-            self._granted = False
-            self.tally.done += 1
+        self.rounds.stopwatch.spend("")
+        if self._stepped and self._grants.granted:
+            self._grants.complete()
             self._followed = False
             if self._whole:
                 self._follow()
         elif self.rounds.gradients is not None and not self.rounds.pending:
             # The step was skipped, but its gradients were exchanged: the next step needs a round.
-            self._granted = False
+            self._grants.granted = False
         self._stepped = False
 
     def _follow(self) -> None:
@@ -157,7 +136,7 @@ class Steps:
             return
         self._followed = True
         flat, algorithm = self._replica.flat, self._replica.algorithm
-        with self.tally.spending("exchange"), flat.current() if algorithm.acts_after_step else nullcontext():
+        with self.rounds.stopwatch.spending("exchange"), flat.current() if algorithm.acts_after_step else nullcontext():
             algorithm.after_step(flat.buffers)
 
     def _check_optimizers(self) -> None:
@@ -165,7 +144,7 @@ class Steps:
         if self._idle < WARN_AFTER_STEPS:
             return
         message = (
-            f"{self._name}: {self._idle} steps without a step of a joined optimizer, so only {self.tally.done} "
+            f"{self._name}: {self._idle} steps without a step of a joined optimizer, so only {self._grants.done} "
             f"iterations count: optimizer.step() is missing, or its optimizer was created after Worker.join; or "
             f"GradScaler skips every step because gradients are non-finite; or the loop evaluates, which belongs in "
             f"worker.pause(). To accumulate this many micro-batches, use worker.no_sync()"
@@ -176,43 +155,17 @@ class Steps:
             self._warned = True
             logger.warning("%s; at %d steps this is an error", message, FAIL_AFTER_STEPS)
 
-    # -- the next iteration ------------------------------------------------------------------------------------
-
     def _has_next(self) -> bool:
         """Get an iteration, and carry out its round; return False if the run has ended."""
         self._follow()
-        if not self._granted and not self.asking.stopped:
+        if not self._grants.granted and not self._grants.stopped:
             self._replica.check()
             with self.rounds.saving():
-                self._granted = self.asking.next() or self._ask()
-            if self._granted and not self._alone and not self._replica.lockstep:
-                self.asking.ask_ahead()
+                granted = self.rounds.follow()
+            if granted:
+                self.rounds.ask_ahead()
             self._paused = False
-        return self._granted and not self.asking.stopped
-
-    def _ask(self) -> bool:
-        """Ask for an iteration; if nobody answers and the plan allows it, continue alone."""
-        may = self._may_continue_alone()
-        if self._alone and may and self.asking.remind() >= OFFLINE_AFTER_S:
-            self._alone += 1
-            return True
-        try:
-            granted = self.rounds.follow(OFFLINE_AFTER_S if may else None)
-        except ServerLostError as error:
-            if not self._may_continue_alone():
-                raise
-            most = self._replica.run.offline_iterations - self._alone
-            logger.warning("%s continues alone for at most %d iterations: %s", self._name, most, error)
-            self._alone += 1
-            return True
-        if self._alone:
-            logger.warning("%s has completed %d iterations alone; the servers are back", self._name, self._alone)
-        self._alone = 0
-        return granted
-
-    def _may_continue_alone(self) -> bool:
-        may = self._alone < self._replica.run.offline_iterations and self.tally.committed > 0
-        return may and not self._replica.lockstep and not self.asking.given_up()
+        return self._grants.granted and not self._grants.stopped
 
     # -- the optimizers' hooks ---------------------------------------------------------------------------------
 

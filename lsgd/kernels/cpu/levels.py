@@ -1,7 +1,7 @@
 """Vector kernels for the codecs that send each element's sign and level, and each block's scale.
 
 They produce the same bytes as :mod:`lsgd.codecs.levels1` and :mod:`lsgd.codecs.levels2` in torch;
-docs/guides/algorithms.md has the arithmetic. The code for a block has no loops, so each block
+docs/concepts/formulas.md has the arithmetic. The code for a block has no loops, so each block
 size has a program of its own.
 """
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.events import Progress
+from lsgd.protocol.events import RunProgress
 from lsgd.settings import changeable
 from lsgd.watch.reader import Batch
 from lsgd.watch.view import RATE_OVER_S, TOLD, RoundView, RunView, Totals, WorkerView, mean
@@ -57,7 +57,7 @@ class Story:
             self.recent, self.started_at, self._older = {}, None, []
         for event in batch.events:
             self.view.fold(event)
-            if isinstance(event.what, Progress):
+            if isinstance(event.what, RunProgress):
                 self._sample()
 
     def _sample(self) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import nn
 import lsgd.client.groups.form
 import lsgd.client.iteration.steps
 from lsgd.client import Worker
-from lsgd.client.groups.tcp.group import TcpGroup
+from lsgd.client.control import joining
+from lsgd.client.groups.tcp_group import TcpGroup
+from lsgd.client.groups.torch_group import torch_group
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Round
@@ -35,7 +38,11 @@ parser.add_argument("--poison-at", type=int, default=0, help="make a parameter N
 parser.add_argument("--dwell-in-round", type=int, default=0, help="wait once, when this or a later one broadcasts")
 parser.add_argument("--until", type=Path, help="stall or dwell until this file is there")
 parser.add_argument("--fail-from", type=int, default=0, help="this round and all later ones fail here")
+parser.add_argument("--like-nccl", action="store_true", help="a GPU of its own, and Gloo in NCCL's place")
 options = parser.parse_args()
+if options.like_nccl:
+    joining.gpu_name = lambda device: f"GPU {os.getpid()}"
+    lsgd.client.groups.form.torch_group = partial(torch_group, backend="gloo")
 
 torch.manual_seed(time.monotonic_ns())
 model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))

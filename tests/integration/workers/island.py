@@ -1,7 +1,8 @@
 """One process of an island: a small model, sharded by FSDP2, with switches for what a test is about.
 
 Each process appends a line for each committed round to ``<name>.<rank>.rounds``: its number, and a digest of its parts;
-and at the end a line with the bytes that it sent and those of its parts. The head writes the rest to ``<name>.json``.
+and at the end a line with the bytes that it sent, those of its parts, and its
+calls of the other processes. The head writes the rest to ``<name>.json``.
 With ``--gradients`` each process writes, for each step, its gradients before and after the exchange to
 ``<name>.<rank>.gradients``.
 """
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lsgd import shards
-from lsgd.client import Worker
+from lsgd.client import Worker, muon
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--copied", action="store_true", help="as if torch kept shards otherwise")
@@ -37,6 +38,7 @@ parser.add_argument("--do", default="", choices=("", "kill", "die", "freeze", "n
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
 parser.add_argument("--compile", action="store_true", help="and checkpoint activations")
 parser.add_argument("--adamw", default="", choices=("", "foreach", "fused"), help="its implementation")
+parser.add_argument("--muon", action="store_true", help="for its matrices")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
 parser.add_argument("--accumulate", type=int, default=1, help="batches in each step")
 parser.add_argument("--leave-at", type=int, default=-1, help="leave after so many iterations")
@@ -70,9 +72,12 @@ if options.compile:  # inductor takes a minute for its C++
     model.compile(backend="aot_eager")
 if options.copied:
     shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
-optimizer = torch.optim.AdamW(
-    [p for p in model.parameters() if p.requires_grad], lr=0.02, **({options.adamw: True} if options.adamw else {})
+implementation = {options.adamw: True} if options.adamw else {}
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+    [p for p in model.parameters() if p.requires_grad], lr=0.02, **implementation
 )
+if options.muon:
+    optimizer = muon(model, lr=0.02)
 inputs = torch.randn(513, 8, generator=torch.Generator().manual_seed(1))  # the last one would be a batch of its own
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
@@ -101,7 +106,7 @@ def do(worker: Worker) -> None:
         open(options.once, "w").close()
     global spoil
     print(f"{worker.name} process {process}: {options.do}", flush=True)
-    group = worker._steps.rounds.entrance._group
+    group = worker._steps.rounds.entry._group
     match options.do:
         case "kill":
             assert group is not None
@@ -151,8 +156,8 @@ with Worker.join(model, optimizer) as worker:
     with open(f"{path}.{process}.rounds", "a") as rounds:
         while not worker.stopped:
             for x, y in worker.batches(loader):
-                if worker._steps.tally.committed > committed:
-                    committed = worker._steps.tally.committed
+                if worker._steps.rounds.committed > committed:
+                    committed = worker._steps.rounds.committed
                     parts = worker._replica.algorithm.shared_state() if options.common else model.parameters()
                     held = b"".join(shards.local(p).detach().numpy().tobytes() for p in parts)
                     print(committed, hashlib.sha256(held).hexdigest()[:16], file=rounds, flush=True)
@@ -181,10 +186,11 @@ with Worker.join(model, optimizer) as worker:
                         model(x)  # leaves the root gathered
                 if worker.iterations == options.leave_at:
                     worker.leave()
+        calls = worker._membership.island._calls
         flat = sum(buffer.nbytes for buffer in worker._replica.flat.buffers)
         if options.gradients:
             torch.save(steps, f"{path}.{process}.gradients")
-        print("sent", worker.timings.sent_nbytes, flat, file=rounds)
+        print("sent", worker.timings.sent_nbytes, flat, calls, file=rounds)
     if worker.rank == 0:
         saved = worker.save(worker.run_dir / "model", file_nbytes=200)
         assert len(saved) > 4  # on all processes

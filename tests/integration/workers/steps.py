@@ -15,7 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+import lsgd.client.groups.form
 from lsgd.client import Worker
+from lsgd.client.control import joining
+from lsgd.client.groups.torch_group import torch_group
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--width", type=int, default=32, help="of the model")
@@ -29,7 +32,11 @@ parser.add_argument("--die-at", type=int, default=0, help="kill -9 in this turn"
 parser.add_argument("--die-in", choices=("forward", "backward"), default="backward")
 parser.add_argument("--sleep", type=float, default=0.0, help="seconds in every turn")
 parser.add_argument("--seed", type=int, default=0, help="of the model; 0: another one each time")
+parser.add_argument("--like-nccl", action="store_true", help="a GPU of its own, and Gloo in NCCL's place")
 options = parser.parse_args()
+if options.like_nccl:
+    joining.gpu_name = lambda device: f"GPU {os.getpid()}"
+    lsgd.client.groups.form.torch_group = partial(torch_group, backend="gloo")
 
 
 class Model(nn.Module):

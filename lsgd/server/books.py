@@ -1,0 +1,303 @@
+"""The books of a run: its ledger of iterations, and its rounds: who leads, what is open, completed and failed."""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from lsgd.election import usual_loss
+from lsgd.plan.run import RunSettings
+from lsgd.protocol.events import RoundOrdered
+from lsgd.protocol.messages import Go, Round, Stop
+from lsgd.server.reasons import Reason, Why
+from lsgd.server.roster import Member, NodeQueue, OpenRound, elect, finite
+
+LOOKAHEAD_SHARE = 4
+"""A grant ahead is at most this fraction (one part in so many) of an equal share of the tokens left."""
+
+
+class Ledger:
+    """The exact count and the run's queue of tokens; it also changes the queues of nodes and the grants of members.
+
+    The count is ``base`` plus what all incarnations have reported. No queue is below zero. The run's queue never
+    exceeds the limit less what is made and granted.
+
+    Args:
+        count: iterations of the run.
+        base: those of them that no incarnation has reported: a checkpoint's, or, if negative, those that were lost.
+        unheard: iterations that may have been made but not reported before the server was restarted.
+
+    Attributes:
+        tokens: iterations that the run may grant until its next global round.
+        lent: members that may have more than their next iteration, in order.
+        released: tokens came back, so held requests may be granted now.
+    """
+
+    def __init__(self, count: int = 0, base: int = 0, unheard: int = 0) -> None:
+        self.count, self.base, self.unheard = count, base, unheard
+        self.tokens = 0.0
+        self.lent: dict[Member, None] = {}
+        self.released = False
+
+    def grant(self, member: Member, queue: NodeQueue, most: int, live: int) -> int:
+        """Grant up to ``most`` iterations, limited to the share of one of ``live`` members, and return how many.
+
+        At least one: the caller has checked that both queues have it (:meth:`has_token`).
+        """
+        iterations = 1
+        if most > 1:
+            share = min(self.tokens / live, queue.tokens / len(queue.members)) / LOOKAHEAD_SHARE
+            iterations = max(1, min(most, int(share)))
+        self.tokens -= iterations
+        queue.tokens -= iterations
+        member.granted += iterations
+        if member.granted > 2:
+            self.lent[member] = None
+        return iterations
+
+    def has_token(self, queue: NodeQueue) -> bool:
+        """Whether both queues have a token."""
+        return self.tokens >= 1 and queue.tokens >= 1
+
+    def begin_round(
+        self, members: Sequence[Member], tokens: float, queues: Iterable[NodeQueue], per_member: float
+    ) -> None:
+        """Grant an iteration to each member of a round, from the run's queue filled to ``tokens``.
+
+        The ``queues`` of nodes are filled to ``per_member`` for each member; the round takes nothing from them.
+        """
+        self.tokens = tokens - len(members)
+        for queue in queues:
+            queue.tokens = per_member * len(queue.members)
+        for member in members:
+            member.granted += 1
+
+    def settle(self, member: Member, done: int, queue: NodeQueue | None, *, stopping: bool) -> None:
+        """Count what a member has done; its unused grant goes back to the queues.
+
+        Without a ``queue`` it is outside the generation, and the next global round recounts what is left.
+        """
+        self.use(member, done)
+        if member.granted and queue is not None and not stopping:
+            self.tokens += member.granted
+            queue.tokens += member.granted
+            self.released = True
+        member.granted = 0
+
+    def use(self, member: Member, done: int, keep: int = 0) -> None:
+        """Count what a member has done; take it from its grant except the last ``keep``, then from the run's queue."""
+        made = max(0, done - member.done)
+        if made:
+            used = min(made, max(0, member.granted - keep))
+            self.count += made
+            member.done += made
+            member.granted -= used
+            self.tokens = max(0.0, self.tokens - (made - used))
+
+    def revoke(self, member: Member) -> None:
+        """Forget what was granted to a member in a round that it has dropped."""
+        member.granted = 0
+
+    def set_aside(self, stragglers: list[Member]) -> None:
+        """Keep the grants of stragglers: at least one each, plus once what was unheard before a restart."""
+        for member in stragglers:
+            member.granted = max(1, member.granted)
+        stragglers[0].granted += self.unheard
+        self.unheard = 0
+
+    def at_risk(self, members: Iterable[Member]) -> int:
+        """Return the most iterations that live members can make before the next capture."""
+        return self.unheard + int(self.tokens) + sum(m.granted for m in members if m.live)
+
+    def withdraw(self) -> None:
+        """Take back all tokens that are not granted."""
+        self.tokens = 0.0
+
+    def shorten(self, limit: float, members: Iterable[Member]) -> None:
+        """Withdraw what a changed limit does not cover."""
+        left = limit - self.count - sum(m.granted for m in members)
+        self.tokens = max(0.0, min(self.tokens, left))
+
+    def go_back(self, count: int) -> None:
+        """Continue after ``count`` iterations, those of a checkpoint."""
+        self.base += count - self.count
+        self.count = count
+
+
+MAX_FAILED_ROUNDS = 10
+"""Failed rounds, without a completed global one between them, that end the run."""
+
+MAX_ELECTIONS = 4096
+"""How many of the last rounds the history keeps."""
+
+FIRST_LINES, LINES_EVERY_S = 20, 1.0
+"""The first rounds each get a line in the log; later ones at most one line per interval."""
+
+MAX_LOSSES = 64
+"""How many workers' losses, in rank order, the history keeps for a round; it always keeps the leader's."""
+
+
+class RoundBook:
+    """The rounds of a run.
+
+    An open round has at least one member that has not completed it. Each member in a round is among those, and its
+    answer is the one that ordered the round. While the final round is open, no other is.
+
+    Args:
+        ordered: how many so far, by scope.
+        failures: failed rounds since the last completed global one.
+        final: the round that makes the consensus has been ordered.
+
+    Attributes:
+        open: the rounds that some members have not completed, by id.
+        fresh: no round of the generation has been ordered yet.
+        elections: the last rounds.
+    """
+
+    def __init__(
+        self,
+        ordered: dict[str, int] | None = None,
+        failures: int = 0,
+        final: bool = False,
+        opened: Iterable[OpenRound] = (),
+    ) -> None:
+        self.ordered = dict(ordered or {"local": 0, "global": 0})
+        self.failures, self.final = failures, final
+        self.open = {each.round.id: each for each in opened}
+        self.fresh = False
+        self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
+        self._line_at = -math.inf
+        self._saved_at = 0  # global rounds before the last one that was completed with a checkpoint
+        self._saved_at_s = -math.inf  # when that was; unknown after a restart of the server
+
+    @property
+    def next_id(self) -> int:
+        """The id of the next round."""
+        return self.ordered["local"] + self.ordered["global"] + 1
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether too many rounds have failed in a row."""
+        return self.failures >= MAX_FAILED_ROUNDS
+
+    def begin(self, now: float) -> None:
+        """Note that the first round is ordered; checkpoints by time count from here."""
+        self._saved_at_s = now
+
+    def checkpoint_due(self, run: RunSettings, now: float) -> bool:
+        """Whether members write a checkpoint in a global round that is ordered now."""
+        every, every_s = run.checkpoint_every, run.checkpoint_every_s
+        by_rounds = every > 0 and self.ordered["global"] - self._saved_at >= every
+        return by_rounds or (every_s > 0 and now - self._saved_at_s >= every_s)
+
+    def line_due(self, round_id: int, now: float) -> bool:
+        """Whether a round that is ordered now gets a line in the log."""
+        due = round_id <= FIRST_LINES or now - self._line_at >= LINES_EVERY_S
+        self._line_at = now if due else self._line_at
+        return due
+
+    def order(self, order: Round, members: Iterable[Member], now: float) -> None:
+        """Open a round of ``members``."""
+        assert order.scope == "local" or not self.open
+        opened = OpenRound(order, set(members), now)
+        self.open[order.id] = opened
+        self.ordered[order.scope] += 1
+        self.final |= order.final
+        self.fresh = False
+        for member in opened.waiting:
+            member.round = opened
+            if (loss := finite(member.loss)) is not None:
+                member.usual = usual_loss(member.usual, loss)
+
+    def complete(self, member: Member, round_id: int, now: float, sent_nbytes: int | None = None) -> OpenRound | None:
+        """Note that a member has completed a round, and return the round if the member was in it.
+
+        ``sent_nbytes``: what it has sent in all rounds since it joined, None if it did not say.
+        """
+        member.committed = max(member.committed, round_id)
+        opened = member.round
+        if opened is None or opened.round.id != round_id:
+            return None
+        member.round, member.met = None, opened.round.generation.number
+        member.synced |= opened.round.scope == "global"
+        opened.waiting.remove(member)
+        opened.add_sent(member, sent_nbytes)
+        if not opened.waiting:
+            del self.open[round_id]
+            if opened.round.scope == "global":
+                self.failures = 0
+            if opened.round.checkpoint:
+                self._saved_at, self._saved_at_s = opened.round.exchanges, now
+        return opened
+
+    def fail(self, opened: OpenRound, *, counts: bool) -> None:
+        """Close a failed round; ``counts``: it is the first of its generation to fail."""
+        del self.open[opened.round.id]
+        for member in opened.waiting:
+            member.round = None
+        self.final &= not opened.round.final
+        self.failures += counts
+
+
+def abridged(answer: Go | Stop, member: Member) -> Go | Stop:
+    """Return an answer without the generation's members if the worker knows them."""
+    order = answer.round
+    if order is None or order.generation.number != member.met:
+        return answer
+    generation = replace(order.generation, nodes=(), node_sizes=(), indices=(), missed=())
+    return replace(answer, round=replace(order, generation=generation))
+
+
+class Roles(NamedTuple):
+    """Who leads a round, who leads on each node (ranks, -1: nobody), who sends state, and who receives it (ranks)."""
+
+    leader: Member
+    leaders: tuple[int, ...]
+    source: Member
+    new: tuple[int, ...]
+
+
+def roles(
+    members: Sequence[Member],
+    queues: Iterable[NodeQueue],
+    nodes: int,
+    *,
+    copies: bool,
+    rule: str = "loss",
+    lot: str = "",
+) -> Roles:
+    """Choose from what the ``members`` of a round have reported, all in rank order.
+
+    ``queues``: of their nodes; other nodes have no leader in this round. ``copies``: all members take the source's
+    model, not only newcomers. ``lot`` names the run and the round, for an election by lot.
+    """
+    synced = [m for m in members if m.synced]
+    # The state of the most advanced round counts; ties go to the lowest loss.
+    source = min(synced or members, key=lambda m: (-m.committed, m.electable_loss, m.place))
+    new = [m.rank for m in members if m is not source and (copies or not m.synced)]
+    leaders = [-1] * nodes
+    for queue in queues:
+        candidates = [m for m in queue.members if m.synced] or queue.members
+        leaders[queue.index] = elect(candidates, rule, lot).rank
+    # A newcomer has no model worth following, unless all start from it.
+    return Roles(elect(synced or [source], rule, lot), tuple(leaders), source, tuple(new))
+
+
+def election(order: Round, leader: Member, members: Sequence[Member], seconds: float) -> RoundOrdered:
+    """Return the history's entry for a new round."""
+    losses = {m.worker: m.loss for m in members[:MAX_LOSSES]} | {leader.worker: leader.loss}
+    node = leader.join.node if order.scope == "local" else -1
+    return RoundOrdered(order.id, order.scope, node, leader.worker, order.count, seconds, losses)
+
+
+def line(entry: RoundOrdered, *, final: bool, leads: bool) -> Reason:
+    """Return the log line of a round; ``leads``: others take over what the leader has, so the line names it."""
+    where = f" of node{entry.node}" if entry.scope == "local" else " makes the consensus" if final else ""
+    loss = entry.losses[entry.worker]
+    if loss is not None and not math.isfinite(loss):
+        known = "nobody has a finite loss"
+    else:
+        known = "no loss yet" if loss is None else f"loss {loss:.4g}"
+    who = f"leader {entry.worker} ({known})" if leads else f"{known} ({entry.worker})" if loss is not None else known
+    return Why.ROUND(scope=entry.scope, id=entry.round, where=where, who=who, count=entry.count)

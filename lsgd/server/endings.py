@@ -1,0 +1,170 @@
+"""What ends: a member's part in a round, a round, a generation, the run; and what follows from it.
+
+This file implements rules 6, 7, 9 and 11 at the top of :mod:`lsgd.server.coordinator`.
+"""
+
+from collections.abc import Sequence
+
+from lsgd.protocol.events import RoundCompleted, RoundFailed
+from lsgd.protocol.messages import GenerationOver
+from lsgd.server import answers
+from lsgd.server.links import MAX_NAMED, connected, pairs_of, told, whole_nodes
+from lsgd.server.reasons import CHECK, Reason, Why
+from lsgd.server.roster import Member, MemberState, OpenRound, named
+from lsgd.server.state import RunState
+
+EXCHANGE_STEPS = 10
+"""Most steps of a round that members wait for, each with the deadline ``exchange_timeout_s``."""
+
+
+def stop(state: RunState, reason: Reason) -> None:
+    """End the run: withdraw all tokens; the consensus round follows when all live members are held."""
+    if not state.stopping:
+        state.stopping = reason
+        state.changes += 1
+        state.ledger.withdraw()
+        state.links.relent(state.now)
+        answers.recall(state, state.ledger.lent)
+        state.note(Why.STOPPING(reason=reason))
+
+
+def close(state: RunState) -> None:
+    """From now on, answer every request with the end."""
+    state.closed_at = state.now
+    state.changes += 1
+    for member in state.roster.within(MemberState.HELD, MemberState.CUT):
+        answers.dismiss(state, member)
+
+
+def settle(state: RunState, member: Member, done: int) -> None:
+    """Count what a member has done; its unused grant goes back."""
+    state.ledger.settle(member, done, state.roster.queue_of(member), stopping=bool(state.stopping))
+
+
+# -- rounds ----------------------------------------------------------------------------------------------------
+
+
+def committed(state: RunState, member: Member, round_id: int, sent_nbytes: int | None = None) -> None:
+    """Note that a member has completed a round; ``sent_nbytes``: in all its rounds, None if it did not say."""
+    opened = state.book.complete(member, round_id, state.now, sent_nbytes)
+    if opened is None:
+        return
+    state.moved_at = state.now
+    if opened.round.final:
+        state.roster.move(member, MemberState.ENDED)
+    if opened.waiting:
+        return
+    state.changes += 1
+    took_s = None if opened.opened_at is None else state.now - opened.opened_at
+    state.happened(RoundCompleted(round_id, took_s, opened.sent_nbytes))
+    if opened.round.scope == "global":
+        state.course.pace.completed(state.now)
+    if opened.round.final:
+        close(state)
+
+
+def found(state: RunState, member: Member, round_id: int, missed: Sequence[int]) -> None:
+    """Note which nodes cannot dial which, as a member has found in a probed round."""
+    opened = member.round
+    if opened is None or opened.round.id != round_id or not opened.round.probe:
+        return
+    nodes = opened.round.generation.nodes
+    state.changes += 1
+    if pairs := state.ways.found(nodes, missed):
+        words = ", ".join(f"node{a} and node{b}" for a, b in pairs[:MAX_NAMED])
+        more = f" (and {len(pairs) - MAX_NAMED} more pairs)" if len(pairs) > MAX_NAMED else ""
+        state.note(Why.RELAYED(pairs=words, more=more))
+
+
+def dropped(state: RunState, member: Member, round_id: int, error: str, broken: Sequence[int] = ()) -> None:
+    """Note that a member could not complete a round; ``broken``: pairs of ranks that cannot reach each other."""
+    opened = member.round
+    if opened is None or opened.round.id != round_id:
+        return
+    if opened.round.probe and (pairs := pairs_of(broken, len(opened.round.generation.indices))):
+        _cut_off(state, opened, pairs)
+    else:
+        _fail(state, opened, Why.ERROR(worker=member.worker, error=error))
+
+
+def left_round(state: RunState, member: Member, why: Why, **values: object) -> None:
+    """Note that a member will not complete the round that it is in, if any."""
+    if member.round is not None:
+        _fail(state, member.round, why(worker=member.worker, **values))
+
+
+def _cut_off(state: RunState, opened: OpenRound, pairs: Sequence[tuple[int, int]]) -> None:
+    """Fail a round because members cannot reach each other, and continue without as few as possible."""
+    names, everybody = opened.round.generation.members, state.roster.members
+    members = {rank: everybody[name] for rank, name in enumerate(names) if name in everybody}
+    holders = {rank for rank, m in members.items() if m.synced}
+    holders = holders or {rank for rank, m in members.items() if m.committed}
+    kept = connected(len(names), pairs, holders)
+    cut = [rank for rank in range(len(names)) if rank not in kept]
+    reason = told(names, pairs)
+    state.book.failures = 0  # so that this failure ends no run
+    _fail(state, opened, reason)
+    state.book.failures = 0
+    wait_s = state.links.cut((names[rank] for rank in cut), reason, state.now)
+    who = whole_nodes(names, cut)
+    state.note(Why.EVICTED_LINK(who=who, wait_s=wait_s, reason=reason, check=CHECK))
+
+
+def _fail(state: RunState, opened: OpenRound, reason: Reason) -> None:
+    """End a round that somebody could not complete: members that have not completed it drop it and ask again."""
+    state.book.fail(opened, counts=not state.roster.broken)
+    state.changes += 1
+    state.happened(RoundFailed(opened.round.id, reason.code, str(reason)))
+    state.note(Why.ROUND_FAILS(id=opened.round.id, reason=reason))
+    state.ledger.withdraw()
+    end_generation(state, reason)
+    if state.book.hopeless:
+        stop(state, Why.ROUNDS_FAIL(failures=state.book.failures, reason=reason))
+
+
+def end_generation(state: RunState, reason: Reason) -> None:
+    """End the generation and tell its members, unless it is over already."""
+    state.course.pace.interrupted()
+    for member in state.roster.end_generation(reason):
+        assert state.roster.generation is not None
+        state.answer(member, GenerationOver(state.roster.generation.number, reason))
+
+
+# -- rounds that wait for too long -----------------------------------------------------------------------------
+
+
+def evict_stragglers(state: RunState) -> None:
+    """Let the next round start without members that have kept all others waiting for ``patience_s``.
+
+    A member in an open round is no straggler: that round completes or fails by its own deadlines. While only
+    stragglers have the run's model, the others keep waiting: without it they would start over.
+    """
+    roster, patience_s = state.roster, state.plan.run.patience_s
+    if not patience_s or state.now - state.moved_at < patience_s:
+        return
+    if state.book.open or not 0 < roster.held < roster.live:
+        return
+    stragglers = roster.within(MemberState.BUSY)
+    held = roster.within(MemberState.HELD)
+    if not state.stopping and any(m.synced for m in stragglers) and not any(m.synced for m in held):
+        return
+    are, them = ("is", "it") if len(stragglers) == 1 else ("are", "them")
+    words = {"who": named(stragglers), "are": are, "them": them, "patience_s": patience_s}
+    reason = Why.EVICTED(id=state.book.next_id, **words)
+    state.note(reason)
+    state.changes += 1
+    end_generation(state, reason)
+    state.ledger.set_aside(stragglers)
+    for member in stragglers:
+        roster.move(member, MemberState.STRAGGLER, reason)
+
+
+def fail_stuck(state: RunState) -> None:
+    """Fail the open rounds if nothing has happened for longer than the deadlines of any exchange allow."""
+    run = state.plan.run
+    longest_s = run.patience_s + EXCHANGE_STEPS * run.exchange_timeout_s
+    if not state.book.open or not run.patience_s or state.now - state.moved_at < longest_s:
+        return
+    state.moved_at = state.now
+    for opened in list(state.book.open.values()):
+        _fail(state, opened, Why.STUCK(who=named(opened.waiting), longest_s=longest_s))

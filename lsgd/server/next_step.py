@@ -1,0 +1,178 @@
+"""What a run does next when all its live members are held: a pure function of its state. The scheduler carries it out.
+
+It decides rules 3, 4, 10, 12 and 13 at the top of :mod:`lsgd.server.coordinator`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lsgd.protocol.messages import Origin
+from lsgd.server.admission import origin_of
+from lsgd.server.course import Stretch
+from lsgd.server.reasons import Reason, Why
+from lsgd.server.roster import Member, MemberState, by_place
+from lsgd.server.state import RunState
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing: members that are away must come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoBack:
+    """Continue from a checkpoint, or from the beginning."""
+
+    origin: Origin
+    members: Sequence[Member]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Nobody has the run's model, and there is no checkpoint; ``fails``: the run waits no longer for somebody."""
+
+    fails: bool
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run stops for ``reason``; ``stretch``: which begins all the same."""
+
+    reason: Reason
+    stretch: Stretch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Every request is told to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The round that makes the consensus."""
+
+    members: Sequence[Member]
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """The last iterations of a phase, fewer than there are members, are granted without a round."""
+
+    stretch: Stretch
+    leaving: Sequence[Member]
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """A global round of ``members``, with the run's queue filled to ``tokens``; those in ``leaving`` go before it."""
+
+    stretch: Stretch
+    leaving: Sequence[Member]
+    members: Sequence[Member]
+    tokens: float
+
+
+Step = Wait | GoBack | Lost | End | Close | Final | Serve | Train
+
+
+def choose(state: RunState) -> Step:
+    """Return what the run does next."""
+    members = held(state)
+    if state.roster.generation is None:
+        if not _begun(state, members):
+            return GoBack(_origin(members), members)
+    elif obstacle := _awaits_model(state, members):
+        return obstacle
+    if state.stopping:
+        return last(state)
+    out = [m for m in state.roster.members.values() if m.granted]  # stragglers: nobody is busy now
+    given = state.ledger.count + sum(m.granted for m in out)
+    if given >= state.limit:
+        return End(state.all_made(out))
+    if all(m.last for m in members):  # those that stay must get the run's model first
+        return Wait() if state.roster.away() else End(Why.ALL_LEAVE(count=state.ledger.count))
+    return _training(state, members, given)
+
+
+def last(state: RunState) -> Step:
+    """Return the next step of a run that stops."""
+    if state.roster.within(MemberState.PAUSED) and not _overdue(state):
+        return Wait()
+    return Close() if state.book.hopeless else Final(held(state))
+
+
+def held(state: RunState) -> list[Member]:
+    """Return the members that are held, in rank order."""
+    return sorted(state.roster.within(MemberState.HELD), key=by_place)
+
+
+def _training(state: RunState, members: list[Member], given: int) -> Step:
+    """Return the next step of a run that continues after ``given`` iterations, granted ones included."""
+    count, progress = state.ledger.count, state.progress(state.now) if state.ends else None
+    stretch = state.course.following(state.now, count, given, len(members), progress, _rate_of(members))
+    schedule, leaving = stretch.algorithm.schedule(), []
+    if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
+        leaving, members = [m for m in members if m.last], [m for m in members if not m.last]
+        if any(m.synced for m in leaving) and not any(m.synced for m in members):
+            return End(Why.HOLDERS_LEAVE(count=count), stretch)
+    left = min(state.limit, state.course.end_of(stretch.number)) - given
+    if left < len(members):
+        if schedule.lockstep:
+            return End(Why.REST_TOO_SMALL(count=count, limit=state.limit), stretch)
+        if any(m.synced and m.rank >= 0 and not m.last for m in members):
+            return Serve(stretch, leaving, left)
+        # No member has the run's model (a checkpoint may): as many members as there are iterations take part.
+        members = sorted(sorted(members, key=lambda m: (not m.synced, m.place))[: int(left)], key=by_place)
+    return Train(stretch, leaving, members, min(schedule.period * len(members), left))
+
+
+def _awaits_model(state: RunState, members: Sequence[Member]) -> Step | None:
+    """Return what must happen first because none of ``members`` has the run's model; None: some have it.
+
+    They alone would start over and overwrite what the run has learned. An older model of this run is better than none,
+    and so is a checkpoint. With nothing to continue from, the run ends.
+    """
+    away = [] if _overdue(state) else state.roster.away()
+    if any(m.synced for m in members):
+        return None
+    if any(m.synced for m in away):
+        return Wait()
+    if any(m.committed for m in members):
+        return None
+    if any(m.committed for m in away):
+        return Wait()
+    if not state.ledger.count:
+        return None
+    run, origin = state.plan.run, _origin(members)
+    if origin.iterations or run.restart_from_scratch:
+        return GoBack(origin, members)
+    few = not state.suffices(len(state.roster.members)) and not state.stopping
+    return Lost(not few or state.now - (state.lost_at or state.now) > run.join_timeout_s)
+
+
+def _begun(state: RunState, members: Sequence[Member]) -> bool:
+    """Whether a run without a generation stands where its members' checkpoint is."""
+    origin = _origin(members)
+    return state.ledger.count == origin.iterations and all(m.synced == from_checkpoint(m, origin) for m in members)
+
+
+def _origin(members: Sequence[Member]) -> Origin:
+    return origin_of(m.join for m in members)
+
+
+def from_checkpoint(member: Member, origin: Origin) -> bool:
+    """Whether a member has resumed from the checkpoint that the run continues from."""
+    return origin.iterations > 0 and member.join.origin == origin
+
+
+def _overdue(state: RunState) -> bool:
+    """Whether the last round has waited for ``patience_s``."""
+    return bool(state.stopping) and state.now >= state.final_due_at + (state.plan.run.patience_s or math.inf)
+
+
+def _rate_of(members: Sequence[Member]) -> float | None:
+    """Return the highest learning rate of ``members``; None unless all rates have fallen."""
+    rates = [m.rate for m in members if m.rate is not None]
+    return max(rates) if len(rates) == len(members) else None
