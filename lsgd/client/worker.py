@@ -18,7 +18,7 @@ from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model
 from lsgd.client.control.closing import on_error
-from lsgd.client.control.identity import identify
+from lsgd.client.control.identity import Identity, identify
 from lsgd.client.control.island import island_of
 from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
 from lsgd.client.iteration.replica import Replica
@@ -88,6 +88,7 @@ class Worker:
         timeout_s: float = 600.0,
         checkpoint_dir: Path | None = None,
         extra: Mapping[str, Stateful] | None = None,
+        identity: Identity | None = None,
     ) -> Self:
         """Join the run of this machine's local server, and return when all expected workers have joined.
 
@@ -105,6 +106,8 @@ class Worker:
             extra: what else to checkpoint, by name: objects with ``state_dict`` and ``load_state_dict``, such as a
                 GradScaler. If the run resumes from a checkpoint (``LSGD_RESUME``), this call restores them, like
                 the model and the optimizers.
+            identity: this worker's place in the run, instead of the variables: several workers can so join as
+                threads of one process. None: :func:`lsgd.client.control.identity.identify`.
 
         Raises:
             JoinError: no local server answers within 5 s, the run refuses this worker, or ``timeout_s`` has passed.
@@ -116,7 +119,7 @@ class Worker:
         log_to_stderr(logging.INFO if island.is_head else logging.WARNING)
         with on_error(island.close):
             optimizers = torch_optimizers(model, optimizer)
-            identity = island.share("joins", identify)
+            identity = identity or island.share("joins", identify)
             if checkpoint_dir is None and identity.run_dir is not None:
                 checkpoint_dir = identity.run_dir / CHECKPOINTS
             checkpoints = Checkpoints(model, optimizers, extra or {}, checkpoint_dir, identity.resume, island)

@@ -148,36 +148,22 @@ class GlobalDaemon:
         self._bad_peers: set[bytes] = set()
         self._stream = Stream()
         self._happened: list[Happening] = list(self._state.book.elections)  # for the stream, after the answers
-        self._progress_at = 0.0
+        self._progress_at = self._ticked_at = self._guarded_at = 0.0
         self._memory = Memory() if watches_memory else None
         self._refusals = Refusals()
 
     def run(self, signals: Ending) -> int:
         """Serve until the run is over and return the exit code."""
         poller = Poller(self._listener, signals.wakeup)
-        ticked_at = guarded_at = 0.0
         while not self._state.over:
             poller.wait(TICK_S)
-            now = time.monotonic()
-            self._receive(now)
             signals.wakeup.clear()
             if signals.at_once:
                 say("second signal: ending at once, without a consensus model")
-                self._write_down(now, last=True)
+                self._write_down(time.monotonic(), last=True)
                 return EXIT_AT_ONCE
-            if signals.first and not self._state.stopping:
-                self._act(self.coordinator.handle(StopRun(f"the global server got {signals.first}"), now))
-            if now - ticked_at >= TICK_S:
-                self._act(self.coordinator.tick(now))
-                ticked_at = now
-            if now - guarded_at >= GUARD_EVERY_S:
-                if self._guard(now):
-                    poller = Poller(self._listener, signals.wakeup)
-                guarded_at = now
-            self._keep(now)
-            self._flush()
-            self._publish(now)
-            self._write_down(now)
+            if self.turn(time.monotonic(), signals.first):
+                poller = Poller(self._listener, signals.wakeup)
         self._keep(time.monotonic())
         self._write_down(time.monotonic(), last=True)
         self._publish(time.monotonic())
@@ -188,6 +174,31 @@ class GlobalDaemon:
         end = ", without a consensus" if self._state.in_vain else ""
         say(f"the run is over{end}: {reason}; {self._state.ledger.count} iterations")
         return 1 if self._state.failed else 0
+
+    def turn(self, now: float, got: str = "") -> bool:
+        """Take what has arrived, decide what is due, and send the answers once the journal has them.
+
+        Args:
+            now: time on a clock that never goes back, in seconds.
+            got: signal that asks for the end of the run, if any.
+
+        Returns:
+            Whether all connections were dropped, so that pollers have to be rebuilt.
+        """
+        self._receive(now)
+        if got and not self._state.stopping:
+            self._act(self.coordinator.handle(StopRun(f"the global server got {got}"), now))
+        if now - self._ticked_at >= TICK_S:
+            self._act(self.coordinator.tick(now))
+            self._ticked_at = now
+        dropped = False
+        if now - self._guarded_at >= GUARD_EVERY_S:
+            dropped, self._guarded_at = self._guard(now), now
+        self._keep(now)
+        self._flush()
+        self._publish(now)
+        self._write_down(now)
+        return dropped
 
     def _guard(self, now: float) -> bool:
         """Forget who is gone and report who was refused; drop all connections if memory fills, and return whether."""

@@ -60,14 +60,13 @@ class JournaledRun:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_a_global_server_killed_20_times_in_one_run(cluster) -> None:
+def test_a_global_server_killed_in_the_middle_of_a_run(cluster) -> None:
     run = JournaledRun(cluster, "--workers", "3", *EVERY, "--results", str(cluster.folder))
     locals_ = [cluster.start_local(node) for node in (0, 1)]
-    workers = [cluster.worker("crash", *place, "--sleep", 0.003) for place in ((0, 0), (0, 1), (1, 0))]
+    workers = [cluster.worker("crash", *place, "--sleep", 0.02) for place in ((0, 0), (0, 1), (1, 0))]
     trains(cluster)
     rounds = 0
-    for _ in range(20):
+    for _ in range(3):  # twenty times: tests/server/test_served_runs.py
         kill(run.server)
         run.start_again()
         trains(cluster)
@@ -89,7 +88,7 @@ def test_a_global_server_killed_20_times_in_one_run(cluster) -> None:
 
 def test_a_local_server_killed_and_started_again_at_once(cluster) -> None:
     server, locals_ = cluster.start("--workers", "3", *EVERY, nodes=2)
-    workers = [cluster.worker("crash", *place, "--sleep", 0.003) for place in ((0, 0), (1, 0), (1, 1))]
+    workers = [cluster.worker("crash", *place, "--sleep", 0.02) for place in ((0, 0), (1, 0), (1, 1))]
     trains(cluster)
     kill(locals_[1])
     again = cluster.start_local(1)
@@ -101,7 +100,7 @@ def test_a_local_server_killed_and_started_again_at_once(cluster) -> None:
 
 def test_workers_wait_for_their_local_server_and_say_so(cluster) -> None:
     server, (local,) = cluster.start("--workers", "2", "--lease-s", "60", *EVERY)
-    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     kill(local)
     workers[0].says(r"node0/worker0 waits for its next iteration for \d+ s: ")
@@ -116,7 +115,7 @@ def test_workers_wait_for_their_local_server_and_say_so(cluster) -> None:
 def test_workers_go_on_alone_for_a_while_and_the_count_stays_exact(cluster, dies) -> None:
     run = JournaledRun(cluster, "--workers", "2", "--offline-iterations", "50", *EVERY)
     local = cluster.start_local()
-    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     kill(run.server if dies == "global" else local)
     for worker in workers:
@@ -136,7 +135,7 @@ def test_workers_go_on_alone_for_a_while_and_the_count_stays_exact(cluster, dies
 
 def test_workers_whose_servers_stay_away_end_with_a_code_of_their_own(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", "--server-timeout-s", "3", *EVERY, nodes=2)
-    workers = [cluster.worker("crash", node, 0, "--sleep", 0.003) for node in (0, 1)]
+    workers = [cluster.worker("crash", node, 0, "--sleep", 0.02) for node in (0, 1)]
     trains(cluster)
     kill(server, locals_[1])
     assert [worker.wait() for worker in workers] == [75, 75]
@@ -150,7 +149,7 @@ def test_workers_whose_servers_stay_away_end_with_a_code_of_their_own(cluster) -
 def test_both_servers_killed_together(cluster) -> None:
     run = JournaledRun(cluster, "--workers", "2", *EVERY)
     local = cluster.start_local()
-    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     for _ in range(2):
         trains(cluster)
         kill(run.server, local)
@@ -183,9 +182,9 @@ def state(process: Process) -> str:
 @pytest.mark.parametrize("fault", ["killed", "frozen", "stuck"])
 def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_its_place(cluster, fault) -> None:
     server, locals_ = cluster.start("--workers", "3", "--lease-s", "2", *EVERY)
-    survivors = [cluster.worker("crash", 0, index, "--sleep", 0.01) for index in (0, 1)]
+    survivors = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     stuck = ("--stick-at", 10, "--stick", 6) if fault == "stuck" else ()
-    victim = cluster.worker("crash", 0, 2, "--sleep", 0.01, *stuck)
+    victim = cluster.worker("crash", 0, 2, "--sleep", 0.02, *stuck)
     if fault == "stuck":
         victim.says("holds the GIL")
     else:
@@ -207,7 +206,7 @@ def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_it
         assert victim.wait() == EvictedError.exit_code
         assert re.search(r"ends with exit code 76: node0/worker2 is not in run \w+: it was evicted", victim.output)
         assert cluster.status()["generation"] == 2
-    again = cluster.worker("crash", 0, 2, "--sleep", 0.01)
+    again = cluster.worker("crash", 0, 2, "--sleep", 0.02)
     server.says(r"generation 3: 3 workers")
     trains(cluster)
     count = finish(cluster, server, *survivors, again, *locals_)
@@ -218,9 +217,9 @@ def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_it
 
 def test_a_worker_that_computes_for_too_long_is_evicted_and_comes_back(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", "--patience-s", "1", *EVERY)
-    other = cluster.worker("crash", 0, 0, "--sleep", 0.01)
+    other = cluster.worker("crash", 0, 0, "--sleep", 0.02)
     go = cluster.folder / "go"
-    slow = cluster.worker("crash", 0, 1, "--sleep", 0.01, "--stall-at", 10, "--until", go)
+    slow = cluster.worker("crash", 0, 1, "--sleep", 0.02, "--stall-at", 10, "--until", go)
     told = r"node0/worker1 is evicted from round \d+: the others waited 1 s for it"
     server.says(told)
     slow.says(rf"generation 1 is over: {told}")
@@ -239,8 +238,8 @@ def test_a_worker_that_computes_for_too_long_is_evicted_and_comes_back(cluster) 
 def test_a_leader_killed_in_the_middle_of_its_own_broadcast(cluster) -> None:
     flags = ("--workers", "3", "--lease-s", "2", "--election", "loss")
     server, locals_ = cluster.start(*flags, *EVERY)
-    survivors = [cluster.worker("crash", 0, index, "--sleep", 0.005) for index in (0, 1)]
-    victim = cluster.worker("crash", 0, 2, "--sleep", 0.005, "--lead", "--die-in-round", 3)
+    survivors = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
+    victim = cluster.worker("crash", 0, 2, "--sleep", 0.02, "--lead", "--die-in-round", 3)
     assert victim.wait() == -signal.SIGKILL
     (round_id,) = map(int, re.findall(r"dies in round (\d+)", victim.output))
     server.says(rf"round {round_id}\b.*: leader node0/worker2 \(loss 0\)")

@@ -11,7 +11,7 @@ from .test_crashes import EVERY, JournaledRun, finish, kill, steps, trains
 
 def test_a_frozen_local_server_costs_nobody_the_model(cluster) -> None:
     server, (local,) = cluster.start("--workers", "2", "--lease-s", "2", *EVERY)
-    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     local.send(signal.SIGSTOP)
     server.says(r"nothing was heard for \d s from node0/worker0, node0/worker1, and nobody else has the run's model")
@@ -26,20 +26,20 @@ def test_a_frozen_local_server_costs_nobody_the_model(cluster) -> None:
 
 def test_nobody_waits_for_the_lease_of_a_worker_whose_process_has_ended(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", "--lease-s", "600", *EVERY)
-    survivor, victim = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    survivor, victim = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     kill(victim)
     server.says("node0/worker1 leaves: failed: its process has ended")
     server.says("generation 2: 1 worker on 1 node")
     trains(cluster)
-    again = cluster.worker("crash", 0, 1, "--sleep", 0.003)
+    again = cluster.worker("crash", 0, 1, "--sleep", 0.02)
     server.says("generation 3: 2 workers")
     finish(cluster, server, survivor, again, *locals_)
 
 
 def test_a_local_server_that_was_started_again_sees_the_deaths_of_the_workers_it_finds(cluster) -> None:
     server, (local,) = cluster.start("--workers", "2", "--lease-s", "600", *EVERY)
-    survivor, victim = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    survivor, victim = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     kill(local)
     again = cluster.start_local()
@@ -63,7 +63,7 @@ def watches(server: Process, worker: Process) -> bool:
 
 def test_a_run_that_has_lost_its_model_fails_and_says_what_to_do(cluster) -> None:
     server, (local,) = cluster.start("--workers", "2", *EVERY)
-    victims = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    victims = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     kill(*victims)
     again = [cluster.worker("crash", 0, index) for index in (0, 1)]
@@ -75,11 +75,11 @@ def test_a_run_that_has_lost_its_model_fails_and_says_what_to_do(cluster) -> Non
 
 def test_a_run_that_has_lost_its_model_goes_back_to_its_checkpoints(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", "--checkpoint-every", "2", *EVERY)
-    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     until(lambda: len(list(cluster.folder.glob("checkpoints/**/*.safetensors"))) >= 4, "checkpoints are there")
     kill(*workers)
     resume = {"LSGD_RESUME": str(cluster.folder / "checkpoints")}
-    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003, **resume) for index in (0, 1)]
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.02, **resume) for index in (0, 1)]
     again = int(server.says(r"are gone: it goes back to checkpoints of \d+ iterations; (\d+) are repeated")[1])
     until(lambda: server.output.count("worker1 joins from") == 2, "the other one is back, too")
     trains(cluster)
@@ -91,7 +91,7 @@ def test_a_run_that_has_lost_its_model_goes_back_to_its_checkpoints(cluster) -> 
 def test_a_server_without_the_journal_of_the_run_does_not_begin_another(cluster) -> None:
     run = JournaledRun(cluster, "--workers", "2", "--server-timeout-s", "4", *EVERY)
     local = cluster.start_local()
-    workers = [cluster.worker("crash", 0, index, "--sleep", 0.003) for index in (0, 1)]
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster, 60)
     kill(run.server)
     other = cluster.start_global("--workers", "2", listen=cluster.address)

@@ -10,9 +10,9 @@ from .test_crashes import EVERY, JournaledRun, finish, kill, trains
 def test_a_pause_that_is_not_heard_costs_the_others_their_patience(cluster: Cluster) -> None:
     run = JournaledRun(cluster, "--workers", "2", "--patience-s", "1", *EVERY)
     local = cluster.start_local()
-    stays = cluster.worker("train", 0, 0, "--sleep", 0.005)
+    stays = cluster.worker("train", 0, 0, "--sleep", 0.02)
     nap = ("--nap-at", 21, "--pause-at", 21, "--nap", 10)  # the first nap is the time to kill the server in
-    pauses = cluster.worker("train", 0, 1, "--sleep", 0.005, *nap)
+    pauses = cluster.worker("train", 0, 1, "--sleep", 0.02, *nap)
     steps = cluster.folder / "node0-worker1.steps"
     pauses.says("^naps$")  # with its iteration granted
     kill(run.server)

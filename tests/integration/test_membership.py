@@ -52,7 +52,7 @@ class Churn:
             "pause": ("--pause-at", after, "--nap", 0.3, "--break-at", after + 5),
             "kill": (),
         }
-        return self._cluster.worker("train", 0, index, "--sleep", 0.005, *flags[fate])
+        return self._cluster.worker("train", 0, index, "--sleep", 0.02, *flags[fate])
 
     def _heard(self, change: str, more: int, line: str) -> None:
         """Wait until the server has told of so many more changes of a kind."""
@@ -66,7 +66,7 @@ class Churn:
 def test_50_changes_of_membership_leave_nothing_behind(cluster) -> None:
     deadlines = ("--lease-s", "2", "--exchange-timeout-s", "3")
     server, (local,) = cluster.start("--workers", "1", *deadlines, *EVERY)
-    stays = cluster.worker("train", 0, 0, "--sleep", 0.005)
+    stays = cluster.worker("train", 0, 0, "--sleep", 0.02)
     trains(cluster)
     churn = Churn(cluster, server, seed=5)
     while sum(churn.changes.values()) < WARM_UP_CHANGES:
@@ -88,8 +88,8 @@ def test_a_stop_during_a_round_lets_it_complete(cluster) -> None:
     go = cluster.folder / "go"
     server, locals_ = cluster.start("--workers", "2", *EVERY)
     workers = [
-        cluster.worker("crash", 0, 0, "--sleep", 0.003),
-        cluster.worker("crash", 0, 1, "--sleep", 0.003, "--dwell-in-round", 3, "--until", go),
+        cluster.worker("crash", 0, 0, "--sleep", 0.02),
+        cluster.worker("crash", 0, 1, "--sleep", 0.02, "--dwell-in-round", 3, "--until", go),
     ]
     workers[1].says(r"dwells in round \d+")
     cluster.ask(StopRun("enough"))
@@ -106,8 +106,8 @@ def test_a_stop_during_a_round_lets_it_complete(cluster) -> None:
 def test_a_model_that_is_no_number_spoils_no_other(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", *EVERY)
     workers = [
-        cluster.worker("crash", 0, 0, "--sleep", 0.003),
-        cluster.worker("crash", 0, 1, "--sleep", 0.003, "--poison-at", 5),
+        cluster.worker("crash", 0, 0, "--sleep", 0.02),
+        cluster.worker("crash", 0, 1, "--sleep", 0.02, "--poison-at", 5),
     ]
     workers[1].says("poisons its model")
     trains(cluster, 60)

@@ -1,8 +1,10 @@
 """A loop of one's own: begin_step() and end_step() of one worker in this process, with real servers."""
 
 import itertools
+import secrets
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from lsgd.client import Worker
+from lsgd.client.control.identity import Identity
 from lsgd.errors import LsgdError
 
 CLIENT_PAGE = Path(__file__).parents[2] / "docs" / "guides" / "client.md"
@@ -128,6 +131,26 @@ def test_a_pause_between_two_passes_fails_no_round(cluster, monkeypatch) -> None
         assert worker.iterations == 12
         assert worker.status()["rounds_global"] == 13
     assert "failed" not in cluster.processes[0].output
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_two_workers_are_threads_of_one_process(cluster, arguments) -> None:
+    cluster.start("--workers", "2", *arguments, "--iterations", "40")
+    loops = [Loop(), Loop()]
+
+    def train(index: int) -> tuple[str, int, float | None]:
+        identity = Identity(index, secrets.randbits(63), cluster.local_address(0), None)
+        with Worker.join(loops[index].model, loops[index].optimizer, identity=identity) as worker:
+            for x in worker.batches(BATCH * (1 + index + n) for n in itertools.count()):
+                worker.report(loops[index].step(x))
+        return worker.name, worker.iterations, worker.consensus_distance
+
+    with ThreadPoolExecutor(2) as threads:
+        ends = list(threads.map(train, (0, 1)))
+    assert [name for name, *_ in ends] == ["node0/worker0", "node0/worker1"]
+    assert sum(iterations for _, iterations, _ in ends) == 40 and ends[0][2] == ends[1][2]
+    one, two = (loop.model.state_dict() for loop in loops)
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 class Liar(list):

@@ -542,9 +542,13 @@ class SimulatedRun:
             assert self._events and self.now < most_s, self._story()
             if not self._down and not self.state.roster.members and self.now > 40.0:
                 self.coordinator.stop("everybody has left")
-            self.now, _, event = heapq.heappop(self._events)
-            event()
+            self._step()
         return self
+
+    def _step(self) -> None:
+        """Go on to the next event."""
+        self.now, _, event = heapq.heappop(self._events)
+        event()
 
     def _tick(self) -> None:
         if not self._down:

@@ -31,6 +31,7 @@ class Identity:
         run_dir: where the launcher wants results; None without a launcher.
         resume: the folder of checkpoints to resume from, if any.
         restarted: it replaces a process that died in the same run.
+        from_variables: nobody has named the local server, so a script without one runs alone.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Identity:
     run_dir: Path | None
     resume: Path | None = None
     restarted: bool = False
+    from_variables: bool = False
 
 
 def identify(environ: Mapping[str, str] = os.environ) -> Identity:
@@ -56,6 +58,7 @@ def identify(environ: Mapping[str, str] = os.environ) -> Identity:
         run_dir=Path(run_dir) if run_dir else None,
         resume=Path(resume) if resume else None,
         restarted=bool(environ.get("LSGD_RESTARTED")),
+        from_variables=True,
     )
 
 

@@ -119,7 +119,7 @@ def _connect(identity: Identity, island: Island, opened: contextlib.ExitStack) -
     if not island.is_head:
         return None, FollowerChannel(identity.local_address, identity.incarnation, island)
     servers, address = None, identity.local_address
-    if is_alone(os.environ):
+    if identity.from_variables and is_alone(os.environ):
         servers = Solo(os.environ)
         opened.callback(servers.close)
         address = servers.address

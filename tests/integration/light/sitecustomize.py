@@ -1,10 +1,12 @@
 """For processes that a test starts: less is loaded, so that they start in half the time.
 
 torch loads nothing that only compilers, sharded tensors and nested tensors need; who wants more of it gets it. Garbage
-is seldom looked for, because imports leave none. A launcher draws no ``curve.png`` at the end of a run, unless there is
-a variable ``DRAWS``: matplotlib takes as long as a worker's part in a short run.
+is seldom looked for, because imports leave none, and not at all at the end, when the system frees everything. A
+launcher draws no ``curve.png`` at the end of a run, unless there is a variable ``DRAWS``: matplotlib takes as long as
+a worker's part in a short run.
 """
 
+import atexit
 import gc
 import importlib
 import os
@@ -62,6 +64,7 @@ class MetaLater(MetaPathFinder, Loader):
 
 
 gc.set_threshold(100_000, 50, 100)
+atexit.register(gc.freeze)  # the first to be registered is the last to be called
 sys.modules["torch._dynamo"] = Compiler("torch._dynamo")
 sys.modules["torch.nested"] = StandIn("torch.nested")
 sys.meta_path.insert(0, MetaLater())

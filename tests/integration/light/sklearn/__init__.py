@@ -1,0 +1,1 @@
+"""Stands in for scikit-learn, of which the examples take only the digits."""
