@@ -1,12 +1,15 @@
 """What a worker's groups have in common over any transport."""
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from lsgd.collectives.group import Group
+from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation
 
 
@@ -30,9 +33,9 @@ class Members:
     """The members of a group, seen from one of them.
 
     Args:
-        name: of the group, unique in its generation.
-        ranks: the members' ranks in the generation, in order.
-        names: of the members, for errors.
+        name: the group's, unique in its generation.
+        ranks: in the generation.
+        names: the members', for errors.
         rank: this member's index in ``ranks``.
         node_sizes: number of members on each node, in order.
     """
@@ -69,17 +72,16 @@ class WorkerGroup(Group):
     """A Group of the workers of a generation.
 
     Args:
-        members: its members.
         timeout_s: deadline of each verb.
-        traffic: counts what this member sends and receives.
 
     Attributes:
         device: best device for tensors that are created only for the group.
-        transport: what carries its tensors, in words.
+        transport: what carries its tensors, for the log.
     """
 
     device: torch.device
     transport: str
+    _errors: tuple[type[Exception], ...] = (OSError,)
 
     def __init__(self, members: Members, timeout_s: float, traffic: Traffic | None = None) -> None:
         self._members = members
@@ -102,6 +104,16 @@ class WorkerGroup(Group):
     def _group_of(self, members: Members) -> "WorkerGroup":
         """Return a new group of some of the members."""
         raise NotImplementedError
+
+    @contextmanager
+    def _failing(self, what: str, started_at: float) -> Iterator[None]:
+        """If an operation fails, cut the group and raise an ExchangeError."""
+        try:
+            yield
+        except self._errors as error:
+            self.cut()
+            waited_s, why = time.monotonic() - started_at, str(error).partition("\n")[0]
+            raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {why}") from error
 
     def cut(self) -> None:
         """Make everything that waits in this group or its subgroups fail at once; safe from any thread."""

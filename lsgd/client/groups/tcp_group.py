@@ -1,8 +1,7 @@
 """A Group over the connections of a mesh."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from lsgd.client.groups.mesh import Mesh
 from lsgd.client.groups.staging import Copier, Staged, copier_of
 from lsgd.client.groups.stream import Operation, TensorStream
 from lsgd.collectives.group import Transfer
-from lsgd.errors import ExchangeError
 
 WHOLE_NBYTES = 64 << 10
 """Up to this size, an all-reduce sends each member's whole tensor to all others: one latency instead of two."""
@@ -42,10 +40,7 @@ class TcpGroup(WorkerGroup):
     (:mod:`lsgd.client.groups.staging`).
 
     Args:
-        mesh: the streams between the members of the generation.
-        members: its members.
         timeout_s: how long a verb waits for a member that moves no byte.
-        traffic: counts what this member sends and receives.
         copiers: returns what copies between a device and host memory; None if the device is the host.
     """
 
@@ -199,16 +194,6 @@ class TcpGroup(WorkerGroup):
     ) -> list[tuple[TensorStream, memoryview]]:
         ranks = self._members.ranks
         return [(stream_of(ranks[rank]), _bytes_of(tensor)) for rank, tensor in tensors.items() if tensor.numel()]
-
-    @contextmanager
-    def _failing(self, what: str, started_at: float) -> Iterator[None]:
-        """If an operation fails, cut the mesh and raise an ExchangeError."""
-        try:
-            yield
-        except OSError as error:
-            self._mesh.cut()
-            waited_s = time.monotonic() - started_at
-            raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {error}") from error
 
 
 def _land(under_way: Sequence[_Started], arriving: Collection[Staged]) -> None:

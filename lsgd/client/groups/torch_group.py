@@ -22,7 +22,6 @@ from lsgd.client.groups.base import Members, Traffic, WorkerGroup
 from lsgd.client.groups.store import store_of
 from lsgd.collectives.group import Transfer
 from lsgd.collectives.point_to_point import Exchange
-from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation
 
 END_WITHIN_S = 5.0
@@ -39,9 +38,8 @@ class ProcessGroups:
     """The process groups of a generation. Each is built in a thread, and a cut aborts them all.
 
     Args:
-        make: returns a process group with this name of these ranks of the generation.
-        timeout_s: how long that may take.
-        when_cut: called when they are cut; ends the waits for what members publish.
+        make: returns a process group with this name of these ranks of the generation, in ``timeout_s``.
+        when_cut: ends the waits for what members publish.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class ProcessGroups:
         self._make = make
         self._timeout_s = timeout_s
         self._when_cut = when_cut
-        self._made: list[dist.ProcessGroup] = []
+        self._made: dict[str, dist.ProcessGroup] = {}
         self._cut: Future[None] = Future()
         self._threads: set[threading.Thread] = set()
         self._callers: set[threading.Thread] = set()  # of build
@@ -62,13 +60,16 @@ class ProcessGroups:
         _end_at_exit()
 
     def build(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Return a new process group.
+        """Return the process group with this name, built at the first call.
 
         Raises:
             ConnectionAbortedError: the groups were cut before it was built. Its thread is left behind.
             TimeoutError: it took too long.
         """
-        self.check()
+        with self._lock:
+            self.check()
+            if (made := self._made.get(name)) is not None:
+                return made
         built: Future[dist.ProcessGroup] = Future()
         self._callers.add(threading.current_thread())
         self._start(lambda: self._build(built, name, ranks), "lsgd-build")
@@ -87,7 +88,7 @@ class ProcessGroups:
             return
         self._when_cut()
         with self._lock:
-            made, self._made = self._made, []
+            made, self._made = [*self._made.values()], {}
         if made:
             self._start(lambda: _abort(made), "lsgd-abort")
 
@@ -129,7 +130,7 @@ class ProcessGroups:
             with self._lock:
                 over = self._cut.done()
                 if not over:
-                    self._made.append(group)
+                    self._made[name] = group
             if over:
                 group.abort()
             built.set_result(group)
@@ -147,13 +148,11 @@ class TorchGroup(WorkerGroup):
     """A Group (:class:`lsgd.collectives.group.Group`) on a torch process group; subgroups are built when first used.
 
     Args:
-        groups: builds the process groups.
-        members: its members.
-        timeout_s: deadline of each verb.
         backend: torch's name of what carries the tensors.
-        device: of the tensors.
-        traffic: counts what this member sends and receives.
+        device: the tensors' device.
     """
+
+    _errors = (RuntimeError, OSError)
 
     def __init__(
         self,
@@ -168,7 +167,6 @@ class TorchGroup(WorkerGroup):
         self.transport = backend
         self.device = device
         self._groups = groups
-        self._group: dist.ProcessGroup | None = None
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
     def _group_of(self, members: Members) -> "TorchGroup":
@@ -181,13 +179,6 @@ class TorchGroup(WorkerGroup):
     def close(self) -> None:
         """Drop the process groups, so that peers waiting for this member fail at once."""
         self._groups.end()
-        self._drop()
-
-    def _drop(self) -> None:
-        for group in self._subgroups.values():
-            assert isinstance(group, TorchGroup)
-            group._drop()
-        self._group = None
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """Begin to replace ``tensor`` by the sum over all members."""
@@ -227,9 +218,7 @@ class TorchGroup(WorkerGroup):
         self._traffic.add(sent, received)
         started_at = time.monotonic()
         with self._failing(what, started_at):
-            if self._group is None:
-                self._group = self._groups.build(self._members.name, self._members.ranks)
-            work = start(self._group)
+            work = start(self._groups.build(self._members.name, self._members.ranks))
 
         def wait() -> None:
             with self._failing(what, started_at), self._groups.until(started_at + self._timeout_s):
@@ -238,18 +227,6 @@ class TorchGroup(WorkerGroup):
                     torch.cuda.current_stream(self.device).synchronize()
 
         return Transfer(wait)
-
-    @contextmanager
-    def _failing(self, what: str, started_at: float) -> Iterator[None]:
-        """If an operation fails, cut the groups and raise an ExchangeError."""
-        try:
-            yield
-        except (RuntimeError, OSError) as error:
-            waited_s = time.monotonic() - started_at
-            self._groups.cut()
-            self._drop()
-            why = str(error).partition("\n")[0]
-            raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {why}") from error
 
 
 def torch_group(
