@@ -51,7 +51,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A worker's state in memory, after ``count`` iterations of the run."""
+    """A worker's state in memory, after the run's iteration ``count``."""
 
     count: int
     packed: Packed
@@ -61,19 +61,16 @@ class Checkpoints:
     """The checkpoints of one worker, one file each (run_folder.py says where).
 
     Args:
-        model: its parameters and buffers are saved, including frozen and non-persistent ones.
-        extra: what else to save, by name.
-        folder: where to write checkpoints; None: nowhere.
+        model: module of which also frozen parameters and non-persistent buffers are saved.
+        folder: where to write; None: nowhere.
         resume: where to look for a checkpoint to resume from; None: nowhere.
-        island: the processes that share the model; each writes a file with its part.
+        island: processes that share the model; each writes a file with its part.
 
     Attributes:
-        layout: layout of the model's flat buffers.
-        run: identity of the run, written into the files.
         iterations: this worker's iterations at the checkpoint it resumed from.
         losses: losses of its last batches then.
         algorithm: settings and state of the algorithm then; None without a checkpoint.
-        restarted: this worker replaces a process that died in the same run.
+        restarted: whether this worker replaces a process that died in the same run.
         finite: finds tensors of the model that training has made non-finite.
     """
 
@@ -353,7 +350,6 @@ class FiniteCheck:
         return found
 
     def _broken(self) -> dict[str, int]:
-        """Return the same for this process."""
         parameters = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         named: list[tuple[str, Tensor]] = [(name, local(p)) for name, p in parameters]
         named += [(name, b) for name, b in named_floating_buffers(self._model) if name not in self._left_out]

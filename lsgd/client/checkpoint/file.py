@@ -1,7 +1,4 @@
-"""A checkpoint file: tensors by path in safetensors, everything else as JSON in its metadata; no pickle.
-
-A digest in the metadata covers everything else in the file.
-"""
+"""A checkpoint file: tensors by path in safetensors; all else, and a digest of everything, as JSON in the metadata."""
 
 import hashlib
 import json
@@ -36,12 +33,7 @@ class DamagedError(ConfigError):
 
 @dataclass(frozen=True)
 class Packed:
-    """A state in the form that a file can hold.
-
-    Args:
-        tensors: copies on the CPU, by path.
-        rest: the state as JSON text, with the paths of the tensors in their places.
-    """
+    """A state as copies of its tensors on the CPU, by path, and JSON text with these paths in the tensors' places."""
 
     tensors: dict[str, Tensor]
     rest: str
@@ -98,13 +90,7 @@ def sweep(folder: Path, worker: str) -> None:
 
 
 def read(path: Path, model: str, model_summary: str, key: str = "model") -> Any:
-    """Return the state in a file.
-
-    Args:
-        path: the file.
-        model: digest of the expected model.
-        model_summary: description of the expected model, for people.
-        key: key of the digest in the metadata.
+    """Return the state in a file of the model with this digest, which the metadata have under ``key``.
 
     Raises:
         DamagedError: it is truncated, has changed since it was written, or is no checkpoint.

@@ -34,16 +34,8 @@ def save_model(model: nn.Module, folder: Path, file_nbytes: int, island: Island)
     """Write a model to a folder, replacing the one there.
 
     All processes of an island call this together. The head writes, and holds the tensors of one file at a time in
-    host memory.
-
-    Args:
-        model: its parameters and persistent buffers are written; tied ones once, under their first name.
-        folder: created if necessary.
-        file_nbytes: largest file, without its header; a larger tensor gets its own file.
-        island: the processes that share the model.
-
-    Returns:
-        The files: ``model.safetensors``, or several and then their index.
+    host memory. Tied tensors are written once, under their first name. A tensor larger than ``file_nbytes`` gets its
+    own file. Returns the files: ``model.safetensors``, or several and then their index.
 
     Raises:
         ConfigError: ``file_nbytes`` is less than 1.

@@ -27,10 +27,7 @@ class Resharding:
 
     Everything shaped like a parameter is resharded: the parameters, optimizer state of their shape, and the algorithm's
     flat buffers. The rest comes from the first process. Random numbers start over, and so does algorithm state of any
-    other form, such as the error feedback.
-
-    Attributes:
-        state: content of a checkpoint of this process, once all parts are added.
+    other form, such as the error feedback. ``state`` is this process's checkpoint once all parts are added.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, optimizers: Sequence[torch.optim.Optimizer]) -> None:

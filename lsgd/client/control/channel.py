@@ -9,14 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lsgd.errors import (
-    EvictedError,
-    ExchangeError,
-    JoinError,
-    ProtocolError,
-    RunOverError,
-    ServerLostError,
-)
+from lsgd.errors import EvictedError, ExchangeError, JoinError, ProtocolError, RunOverError, ServerLostError
 from lsgd.protocol.messages import (
     Evicted,
     GenerationOver,
@@ -50,6 +43,9 @@ MAX_OUTBOX = 1000
 Totals = tuple[float, float, float, int, int, dict[str, float]]
 """The last six fields of a :class:`Heartbeat`."""
 
+Message = Upward | WorkerHello | StatusQuery
+"""What a worker sends its local server."""
+
 _HEARTBEAT_S = 1.0
 _WHERE_S = 2.0
 _RECONNECTING_S = 0.01
@@ -57,12 +53,7 @@ _RECONNECTING_S = 0.01
 
 @dataclass(eq=False)
 class Expected:
-    """A message that has yet to arrive.
-
-    Attributes:
-        answer: returns whether a message is the expected one.
-        answered: the message, once it has arrived.
-    """
+    """A message for which ``answer`` is true; ``answered`` once it has arrived."""
 
     answer: Callable[[Any], bool]
     answered: Any = None
@@ -75,16 +66,15 @@ class Channel:
     is over, or that this worker is out of the run.
 
     Args:
-        address: of the local server.
-        incarnation: number of this process.
+        address: the local server's.
         silence_s: longest wait while neither server says anything.
 
     Attributes:
         global_silence_s: longest wait while only the local server answers; unlimited at first.
-        run: the run that this worker belongs to; empty before it joins one.
-        given_up: no answer will come any more: save what there is, and leave.
+        run: this worker's; empty before it joins one.
+        given_up: whether no answer will come any more, so that the worker saves what there is, and leaves.
         totals: returns what the heartbeats say; called in the channel's thread.
-        when_over: called in the channel's thread with the number of each generation that is over.
+        when_over: called there with the number of each generation that is over.
         pass_down: called there with messages about addresses and generations, for this worker's other processes.
     """
 
@@ -118,7 +108,7 @@ class Channel:
         self._thread = threading.Thread(target=self._serve, name="lsgd-channel", daemon=True)
         self._thread.start()
 
-    def send(self, message: Upward | WorkerHello | StatusQuery) -> None:
+    def send(self, message: Message) -> None:
         """Send a message without waiting."""
         self.put(encode(message))
 
@@ -146,7 +136,7 @@ class Channel:
 
     def ask(
         self,
-        message: Upward | WorkerHello | StatusQuery,
+        message: Message,
         answer: Callable[[Any], bool] | Expected,
         *,
         what: str,
@@ -157,9 +147,9 @@ class Channel:
         """Send ``message`` every second until its answer arrives, and return the answer.
 
         Args:
-            message: what to send.
+            message: the question.
             answer: returns whether a message is the answer; or an expected message, which may have arrived already.
-            what: what the worker is doing, for people.
+            what: words for the log and for errors.
             timeout_s: longest wait; None: as long as the servers say that there is something to wait for.
             silence_s: longest wait while they say nothing, or only that the global one is away; None: the channel's
                 two limits.
@@ -197,7 +187,7 @@ class Channel:
             self.forget(expected)
 
     def _awaited(self, now: float) -> str:
-        """Return in words what is waited for: what the local server last said, unless it has fallen silent."""
+        """Return the reason to wait: what the local server last said, unless it has fallen silent."""
         if now - self._heard_at > 3 * RESEND_S:
             return f"the local server at {self.address} has been silent for {now - self._heard_at:.0f} s"
         return self._waits_for or "no word yet"

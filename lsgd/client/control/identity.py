@@ -25,13 +25,13 @@ class Identity:
     """A worker's place in the run.
 
     Args:
-        index: its number on the machine.
-        incarnation: a random number of this process.
-        local_address: of its machine's local server.
-        run_dir: where the launcher wants results; None without a launcher.
-        resume: the folder of checkpoints to resume from, if any.
-        restarted: it replaces a process that died in the same run.
-        from_variables: nobody has named the local server, so a script without one runs alone.
+        index: number on its machine.
+        incarnation: random number of this process.
+        local_address: address of its machine's local server.
+        run_dir: folder of results that the launcher made; None without a launcher.
+        resume: folder of checkpoints to resume from, if any.
+        restarted: whether it replaces a process that died in the same run.
+        from_variables: whether a script that finds no local server may run alone.
     """
 
     index: int
@@ -116,7 +116,7 @@ def _index(environ: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True)
 class Interface:
-    """An address of this machine, the interface that has it, and why it was chosen."""
+    """An address of this machine, the name of its interface, and the reason for this choice."""
 
     address: str
     name: str

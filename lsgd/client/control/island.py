@@ -1,8 +1,8 @@
 """The processes of one worker that share one sharded model; the first, the head, talks to the servers for all.
 
-All run the same script on one machine. The head decides for all, by what they report. Each of the others has a
-connection to the head. A thread at each end sends a sign of life every second. So a process that ends,
-freezes or hangs ends the island, even if the others wait for it in a torch collective without a deadline.
+All run the same script on one machine. The head decides for all, by what they report. A thread at each end of each
+connection to the head sends a sign of life every second. So a process that ends, freezes or hangs ends the island,
+even if the others wait for it in a torch collective without a deadline.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from lsgd.client.control.channel import Channel
+from lsgd.client.control.channel import Channel, Message
 from lsgd.errors import ConfigError, ExchangeError, IslandError, LsgdError
-from lsgd.protocol.messages import Get, Put, StatusQuery, Upward, WorkerHello
+from lsgd.protocol.messages import Get, Put
 from lsgd.protocol.socket_folder import socket_folder
 from lsgd.shards import mesh_of
 
@@ -63,10 +63,10 @@ class Island:
     """The processes of one worker, which call the same methods in the same order; one process is only a head.
 
     Args:
-        mesh: of the processes (``torch.distributed.device_mesh.DeviceMesh``), of one dimension; None: one process.
+        mesh: one-dimensional ``torch.distributed.device_mesh.DeviceMesh`` of the processes; None: one process.
 
     Attributes:
-        rank: of this process in the island; 0 is the head.
+        rank: this process's in the island; 0 is the head.
         size: number of processes.
         passed: returns how many bytes of tensors this process has sent and received.
         take: called with the frames that the others pass up to the head, or the head passes down.
@@ -96,9 +96,9 @@ class Island:
         """Return on all processes what ``decision`` returns on the head; raise on all what it raises there.
 
         Args:
-            what: what this process does, in words; all do the same.
-            report: returns what this process tells the head; without others only if the decision asks for it.
-            decision: gets a function that returns the reports of all processes, by rank.
+            what: words for what this process does; all do the same.
+            report: returns this process's report; without others it is called only if the decision asks for it.
+            decision: function of a function that returns the reports of all processes, by rank.
         """
         if self.size == 1:
             return decision(lambda: [report()])
@@ -193,11 +193,7 @@ class _Peer:
         threading.Thread(target=self._listen, name="lsgd-island", daemon=True).start()
 
     def send(self, kind: str, value: object) -> None:
-        """Send a value.
-
-        Raises:
-            IslandError: the process is gone.
-        """
+        """Send a value; raise an IslandError if the process is gone."""
         with self._sending:
             try:
                 self._link.send((kind, value))
@@ -283,7 +279,7 @@ class FollowerChannel(Channel):
     def _open(self) -> None:
         self._island.take = self._take
 
-    def send(self, message: Upward | WorkerHello | StatusQuery) -> None:
+    def send(self, message: Message) -> None:
         """Have the head forward a message, if it is about an address."""
         if isinstance(message, Put | Get):
             super().send(message)

@@ -1,4 +1,4 @@
-"""How a worker joins a run: it finds its local server, says who it is, and waits for the welcome."""
+"""Joins a run: finds the local server, introduces this worker, and waits for the welcome."""
 
 import contextlib
 import logging
@@ -48,10 +48,8 @@ LEAVE_WITHIN_S = 3.0
 class Membership:
     """A worker's place in a run, and its connection to the servers.
 
-    All processes of an island have the same identity, ``join`` and welcome.
-
-    Args:
-        servers: this process's own, if it runs alone.
+    All processes of an island have the same identity, ``join`` and welcome. ``servers`` are those of a process that
+    runs alone.
     """
 
     identity: Identity
@@ -112,10 +110,7 @@ def join_run(
 
 
 def _connect(identity: Identity, island: Island, opened: contextlib.ExitStack) -> tuple[Solo | None, Channel]:
-    """Return this process's own servers, if it runs alone, and its channel to the servers.
-
-    Processes that are not the head of their island go through the head.
-    """
+    """Return this process's own servers, if it runs alone, and its channel; an island's others go through the head."""
     if not island.is_head:
         return None, FollowerChannel(identity.local_address, identity.incarnation, island)
     servers, address = None, identity.local_address
@@ -132,7 +127,7 @@ def _connect(identity: Identity, island: Island, opened: contextlib.ExitStack) -
 def _introduction(
     model: nn.Module, identity: Identity, node: int, address: str, load: Callable[[str, str, str], Origin]
 ) -> Join:
-    """Return what a worker says of itself, once its checkpoint is restored."""
+    """Restore the worker's checkpoint, and return its introduction."""
     digest, summary = describe(model)
     worker = worker_name(node, identity.index)
     origin = load(worker, digest, summary)

@@ -33,9 +33,6 @@ class Solo:
     Args:
         environ: this process's variables, which may also set the plan.
 
-    Attributes:
-        address: of the local server.
-
     Raises:
         ConfigError: a setting of the plan is wrong.
     """

@@ -22,11 +22,11 @@ class GradientExchange:
     no part in the pass has a zero gradient.
 
     Args:
-        flat: the model's parameters; from the first pass on, gradients live in buffers of the same layout.
+        flat: parameters; from the first pass on, gradients live in buffers of the same layout.
         complete: called by autograd at the end of the pass; waits for the exchange, and repairs a failed one.
 
     Attributes:
-        muted: backward passes only add to the gradients.
+        muted: whether backward passes only add to the gradients.
     """
 
     def __init__(self, flat: FlatParameters, algorithm: GradientAlgorithm, complete: Callable[[], None]) -> None:

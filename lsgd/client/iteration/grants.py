@@ -29,10 +29,7 @@ EQUAL_FOR = 8.0
 
 
 class GrantedIterations:
-    """The iterations granted to a worker: by one request after another, and by one request ahead.
-
-    Args:
-        lookahead: whether the worker may ask for more before it has run all; the servers decide how many it gets.
+    """The iterations granted to a worker: by one request after another, and, with ``lookahead``, by one request ahead.
 
     Attributes:
         seq: number of the last request that was not ahead; 0 before the first.
@@ -135,7 +132,7 @@ class ProgressEstimate:
 
 
 class Report(NamedTuple):
-    """What a process of a worker tells its head: its loss, its iterations, and whether its part is finite."""
+    """A process's loss, its iterations, and whether its part of the model is finite, for the head of its island."""
 
     loss: float | None
     done: int
@@ -144,15 +141,14 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """What a worker does next; in an island the head decides, and the other processes are told.
+    """What a worker does next; in an island the head decides.
 
     Args:
-        answer: from the servers; None: an iteration that was granted ahead, or one without the servers.
-        reported: the share of the run in the last answer, and this worker's iterations as of its request; None: none
-            has come since the decision before.
-        middle: the share of the run in the middle of the next iteration, for learning rates.
+        answer: the servers'; None: an iteration that was granted ahead, or one without the servers.
+        reported: progress in an answer since the decision before, and this worker's iterations as of its request.
+        middle: progress in the middle of the next iteration, for learning rates.
         finite: whether the model is finite in all processes; None: nobody has looked.
-        warning: for the log of each process; empty: none.
+        warning: words for the log of each process.
     """
 
     answer: Go | Stop | None
@@ -170,8 +166,7 @@ class GrantClient:
     Attributes:
         done: iterations completed since it joined.
         granted: whether an iteration is granted and has not run.
-        progress: share of the run that is done.
-        middle: share of the run in the middle of the next iteration; equal in all processes of an island.
+        middle: progress in the middle of the next iteration; equal in all processes of an island.
         stopped: whether the run has ended, at least for this worker.
     """
 
@@ -197,7 +192,7 @@ class GrantClient:
         An answer repeats until :meth:`take` accepts it, because its round may fail.
 
         Args:
-            rounds: the last rounds that this worker has committed and dropped.
+            rounds: last rounds that this worker has committed and dropped.
             lockstep: whether each iteration is a round, so that none can be made without the servers.
             look: returns whether this process's part of the model is finite; None: a round does not need to know yet.
             again: whether to repeat the last request in any case, in the middle of its iteration.

@@ -27,14 +27,13 @@ class Replica:
     """One worker's copy of what the run trains.
 
     Args:
-        optimizers: their state goes to newcomers, if the plan says so.
-        checkpoints: know which of the model's buffers are averaged; and the state of the algorithm in a checkpoint,
-            with which the first round starts if its algorithm has the same form.
+        checkpoints: source of the buffers to average, and of the resumed algorithm's state, with which the first round
+            starts if its algorithm has the same form.
 
     Attributes:
-        algorithm: of the run's current phase.
-        consensus_distance: how far the models were from their mean just before the consensus; None until then.
-        leader_model: the leader's model just before the consensus: flat parameters, then buffers; empty until then.
+        algorithm: the current phase's.
+        consensus_distance: models' mean distance from their average just before the consensus; None until then.
+        leader_model: leader's flat parameters, then buffers, just before the consensus; empty until then.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class Replica:
             )
 
     def _in_groups(self) -> set[int]:
-        """Return the identities of the optimizers' parameters."""
         return {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
 
     def take_up(self, text: str) -> bool:

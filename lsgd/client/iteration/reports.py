@@ -1,4 +1,4 @@
-"""What a worker reports: its losses, the user's own numbers, and where its time went."""
+"""What a worker reports: its losses, the user's own numbers, and its time by use."""
 
 import math
 import re
@@ -44,11 +44,7 @@ class LossWindow:
         self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def add(self, loss: Tensor | float) -> None:
-        """Record the loss of a batch: a number, or a tensor of one element.
-
-        Raises:
-            ConfigError: it has more elements.
-        """
+        """Record the loss of a batch; raise a ConfigError for a tensor of several elements."""
         if not isinstance(loss, Tensor):
             self._values.append(float(loss))
             return
@@ -79,7 +75,7 @@ class LossWindow:
         return sum(self._values) / len(self._values) if self._values else None
 
     def trouble(self) -> str:
-        """Return in words why the mean cannot elect this worker; empty if it can."""
+        """Return why the mean cannot elect this worker; empty if it can."""
         mean = self.mean()
         if mean is None:
             return "" if self._pending else "has reported no loss"
@@ -91,11 +87,7 @@ def _is_there(event: torch.cuda.Event) -> bool:
 
 
 class Logged:
-    """The last number logged under each name.
-
-    Attributes:
-        numbers: by name, all finite; replaced, never changed, so that any thread can read it.
-    """
+    """The last number logged under each name, all finite; ``numbers`` is replaced, so that any thread can read it."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, float] = {}
@@ -204,11 +196,8 @@ class ElectionInput:
     last value is from before the last round, or an eighth of a period old.
 
     Args:
-        before: the last losses in the checkpoint that the worker resumes from.
+        before: last losses in the checkpoint that the worker resumes from.
         resumed: whether its model is from a checkpoint.
-
-    Attributes:
-        losses: of its last batches.
     """
 
     def __init__(
@@ -237,11 +226,7 @@ class ElectionInput:
         self._evaluate, self._probed_at = evaluate, (-1, 0)
 
     def check(self) -> None:
-        """Check that there is a probe if a phase of the plan elects by it.
-
-        Raises:
-            ConfigError: none is registered.
-        """
+        """Raise a ConfigError if a phase of the plan elects by a probe, and none is registered."""
         if self._needs_probe and self._evaluate is None:
             raise ConfigError(
                 f'{self._name}: the plan has election = "probe", but this worker has no probe; register one after '
@@ -268,7 +253,7 @@ class ElectionInput:
         return self._fallen.rate(self._replica.optimizers) if done else None
 
     def trouble(self) -> str:
-        """Return in words why this worker leads only if nobody has a finite loss; empty if it may lead."""
+        """Return why this worker leads only if nobody has a finite loss; empty if it may lead."""
         so = "so it leads only if no worker has a finite loss"
         if self._replica.algorithm.settings.schedule().election == "probe":
             finite = self._probed is None or math.isfinite(self._probed)

@@ -52,12 +52,9 @@ TRANSITIONS: Mapping[State, tuple[State, ...]] = {
 class ActiveRound:
     """A round in progress on one worker.
 
-    Args:
-        snapshot: saved when the round is committed; None: nothing.
-
     Attributes:
-        state: only :meth:`to` changes it.
-        group: its members, once it is entered.
+        snapshot: state to save when the round is committed.
+        group: members, once it is entered.
         finite: whether the exchanged values are finite. If not, all members skip the step.
         skipped: whether that step has been skipped.
         missing: for each bucket, the parameters without a gradient so far in this backward pass.
@@ -74,11 +71,7 @@ class ActiveRound:
     launched: int = 0
 
     def to(self, state: State) -> None:
-        """Change to another state.
-
-        Raises:
-            LsgdError: the table has no such transition.
-        """
+        """Change to another state; raise a LsgdError if the table has no such transition."""
         if state not in TRANSITIONS[self.state]:
             raise LsgdError(
                 f"round {self.order.id} is {self.state.name} ({self.state.value}): it cannot become {state.name}"
@@ -96,8 +89,7 @@ class RoundEntry:
     """Enters rounds, and keeps the process groups of the current generation.
 
     Attributes:
-        traffic: bytes that its groups have sent and received.
-        generation: of the current group; None: there is no group.
+        generation: current group's; None: there is no group.
         missed: pairs of nodes of which the first cannot dial the second, if the servers have yet to be told.
     """
 
@@ -119,9 +111,7 @@ class RoundEntry:
         return replace(order, generation=generation)
 
     def enter(self, order: Round) -> tuple[WorkerGroup, bool]:
-        """Return the round's group, and whether it is new or has begun anew.
-
-        Its members have the round's algorithm, and newcomers the source's model.
+        """Return the round's group, whose newcomers have the source's model, and whether it is new or has begun anew.
 
         Raises:
             ExchangeError: it failed; call :meth:`leave`.
@@ -136,11 +126,7 @@ class RoundEntry:
         return group, bool(fresh or order.new)
 
     def leave(self, *, cut: bool = False) -> None:
-        """Drop the process groups, so that members waiting for this worker fail at once.
-
-        Args:
-            cut: abort an exchange that may be under way; otherwise wait for it.
-        """
+        """Drop the process groups, so that members waiting for this worker fail at once; ``cut``: also an exchange."""
         if self._group is not None:
             if cut:
                 self._group.cut()

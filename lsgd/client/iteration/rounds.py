@@ -38,17 +38,12 @@ class Rounds:
     are exchanged again in the next round that the servers order.
 
     Attributes:
-        grants: its requests, whose answers order rounds, and its iterations.
-        election: its loss, by which leaders are elected.
-        entry: its process groups.
-        stopwatch: where its time goes.
-        logged: the user's own numbers.
-        active: the last ordered round; None before the first.
+        active: last ordered round; None before the first.
         committed: number of the last committed round; 0: none.
         dropped: number of the last dropped round; 0: none.
-        rank: in the generation of the last round; before the first, the expected one.
+        rank: rank in the generation of the last round; before the first, the expected one.
         world_size: members of that generation.
-        gradients: exchanges gradients in the backward pass; None if the algorithm exchanges models.
+        gradients: exchange in the backward pass; None if the algorithm exchanges models.
     """
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
@@ -96,11 +91,8 @@ class Rounds:
     def follow(self, *, redo: bool = False) -> bool:
         """Ask until an answer's round is carried out; return whether an iteration may run, or the run has ended.
 
-        Args:
-            redo: exchange again the gradients of a backward pass that has ended.
-
-        Raises:
-            NoConsensusError: the run has ended without a consensus.
+        With ``redo`` the round exchanges the gradients of a backward pass that has ended. Raises a NoConsensusError if
+        the run has ended without a consensus.
         """
         while True:
             rounds, lockstep = (self.committed, self.dropped), self._replica.lockstep
@@ -254,9 +246,7 @@ class Rounds:
     def drop(self, reason: str, broken: tuple[int, ...] = ()) -> None:
         """Drop the round in progress and its group: the servers order another one.
 
-        Args:
-            reason: why, for the servers.
-            broken: pairs of ranks that cannot reach each other, as a flat list.
+        ``broken`` are pairs of ranks that cannot reach each other, as a flat list.
         """
         assert self.active is not None
         self.active.to(State.DROPPED)
@@ -313,7 +303,6 @@ class Rounds:
     # -- the worker's state ------------------------------------------------------------------------------------
 
     def _take(self, count: int) -> Snapshot | None:
-        """Copy the state as of this count of the run's iterations."""
         return self._checkpoints.take(count, self._replica.algorithm, self.election.losses.values, self.grants.done)
 
     @contextmanager
@@ -327,7 +316,7 @@ class Rounds:
             raise type(error)(f"{error}; {self._keep()}") from error
 
     def _keep(self) -> str:
-        """Save the state as that of the last global round; return in words where."""
+        """Save the state as that of the last global round; return the words for where."""
         if self._checkpoints.folder is None:
             return "its state is not saved: no folder was given"
         if not self._count:

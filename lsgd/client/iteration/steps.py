@@ -29,8 +29,6 @@ class Steps:
     """The steps of one worker. A step in which an optimizer steps is an iteration; other steps keep the grant.
 
     Attributes:
-        rounds: its rounds, and what it is granted.
-        schedules: of the optimizers' learning rates.
         useful: whether this step called an optimizer, or added up gradients in ``no_sync()``.
     """
 
