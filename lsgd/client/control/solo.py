@@ -10,16 +10,12 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lsgd.client.control.identity import INDEX_VARIABLES
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import read
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.sockets import Connector, Listener, default_local_address
-
-if TYPE_CHECKING:
-    from lsgd.server.daemon import Ending
 
 logger = logging.getLogger("lsgd")
 
@@ -40,7 +36,7 @@ class Solo:
     def __init__(self, environ: Mapping[str, str]) -> None:
         from lsgd.node.local_server import LocalServer  # only where a script runs alone
         from lsgd.server.coordinator import Coordinator
-        from lsgd.server.daemon import Ending
+        from lsgd.server.daemon import Ending, silence
         from lsgd.server.global_daemon import GlobalDaemon
         from lsgd.server.journal import begin
 
@@ -56,28 +52,25 @@ class Solo:
         coordinator = Coordinator(begin(replace(plan, run=replace(plan.run, workers=1)), None))
         self._endings = Ending(), Ending()
         runs = GlobalDaemon(coordinator, listener, watches_memory=False).run, LocalServer(0, 1, workers, link).run
+
+        def serve(run: Callable[[Ending], int], ending: Ending) -> None:
+            silence()
+            run(ending)
+
         self._threads = [
-            threading.Thread(target=_serve, args=(run, ending), name="lsgd-server", daemon=True)
-            for run, ending in zip(runs, self._endings, strict=True)
+            threading.Thread(target=serve, args=served, name="lsgd-server", daemon=True)
+            for served in zip(runs, self._endings, strict=True)
         ]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
         """End the servers."""
-        for ending in self._endings:
-            ending.ask("its script's end")
+        for ending in self._endings * 2:  # the second time, it ends at once
             ending.ask("its script's end")
         for thread in self._threads:
             thread.join(END_WITHIN_S)
         self._open.close()
-
-
-def _serve(run: "Callable[[Ending], int]", ending: "Ending") -> None:
-    from lsgd.server.daemon import silence
-
-    silence()
-    run(ending)
 
 
 def is_alone(environ: Mapping[str, str]) -> bool:

@@ -18,8 +18,8 @@ from lsgd.protocol.messages import Generation
 def form(generation: Generation, membership: Membership, traffic: Traffic | None = None) -> WorkerGroup:
     """Return the group of all members of ``generation``, for the worker of ``membership``.
 
-    ``traffic`` counts what it sends and receives. Every verb, and building each group, has the plan's deadline. Over
-    TCP the group then knows where all members are, and no longer needs the servers.
+    Every verb, and building each group, has the plan's deadline. Over TCP the group then knows where all members are,
+    and no longer needs the servers.
 
     Raises:
         ExchangeError: a member does not come, or the generation is over.

@@ -1,4 +1,4 @@
-"""How two members make sure of each other: TLS with the run's certificate, and what both ends send first."""
+"""How two members authenticate each other: TLS with the run's certificate, and the first bytes from both ends."""
 
 import functools
 import hashlib
@@ -23,10 +23,8 @@ ANSWER_NBYTES = _ANSWER.size
 class Hello:
     """Announces a connection that carries bytes from ``source`` to ``target``, two ranks of a run's generation.
 
-    The target also reports how many bytes have arrived over earlier connections.
-
-    A nonce authenticates the hello and its answer. The answering member has published it through the servers, where
-    strangers cannot read it.
+    The target also reports how many bytes have arrived over earlier connections. A nonce authenticates the hello and
+    its answer. The answering member has published it through the servers, where only members can read it.
     """
 
     run: str
@@ -81,10 +79,10 @@ class Contexts:
 
 
 class _Connection(ssl.SSLSocket):
-    """Python's, which leaves its socket open if the connection is reset while it is being wrapped."""
+    """Closes its socket if the connection is reset while it is being wrapped, where Python's leaves it open."""
 
     def getpeername(self) -> Any:
-        """Return the other end's address; close the connection if the other end is gone."""
+        """Return the other end's address."""
         try:
             return super().getpeername()
         except OSError:

@@ -1,4 +1,4 @@
-"""A member's connections to the others of its generation, made by one thread when first used."""
+"""A member's connections to the others of its generation; one thread makes each when it is first used."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP
 """After how many seconds an idle connection is probed, how often, and after how many failures it is given up."""
 
 TELL_EVERY_S = 20.0
-"""How often a transfer that takes long says how far it is, in seconds."""
+"""How often the progress of a long transfer is logged, in seconds."""
 
 MAX_REFUSALS = 5
 """How many refused connections are logged."""
@@ -43,20 +43,14 @@ class Mesh:
     """This member's streams to and from the others.
 
     Args:
-        run: identity of the run.
-        generation: its number.
-        me: rank of this member in the generation.
-        names: of all members, by rank.
-        address: of this machine, to which the others connect.
+        me: this member's rank in the generation.
+        names: all members', by rank.
+        address: this machine's, to which the others connect.
         store: where the members publish their endpoints.
         tls: None: the connections are not encrypted.
         timeout_s: how long to try to make a connection.
-        routes: decides how connections are made; takes this member's rank and a function that returns the endpoint of
-            a member.
-        when_cut: called when the mesh is cut; ends the waits for what members publish.
-
-    Attributes:
-        transport: what carries tensors, in words.
+        routes: returns the routes for a rank and a function that returns the endpoint of a rank.
+        when_cut: ends the waits for what members publish.
     """
 
     run: str
@@ -119,7 +113,7 @@ class Mesh:
             self._service.join()
 
     def tell(self, what: str, streams: Sequence[TensorStream]) -> None:
-        """Log how far the slowest of some streams is, if it takes long and now and then."""
+        """Log the progress of the slowest of some streams now and then, if it takes long."""
         slowest, now = max((stream.progress() for stream in streams), key=lambda one: one.left_s), time.monotonic()
         if min(slowest.seconds, now - self._told_at) > TELL_EVERY_S:
             self._told_at = now
@@ -218,11 +212,7 @@ class Mesh:
                 logger.warning("refused a connection from %s to the port for tensors: %s", origin, why)
 
     def _expected(self, hello: Hello) -> TensorStream:
-        """Return the stream that a connection is for.
-
-        Raises:
-            ConnectionError: there is none.
-        """
+        """Return the stream that a connection is for; raise a ConnectionError if there is none."""
         pair = (hello.source, hello.target)
         others = set(pair) - {self.me}
         if hello.generation != self.generation or len(others) != 1 or max(pair) >= len(self.names):

@@ -1,8 +1,7 @@
 """Tests whether the members of a generation can reach each other, before their groups are built.
 
-A group that cannot connect fails at its deadline, on whichever member waits first, and says nothing about the others.
-So each member opens a port, publishes it through the servers, calls all others, and publishes which ones it did not
-reach. Then all members know which pairs are broken.
+A group that cannot connect fails at its deadline, on any member, and says nothing about the others. So each member
+opens a port, publishes it through the servers, calls all others, and publishes which ones it did not reach.
 
 For lsgd's own TCP connections it is enough that one of two members can dial the other, or that both reach the relay.
 There the results decide how each connection is made.
@@ -45,17 +44,16 @@ _POLL_S = 0.25
 
 
 class Row(NamedTuple):
-    """What a member found: the ranks that it did not reach, and whether it saw that it reaches the relay."""
+    """The ranks that a member did not reach, and whether it saw that it reaches the relay."""
 
     missed: Collection[int]
     relay: bool = False
 
 
 def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
-    """Test whether all members of a generation can reach each other; every member must call this.
+    """Return pairs of nodes of which the first cannot dial the second, as a flat list like ``Generation.missed``.
 
-    Returns:
-        pairs of nodes of which the first cannot dial the second, as a flat list like ``Generation.missed``.
+    Every member must call this.
 
     Raises:
         BrokenLinksError: some cannot. All members that heard of each other in time find the same pairs.
@@ -97,11 +95,9 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
 
 
 def broken_pairs(rows: Mapping[int, Row], *, one_way: bool = False) -> list[tuple[int, int]]:
-    """Return the pairs of members that cannot exchange, as far as their rows are known.
+    """Return the pairs of members that cannot exchange, as far as their rows are known, by rank.
 
-    Args:
-        rows: by rank. Without a member's row its links are unknown.
-        one_way: it is enough that one of two reaches the other, or that both reach the relay.
+    With ``one_way`` it is enough that one of two reaches the other, or that both reach the relay.
     """
     missed = {(a, b) for a, row in rows.items() for b in row.missed if b in rows and b != a}
     if one_way:
@@ -120,13 +116,12 @@ class Calls:
     """One member's calls: it calls others, and answers each call that has its nonce with the same bytes.
 
     Args:
-        listener: behind this member's own endpoint; closed at the end.
-        me: this member's rank.
-        endpoints: of all members.
+        listener: socket behind this member's own endpoint; closed at the end.
+        endpoints: all members'.
         relay: address of the relay that may help; empty: there is none.
 
     Attributes:
-        missed: why a rank that was called was not reached.
+        missed: reason by rank that was called and not reached.
         reaches_relay: whether this member saw that it reaches the relay; it looks if it missed somebody.
     """
 
@@ -143,14 +138,7 @@ class Calls:
     def make(
         self, calls: Sequence[int], callers: Collection[int], within_s: float, over: Callable[[], object]
     ) -> list[int]:
-        """Call some ranks and answer others; return the ranks that were called but not reached.
-
-        Args:
-            calls: ranks to call.
-            callers: ranks that will call.
-            within_s: how long it may take.
-            over: whether to give up.
-        """
+        """Call some ranks and answer ``callers``; return the ranks that were called but not reached."""
         self.missed = dict.fromkeys(calls, f"no answer within {within_s:g} s")
         self._awaited = set(callers)
         with ThreadPoolExecutor(1) as thread:  # the calling thread may run an event loop, as in a notebook
@@ -159,9 +147,11 @@ class Calls:
 
     async def _make(self, deadline: float, over: Callable[[], object]) -> None:
         self._called = asyncio.Semaphore(MAX_CALLS)
-        self._came = asyncio.Event()
+        self._called_by_all = asyncio.Event()
+        if not self._awaited:
+            self._called_by_all.set()
         server = await asyncio.start_server(self._answer, sock=self._listener, backlog=MAX_CALLS)
-        done: asyncio.Future[Any] = asyncio.gather(*map(self._call, tuple(self.missed)), self._be_called())
+        done: asyncio.Future[Any] = asyncio.gather(*map(self._call, tuple(self.missed)), self._called_by_all.wait())
         relay = asyncio.create_task(self._look_for_relay())
         left: set[asyncio.Future[Any]] = {done, relay}
         while left and not over() and (left_s := deadline - time.monotonic()) > 0:
@@ -197,13 +187,8 @@ class Calls:
             finally:
                 writer.transport.abort()
 
-    async def _be_called(self) -> None:
-        while self._awaited:
-            await self._came.wait()
-            self._came.clear()
-
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._answered) >= MAX_CALLS:  # by strangers: a member is done in a few round trips
+        if len(self._answered) >= MAX_CALLS:  # not by members: they are done in a few round trips
             self._answered.pop(0).transport.abort()
         self._answered.append(writer)
         writer.transport.set_write_buffer_limits(0)  # makes drain() wait until all is sent
@@ -214,7 +199,8 @@ class Calls:
                 writer.write(message)
                 await writer.drain()
                 self._awaited.discard(int.from_bytes(message[NONCE_NBYTES:][:_RANK_NBYTES]))
-                self._came.set()
+                if not self._awaited:
+                    self._called_by_all.set()
         except (OSError, EOFError):
             pass
         finally:

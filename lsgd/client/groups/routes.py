@@ -26,7 +26,7 @@ _AGAIN_S = 0.25
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a member answers calls: address, port, and the nonce with which calls begin."""
+    """The address and port where a member answers, and the nonce with which each connection to it begins."""
 
     address: str
     port: int
@@ -70,7 +70,7 @@ class DirectRoute:
 
     Attributes:
         answers: whether this end is the TLS server and answers the hello.
-        between_nbytes: most bytes that somebody in between may acknowledge and then lose.
+        between_nbytes: most bytes that a relay may acknowledge and then lose.
     """
 
     endpoint: Endpoint
@@ -99,14 +99,9 @@ class DirectRoute:
 
 @dataclass(frozen=True)
 class RelayedRoute:
-    """Neither of two members can dial the other: both dial the relay.
+    """Neither of two members can dial the other: both dial the relay at the address ``tcp://host:port``.
 
-    Args:
-        relay: its address, ``tcp://host:port``.
-        ticket: of this side.
-        secret: of the run.
-        nonce: of the target's endpoint; proves the hello.
-        between_nbytes: most bytes that the relay may hold, and lose.
+    The nonce of the target's endpoint proves the hello.
     """
 
     relay: str
@@ -145,10 +140,9 @@ class Routes:
     The source of the bytes dials; if it cannot, the target does; if neither can, both dial the relay.
 
     Args:
-        me: rank of this member.
-        endpoint_of: returns where the member with a rank can be dialled; may wait for it.
+        endpoint_of: function from a rank to its endpoint; may wait for it.
         missed: whether the first of two ranks cannot dial the second.
-        relayed: returns the route through the relay, for source, target, and the nonce of the target's endpoint.
+        relayed: function from source, target, and the nonce of the target's endpoint to the route through the relay.
     """
 
     me: int

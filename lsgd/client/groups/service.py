@@ -26,17 +26,10 @@ T = TypeVar("T")
 class Service:
     """Listens on an address of this machine, and runs the coroutines that make connections.
 
-    Args:
-        address: where to listen.
-        welcome: accepts a connection; called with its socket, its origin, and the endpoint.
+    ``welcome`` accepts a connection; it is called with its socket, its origin, and the endpoint where the others dial.
 
     Raises:
         ExchangeError: it cannot listen there.
-
-    Attributes:
-        endpoint: where the others dial.
-        sender: serves the streams that send.
-        receiver: serves the streams that receive.
     """
 
     def __init__(
@@ -148,11 +141,7 @@ def _set(ready: asyncio.Future[None]) -> None:
 
 
 async def exactly(connection: socket.socket, nbytes: int) -> bytes:
-    """Return the next ``nbytes`` bytes.
-
-    Raises:
-        ConnectionError: the other end closed the connection before.
-    """
+    """Return the next ``nbytes`` bytes; raise a ConnectionError if the other end closes the connection before."""
     data = bytearray(nbytes)
     left = memoryview(data)
     while left:

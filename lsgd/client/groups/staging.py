@@ -14,7 +14,7 @@ PIECE_NBYTES = 4 << 20
 
 
 class Copier:
-    """Copies between a GPU and pinned host memory in a stream of its own, after the work in the caller's stream."""
+    """Copies between a GPU and pinned host memory in its own stream, after the work in the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,16 +42,7 @@ def copier_of(device: torch.device) -> Copier | None:
 
 
 class Staged:
-    """A contiguous tensor in pieces, each with its place in host memory.
-
-    Args:
-        tensor: to send or receive.
-        copier: None: the tensor is in host memory.
-        count: number of pieces; None: by the tensor's size.
-
-    Attributes:
-        pieces: in host memory.
-    """
+    """A contiguous tensor in ``pieces`` in host memory, by its size or in ``count``; no copier: it is there already."""
 
     def __init__(self, tensor: Tensor, copier: Copier | None, count: int | None = None) -> None:
         self._parts = tensor.view(-1).tensor_split(count or max(1, tensor.nbytes // PIECE_NBYTES))

@@ -56,12 +56,10 @@ class WireMessage:
     """A message on its way.
 
     Attributes:
-        header: precedes it.
         view: the tensor's memory.
-        operation: that it belongs to.
-        start: of its header in the stream.
+        start: position of its header in the stream.
         done: whether it has left or arrived.
-        released: its operation was waited for, so the tensor's memory no longer belongs to the group.
+        released: whether its operation was waited for, so that the memory no longer belongs to the group.
     """
 
     header: bytes
@@ -109,12 +107,10 @@ class Operation:
     ) -> None:
         """Wait until all messages are sent and received; :meth:`release` frees their memory.
 
-        Args:
-            silence_s: longest time in which a stream that is waited for moves no byte.
-            meanwhile: is called now and then, with the streams that are waited for.
+        Now and then, ``meanwhile`` is called with the streams that are waited for.
 
         Raises:
-            OSError: it failed, or a stream was silent for too long.
+            OSError: it failed, or one of these streams moved no byte for ``silence_s``.
         """
         turn_s = min(TURN_S, silence_s)
         while self._left and not self._over.wait(turn_s) and self._left:
@@ -156,7 +152,7 @@ class Operation:
 
 
 class StreamProgress(NamedTuple):
-    """How far messages with a peer are."""
+    """The progress of messages with a peer."""
 
     peer: str
     seconds: float
@@ -179,13 +175,12 @@ class TensorStream:
 
     Args:
         peer: the other's name.
-        loop: that serves it.
         lost: called when its connection has broken.
 
     Attributes:
-        trouble: why it has no connection; empty before the first one is lost.
-        between_nbytes: how many acknowledged bytes may be lost with the connection.
-        moved_at: when the last byte moved, by ``time.monotonic``.
+        trouble: reason for having no connection; empty before the first one is lost.
+        between_nbytes: acknowledged bytes that may be lost with the connection.
+        moved_at: time of the last byte that moved, by ``time.monotonic``.
     """
 
     def __init__(self, peer: str, loop: Loop, lost: Callable[[], None]) -> None:
@@ -343,11 +338,7 @@ class TensorStream:
 
 
 class Loop:
-    """Serves each stream whose socket is ready, if the stream has asked for it.
-
-    Args:
-        name: of the thread.
-    """
+    """The thread that serves each stream whose socket is ready, if the stream has asked for it."""
 
     def __init__(self, name: str) -> None:
         self._streams: dict[int, TensorStream] = {}

@@ -25,12 +25,9 @@ member. So the last member gets it an eighth later than the second."""
 class _Started(Transfer):
     """Messages under way. Their memory is in use until ``release``: they may be sent again from it."""
 
-    def __init__(self, wait: Callable[[], None] = lambda: None, release: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, wait: Callable[[], None], release: Callable[[], None]) -> None:
         super().__init__(wait)
         self.release = release
-
-
-_NOTHING = _Started()
 
 
 class TcpGroup(WorkerGroup):
@@ -80,7 +77,7 @@ class TcpGroup(WorkerGroup):
         transfer's ``wait`` sends the sum to the others.
         """
         if self.size == 1:
-            return _NOTHING
+            return Transfer(lambda: None)
         whole = tensor.nbytes * (self.size - 1) <= WHOLE_NBYTES
         staged = self._staged(tensor)
         staged.fill()
@@ -175,8 +172,6 @@ class TcpGroup(WorkerGroup):
 
     def _start(self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Started:
         """Begin to send and receive tensors in host memory; empty ones do not travel."""
-        if self.size == 1:
-            return _NOTHING
         started_at, operation = time.monotonic(), Operation()
         self._traffic.add(_nbytes(sends), _nbytes(receives))
         with self._failing(what, started_at):

@@ -1,4 +1,4 @@
-"""Groups on torch.distributed, rebuilt for each generation: for NCCL."""
+"""Groups on torch.distributed, for NCCL; each generation has new ones."""
 
 import atexit
 import datetime
@@ -209,10 +209,7 @@ class TorchGroup(WorkerGroup):
         )
 
     def _begin(self, what: str, start: Callable[[dist.ProcessGroup], Any], *, sent: int, received: int) -> Transfer:
-        """Call ``start``, which returns an object with ``wait()``; a group of one has nothing to do.
-
-        ``sent`` and ``received``: bytes of tensors that this member sends and receives.
-        """
+        """Call ``start``, which returns an object with ``wait()``; a group of one has nothing to do."""
         if self.size == 1:
             return Transfer(lambda: None)
         self._traffic.add(sent, received)
