@@ -32,8 +32,8 @@ class ShardSampler(Sampler[int]):
     the island has other processes.
 
     Args:
-        place: returns the current (rank, world size) of this worker; in islands, of this process among all processes.
-        seed: of the permutations; the same on all workers.
+        place: function that returns the current (rank, world size); in islands, of this process among all processes.
+        seed: permutations' seed, the same on all workers.
         shuffle: whether to shuffle; if not, a shard is in the dataset's order.
         processes: number of processes of this worker's island.
     """
@@ -78,7 +78,7 @@ class ShardSampler(Sampler[int]):
         return len(range(last, self.length, size))
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far training is: the epoch, and its consumed (not prefetched) samples."""
+        """Return the epoch, and its consumed (not prefetched) samples."""
         return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -104,7 +104,7 @@ class ShardLoader(DataLoader[Any]):
         sampler.consumed = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far training is; see :meth:`ShardSampler.state_dict`."""
+        """Return :meth:`ShardSampler.state_dict`."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:

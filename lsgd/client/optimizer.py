@@ -24,8 +24,8 @@ NAMED = 4
 class MuonAdamW(torch.optim.Optimizer):
     """A ``torch.optim.Muon`` and a ``torch.optim.AdamW`` as one optimizer, which :func:`muon` makes.
 
-    Trainers, schedulers and GradScaler take one object. Its parameter groups are those of both, told apart by the entry
-    ``muon``. Groups that are added later are AdamW's.
+    Trainers, schedulers and GradScaler take one object. In its parameter groups, the entry ``muon`` says whose they
+    are. Groups that are added later are AdamW's.
     """
 
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
@@ -35,10 +35,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step. The closure, if there is one, computes the loss and the gradients, once."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         for part, is_muon in ((self._muon, True), (self._adamw, False)):
             part.param_groups = [group for group in self.param_groups if group["muon"] == is_muon]
             part.state = self.state  # load_state_dict replaces both

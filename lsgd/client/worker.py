@@ -100,12 +100,10 @@ class Worker:
         Args:
             model: any module with dense floating-point parameters; those that require gradients are exchanged.
             optimizer: the optimizer of these parameters, a wrapper with it as ``.optimizer``, or a list of them.
-            timeout_s: longest to wait for the other workers.
-            checkpoint_dir: folder for this run's checkpoints. None: ``checkpoints`` in :attr:`run_dir`; without a
-                run_dir, no checkpoints are written.
-            extra: what else to checkpoint, by name: objects with ``state_dict`` and ``load_state_dict``, such as a
-                GradScaler. If the run resumes from a checkpoint (``LSGD_RESUME``), this call restores them, like
-                the model and the optimizers.
+            timeout_s: longest wait for the other workers.
+            checkpoint_dir: folder for this run's checkpoints. None: ``checkpoints`` in :attr:`run_dir`, if that is set.
+            extra: objects to checkpoint by name, with ``state_dict`` and ``load_state_dict``, such as a GradScaler.
+                If the run resumes (``LSGD_RESUME``), this call restores them, like the model and the optimizers.
             identity: this worker's place in the run, instead of the variables: several workers can so join as
                 threads of one process. None: :func:`lsgd.client.control.identity.identify`.
 
@@ -207,10 +205,10 @@ class Worker:
         ``state_dict()`` says how far training is; it counts batches consumed, not prefetched.
 
         Args:
-            dataset: with a length and ``__getitem__``, the same on all workers.
+            dataset: object with a length and ``__getitem__``, the same on all workers.
             batch_size: samples in a batch of this worker.
             shuffle: whether to shuffle the shard; either way every epoch deals new shards.
-            seed: of the shards and the shuffling; must be the same on all workers.
+            seed: number for the shards and the shuffling, the same on all workers.
             options: any other argument of torch.utils.data.DataLoader except ``sampler`` and ``batch_sampler``.
 
         Raises:
@@ -277,8 +275,7 @@ class Worker:
             Whether there is a step to run. If not, the run has ended, and the model is the consensus.
 
         Raises:
-            LsgdError: the last step has not ended, no optimizer steps, or the worker has left; else as
-                :meth:`batches`.
+            LsgdError: the last step has not ended, no optimizer steps, or the worker has left; else as batches().
             ConfigError: the plan elects by a probe, and none is registered.
         """
         if not self.stopped:
@@ -288,16 +285,13 @@ class Worker:
     def end_step(self, loss: Tensor | float | None = None) -> bool:
         """End a step, after the optimizer's: count it, get the next iteration, and carry out its round.
 
-        To pause, do so before this call: a pause gives back what was granted.
-
-        Args:
-            loss: as for :meth:`report`.
+        To pause, do so before this call: a pause gives back what was granted. A loss is for :meth:`report`.
 
         Returns:
             Whether the run continues. If not, it has ended, and the model is the consensus.
 
         Raises:
-            LsgdError: no step has begun; else as :meth:`batches`.
+            LsgdError: no step has begun; else as batches().
         """
         if loss is not None:
             self.report(loss)

@@ -148,11 +148,7 @@ def _introduction(
 
 
 def unwrapped(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the given optimizer or optimizers as a list, without their wrappers.
-
-    Raises:
-        ConfigError: one is not an optimizer.
-    """
+    """Return the given optimizer or optimizers as a list, without their wrappers; raise ConfigError for others."""
     several = isinstance(given, Iterable) and not hasattr(given, "optimizer")
     return [_unwrapped(x) for x in (given if several else [given])]
 
@@ -194,13 +190,9 @@ def _unwrapped(given: Any) -> torch.optim.Optimizer:
 class _Stderr(logging.StreamHandler[TextIO]):
     """Writes to the current sys.stderr, which a progress bar replaces while it is shown."""
 
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: TextIO) -> None:
-        pass
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
@@ -232,10 +224,7 @@ def _find_server(channel: Channel, identity: Identity) -> WorkerHelloReply:
 
 
 def _welcome(channel: Channel, join: Join, timeout_s: float, processes: int) -> tuple[Welcome, Plan]:
-    """Return the servers' welcome and the plan in it.
-
-    A worker that lacks or cannot use the plan's algorithm or codec leaves at once, so that nobody waits for it.
-    """
+    """Return the servers' welcome and its plan; a worker that cannot use the plan leaves, so that no one waits."""
     channel.start_heartbeat(join.worker)
     what = f"{join.worker} waits to join"
     try:

@@ -25,10 +25,10 @@ def store_of(generation: Generation, membership: Membership) -> "ServerStore":
 
 
 class ServerStore(Store):
-    """A key-value store for one generation in the global server.
+    """A key-value store for one generation in the global server; each ``prefix`` has its own keys.
 
-    Groups find their members' addresses through it. It needs no port of its own, and a wait ends as soon as the
-    generation does. A key's value never changes, so it is fetched only once. Each ``prefix`` has its own keys.
+    It needs no port, and a wait ends as soon as the generation does. A key's value never changes, so it is fetched only
+    once.
     """
 
     def __init__(

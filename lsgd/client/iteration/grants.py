@@ -140,7 +140,7 @@ class Report(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decision:
+class NextStep:
     """What a worker does next; in an island the head decides.
 
     Args:
@@ -186,7 +186,7 @@ class GrantClient:
 
     def next(
         self, rounds: tuple[int, int], *, lockstep: bool, look: Callable[[], bool] | None, again: bool
-    ) -> Decision:
+    ) -> NextStep:
         """Decide what comes next.
 
         An answer repeats until :meth:`take` accepts it, because its round may fail.
@@ -201,17 +201,17 @@ class GrantClient:
         def report() -> Report:
             return Report(self._election.loss(self.done, rounds[0]), self.done, look() if look else None)
 
-        def decide(reports: Callable[[], list[Report]]) -> Decision:
+        def decide(reports: Callable[[], list[Report]]) -> NextStep:
             reported = self._take_ahead()
             if not again and self._held.next():
-                return Decision(None, reported, self._middle(reported))
+                return NextStep(None, reported, self._middle(reported))
             may = not (again or lockstep or self._last)
             reported_by_all = reports()
             answer, warning = self._ask(self._mean_loss(reported_by_all), rounds, alone=may)
             if answer is not None:
                 reported = (1.0 if isinstance(answer, Stop) else answer.progress), self._reported
             finite = all(each.finite for each in reported_by_all) if look else None
-            return Decision(answer, reported, self._middle(reported), finite, warning)
+            return NextStep(answer, reported, self._middle(reported), finite, warning)
 
         decision = self._island.decide("begins a step", report, decide)
         if decision.reported is not None and not self._island.is_head:

@@ -90,7 +90,7 @@ class RoundEntry:
 
     Attributes:
         generation: current group's; None: there is no group.
-        missed: pairs of nodes of which the first cannot dial the second, if the servers have yet to be told.
+        missed: pairs of nodes of which the first cannot dial the second, for the next report to the servers.
     """
 
     membership: Membership
