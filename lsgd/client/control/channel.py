@@ -201,7 +201,6 @@ class Channel:
         silence_s: float | None,
         generation: int | None,
     ) -> None:
-        """Raise an error if the wait must end."""
         if self._refused is not None:
             raise self._refused
         if generation in self._over:

@@ -102,7 +102,6 @@ class WorkerGroup(Group):
         return self._subgroups[kind]
 
     def _group_of(self, members: Members) -> "WorkerGroup":
-        """Return a new group of some of the members."""
         raise NotImplementedError
 
     @contextmanager

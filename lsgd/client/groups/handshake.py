@@ -82,7 +82,6 @@ class _Connection(ssl.SSLSocket):
     """Closes its socket if the connection is reset while it is being wrapped, where Python's leaves it open."""
 
     def getpeername(self) -> Any:
-        """Return the other end's address."""
         try:
             return super().getpeername()
         except OSError:

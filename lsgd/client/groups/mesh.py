@@ -196,7 +196,6 @@ class Mesh:
         stream.connect(connection, received)
 
     async def _welcome(self, raw: socket.socket, origin: str, endpoint: Endpoint) -> None:
-        """Accept a connection at this member's endpoint."""
         try:
             async with asyncio.timeout(HELLO_WITHIN_S):
                 connection = await self._secured(raw, answers=True)

@@ -213,6 +213,5 @@ def _nbytes(tensors: Mapping[int, Tensor]) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
     array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)

@@ -280,7 +280,6 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float, address: st
 
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside the block."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

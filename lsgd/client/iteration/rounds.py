@@ -239,7 +239,6 @@ class Rounds:
             self._commit()
 
     def _drop_all(self, error: ExchangeError) -> None:
-        """Drop the failed round in all processes of the island."""
         self.drop(str(error), error.broken if isinstance(error, BrokenLinksError) else ())
         self._island.fail(error)
 
