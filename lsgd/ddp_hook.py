@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lsgd.algorithms.common import rounding_codec
+from lsgd.codecs import OWN_BLOCK
 from lsgd.collectives.background import Background
 from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.group import Group, Transfer
@@ -28,7 +29,6 @@ from lsgd.collectives.pipeline import Pipeline
 from lsgd.collectives.point_to_point import Exchange
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.errors import ConfigError
-from lsgd.kernels import DEFAULT_BLOCK
 
 END_WITHIN_S = 5.0
 """How long the process waits at exit for the exchange's thread."""
@@ -41,7 +41,7 @@ class QuantizedState:
         process_group: the ranks that exchange; all by default. The state creates a group of its own with the same
             ranks, which keeps DDP's collectives out of its messages. So all ranks must create it together.
         codec: the codec of the gradients, optionally with parameters (``minmax8:block=512``).
-        block: elements that share one range of codes, for codecs in blocks; None: all of a chunk.
+        block: the codec's elements per block; None: all of a chunk. By default what the codec has by default.
         rounding: ``nearest`` or ``stochastic``.
         error_feedback: add what rounding lost to the next gradient. A bucket's residual is dropped when DDP rebuilds
             the buckets after the first iteration.
@@ -56,7 +56,7 @@ class QuantizedState:
         process_group: dist.ProcessGroup | None = None,
         *,
         codec: str = "minmax8",
-        block: int | None = DEFAULT_BLOCK,
+        block: int | None = OWN_BLOCK,
         rounding: str = "nearest",
         error_feedback: bool = False,
         seed: int = 0,

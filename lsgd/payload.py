@@ -34,13 +34,9 @@ FLAG_NONFINITE: Final = 1
 DTYPE_NAMES: Final = ("float32", "float16", "bfloat16")
 MAX_NAME_NBYTES: Final = 8
 ALIGNMENT: Final = 16
+"""Payloads begin at a multiple of this many bytes; in minmax8, so does each part."""
 
 _FORM: Final = struct.Struct("<4sBBHQII8s")
-
-
-def aligned(nbytes: int) -> int:
-    """Return the next multiple of ``ALIGNMENT``, at which minmax8 begins the parts of a payload."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

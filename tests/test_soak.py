@@ -155,7 +155,7 @@ def test_a_broken_promise_is_said(changes: dict[str, Any], promise: str) -> None
 
 def test_a_crash_is_told_from_a_kill() -> None:
     kept = record().output["node0"]
-    killed = "[launch] node0/worker1 was killed by SIGKILL (was memory short?); restarting it in 1 s\n"
+    killed = "[launch] node0/worker1 was killed by SIGKILL (out of memory?); restarting it in 1 s\n"
     assert verdict(record(output={"node0": kept + killed}), 0.99) == []
     crashed = killed.replace("SIGKILL", "SIGABRT")
     (promise,) = verdict(record(output={"node0": kept + crashed}), 0.99)

@@ -19,7 +19,7 @@ from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
 from benchmarks.testbed import Testbed, told
 from benchmarks.testbed.launch import await_all, start
-from lsgd.codecs.minmax8 import MinMax8
+from lsgd.codecs.minmax import MinMax8
 
 PORT = 29500
 MEMBERS = (2, 4)

@@ -15,7 +15,7 @@ from benchmarks.testbed.interface import sent_with_headers_nbytes
 from lsgd.client.groups.base import Members
 from lsgd.client.groups.mesh import Mesh
 from lsgd.client.groups.tcp_group import TcpGroup
-from lsgd.codecs.minmax8 import MinMax8
+from lsgd.codecs.minmax import MinMax8
 from lsgd.collectives.two_round import QuantizedAllReduce
 
 TIMEOUT_S = 120.0

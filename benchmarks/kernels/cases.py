@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lsgd.codecs import codec_of
-from lsgd.kernels import Layout, Quantized, dispatch
-from lsgd.kernels.cpu.path import CpuPath
-from lsgd.kernels.cuda.path import CupyLaunch
-from lsgd.kernels.reference import ReferencePath
+from lsgd.codecs.minmax import MinMax8
+from lsgd.kernels import Kernels
+from lsgd.kernels.cpu.minmax8 import MinMax8Kernels
+from lsgd.kernels.cuda.launch import CupyLaunch
 
 BLOCK = 2048
 MEMBERS = 8
@@ -47,27 +48,43 @@ class Device(Protocol):
         """Return the cases at one size, the copy first."""
 
 
-def path_cases(name: str, path: ReferencePath, buffers: list[tuple[Tensor, Tensor]], block: int | None) -> list[Case]:
-    """Every operation of one path on (input, output) pairs, outputs given."""
-    layout = Layout(buffers[0][0].numel(), block)
+class InTorch(MinMax8):
+    """The 8-bit codec without kernels."""
+
+    def kernels_on(self, device: torch.device) -> Kernels | None:
+        """Return None."""
+        return None
+
+
+class OnAvx2(MinMax8):
+    """The 8-bit codec with the kernels of a CPU without AVX-512."""
+
+    def kernels_on(self, device: torch.device) -> Kernels | None:
+        """Return the kernels."""
+        return kernels_of_avx2(self.block)
+
+
+@functools.cache
+def kernels_of_avx2(block: int) -> Kernels:
+    """Return the kernels for a block size."""
+    return MinMax8Kernels(block, cpu="haswell")
+
+
+def minmax8_cases(name: str, codec: MinMax8, buffers: list[tuple[Tensor, Tensor]]) -> list[Case]:
+    """Every operation of the 8-bit codec on (input, output) pairs, outputs given."""
     payloads = []
     for x, _ in buffers:
-        payload = layout.empty(device=x.device).zero_()
-        path.quantize(x, layout, payload, None)
-        payloads.append(Quantized(payload, layout))
-    scales = 8 / layout.block_numel
-    read = 4 + (4 if block is None else 0)
-    tag = f"{name}, {'one block' if block is None else f'blocks of {block}'}"
-
-    def case(what: str, nbytes: float, make: Callable[[Tensor, Tensor, Quantized], Call]) -> Case:
-        calls = [make(x, y, q) for (x, y), q in zip(buffers, payloads, strict=True)]
-        return Case(f"{tag}: {what}", nbytes, calls)
-
+        payloads.append(codec.empty(x.numel(), x.device))
+        codec.encode(x, payloads[-1])
+    scales = 8 / codec.width(buffers[0][0].numel())
+    read = 4 if codec.block else 8
+    tag = f"{name}, {f'blocks of {codec.block}' if codec.block else 'one block'}"
+    triples = [(x, y, payload) for (x, y), payload in zip(buffers, payloads, strict=True)]
     return [
-        case("nearest", read + 1 + scales, lambda x, y, q: lambda: path.quantize(x, layout, q.payload, None)),
-        case("stochastic", read + 1 + scales, lambda x, y, q: lambda: path.quantize(x, layout, q.payload, 7)),
-        case("dequantize", 5 + scales, lambda x, y, q: lambda: path.dequantize(q, y)),
-        case("dequantize-add", 9 + scales, lambda x, y, q: lambda: path.dequantize_add(q, y, 1e-3)),
+        Case(f"{tag}: nearest", read + 1 + scales, [partial(codec.encode, x, p) for x, _, p in triples]),
+        Case(f"{tag}: stochastic", read + 1 + scales, [partial(codec.encode, x, p, 7) for x, _, p in triples]),
+        Case(f"{tag}: dequantize", 5 + scales, [partial(codec.decode, p, y) for _, y, p in triples]),
+        Case(f"{tag}: dequantize-add", 9 + scales, [partial(codec.decode_add, p, y, 1e-3) for _, y, p in triples]),
     ]
 
 
@@ -84,19 +101,14 @@ def codec_cases(text: str, buffers: list[tuple[Tensor, Tensor]]) -> list[Case]:
     ]
 
 
-def reduce_case(name: str, path: ReferencePath, x: Tensor) -> Case:
+def reduce_case(name: str, x: Tensor) -> Case:
     """Dequantize, add up and quantize again the chunks of eight members, each an eighth of the elements."""
-    layout = Layout(x.numel() // MEMBERS, BLOCK)
-    rows = torch.empty(MEMBERS + 1, layout.nbytes, dtype=torch.uint8, device=x.device)
-    chunks = x.view(-1)[: layout.numel * MEMBERS].view(MEMBERS, -1)
+    codec, numel = MinMax8(BLOCK), x.numel() // MEMBERS
+    rows = torch.empty(MEMBERS + 1, codec.nbytes(numel), dtype=torch.uint8, device=x.device)
+    chunks = x.view(-1)[: numel * MEMBERS].view(MEMBERS, -1)
     for row, chunk in zip(rows, chunks, strict=False):
-        path.quantize(chunk, layout, row, None)
-    qs = [Quantized(row, layout) for row in rows[:MEMBERS]]
-    weight = 1 / MEMBERS
-
-    def call() -> None:
-        path.dequantize_reduce_quantize(qs, weight, layout, rows[MEMBERS], None)
-
+        codec.encode(chunk, row)
+    call = partial(codec.reduce_encode, list(rows[:MEMBERS]), rows[MEMBERS], numel=numel, mean=True)
     return Case(f"{name}: reduce {MEMBERS} members", (1 + SCALES) * (1 + 1 / MEMBERS), [call])
 
 
@@ -163,14 +175,13 @@ class CpuDevice:
     def cases(self, numel: int, rotated: int, *, slow: bool) -> list[Case]:
         """The copy, both instruction sets, and plain torch."""
         buffers = [(torch.randn(numel), torch.zeros(numel)) for _ in range(rotated)]
-        ours, avx2 = CpuPath(), CpuPath(cpu="haswell")
         found = [
             Case("copy_", 8, [partial(y.copy_, x) for x, y in buffers]),
-            *path_cases("lsgd", ours, buffers, BLOCK),
-            *path_cases("lsgd", ours, buffers, None)[:2],
-            reduce_case("lsgd", ours, buffers[0][0]),
+            *minmax8_cases("lsgd", MinMax8(BLOCK), buffers),
+            *minmax8_cases("lsgd", MinMax8(0), buffers)[:2],
+            reduce_case("lsgd", buffers[0][0]),
             *(case for codec in FEW_BITS for case in codec_cases(codec, buffers)),
-            *path_cases("lsgd as on AVX2", avx2, buffers, BLOCK),
+            *minmax8_cases("lsgd as on AVX2", OnAvx2(BLOCK), buffers),
             *torch_cases(buffers, lambda function: function, "torch eager"),
             quantize_per_tensor_case(buffers),
         ]
@@ -198,14 +209,13 @@ class CudaDevice:
     def cases(self, numel: int, rotated: int, *, slow: bool) -> list[Case]:
         """The copy kernel, our kernels, plain torch, and the sequence of three kernels."""
         buffers = [(torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")) for _ in range(rotated)]
-        ours = dispatch.path_for("cuda")
         found = [
             Case("float4 copy kernel", 8, float4_copies(buffers)),
-            *path_cases(ours.name, ours, buffers, BLOCK),
-            *path_cases(ours.name, ours, buffers, None)[:2],
-            reduce_case(ours.name, ours, buffers[0][0]),
+            *minmax8_cases("cuda", MinMax8(BLOCK), buffers),
+            *minmax8_cases("cuda", MinMax8(0), buffers)[:2],
+            reduce_case("cuda", buffers[0][0]),
             *(case for codec in FEW_BITS for case in codec_cases(codec, buffers)),
-            *path_cases("reference", ReferencePath(), buffers, BLOCK),
+            *minmax8_cases("in torch", InTorch(BLOCK), buffers),
             *torch_cases(buffers, lambda function: function, "min, max and codes apart"),
             quantize_per_tensor_case(buffers),
         ]

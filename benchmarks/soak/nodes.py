@@ -82,7 +82,7 @@ class Node:
             )
 
     def processes(self) -> dict[str, int]:
-        """Return the ids of the run's processes by name: ``node0/global``, ``node0/worker1``, ``node0/guard``."""
+        """Return the ids of the run's processes by name: ``node0/global``, ``node0/worker1``, ``node0/launcher``."""
         found: dict[str, int] = {}
         own = self.launcher.pid if self.launcher else -1
         for pid in sorted(residents(self.host)):
@@ -213,14 +213,8 @@ def _role(pid: int, launcher: int) -> str:
     line = command_line(pid)
     if "lsgd.server --global" in line:
         return "global"
-    if "lsgd.server --local" in line:
-        return "local"
-    if "lsgd.client launch" in line:
-        _, parent, _, session, *_ = _stat(pid)
-        if pid == launcher:
-            return "launcher"
-        # Its child in a session of its own; another child looks the same until it runs its own program.
-        return "guard" if int(parent) == launcher and int(session) == pid else ""
+    if pid == launcher:
+        return "launcher"
     if "benchmarks.soak.worker" in line:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         index = next((v.partition(b"=")[2].decode() for v in variables if v.startswith(b"LSGD_LOCAL_RANK=")), "")

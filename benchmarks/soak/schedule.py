@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 WEIGHTS = {
     "kill worker": 3,
-    "kill local server": 1,
     "kill global server": 1,
-    "kill guard": 1,
     "freeze worker": 2,
-    "freeze local server": 1,
     "freeze global server": 1,
-    "freeze launcher": 1,
+    "freeze launcher": 2,
     "cut node": 1,
     "cut one way": 2,
     "cut pair": 1,
@@ -124,9 +121,7 @@ def _fault(chance: random.Random, what: str, delay_s: float, nodes: int, workers
         node = chance.choice(["node0", node])  # where the journal is
     target = {
         "worker": f"{node}/worker{chance.randrange(workers)}",
-        "local server": f"{node}/local",
         "global server": "node0/global",
-        "guard": f"{node}/guard",
         "launcher": f"{node}/launcher",
         "one way": f"{node} -> {chance.choice([other, 'all'])}",
         "pair": " - ".join(sorted((node, other))),

@@ -16,7 +16,7 @@ from lsgd.client.groups.handshake import contexts
 from lsgd.client.groups.mesh import Mesh
 from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.client.groups.torch_group import ProcessGroups, TorchGroup, gloo_group
-from lsgd.codecs.minmax8 import MinMax8
+from lsgd.codecs.minmax import MinMax8
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.protocol.credentials import run_certificate
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from lsgd.codecs import CODECS, Codec, codec_of
+from lsgd.codecs import CODECS, OWN_BLOCK, Codec, codec_of
 from lsgd.errors import ConfigError
 from lsgd.settings import AlgorithmSettings, Schedule, setting
 
@@ -112,9 +112,9 @@ def codec(default: str, what: str) -> Any:
 
 
 def block() -> Any:
-    """Declare the block size of codecs."""
-    meaning = "elements that share one range of codes; 0: all elements of a message"
-    return setting(2048, meaning, low=0, high=1 << 30, fixed=True)
+    """Declare the block size of codecs; one that has no parameter of this name refuses it."""
+    meaning = f"elements per block of the codec; 0: all elements of a message; {OWN_BLOCK}: the codec's own default"
+    return setting(OWN_BLOCK, meaning, low=OWN_BLOCK, high=1 << 30, fixed=True)
 
 
 def delay(what: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from lsgd.algorithms.base import Flat, all_finite, clones, copy_all, empties
 from lsgd.algorithms.common import Periodic, block, codec, delay, period
 from lsgd.algorithms.delayed import Delayed
-from lsgd.codecs import codec_of
+from lsgd.codecs import Codec, codec_of
 from lsgd.collectives.group import Group
 from lsgd.collectives.topology import node_index, node_ranks
 from lsgd.election import RULES
@@ -54,6 +54,7 @@ class LeaderSettings(Periodic):
     delay: int = delay("apply a leader's model")
 
     def __post_init__(self) -> None:
+        self.make_codec()
         if self.period and (self.period < self.local_period or self.period % self.local_period):
             raise ConfigError(
                 f"period = {self.period} is not a multiple of local_period = {self.local_period}; "
@@ -79,9 +80,13 @@ class LeaderSettings(Periodic):
             return dataclasses.replace(self, period=period, local_period=period)
         return dataclasses.replace(self, period=-(-period // self.local_period) * self.local_period)
 
+    def make_codec(self) -> Codec:
+        """Return the codec."""
+        return codec_of(self.compression, self.block)
+
     def sent_nbytes(self, numel: int, workers: int) -> float:
         """One worker's model goes to all others, directly or relayed."""
-        codec = codec_of(self.compression, self.block)
+        codec = self.make_codec()
         return (workers - 1) / workers * numel * codec.element_nbytes / self.schedule().period
 
     def create(self, parameters: Flat, run: str = "") -> LeaderSGD:
@@ -220,7 +225,7 @@ class _LeaderCopy:
     def __init__(self, model: list[Tensor], settings: LeaderSettings) -> None:
         self.model = model
         self._arriving: list[Tensor] = []
-        self._codec = codec_of(settings.compression, settings.block)
+        self._codec = settings.make_codec()
         self._payloads: list[Tensor] = []
 
     def prepare(self, parameters: Flat | None, group: Group) -> None:

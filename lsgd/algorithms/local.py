@@ -65,6 +65,7 @@ class LocalSettings(Periodic):
     )
 
     def __post_init__(self) -> None:
+        self.make_codec()
         if not self.period:  # the servers choose one that fits
             return
         if self.period % self.fragments:

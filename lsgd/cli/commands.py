@@ -18,7 +18,7 @@ from lsgd.algorithms import ALGORITHMS
 from lsgd.cli import options, quickstart, runs, watching
 from lsgd.cli.options import Group, Main, first_steps
 from lsgd.node import gpus
-from lsgd.node.launch import Launch, launch
+from lsgd.node.launch import LaunchSettings, launch
 from lsgd.node.place import find_place
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
@@ -189,7 +189,7 @@ def launch_command(
         again += f" --processes-per-worker {processes_per_worker}"
     node_options = f"--nodes {place.nodes} --address {place.address} --port {port}{again}"
     join_line = join_line or f"lsgd launch --node NODE {node_options} -- {shlex.join(command)}"
-    settings = Launch(
+    settings = LaunchSettings(
         place,
         port,
         devices.names,

@@ -11,7 +11,7 @@ import click
 import lsgd
 from lsgd.errors import ConfigError
 from lsgd.node import gpus
-from lsgd.node.launch import Launch, launch
+from lsgd.node.launch import LaunchSettings, launch
 from lsgd.node.place import Place
 
 SCRIPT, PLAN = "digits.py", "digits.toml"
@@ -44,7 +44,9 @@ def quickstart(run_dir: Path, device: str, *, plain: bool) -> int:
         raise ConfigError(f"{run_dir} cannot be written ({error.strerror}): name a folder with --run-dir") from None
     click.echo(f"[launch] {WORKERS} workers on {', '.join(dict.fromkeys(devices))} train {script}")
     place = Place(0, 1, "127.0.0.1")
-    status = launch(Launch(place, 0, devices, plan, run_dir.absolute(), (sys.executable, str(script)), plain=plain))
+    status = launch(
+        LaunchSettings(place, 0, devices, plan, run_dir.absolute(), (sys.executable, str(script)), plain=plain)
+    )
     if status == 0:
         click.echo(f"\nIts script is {script}, its settings are in {plan}.\nChange them, and train again:\n  {again}")
     return status

@@ -1,6 +1,8 @@
 """A relay like a run's, for the time that ``lsgd doctor`` tests the links."""
 
 import json
+import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -11,7 +13,6 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
 from lsgd.client.groups.routes import RelayedRoute
-from lsgd.node.process import first_words
 from lsgd.protocol.credentials import Ticket, secret_of_relay, secret_of_run
 from lsgd.protocol.keys import KeyRing
 
@@ -50,7 +51,9 @@ def running_relay(address: str) -> Iterator[RelayAccess]:
         command = [sys.executable, "-P", "-m", "lsgd.server", "--relay", "--listen", address, "--keys", str(keys)]
         with subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL) as it:
             try:
-                runs = first_words(it, STARTS_WITHIN_S)
+                assert it.stdout
+                ready, _, _ = select.select([it.stdout], [], [], STARTS_WITHIN_S)
+                runs = ready and os.read(it.stdout.fileno(), 4096)
                 yield RelayAccess(address if runs else "", secret_of_run(secret_of_relay(ring.secret), _RUN))
             finally:
                 it.kill()

@@ -34,7 +34,7 @@ from lsgd.errors import (
     ServerLostError,
 )
 from lsgd.flat import FlatParameters
-from lsgd.protocol.messages import Data, Leave, Left, Status, StatusQuery
+from lsgd.protocol.messages import LOOP_ENDED, Data, Leave, Left, Status, StatusQuery
 from lsgd.run_folder import CHECKPOINTS
 from lsgd.settings import AlgorithmSettings
 from lsgd.shards import full_state_dict
@@ -441,7 +441,7 @@ class Worker:
             return
         self._open = False
         self._steps.close()
-        why = reason or ("the run is over" if self.stopped else "its training loop ended")
+        why = reason or ("the run is over" if self.stopped else LOOP_ENDED)
         self._steps.rounds.entry.leave(cut=failed)
         if not self.is_head:
             self._membership.close()

@@ -11,18 +11,21 @@ from lsgd.codecs.base import Codec
 from lsgd.errors import ConfigError
 from lsgd.registry import Registry
 
-__all__ = ["CODECS", "Codec", "codec_of"]
+__all__ = ["CODECS", "OWN_BLOCK", "Codec", "codec_of"]
 
 CODECS: Registry[Codec] = Registry("lsgd.codecs", Codec, "codec")
 """The codec classes, by name."""
 
+OWN_BLOCK = -1
+"""The setting ``block`` of those who leave it to the codec."""
 
-def codec_of(text: str, block: int | None = None) -> Codec:
+
+def codec_of(text: str, block: int = OWN_BLOCK) -> Codec:
     """Return the codec that a setting names: ``minmax8``, ``topk:k=64``.
 
     Args:
         text: the name; then, after a colon, parameters separated by commas.
-        block: the codec's parameter of this name, if it has one that the text does not set; None: its own default.
+        block: the codec's parameter of this name, unless the text sets it.
 
     Raises:
         ConfigError: the codec, a parameter or a value does not exist.
@@ -32,15 +35,16 @@ def codec_of(text: str, block: int | None = None) -> Codec:
         raise ConfigError(CODECS.unknown(name))
     cls = CODECS[name]
     known = [field.name for field in fields(cls)]
+    takes = f"it takes {', '.join(f'{p}=NUMBER' for p in known)}" if known else "it takes none"
     given: dict[str, int] = {}
     for pair in rest.split(",") if colon else ():
         parameter, _, value = pair.partition("=")
+        parameter = cls.former_names.get(parameter, parameter)
         if parameter not in known or not value.isdecimal():
-            raise ConfigError(
-                f"{pair!r} is not a parameter of the codec {name}; "
-                + (f"it takes {', '.join(f'{p}=NUMBER' for p in known)}" if known else "it takes none")
-            )
+            raise ConfigError(f"{pair!r} is not a parameter of the codec {name}; {takes}")
         given[parameter] = int(value)
-    if block is not None and "block" in known:
+    if block != OWN_BLOCK:
+        if "block" not in known:
+            raise ConfigError(f"block = {block} is not for the codec {name}, which has no parameter block; {takes}")
         given.setdefault("block", block)
     return cls(**given)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from lsgd.errors import ConfigError, ProtocolError
-from lsgd.lazy import Lazy, Tensor, torch
-from lsgd.payload import DTYPE_NAMES, FLAGS_OFFSET, HEADER_NBYTES, MAX_NAME_NBYTES, Header
-
-if TYPE_CHECKING:
-    from lsgd import kernels as kernels
-else:
-    kernels = Lazy("lsgd.kernels")  # they load torch
+from lsgd.lazy import Tensor, torch
+from lsgd.payload import ALIGNMENT, DTYPE_NAMES, FLAGS_OFFSET, HEADER_NBYTES, MAX_NAME_NBYTES, Header
 
 LARGE = 1 << 24
 
@@ -44,6 +39,9 @@ class Codec:
 
     sparse: ClassVar[bool] = False
     """Whether most decoded elements are zero."""
+
+    former_names: ClassVar[Mapping[str, str]] = {}
+    """Parameters by names that they had in earlier versions."""
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
@@ -115,16 +113,19 @@ class Codec:
 
     def begin(self, payload: Tensor, x: Tensor) -> Tensor:
         """Write the header of ``x``'s payload, with its flag for NaN and Inf, and return the rest of the payload."""
-        rest = self.begin_unflagged(payload, x)
+        payload[:HEADER_NBYTES].copy_(self.header_for(payload, x.numel(), x.dtype))
         payload[FLAGS_OFFSET] = ~x.isfinite().all()
-        return rest
-
-    def begin_unflagged(self, payload: Tensor, x: Tensor) -> Tensor:
-        """Do the same, but let the caller set the flag (:func:`flags_of`)."""
-        dtype = DTYPE_NAMES.index(str(x.dtype).removeprefix("torch."))
-        header = torch.frombuffer(bytearray(self.header(x.numel(), dtype).pack()), dtype=torch.uint8)
-        payload[:HEADER_NBYTES].copy_(header)
         return payload[HEADER_NBYTES:]
+
+    def header_for(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Check memory for a payload and return the bytes of its header, with clear flags, on the same device."""
+        check_payload(payload)
+        header, nbytes = _header_of(self, numel, dtype, payload.device)
+        if payload.numel() != nbytes:
+            raise ConfigError(
+                f"a payload of {numel} elements in {self} needs {nbytes} bytes, but has {payload.numel()}"
+            )
+        return header
 
     def body(self, payload: Tensor, numel: int) -> Tensor:
         """Check a payload of ``numel`` elements and return the bytes after its header."""
@@ -148,7 +149,9 @@ class Codec:
 
         Raises:
             ProtocolError: the payload has another length, version, codec, or other parameters.
+            ConfigError: the tensor cannot contain a payload.
         """
+        check_payload(payload)
         header, nbytes = _expected(self, numel)
         if payload.numel() >= HEADER_NBYTES and payload.device.type == "cpu":
             header.refuse_other(bytes(payload[:HEADER_NBYTES].tolist()))
@@ -174,6 +177,38 @@ class Codec:
 @functools.lru_cache(maxsize=4096)
 def _expected(codec: Codec, numel: int) -> tuple[Header, int]:
     return codec.header(numel), codec.nbytes(numel)
+
+
+@functools.lru_cache(maxsize=4096)
+def _header_of(codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
+    """Return the header's bytes, on the device so that writing them waits for nothing, and the payload's size."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_NAMES:
+        raise ConfigError(f"a vector to encode is float32, float16 or bfloat16, not {name}")
+    header = codec.header(numel, DTYPE_NAMES.index(name)).pack()
+    return torch.tensor(list(header), dtype=torch.uint8, device=device), codec.nbytes(numel)
+
+
+def check_payload(payload: Tensor) -> None:
+    """Refuse a tensor that cannot contain a payload.
+
+    Raises:
+        ConfigError: it is not a contiguous one-dimensional uint8 tensor aligned to 16 bytes.
+    """
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
+        raise ConfigError(f"a payload must be a contiguous one-dimensional uint8 tensor, but is {_shown(payload)}")
+    if payload.data_ptr() % ALIGNMENT or payload.storage_offset() % 4:
+        raise ConfigError(f"a payload must be aligned to {ALIGNMENT} bytes; clone() it, or pad its buffer")
+
+
+def check_vector(x: Tensor) -> None:
+    """Refuse a tensor that is not a vector; raises ConfigError."""
+    if x.dim() != 1 or not x.is_contiguous():
+        raise ConfigError(f"a vector must be contiguous and one-dimensional, but this tensor is {_shown(x)}")
+
+
+def _shown(x: Tensor) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)}, {'' if x.is_contiguous() else 'not '}contiguous"
 
 
 def flags_of(payload: Tensor) -> Tensor:

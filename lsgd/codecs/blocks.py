@@ -1,23 +1,22 @@
-"""The base of the low-bit codecs: blocks, sums in a fixed order, 16-bit scales, and bits packed in bytes."""
+"""The base of the codecs in blocks: parts, pieces and kernels; sums in a fixed order, and bits packed in bytes."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from lsgd.codecs.base import Codec, flags_of, kernels
+from lsgd.codecs.base import Codec, check_vector
 from lsgd.errors import ConfigError
+from lsgd.kernels import Kernels, kernels_for
+from lsgd.kernels.arithmetic import dither
 from lsgd.lazy import Tensor, torch
 from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
 
 PIECE: Final = 1 << 15
 
-MAX_SCALE: Final = 2.0**127
-"""The largest scale, so that a level of up to 1.99 times the scale is finite."""
-
-_NAN: Final = 0x7FC0
 _GATHER: Final = 0x0102040810204080  # times eight bytes of 0 or 1 puts their bits, in order, in the highest byte
 _SPREAD: Final = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 
@@ -26,53 +25,141 @@ _SPREAD: Final = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 class Blockwise(Codec):
     """Base of the codecs whose payload has several parts, in each of which every block has bytes of its own.
 
-    Kernels (:mod:`lsgd.kernels.few_bits`) process what they can, with the same bytes as the methods here.
+    Kernels (:mod:`lsgd.kernels`) process what they can, with the same bytes as the methods here.
     """
 
     family: ClassVar[str]
-    """Which kernels of :mod:`lsgd.kernels.few_bits` process it."""
+    """Which kernels process it."""
+
+    alignment: ClassVar[int] = 1
+    """Each part is followed by zeros up to a multiple of this many bytes."""
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of the header and all parts."""
-        return HEADER_NBYTES + sum(self.sizes(numel))
+        return HEADER_NBYTES + sum(size + -size % self.alignment for size in self.sizes(numel))
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
         """Write the parts of each block."""
-        numel = x.numel()
-        parts = self.begin_unflagged(payload, x).split_with_sizes(self.sizes(numel))
-        path, taken = self._path(x.device, numel)
-        if path is not None:
-            path.encode(x[:taken].to(torch.float32), parts, flags_of(payload))
+        check_vector(x)
+        x, numel, seed = x.detach(), x.numel(), self._key(seed)
+        header, *parts = self._begin_parts(payload, numel, x.dtype)
+        kernels, taken = self._kernels(x.device, numel)
+        if kernels is not None:
+            values = x[:taken] if taken < numel else x
+            values = values if kernels.narrow else values.to(torch.float32)
+            kernels.encode(values, header, parts, seed)
         if taken < numel:
             payload[FLAGS_OFFSET] |= ~x[taken:].isfinite().all()
-        for here, *pieces in self._pieces(taken, numel, x.device, parts):
-            self.encode_blocks(x[here].to(torch.float32), *pieces)
+        for here, *pieces in self._pieces(taken, numel, x.device, parts) if taken < numel else ():
+            values = x[here].to(torch.float32)
+            if seed is None:
+                self.encode_blocks(values, *pieces)
+            else:
+                self.encode_at_random(values, dither(here.start, here.stop, seed, x.device), *pieces)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Write the vector to ``out``."""
-        self._decode(payload, out, None)
+        if self._fits_kernels(out):
+            self._decode(payload, out, None)
+        else:
+            part = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
+            self._decode(payload, part, None)
+            out.copy_(part)
 
     def decode_add(self, payload: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times the vector to ``out`` in one pass."""
-        self._decode(payload, out, alpha)
+        if self._fits_kernels(out):
+            self._decode(payload, out, alpha)
+        else:
+            super().decode_add(payload, out, alpha)
 
     def _decode(self, payload: Tensor, out: Tensor, alpha: float | None) -> None:
-        numel = out.numel()
-        parts = self.body(payload, numel).split_with_sizes(self.sizes(numel))
-        path, taken = self._path(out.device, numel if out.dtype == torch.float32 else 0)
-        if path is not None:
-            path.decode(parts, out[:taken], alpha)
-        for here, *pieces in self._pieces(taken, numel, out.device, parts):
+        check_vector(out)
+        out, numel = out.detach(), out.numel()
+        parts = self._parts(payload, numel)
+        kernels, taken = self._kernels(out.device, numel)
+        if kernels is not None:
+            kernels.decode(parts, out[:taken] if taken < numel else out, alpha)
+        for here, *pieces in self._pieces(taken, numel, out.device, parts) if taken < numel else ():
             piece = out[here]
             value = self.decode_blocks(piece.numel(), *pieces).view(-1)[: piece.numel()]
             if alpha is not None:
                 value = piece.to(torch.promote_types(out.dtype, torch.float32)) + value * alpha
             piece.copy_(value)
 
-    def _path(self, device: torch.device, numel: int) -> tuple[kernels.few_bits.Path | None, int]:
+    def reduce(self, payloads: Sequence[Tensor], out: Tensor, *, mean: bool) -> None:
+        """Write the sum or mean of vectors, in one pass if the kernels can."""
+        kernels, taken = self._kernels(out.device, out.numel())
+        check_vector(out)
+        if kernels is None or not kernels.reduces or out.dtype != torch.float32:
+            super().reduce(payloads, out, mean=mean)
+        else:
+            kernels.reduce(payloads, self._places(payloads, taken), out, 1.0 / len(payloads) if mean else 1.0)
+
+    def reduce_encode(
+        self, payloads: Sequence[Tensor], payload: Tensor, *, numel: int, mean: bool, seed: int | None = None
+    ) -> None:
+        """Write the payload of the sum or mean of vectors, in one pass if the kernels can."""
+        kernels, _ = self._kernels(payload.device, numel)
+        if kernels is None or not kernels.reduces:
+            super().reduce_encode(payloads, payload, numel=numel, mean=mean, seed=seed)
+        else:
+            places = self._places(payloads, numel)
+            header, *parts = self._begin_parts(payload, numel, torch.float32)
+            weight = 1.0 / len(payloads) if mean else 1.0
+            kernels.reduce_encode(payloads, places, weight, header, parts, numel, self._key(seed))
+
+    def _key(self, seed: int | None) -> int | None:
+        """Return the key of stochastic rounding; None: nearest."""
+        if seed is not None and not 0 <= seed < 1 << 64:
+            raise ConfigError(f"seed must be in 0 … 2**64 - 1, but is {seed}")
+        return seed if self.stochastic else None
+
+    def kernels_on(self, device: torch.device) -> Kernels | None:
+        """Return the kernels for a device, if there are any."""
+        return kernels_for(device.type, self.family, *self.form)
+
+    def _kernels(self, device: torch.device, numel: int) -> tuple[Kernels | None, int]:
         """Return the kernels for a device, if any, and how many of ``numel`` elements they process."""
-        path = kernels.few_bits.path(device.type, self.family, self.unit, *self.form) if numel else None
-        return path, 0 if path is None else path.takes(numel)
+        kernels = self.kernels_on(device) if numel else None
+        return kernels, 0 if kernels is None else kernels.takes(numel)
+
+    def _fits_kernels(self, out: Tensor) -> bool:
+        """Return whether the kernels, if there are any, write vectors of this dtype."""
+        if out.dtype == torch.float32:
+            return True
+        kernels = self.kernels_on(out.device)
+        return kernels is None or (kernels.narrow and out.dtype != torch.float64)
+
+    def _begin_parts(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Write the header, with a clear flag, and the zeros after the parts; return the header and the parts."""
+        header = self.header_for(payload, numel, dtype)
+        pieces, gaps = self._split(payload, numel)
+        pieces[0].copy_(header)
+        for gap in gaps:
+            gap.zero_()
+        return pieces
+
+    def _parts(self, payload: Tensor, numel: int) -> Sequence[Tensor]:
+        """Check a payload of ``numel`` elements and return its parts."""
+        self.check(payload, numel)
+        return self._split(payload, numel)[0][1:]
+
+    def _places(self, payloads: Sequence[Tensor], numel: int) -> list[int]:
+        """Check payloads of ``numel`` elements and return the bytes at which their parts begin."""
+        for payload in payloads:
+            self.check(payload, numel)
+        sizes = (size + -size % self.alignment for size in self.sizes(numel)[:-1])
+        return list(itertools.accumulate(sizes, initial=HEADER_NBYTES))
+
+    def _split(self, payload: Tensor, numel: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the header and the parts of a payload, and what is between them."""
+        sizes = [HEADER_NBYTES, *self.sizes(numel)]
+        if self.alignment == 1 or not any(size % self.alignment for size in sizes):
+            return payload.split_with_sizes(sizes), ()
+        with_gaps = [nbytes for size in sizes for nbytes in (size, -size % self.alignment)]
+        pieces = payload.split_with_sizes(with_gaps)
+        return pieces[::2], pieces[1::2]
 
     def _pieces(
         self, start: int, stop: int, device: torch.device, parts: Sequence[Tensor]
@@ -97,12 +184,16 @@ class Blockwise(Codec):
         raise NotImplementedError
 
     @property
-    def form(self) -> tuple[float | None, ...]:
-        """What the kernels depend on besides :attr:`unit`."""
-        return ()
+    def form(self) -> tuple[int, *tuple[float | None, ...]]:
+        """What the kernels depend on: the elements of a block, then what the family defines."""
+        return (self.unit,)
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Write the parts of ``x``, float32, whose last block may be shorter."""
+        raise NotImplementedError
+
+    def encode_at_random(self, x: Tensor, random: Tensor, *parts: Tensor) -> None:
+        """Do the same, rounding without bias by 16 random bits for each element, int32; only if ``stochastic``."""
         raise NotImplementedError
 
     def decode_blocks(self, numel: int, *parts: Tensor) -> Tensor:
@@ -110,74 +201,20 @@ class Blockwise(Codec):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class ScaledBlocks(Blockwise):
-    """Base of the codecs that send a bfloat16 scale per block, then one or two planes of bits.
-
-    An element becomes plus or minus ``near`` times its block's scale or, beyond ``threshold`` times the block's root
-    mean square, ``far`` times it.
-
-    Args:
-        scale_block: elements that share a scale; a power of two, 8 … 65536.
-    """
-
-    family: ClassVar[str] = "levels"
-    near: ClassVar[float] = 1.0
-    far: ClassVar[float] = 0.0
-    threshold: ClassVar[float | None] = None
-
-    scale_block: int = 512
-
-    def __post_init__(self) -> None:
-        if not 8 <= self.scale_block <= 1 << 16 or self.scale_block & (self.scale_block - 1):
-            raise ConfigError(f"{self}: scale_block = {self.scale_block} is not a power of two in 8 … 65536")
-
-    @property
-    def unit(self) -> int:
-        """The elements of a block."""
-        return self.scale_block
-
-    def sizes(self, numel: int) -> list[int]:
-        """Two bytes a block, and one or two bits an element."""
-        planes = 1 if self.threshold is None else 2
-        return [2 * -(-numel // self.scale_block)] + [-(-numel // 8)] * planes
-
-    @property
-    def form(self) -> tuple[float | None, ...]:
-        """The levels."""
-        return self.near, self.far, self.threshold
-
-    def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
-        """Choose each element's level by the root mean square of its block, then the scale."""
-        scales, signs, *fars = parts
-        rows = rows_of(x, self.scale_block)
-        magnitudes = rows.abs().to(torch.float64)
-        counts = counts_of(rows, x.numel())
-        # The scale with the least square error for these levels; exact if all magnitudes are equal.
-        products, squares = sums_of(magnitudes) * self.near, counts * self.near**2
-        if self.threshold is not None:
-            rms = (sums_of(magnitudes.square()) / counts).sqrt()
-            far = rows.abs() > (rms * self.threshold).to(torch.float32)[:, None]
-            products += sums_of(torch.where(far, magnitudes, 0.0)) * (self.far - self.near)
-            squares += far.sum(1).to(torch.float64) * (self.far**2 - self.near**2)
-            write_bits(far, fars[0])
-        write_scales(products / squares, scales)
-        write_bits(rows < 0, signs)
-
-    def decode_blocks(self, numel: int, *parts: Tensor) -> Tensor:
-        """Return each element's level."""
-        scales, signs, *fars = parts
-        scale = scales.view(torch.bfloat16).to(torch.float32)[:, None]
-        value = scale * self.near
-        for plane in fars:
-            value = torch.where(read_bits(plane, self.scale_block), scale * self.far, value)
-        return torch.where(read_bits(signs, self.scale_block), -value, value)
-
-
 def rows_of(x: Tensor, width: int) -> Tensor:
     """Return ``x`` in rows, shape (blocks, width), padded with zeros."""
     blocks = -(-x.numel() // width)
     return torch.nn.functional.pad(x, (0, blocks * width - x.numel())).view(blocks, width)
+
+
+def filled_rows(x: Tensor, width: int) -> Tensor:
+    """Return ``x`` in rows, shape (blocks, width); what the last one lacks is its last element."""
+    numel, blocks = x.numel(), -(-x.numel() // width)
+    rows = x.new_empty(blocks, width)
+    flat = rows.view(-1)
+    flat[:numel] = x
+    flat[numel:] = flat[numel - 1]
+    return rows
 
 
 def counts_of(rows: Tensor, numel: int) -> Tensor:
@@ -193,12 +230,6 @@ def sums_of(rows: Tensor) -> Tensor:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
     return rows[:, 0]
-
-
-def write_scales(scales: Tensor, out: Tensor) -> None:
-    """Write float64 scales as bfloat16 to ``out``, uint8; NaN for non-finite ones."""
-    out.view(torch.bfloat16).copy_(scales.clamp(max=MAX_SCALE).to(torch.float32))
-    out.view(torch.int16).masked_fill_(~scales.isfinite(), _NAN)  # devices write different NaNs
 
 
 def write_bits(bits: Tensor, out: Tensor) -> None:

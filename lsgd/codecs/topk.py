@@ -47,9 +47,9 @@ class TopK(blocks.Blockwise):
         return [8 * -(-numel // CHUNK), kept, kept // 2, kept // 8, kept // 8]
 
     @property
-    def form(self) -> tuple[float | None, ...]:
-        """``k``."""
-        return (self.k,)
+    def form(self) -> tuple[int, *tuple[float | None, ...]]:
+        """The elements of a chunk, and ``k``."""
+        return CHUNK, self.k
 
     def encode_blocks(self, x: Tensor, *parts: Tensor) -> None:
         """Choose the elements of each chunk, then their levels."""

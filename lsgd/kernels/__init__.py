@@ -1,29 +1,95 @@
-"""8-bit min-max quantization: one specification, and two fast paths (CPU, CUDA) with the same bits.
+"""The codecs' compiled kernels, on the devices that have any: the same bytes as the codecs make in torch, but faster.
 
-:mod:`~lsgd.kernels.reference` is the definition; docs/concepts/kernels.md describes the payload.
-Importing this compiles nothing.
+docs/concepts/kernels.md describes them. Importing this compiles and loads nothing, not even torch.
 """
 
-from lsgd.kernels import few_bits
-from lsgd.kernels.dispatch import (
-    dequantize,
-    dequantize_add,
-    dequantize_reduce,
-    dequantize_reduce_quantize,
-    quantize,
-)
-from lsgd.kernels.layout import DEFAULT_BLOCK, Layout, NonFiniteError, Quantized, payload_nbytes
+from __future__ import annotations
 
-__all__ = [
-    "DEFAULT_BLOCK",
-    "Layout",
-    "NonFiniteError",
-    "Quantized",
-    "dequantize",
-    "dequantize_add",
-    "dequantize_reduce",
-    "dequantize_reduce_quantize",
-    "few_bits",
-    "payload_nbytes",
-    "quantize",
-]
+import functools
+import importlib
+import logging
+from collections.abc import Container, Mapping, Sequence
+from typing import ClassVar, Final
+
+from lsgd.lazy import Tensor
+
+LEVELS_BLOCKS: Final = tuple(1 << i for i in range(6, 12))
+"""Block sizes of the levels codecs that have kernels; larger ones would need too much straight-line code."""
+
+_CLASSES: Final[Mapping[str, tuple[str, Container[int]]]] = {
+    "levels": ("LevelsKernels", LEVELS_BLOCKS),
+    "minmax4": ("MinMax4Kernels", range(64, (1 << 15) + 1, 64)),
+    "minmax8": ("MinMax8Kernels", range(1 << 31)),
+    "topk": ("TopKKernels", (4096,)),
+}
+"""The class of each family's kernels, and the block sizes that it supports."""
+
+_log = logging.getLogger(__name__)
+
+
+class Kernels:
+    """The kernels of one codec on one device.
+
+    ``header`` and ``parts`` are a payload's, uint8. A non-finite element sets the header's flag.
+    Vectors are contiguous and not empty.
+    """
+
+    narrow: ClassVar[bool] = False
+    """Whether vectors may be float16 or bfloat16; otherwise they are float32."""
+
+    reduces: ClassVar[bool] = False
+    """Whether it has the optional operations, :meth:`reduce` and :meth:`reduce_encode`."""
+
+    def takes(self, numel: int) -> int:
+        """Return how many of ``numel`` elements, from the first, the kernels process: whole blocks, or all."""
+        raise NotImplementedError
+
+    def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
+        """Write the parts of ``x``."""
+        raise NotImplementedError
+
+    def decode(self, parts: Sequence[Tensor], out: Tensor, alpha: float | None = None) -> None:
+        """Write the vector to ``out``, or add ``alpha`` times it."""
+        raise NotImplementedError
+
+    def reduce(self, payloads: Sequence[Tensor], places: Sequence[int], out: Tensor, weight: float) -> None:
+        """Write ``weight`` times the sum of the vectors, added in this order, to float32 ``out``.
+
+        ``places`` are the bytes of a payload at which its parts begin.
+        """
+        raise NotImplementedError
+
+    def reduce_encode(
+        self,
+        payloads: Sequence[Tensor],
+        places: Sequence[int],
+        weight: float,
+        header: Tensor,
+        parts: Sequence[Tensor],
+        numel: int,
+        seed: int | None = None,
+    ) -> None:
+        """Write the parts of ``weight`` times the sum."""
+        raise NotImplementedError
+
+
+@functools.cache
+def kernels_for(device: str, family: str, block: int, *form: float | None) -> Kernels | None:
+    """Return a family's kernels for one block size and form; None if there are none, with a warning if they fail."""
+    modules = {"cpu": f"lsgd.kernels.cpu.{family}", "cuda": "lsgd.kernels.cuda.launch"}
+    name, blocks = _CLASSES[family]
+    if device not in modules or block not in blocks:
+        return None
+    try:
+        made: Kernels = getattr(importlib.import_module(modules[device]), name)(block, *form)
+    except (ImportError, OSError, RuntimeError) as error:
+        remedy = "; pip install llvmlite" if isinstance(error, ImportError) and device == "cpu" else ""
+        _warn(device, f"{error}{remedy}")
+        return None
+    return made
+
+
+@functools.cache
+def _warn(device: str, reason: str) -> None:
+    """Log once why there are no kernels."""
+    _log.warning("codecs run in plain torch on %s, ten times slower: %s", device, reason)

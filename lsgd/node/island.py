@@ -13,12 +13,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from lsgd.errors import EvictedError
 from lsgd.node.place import claim_port
-from lsgd.node.signals import received
 
 OTHERS_WITHIN_S = 15.0
 """How long the others have to end after one has failed: they save what they have, or notice its end."""
@@ -52,6 +51,26 @@ def main(arguments: Sequence[str]) -> int:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
+
+
+@contextmanager
+def received() -> Iterator[socket.socket]:
+    """Deliver signals, including SIGCHLD, as bytes on a socket; SIGHUP stays ignored if it was."""
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    numbers = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reading
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        reading.close()
+        writing.close()
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: socket.socket) -> int:

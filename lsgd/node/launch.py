@@ -1,28 +1,31 @@
 """``lsgd launch``: starts, shows and ends everything that one node runs.
 
-Node 0 runs the global server. Every node runs a local server and its workers, which learn who they are from
-variables: ``LSGD_LOCAL`` (the local server's address), ``LSGD_NODE``, ``LSGD_LOCAL_RANK``, ``LSGD_DEVICE``,
-``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a resumed run. A worker of several processes has a parent process
-(:mod:`lsgd.node.island`), so each worker is one process here.
+This process is the node's local server. It starts the workers and, on node 0, the global server. The workers learn
+who they are from variables: ``LSGD_LOCAL`` (the local server's address), ``LSGD_NODE``, ``LSGD_LOCAL_RANK``,
+``LSGD_DEVICE``, ``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a resumed run. A worker of several processes has a parent
+process (:mod:`lsgd.node.island`), so each worker is one process here.
 """
 
 import os
+import secrets
 import shlex
 import shutil
 import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lsgd.errors import ConfigError
 from lsgd.node import gpus
-from lsgd.node.dashboard import dashboard
+from lsgd.node.local_server import LocalServer
+from lsgd.node.node import Node
+from lsgd.node.panel import Panel
 from lsgd.node.place import NAME_WITHIN_S, Place, claim_port, resolve
-from lsgd.node.process import LSGD, Command
-from lsgd.node.screen import LAUNCHER, show
-from lsgd.node.supervise import Supervisor
+from lsgd.node.process import LSGD, Command, Role
+from lsgd.node.screen import LAUNCHER, Screen, show
+from lsgd.node.transcript import OwnLines, Reading, Transcript
 from lsgd.plan import plan
 from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import (
@@ -33,10 +36,12 @@ from lsgd.protocol.keys import (
     default_folder,
     is_local,
     node_name,
+    parse_token,
     token_path,
 )
 from lsgd.protocol.messages import worker_name
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
+from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener
 from lsgd.run_folder import CHECKPOINTS, claimed, runs
 from lsgd.watch import results
 from lsgd.watch.curves import check
@@ -46,7 +51,6 @@ TOKEN_WITHIN_S = 60.0
 
 _SERVER = (sys.executable, "-P", "-m", "lsgd.server")
 _ISLAND = (sys.executable, "-P", "-m", "lsgd.node.island")
-_FOLLOW = (sys.executable, "-P", "-m", "lsgd.node.follow")
 RESTARTS = 5
 """How often a process killed by a signal is restarted within ten minutes."""
 
@@ -55,7 +59,7 @@ JOURNAL = "journal.sqlite"
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchSettings:
     """What one node runs.
 
     Args:
@@ -94,7 +98,7 @@ class Launch:
         return len(self.devices) // self.processes
 
 
-def launch(settings: Launch) -> int:
+def launch(settings: LaunchSettings) -> int:
     """Run the servers and workers of this node until they end; return the exit status.
 
     Raises:
@@ -120,67 +124,66 @@ def launch(settings: Launch) -> int:
                 f"or name another folder with --run-dir (RUN_NAME)"
             )
         check(settings.log_to)
-    keys, token, lines = _access(settings, network)
-    servers = _shared_servers(settings, network, keys) if place.node == 0 else {}
+    arguments, keys, lines = _access(settings, network)
+    servers = _shared_servers(settings, network, arguments) if place.node == 0 else {}
     with claimed(settings.run_dir, place.node, network):
         if place.node == 0:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
                 old.unlink()
             results.clear(settings.run_dir, resume=settings.resume)
         _show_tokens(lines, settings.run_dir)
-        supervisor = _supervisor(settings, network, servers, environ, token)
-        port = settings.dashboard if place.node == 0 else None
-        with dashboard(settings.run_dir, port, environ, insecure=settings.insecure):
-            status = supervisor.run()
+        status, *end = _run(settings, network, keys, servers, environ)
         if place.node == 0:
-            show(results.finish(settings.run_dir, status, *supervisor.end))
+            show(results.finish(settings.run_dir, status, *end))
         return status
 
 
-def _supervisor(
-    settings: Launch, network: str, servers: dict[str, list[str]], environ: dict[str, str], token: str
-) -> Supervisor:
-    """Return the supervisor of these servers, the local server, and the workers."""
-    place = settings.place
-    folder = socket_folder()
-    local = f"ipc://{folder / SOCKET_NAME}"
-    servers[f"node{place.node}"] = [
-        *("--local", "--node", str(place.node)),
-        *("--workers", str(settings.workers)),
-        *("--listen", local, "--connect", network, *["--insecure"] * settings.insecure),
-    ]
-    variables = environ | ({TOKEN_VARIABLE: token} if token else {})
-    commands = [
-        Command(
+def _run(
+    settings: LaunchSettings,
+    network: str,
+    keys: ConnectorKeys | None,
+    servers: Mapping[str, Sequence[str]],
+    environ: dict[str, str],
+) -> tuple[int, str, str]:
+    """Run the node; return its exit status, and how the run ended (``Node.end``)."""
+    name, folder = node_name(settings.place.node), socket_folder()
+    local, incarnation = f"ipc://{folder / SOCKET_NAME}", secrets.randbits(63)
+    environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
+    commands = [*_servers(settings, servers, environ), *_workers(settings, local, environ)]
+    screen, reading = Screen(plain=settings.plain), Reading()
+    say = OwnLines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading).say
+    panel = None
+    if settings.place.node == 0:
+        commands += _observers(settings, network, environ)
+        panel = Panel(screen, network, insecure=settings.insecure) if screen.is_terminal else None
+    try:
+        with Listener(local) as listener, Connector(network, f"{name}#{incarnation}".encode(), keys) as link:
+            server = LocalServer(
+                settings.place.node, incarnation, listener, link, settings.workers, say=say, complain=say
+            )
+            outlives = bool(servers) and settings.place.nodes > 1
+            node = Node(name, commands, server, screen, reading, panel=panel, outlives=outlives)
+            return (node.run(), *node.end)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _servers(
+    settings: LaunchSettings, servers: Mapping[str, Sequence[str]], environ: Mapping[str, str]
+) -> Iterator[Command]:
+    """Yield the commands of the servers with these arguments."""
+    for name, arguments in servers.items():
+        yield Command(
             name,
             [*_SERVER, *arguments],
-            variables,
+            environ,
             _log(settings, name),
-            is_server=name != "relay",
-            helps=name == "relay",
+            role=Role.RELAY if name == "relay" else Role.SERVER,
             restarts=RESTARTS,
             appends=settings.resume,
-            holds_signals=True,
-            more_again=["--continue"] if name == "global" else [],
-            ignores_term=bool(place.starter),
+            restart_arguments=["--continue"] if name == "global" else [],
+            ignores_term=bool(settings.place.starter),
         )
-        for name, arguments in servers.items()
-    ]
-    environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
-    commands += _workers(settings, local, environ)
-    if place.node == 0 and settings.log_to:
-        commands.append(_logger(settings, network, environ))
-    linger = place.node == 0 and place.nodes > 1
-    follow = [*_FOLLOW, network, *["--insecure"] * settings.insecure] if place.node == 0 else []
-    return Supervisor(
-        commands,
-        stops_run=commands[0].name,
-        linger=linger,
-        folder=folder,
-        local=local,
-        follow=follow,
-        plain=settings.plain,
-    )
 
 
 def _network_address(place: Place, port: int) -> str:
@@ -193,17 +196,17 @@ def _network_address(place: Place, port: int) -> str:
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 
-def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
-    """Return the global server's key arguments, this node's token, and lines to print; empty without keys.
+def _access(settings: LaunchSettings, network: str) -> tuple[list[str], ConnectorKeys | None, list[str]]:
+    """Return the global server's key arguments, this node's keys, and lines to print; empty without keys.
 
     Node 0 makes the keys of all nodes and returns the commands that start the others. Another node waits until its
     token exists, in case it shares the key folder with node 0.
     """
     place = settings.place
     if settings.insecure:
-        return ["--insecure"], "", []
+        return ["--insecure"], None, []
     if is_local(network):
-        return [], "", []
+        return [], None, []
     folder, name = default_folder(), node_name(place.node)
     if place.node == 0:
         ring = KeyRing.make(folder, [*map(node_name, range(place.nodes)), OPERATOR])
@@ -213,9 +216,9 @@ def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
             for node in range(1, place.nodes)
             if not place.starter  # it starts the other nodes itself, and may store our output where others read it
         ]
-        return ["--keys", str(folder)], ring.token(name), lines
-    token, path = os.environ.get(TOKEN_VARIABLE, ""), token_path(name)
-    if not token and not path.exists():
+        return ["--keys", str(folder)], parse_token(ring.token(name), f"the token of {name}"), lines
+    path = token_path(name)
+    if not os.environ.get(TOKEN_VARIABLE) and not path.exists():
         print(
             f"{LAUNCHER}this node needs a token: set LSGD_TOKEN, or share a folder of keys with node 0 (LSGD_KEYS). "
             f"Waiting {TOKEN_WITHIN_S:g} s for {path}",
@@ -224,8 +227,7 @@ def _access(settings: Launch, network: str) -> tuple[list[str], str, list[str]]:
         deadline_s = time.monotonic() + TOKEN_WITHIN_S
         while not path.exists() and time.monotonic() < deadline_s:
             time.sleep(0.1)
-    connector_keys(network, None, name, insecure=False)
-    return [], token or path.read_text(encoding="ascii").strip(), []
+    return [], connector_keys(network, None, name, insecure=False), []
 
 
 def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
@@ -248,7 +250,7 @@ def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
     print(f"{LAUNCHER}others can read this output, so the other nodes' tokens are in {where}", flush=True)
 
 
-def _shared_servers(settings: Launch, network: str, keys: Sequence[str]) -> dict[str, list[str]]:
+def _shared_servers(settings: LaunchSettings, network: str, keys: Sequence[str]) -> dict[str, list[str]]:
     """Return the arguments, by name, of the servers that node 0 runs for all nodes: with a relay if it can help.
 
     The global server waits for the workers of all nodes, or for as many as the plan says.
@@ -280,7 +282,7 @@ def _shared_servers(settings: Launch, network: str, keys: Sequence[str]) -> dict
     }
 
 
-def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[Command]:
+def _workers(settings: LaunchSettings, local: str, environ: Mapping[str, str]) -> list[Command]:
     node = settings.place.node
     threads = max(1, len(os.sched_getaffinity(0)) // len(settings.devices))
     commands = []
@@ -304,7 +306,6 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
                 arguments,
                 variables,
                 _log(settings, name),
-                joins=True,
                 on_terminal=node == index == 0,
                 restarts=RESTARTS,
                 appends=settings.resume,
@@ -315,7 +316,7 @@ def _workers(settings: Launch, local: str, environ: Mapping[str, str]) -> list[C
     return commands
 
 
-def _worker(settings: Launch, index: int) -> tuple[Sequence[str], dict[str, str]]:
+def _worker(settings: LaunchSettings, index: int) -> tuple[Sequence[str], dict[str, str]]:
     """Return a worker's command, and the variables with its devices."""
     devices = settings.devices[index * settings.processes : (index + 1) * settings.processes]
     if settings.processes == 1:
@@ -325,13 +326,19 @@ def _worker(settings: Launch, index: int) -> tuple[Sequence[str], dict[str, str]
     return [*_ISLAND, ",".join(devices), "--", *settings.command], shown
 
 
-def _logger(settings: Launch, network: str, environ: Mapping[str, str]) -> Command:
-    """Return the command of the process that writes the curves."""
-    arguments = [*LSGD, "log", "--connect", network]
-    arguments += ["--out", str(settings.run_dir), *["--insecure"] * settings.insecure]
-    arguments += [part for name in settings.log_to for part in ("--to", name)]
-    return Command("logger", arguments, environ, _log(settings, "logger"), observes=True, appends=settings.resume)
+def _observers(settings: LaunchSettings, network: str, environ: Mapping[str, str]) -> Iterator[Command]:
+    """Yield the commands of the processes that write the curves and show the run's page."""
+    insecure = ["--insecure"] * settings.insecure
+    if settings.log_to:
+        arguments = [*LSGD, "log", "--connect", network, "--out", str(settings.run_dir), *insecure]
+        arguments += [part for name in settings.log_to for part in ("--to", name)]
+        log = _log(settings, "logger")
+        yield Command("logger", arguments, environ, log, role=Role.OBSERVER, appends=settings.resume)
+    if settings.dashboard is not None:
+        arguments = [*LSGD, "dashboard", "--run", str(settings.run_dir), "--parent", str(os.getpid()), *insecure]
+        arguments += ["--port", str(settings.dashboard)] * (settings.dashboard > 0)
+        yield Command("dashboard", arguments, environ, _log(settings, "dashboard"), role=Role.PAGE)
 
 
-def _log(settings: Launch, name: str) -> Path:
+def _log(settings: LaunchSettings, name: str) -> Path:
     return settings.run_dir / f"{name.replace('/', '-')}.log"

@@ -1,78 +1,120 @@
-"""The bottom lines of the terminal, which show the run's progress; a separate process draws them."""
+"""The bottom lines of the terminal, which show the run's progress. A thread follows the run and draws them."""
 
-import os
-import selectors
-import signal
-import subprocess
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import math
+import threading
+import time
 
-from lsgd.node.guard import Guard
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lsgd.errors import LsgdError
 from lsgd.node.screen import Screen
+from lsgd.protocol.keys import OPERATOR, connector_keys
+from lsgd.watch.reader import Reader
+from lsgd.watch.terminal import duration
+from lsgd.watch.view import RunView, WorkerView
 
-_END = b"\0"
-_READ_NBYTES = 1 << 16
+EVERY_S = 0.5
+"""Time between frames."""
+
+_TRAINS = ("live", "held")
+_UNTOLD = ("busy", "nobody")  # reasons of a run that trains normally, which are not shown
 
 
 class Panel:
-    """Shows the last frame of a process that follows the run; nothing if there is no process or frame.
+    """Shows the run of the global server at ``address`` at the bottom of the screen, from :meth:`start` on."""
 
-    Args:
-        screen: shows the frame.
-        arguments: the process's program and arguments; empty: no process.
-    """
-
-    def __init__(self, screen: Screen, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, screen: Screen, address: str, *, insecure: bool) -> None:
         self._screen = screen
-        self._arguments = arguments if screen.is_terminal else ()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._unfinished = b""
+        self._address = address
+        self._insecure = insecure
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="lsgd-panel", daemon=True)
 
-    def start(self, guard: Guard, selector: selectors.BaseSelector) -> None:
-        """Start the process, register it with the guard, and register its output with the selector."""
-        if not self._arguments:
-            return
-        self._guard = guard
-        self._output, writing = os.pipe()
-        os.set_blocking(self._output, False)
-        try:
-            self._process = subprocess.Popen(
-                self._arguments,
-                stdin=sys.stdout,
-                stdout=writing,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=guard.add_self,
-            )
-        except OSError:  # the run continues without it
-            os.close(self._output)
-        else:
-            guard.add(self._process.pid)
-            selector.register(self._output, selectors.EVENT_READ, self)
-        finally:
-            os.close(writing)
-
-    def read(self) -> bool:
-        """Show the newest frame; return False at the end of the output."""
-        try:
-            data = os.read(self._output, _READ_NBYTES)
-        except BlockingIOError:
-            return True
-        *frames, self._unfinished = (self._unfinished + data).split(_END)
-        if frames:
-            self._screen.panel(frames[-1].decode(errors="replace").splitlines())
-        if not data:
-            self._screen.panel([])
-        return bool(data)
+    def start(self) -> None:
+        """Begin to follow the run."""
+        self._thread.start()
 
     def close(self) -> None:
-        """End the process, and remove the lines."""
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._guard.remove(self._process.pid)
-        os.close(self._output)
+        """End the thread, and remove the lines."""
+        self._closing.set()
+        self._thread.join(2 * EVERY_S)
         self._screen.panel([])
+
+    def _serve(self) -> None:
+        try:
+            self._follow()
+        except LsgdError as error:
+            self._screen.panel([f"no progress is shown: {error}"])
+        else:
+            self._screen.panel([])
+
+    def _follow(self) -> None:
+        """Draw until the run is over."""
+        run = RunView()
+        shown_at = -math.inf
+        keys = connector_keys(self._address, None, OPERATOR, insecure=self._insecure)
+        with Reader(self._address, keys) as reader:
+            while run.state != "over" and not self._closing.is_set():
+                batch = reader.read(EVERY_S)
+                run.take(batch)
+                now = time.monotonic()
+                if run.run and not batch.more and now - shown_at >= EVERY_S:
+                    shown_at = now
+                    self._screen.panel(frame(run, *self._screen.size()).splitlines())
+
+
+def frame(run: RunView, columns: int, rows: int) -> str:
+    """Return the lines for a terminal of this size: the progress, what the run is waiting for, and the workers."""
+    console = Console(force_terminal=True, width=max(40, columns) - 1, highlight=False)
+    lines = []
+    if not run.connected:
+        lines.append(Text("the global server does not answer; training continues as far as it can", "yellow"))
+    elif run.state != "running" or run.code.partition(".")[0] not in _UNTOLD:
+        lines.append(Text(f"{run.state}: {run.reason}", "yellow"))
+    workers = list(run.workers.values())
+    most = max(1, rows // 2 - 3)
+    if len(workers) > most:  # workers with a problem first
+        workers.sort(key=lambda worker: worker.state in _TRAINS)
+    width = max((len(worker.worker) for worker in workers[:most]), default=0)
+    lines += [_worker(run, worker, width) for worker in workers[:most]]
+    if len(workers) > most:
+        lines.append(Text(f"and {len(workers) - most} more: lsgd status", "dim"))
+    with console.capture() as shown:
+        console.print(_progress(run))
+        for line in lines:
+            console.print(line, no_wrap=True, overflow="ellipsis")
+    return shown.get()
+
+
+def _progress(run: RunView) -> Table:
+    """Return one line: a bar if the length is known, iterations, rate, time left, loss."""
+    has_end = bool(run.iterations or run.share)
+    cells = [f"{run.share:.0%}"] * has_end
+    cells.append(f"{run.count}/{run.iterations}" if run.iterations else f"{run.count} iterations")
+    if run.rate:
+        cells.append(f"{run.rate:.3g}/s")
+    if run.state == "running" and run.left_s is not None:
+        cells.append(f"{duration(round(run.left_s))} left")
+    if run.loss is not None:
+        cells.append(f"loss {run.loss:.4g}")
+    line = Table.grid(expand=has_end, padding=(0, 2, 0, 0))
+    if has_end:
+        line.add_column(ratio=1)
+    for _ in cells:
+        line.add_column(no_wrap=True)
+    line.add_row(*[ProgressBar(total=1.0, completed=run.share)] * has_end, *cells)
+    return line
+
+
+def _worker(run: RunView, worker: WorkerView, width: int) -> Text:
+    """Return a worker's line, its name padded to ``width``."""
+    trains = worker.state in _TRAINS
+    last = run.rounds.last
+    line = Text(f"{worker.worker:{width}}  ")
+    line.append(f"{'trains' if trains else worker.state:9}", "green" if trains else "yellow")
+    loss = "-" if worker.loss is None else f"{worker.loss:.4g}"
+    line.append(f"  {worker.done:>8}  loss {loss:<9}")
+    return line.append(f"  {worker.reason or ('leads' if last and last.leader == worker.worker else '')}")

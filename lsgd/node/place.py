@@ -72,8 +72,8 @@ def find_place(node: int | None, nodes: int | None, address: str | None, environ
             node = 0
         else:
             raise ConfigError(
-                f"which of the {nodes} nodes is this? Say its index, from 0: --node 0, or bash scripts/train.sh 0 "
-                f"(srun, SkyPilot, torchrun and Kubeflow say it too)"
+                f"cannot tell which of the {nodes} nodes this is; pass --node {_indices(nodes)} "
+                f"(bash scripts/train.sh 0; srun, SkyPilot, torchrun and Kubeflow set it too)"
             )
     nodes = 1 if nodes is None else nodes
     if not 0 <= node < nodes:
@@ -83,9 +83,16 @@ def find_place(node: int | None, nodes: int | None, address: str | None, environ
         )
     if nodes > 1 and not address:
         raise ConfigError(
-            f"with {nodes} nodes each has to be told the address of node 0: IP_ADDR=10.0.0.1 (--address 10.0.0.1)"
+            "every node needs the address of node 0: set IP_ADDR (--address), for example IP_ADDR=10.0.0.1"
         )
     return Place(node, nodes, address or "127.0.0.1", told_by)
+
+
+def _indices(nodes: int) -> str:
+    """Return the indices of this many nodes: ``0, 1 or 2``."""
+    if nodes > 3:
+        return f"0 to {nodes - 1}"
+    return f"{', '.join(map(str, range(nodes - 1)))} or {nodes - 1}"
 
 
 def _ask_slurm(nodes: int | None, address: str | None, environ: Mapping[str, str]) -> tuple[int, int, str | None]:
@@ -125,7 +132,7 @@ def _number(starter: _Starter, variable: str, environ: Mapping[str, str]) -> int
     value = environ.get(variable, "")
     if not value.isdecimal():
         raise ConfigError(
-            f"{variable} of {starter.name} is {value!r}, which is no number: say the place with "
+            f"{variable} of {starter.name} is {value!r}, not an integer; pass "
             f"--node, --nodes and --address, or unset {starter.node}"
         )
     return int(value)

@@ -1,20 +1,22 @@
-"""A process that the launcher starts in its own session, reads the output of, and waits for."""
+"""A process that a node starts in its own session, and that ends with the node's."""
 
+import enum
+import fcntl
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lsgd.errors import EvictedError, ServerLostError
-from lsgd.node.guard import Guard
-from lsgd.node.screen import Screen, Transcript
+from lsgd.node.screen import Screen
+from lsgd.node.transcript import Reading, Transcript
 from lsgd.run_folder import runs
 
 NOT_TRAINED = 78  # EX_CONFIG
@@ -23,9 +25,34 @@ NOT_TRAINED = 78  # EX_CONFIG
 LSGD = (sys.executable, "-P", "-m", "lsgd.client")
 """The command ``lsgd`` of this environment."""
 
+DRAIN_S = 1.0
+"""How long the end of a process waits for its last lines to be shown, before anything is said about it."""
+
 _TERMINAL_ROWS = 24
-_READ_NBYTES = 1 << 16
-_READS = 16  # at a time, so that a process that prints much does not starve the others
+
+
+class Role(enum.Enum):
+    """What a process is there for. At the end of a run, the processes end in this order."""
+
+    WORKER = "worker"
+    SERVER = "server"
+    """The workers are useless without it."""
+    RELAY = "relay"
+    """Restarted as a server is, but the run continues without it."""
+    OBSERVER = "observer"
+    """It may write what is left when the run is over; its end is no failure."""
+    PAGE = "page"
+    """The same, but it shows the run as long as there is one."""
+
+    @property
+    def auxiliary(self) -> bool:
+        """Whether the run continues and ends regardless of it."""
+        return self not in (Role.WORKER, Role.SERVER)
+
+    @property
+    def serves(self) -> bool:
+        """Whether the workers need it as long as they run."""
+        return self in (Role.SERVER, Role.RELAY)
 
 
 @dataclass(frozen=True)
@@ -33,49 +60,52 @@ class Command:
     """A process to start.
 
     Args:
-        name: for people; the prefix of its output.
-        arguments: the program and its arguments.
+        name: prefix of its output.
+        arguments: program and its arguments.
         environment: all of its variables.
         log: file for its output.
-        is_server: it serves the workers, and is useless without them.
+        role: what it is there for.
         on_terminal: its output is a terminal if ours is, so that it can draw a progress bar.
         restarts: how many times to restart it after a signal has killed it.
         appends: append to the log.
-        holds_signals: start it with SIGINT and SIGTERM blocked; they wait until it unblocks them.
         checkpoints: folder of checkpoints; a restart resumes from its own there, if there is one.
-        more_again: further arguments for a restart.
-        joins: it must join the run.
-        ignores_term: it ignores SIGTERM, which a scheduler sends to all processes of a job; the launcher ends it with
-            SIGINT instead.
-        observes: the run does not need it: its end is no failure, and it ends after all others.
-        helps: its end is no failure either, but it is restarted; it ends after the servers.
+        restart_arguments: further arguments for a restart.
+        ignores_term: it ignores SIGTERM, which a scheduler sends to all processes of a job; SIGINT ends it instead.
     """
 
     name: str
     arguments: Sequence[str]
     environment: Mapping[str, str]
     log: Path
-    is_server: bool = False
+    role: Role = Role.WORKER
     on_terminal: bool = False
     restarts: int = 0
     appends: bool = False
-    holds_signals: bool = False
     checkpoints: Path | None = None
-    more_again: Sequence[str] = ()
-    joins: bool = False
+    restart_arguments: Sequence[str] = ()
     ignores_term: bool = False
-    observes: bool = False
-    helps: bool = False
 
-    @property
-    def serves(self) -> bool:
-        """Whether the workers need it as long as they run."""
-        return self.is_server or self.helps
 
-    @property
-    def aside(self) -> bool:
-        """Whether the run continues and ends regardless of it."""
-        return self.observes or self.helps
+class Lifeline:
+    """A pipe that only this process holds the other end of: when that closes, the kernel kills a process group.
+
+    A parent-death signal (``PR_SET_PDEATHSIG``) would reach only the child, not what the child started.
+    """
+
+    def __init__(self) -> None:
+        self.reading, self._writing = os.pipe()
+
+    def hold(self) -> None:
+        """Let the group of the calling process depend on it. Called by the child before it runs its command."""
+        with suppress(OSError):  # a kernel without it
+            fcntl.fcntl(self.reading, fcntl.F_SETOWN, -os.getpgrp())
+            fcntl.fcntl(self.reading, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(self.reading, fcntl.F_SETFL, fcntl.fcntl(self.reading, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def close(self) -> None:
+        """Close it, which kills what is left of the group."""
+        os.close(self._writing)
+        os.close(self.reading)
 
 
 class Child:
@@ -83,7 +113,6 @@ class Child:
 
     Attributes:
         command: what it runs.
-        output: file descriptor that :meth:`read` reads.
         status: exit code, or minus the number of the signal that killed it; None while it runs.
         number: position in the launch, which picks its color.
         was_told: it was told to end, so no exit status is a failure.
@@ -92,49 +121,49 @@ class Child:
         command: what to run.
         number: position in the launch.
         screen: shows its output.
-        guard: ends it if the launcher is killed.
+        reading: reads its output.
         again: this is a restart.
 
     Raises:
         OSError: it cannot be started.
     """
 
-    def __init__(self, command: Command, number: int, screen: Screen, guard: Guard, *, again: bool = False) -> None:
+    def __init__(self, command: Command, number: int, screen: Screen, reading: Reading, *, again: bool = False) -> None:
         self.command = command
         self.number = number
         self.status: int | None = None
         self.was_told = False
         self._sent: set[signal.Signals] = set()
-        self._guard = guard
+        self._reading = reading
+        self._ended_at = 0.0
+        self._lifeline = Lifeline()
         on_terminal = command.on_terminal and screen.is_terminal
         width = len(f"[{command.name}] ")
-        self.output, writing = _open_terminal(screen.columns() - width) if on_terminal else os.pipe()
-        os.set_blocking(self.output, False)
+        output, writing = _open_terminal(screen.size()[0] - width) if on_terminal else os.pipe()
         try:
             self._process = subprocess.Popen(
-                [*command.arguments, *(command.more_again if again else ())],
+                [*command.arguments, *(command.restart_arguments if again else ())],
                 env=_environment(command) if again else command.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=writing,
                 stderr=writing,
-                start_new_session=True,  # Ctrl-C at the terminal reaches the launcher alone
+                start_new_session=True,  # Ctrl-C at the terminal reaches the node's process alone
+                pass_fds=(self._lifeline.reading,),  # open in the group, so that the pipe's ends close in this order
                 preexec_fn=self._prepare,
             )
         except BaseException:
-            os.close(self.output)
+            os.close(output)
+            self._lifeline.close()
             raise
         finally:
             os.close(writing)
-        guard.add(self.pid)
-        self._transcript = Transcript(
-            screen, command.name, command.log, number, on_terminal, again=again or command.appends
-        )
+        again = again or command.appends
+        self._transcript = Transcript(screen, command.name, command.log, number, on_terminal, again=again)
+        reading.add(output, self._transcript)
 
     def _prepare(self) -> None:
         """Prepare the new process, in it, before it runs the command."""
-        self._guard.add_self()
-        if self.command.holds_signals:
-            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        self._lifeline.hold()
         if self.command.ignores_term:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -144,23 +173,28 @@ class Child:
         return self.command.name
 
     @property
+    def role(self) -> Role:
+        """Role of the command."""
+        return self.command.role
+
+    @property
     def pid(self) -> int:
         """Number of the process, and of the group that it leads."""
         return self._process.pid
 
     @property
-    def may_return(self) -> bool:
+    def restartable(self) -> bool:
         """Whether it ended through no fault of its own: a signal killed it, or the run evicted it."""
         return self.status is not None and (self.status < 0 or self.status == EvictedError.exit_code)
 
     @property
-    def was_struck(self) -> bool:
+    def killed_from_outside(self) -> bool:
         """Whether a signal killed it that we did not send."""
         return self.status is not None and self.status < 0 and -self.status not in self._sent
 
     @property
-    def fate(self) -> str:
-        """How it ended, for people."""
+    def how_it_ended(self) -> str:
+        """What became of it, to print after its name."""
         assert self.status is not None
         if self.status == EvictedError.exit_code:
             return "was evicted from the run"
@@ -174,21 +208,7 @@ class Child:
         if self.status >= 0:
             return f"failed with exit code {self.status}"
         name = signal.Signals(-self.status).name
-        return f"was killed by {name}" + (" (was memory short?)" if name == "SIGKILL" else "")
-
-    def read(self) -> bool:
-        """Read the available output, or part of it; return False at its end."""
-        for _ in range(_READS):
-            try:
-                data = os.read(self.output, _READ_NBYTES)
-            except BlockingIOError:
-                return True
-            except OSError:  # the end of a terminal
-                return False
-            if not data:
-                return False
-            self._transcript.feed(data)
-        return True
+        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
     def send(self, number: signal.Signals) -> None:
         """Send its group a signal; SIGINT instead of SIGTERM if it ignores that."""
@@ -196,37 +216,30 @@ class Child:
             number = signal.SIGINT
         self.was_told = True
         self._sent.add(number)
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+        if self._process.returncode is None:  # else the number may be another's
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
 
     def has_ended(self) -> bool:
-        """Whether it has ended; if so, set ``status`` and kill the rest of its group."""
-        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return False
-        with suppress(ProcessLookupError):  # while the number is still ours
-            os.killpg(self.pid, signal.SIGKILL)
-        self.status = self._process.wait()
-        self._guard.remove(self.pid)
-        return True
-
-    def close(self) -> None:
-        """Read the rest of its output."""
-        self.read()
-        self._transcript.close()
-        os.close(self.output)
+        """Whether it has ended and its last lines are shown; if so, set ``status``. The rest of its group is killed."""
+        if self._process.returncode is None:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return False
+            with suppress(ProcessLookupError):  # while the number is still ours
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+            self._lifeline.close()
+            self._reading.end(self._transcript)
+            self._ended_at = time.monotonic()
+        if self._transcript.closed.is_set() or time.monotonic() - self._ended_at > DRAIN_S:
+            self.status = self._process.returncode
+        return self.status is not None
 
     def report(self) -> str:
-        """Return how it ended and its last lines, for people."""
+        """Return how it ended and its last lines, to print."""
         lines = [f"    {line}" for line in self._transcript.tail] or ["    (nothing)"]
-        header = f"\nlsgd launch: {self.name} {self.fate}. Its last lines (all are in {self.command.log}):"
+        header = f"\nlsgd launch: {self.name} {self.how_it_ended}. Its last lines (all are in {self.command.log}):"
         return "\n".join([header, *lines, ""])
-
-
-def first_words(process: subprocess.Popen[bytes], within_s: float) -> str:
-    """Return the first output of a process; empty if there is none in time."""
-    assert process.stdout
-    ready, _, _ = select.select([process.stdout], [], [], within_s)
-    return os.read(process.stdout.fileno(), 4096).decode(errors="replace").strip() if ready else ""
 
 
 def _environment(command: Command) -> Mapping[str, str]:

@@ -25,6 +25,10 @@ MAX_LOGGED, MAX_LOGGED_NAME = 32, 64
 """Most numbers that a worker reports from its script, and most characters in the name of one."""
 
 
+LOOP_ENDED = "its training loop ended"
+"""Reason of the :class:`Leave` of a worker that stopped training before the end of the run."""
+
+
 class VersionError(ProtocolError):
     """A greeting in another protocol version."""
 
@@ -458,6 +462,11 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenUp:
+    """The local server says that no answer will come any more: save what there is, and leave."""
+
+
+@dataclass(frozen=True, slots=True)
 class Evicted:
     """This process is no longer in the run ``run``, or never was: it was evicted, for ``reason``. A new one may join.
 
@@ -590,6 +599,7 @@ Message = (
     | Over
     | EventsQuery
     | Events
+    | GivenUp
 )
 """Every message; its position is its kind on the wire."""
 

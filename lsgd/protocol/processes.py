@@ -13,21 +13,25 @@ def pid_namespace() -> int:
 
 
 class Processes:
-    """Watches processes, and sees at once when one ends, whoever started it."""
+    """Watches processes, and sees at once when one ends, whoever started it. Pollers take it as a source."""
 
     def __init__(self) -> None:
-        self._selector = selectors.PollSelector()
-        self._descriptors: dict[bytes, int] = {}
+        self._selector = selectors.EpollSelector()
+        self._descriptors: dict[bytes | str, int] = {}
 
-    def watch(self, name: bytes, pid: int, namespace: int) -> None:
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._selector.fileno()
+
+    def watch(self, name: bytes | str, pid: int, namespace: int | None = None) -> None:
         """Watch a process from now on; ignore one that cannot be watched, such as one in a container.
 
         Args:
-            name: that :meth:`ended` returns.
+            name: what :meth:`ended` returns.
             pid: number of the process, which is alive.
-            namespace: PID namespace of that number.
+            namespace: PID namespace of that number; None: ours.
         """
-        if name in self._descriptors or not pid or namespace != pid_namespace():
+        if name in self._descriptors or not pid or namespace not in (None, pid_namespace()):
             return
         try:
             descriptor = os.pidfd_open(pid)
@@ -36,16 +40,16 @@ class Processes:
         self._descriptors[name] = descriptor
         self._selector.register(descriptor, selectors.EVENT_READ, name)
 
-    def forget(self, name: bytes) -> None:
+    def forget(self, name: bytes | str) -> None:
         """Stop watching a process."""
         descriptor = self._descriptors.pop(name, None)
         if descriptor is not None:
             self._selector.unregister(descriptor)
             os.close(descriptor)
 
-    def ended(self) -> list[bytes]:
+    def ended(self) -> list[bytes | str]:
         """Return the names of processes that have ended since the last call, and stop watching them."""
-        names: list[bytes] = [key.data for key, _ in self._selector.select(0)]
+        names: list[bytes | str] = [key.data for key, _ in self._selector.select(0)]
         for name in names:
             self.forget(name)
         return names

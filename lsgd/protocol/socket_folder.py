@@ -1,7 +1,10 @@
 """The folder of a node's sockets."""
 
+import fcntl
 import os
+import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from lsgd.errors import ConfigError
@@ -9,25 +12,51 @@ from lsgd.errors import ConfigError
 SOCKET_NAME = "local"
 """Name of the local server's socket in the folder."""
 
-GLOBAL_SOCKET_NAME = "global"
-"""Name of the global server's socket, if it serves only this machine."""
-
 _MAX_SOCKET_PATH_NBYTES = 107
+_PREFIX = "lsgd."
 
 
 def socket_folder() -> Path:
     """Return a new folder that only this user can enter, with a name short enough for a socket in it.
 
+    It is locked until this process ends. Those of processes that were killed are deleted.
+
     Raises:
         ConfigError: the folder cannot be created.
     """
     base = tempfile.gettempdir()
-    if len(os.fsencode(f"{base}/lsgd-12345678/{SOCKET_NAME}")) > _MAX_SOCKET_PATH_NBYTES:
+    if len(os.fsencode(f"{base}/{_PREFIX}12345678/{SOCKET_NAME}")) > _MAX_SOCKET_PATH_NBYTES:
         base = "/tmp"
+    _sweep(Path(base))
     try:
-        return Path(tempfile.mkdtemp(prefix="lsgd-", dir=base))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     except OSError as error:
         raise ConfigError(
             f"cannot create a folder for this node's sockets in {base}: {error.strerror}; free space there, or "
             f"choose another folder with TMPDIR"
         ) from None
+    _lock(folder)
+    return folder
+
+
+def _sweep(base: Path) -> None:
+    """Delete the folders with sockets that nobody holds the lock of."""
+    for folder in base.glob(f"{_PREFIX}????????"):
+        with suppress(OSError):  # another user's
+            if folder.lstat().st_uid != os.getuid() or not any(path.is_socket() for path in folder.iterdir()):
+                continue
+            descriptor = _lock(folder)
+            if descriptor is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(descriptor)
+
+
+def _lock(folder: Path) -> int | None:
+    """Return a descriptor with the folder's lock; None if somebody else has it, or there are no locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -11,12 +11,13 @@ import contextlib
 import errno
 import os
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import zmq
 from zmq.utils import z85
@@ -79,14 +80,29 @@ def public_key(secret: bytes) -> bytes:
 
 
 def default_local_address() -> str:
-    """Return the default address of this machine's local server: a socket of this user."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or f"{tempfile.gettempdir()}/lsgd-{os.getuid()}"
+    """Return the default address of this machine's local server: a socket of this user.
+
+    Raises:
+        ConfigError: its folder is where others could have made it, and they have, or can write it.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if not base:
+        base = f"{tempfile.gettempdir()}/lsgd-{os.getuid()}"
+        with contextlib.suppress(FileNotFoundError):
+            status = os.lstat(base)
+            if status.st_uid != os.getuid() or status.st_mode & 0o022 or not stat.S_ISDIR(status.st_mode):
+                raise ConfigError(
+                    f"the folder of the local server's socket, {base}, is not yours alone: another user may have made "
+                    f"it, or can write it. Remove it, or choose another address: LSGD_LOCAL=ipc://PATH for the "
+                    f"workers, --listen ipc://PATH for the server"
+                )
     return f"ipc://{base}/lsgd-local.sock"
 
 
 class _Socket:
     def __init__(self, kind: int, address: str) -> None:
-        self._context = zmq.Context(1)
+        self._shared = address.startswith("inproc://")  # both ends have one context
+        self._context = zmq.Context.instance() if self._shared else zmq.Context(1)
         self._socket = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_NBYTES)
@@ -103,7 +119,8 @@ class _Socket:
         if self._monitor is not None:
             self._monitor.close()
         self._socket.close()
-        self._context.term()
+        if not self._shared:
+            self._context.term()
 
     def __enter__(self) -> Self:
         return self
@@ -350,10 +367,17 @@ class Wakeup:
         os.close(self._event)
 
 
+class Source(Protocol):
+    """What a :class:`Poller` waits for, beside sockets."""
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+
+
 class Poller:
     """Waits until one of several sockets has something to receive."""
 
-    def __init__(self, *sources: Listener | Connector | Wakeup) -> None:
+    def __init__(self, *sources: Listener | Connector | Source) -> None:
         self._poller = zmq.Poller()
         self._listeners = [source for source in sources if isinstance(source, Listener)]
         for source in sources:

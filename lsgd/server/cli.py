@@ -11,6 +11,7 @@ import click
 
 from lsgd import __version__
 from lsgd.errors import ConfigError
+from lsgd.node.local_server import LocalServer
 from lsgd.output import write_whole
 from lsgd.plan.options import plan_options
 from lsgd.plan.plan import Plan, read
@@ -23,7 +24,6 @@ from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import Signals, complain, say
 from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.journal import Journal, begin
-from lsgd.server.local_daemon import LocalDaemon
 from lsgd.server.reasons import number_of
 from lsgd.server.relay import Relay
 from lsgd.server.report import Record
@@ -234,7 +234,7 @@ def _serve_local(
             f"lsgd {__version__} local server of node{node} on {listener.address}, for the global server at "
             f"{global_address}; workers find it with: LSGD_LOCAL={listener.address}"
         )
-        return LocalDaemon(node, incarnation, listener, link, workers).run(signals)
+        return LocalServer(node, incarnation, listener, link, workers).run(signals)
 
 
 def _serve_relay(address: str, keys_path: Path | None, *, insecure: bool) -> int:

@@ -3,7 +3,9 @@
 import atexit
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import TextIO
@@ -63,44 +65,59 @@ class Refusals:
     def __init__(self) -> None:
         self._next_at = 0.0
 
-    def say(self, listener: Listener, now: float) -> None:
-        """Report what was refused since the last report, if that was long enough ago."""
+    def report(self, listener: Listener, now: float) -> Iterator[str]:
+        """Yield a line for what was refused since the last report, if that was long enough ago."""
         if now < self._next_at:
             return
         self._next_at = now + GUARD_EVERY_S
         for refusal in listener.refusals():
-            complain(refusal)
+            yield refusal
             self._next_at = now + REFUSALS_EVERY_S
 
 
-class Signals:
-    """Counts SIGTERM and SIGINT: the first asks for a clean end, the second for one at once.
+class Ending:
+    """How often a daemon was asked to end: the first time cleanly, the second time at once.
 
-    A SIGTERM that is ignored from the start stays ignored: the launcher will pass it on.
+    Attributes:
+        wakeup: a source for pollers that shows when it is asked.
+        received: what asked, in order.
     """
 
     def __init__(self) -> None:
         self.wakeup = Wakeup()
         self.received: list[str] = []
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._note)
-        # The parent process may have blocked them until this handler is installed.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number).name)
+    def ask(self, name: str) -> None:
+        """Ask the daemon to end; also from another thread, or a signal handler."""
+        self.received.append(name)
         self.wakeup.set()
 
     @property
     def first(self) -> str:
-        """Name of the first signal, or an empty text."""
+        """What asked first, or an empty text."""
         return self.received[0] if self.received else ""
 
     @property
     def at_once(self) -> bool:
-        """Whether there was a second one."""
+        """Whether it was asked a second time."""
         return len(self.received) > 1
+
+
+class Signals(Ending):
+    """Signals that ask this process to end: SIGTERM, SIGINT and ``more``, but those that are ignored from the start."""
+
+    def __init__(self, *more: signal.Signals) -> None:
+        super().__init__()
+        numbers = [number for number in (signal.SIGTERM, *more) if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, *numbers)}
+
+    def restore(self) -> None:
+        """Handle signals as before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.ask(signal.Signals(number).name)
 
 
 def _stamp() -> str:
@@ -111,8 +128,14 @@ def _missing(lines: int) -> str:
     return f"{_stamp()} {lines} lines are missing here, because they could not be written\n"
 
 
+_silent = threading.local()
 _output = Output(_missing)
 atexit.register(_output.flush, FLUSH_WITHIN_S)
+
+
+def silence() -> None:
+    """Print nothing from this thread: it serves a script, whose output is its own."""
+    _silent.on = True
 
 
 def say(text: str) -> None:
@@ -126,6 +149,8 @@ def complain(text: str) -> None:
 
 
 def _print(text: str, stream: TextIO) -> None:
+    if getattr(_silent, "on", False):
+        return
     line = f"{_stamp()} {text}"
     try:
         descriptor = stream.fileno()

@@ -46,9 +46,9 @@ from lsgd.server.daemon import (
     LAST_WORDS_S,
     MAX_GROWTH_NBYTES,
     TICK_S,
+    Ending,
     Memory,
     Refusals,
-    Signals,
     complain,
     say,
 )
@@ -123,6 +123,7 @@ class GlobalDaemon:
     Args:
         journal: keeps the run, so that another process can continue it; None: nothing does.
         record: writes the run's results; None: nothing does.
+        watches_memory: drop all connections if the process grows too much; not in a script's own process.
     """
 
     def __init__(
@@ -131,6 +132,8 @@ class GlobalDaemon:
         listener: Listener,
         journal: Journal | None = None,
         record: Record | None = None,
+        *,
+        watches_memory: bool = True,
     ) -> None:
         self.coordinator = coordinator
         self._state = coordinator.state
@@ -146,10 +149,10 @@ class GlobalDaemon:
         self._stream = Stream()
         self._happened: list[Happening] = list(self._state.book.elections)  # for the stream, after the answers
         self._progress_at = self._ticked_at = self._guarded_at = 0.0
-        self._memory = Memory()
+        self._memory = Memory() if watches_memory else None
         self._refusals = Refusals()
 
-    def run(self, signals: Signals) -> int:
+    def run(self, signals: Ending) -> int:
         """Serve until the run is over and return the exit code."""
         poller = Poller(self._listener, signals.wakeup)
         while not self._state.over:
@@ -200,8 +203,9 @@ class GlobalDaemon:
     def _guard(self, now: float) -> bool:
         """Forget who is gone and report who was refused; drop all connections if memory fills, and return whether."""
         self._routes = {who: peer for who, peer in self._routes.items() if self._state.roster.find(*who)}
-        self._refusals.say(self._listener, now)
-        if not self._memory.overgrown():
+        for refusal in self._refusals.report(self._listener, now):
+            complain(refusal)
+        if self._memory is None or not self._memory.overgrown():
             return False
         complain(
             f"memory has grown by {MAX_GROWTH_NBYTES >> 20} MiB: a peer is sending an endless message. All connections "

@@ -209,12 +209,12 @@ class _Wandb(Logger):
     def __init__(self, folder: Path, run: str) -> None:
         import wandb
 
+        os.environ.setdefault("WANDB_MODE", "offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "lsgd"),
             name=os.environ.get("WANDB_NAME", folder.name),
             config={"run": run},
             dir=folder,
-            mode=os.environ.get("WANDB_MODE", "offline"),
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
         self._run.define_metric("*", step_metric="iterations")

@@ -16,7 +16,7 @@ MISTAKES = [
     (("launch", "--workers", "0", *SCRIPT), {}, "0 is not in the range x>=1"),
     (("launch", "--log-to", "tensorbord", *SCRIPT), {}, "is not one of 'csv', 'tensorboard', 'wandb'"),
     (("launch", "--node", "1", *SCRIPT), {}, "NUM_GROUPS (--nodes) is the number of nodes"),
-    (("launch", "--nodes", "2", *SCRIPT), {}, "Say its index, from 0: --node 0"),
+    (("launch", "--nodes", "2", *SCRIPT), {}, "cannot tell which of the 2 nodes this is; pass --node 0 or 1"),
     (("launch", "--nodes", "2", "--node", "0", *SCRIPT), {}, "IP_ADDR=10.0.0.1"),
     ((*LAUNCH, "--", "script.py"), {}, "type: lsgd launch -- python script.py"),
     ((*LAUNCH, "--", "no-such-program"), {}, "the command 'no-such-program' was not found"),

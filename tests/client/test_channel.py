@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from lsgd.client.control import channel as module
-from lsgd.client.control import notices
 from lsgd.client.control.channel import Channel
 from lsgd.errors import EvictedError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.protocol.messages import (
     Done,
     Evicted,
     GenerationOver,
+    GivenUp,
     Go,
     Heartbeat,
     Over,
@@ -127,24 +127,11 @@ def test_an_end_of_the_run_is_no_refusal(server, ask) -> None:
     assert raised.value.code == 0, "a script that does not handle it ends well"
 
 
-def test_a_wait_ends_when_the_launcher_gives_the_servers_up(server, ask) -> None:
+def test_a_wait_ends_when_the_local_server_says_that_no_answer_will_come(server, ask) -> None:
     answer = ask()
     server.hears(1)
-    server.say(Waiting(1, "for others"))
-    notices.give(server.listener.address, notices.Notice.GIVEN_UP)
+    server.say(Waiting(1, "for others"), GivenUp())
     with pytest.raises(ServerLostError, match="and its servers have ended or were given up"):
-        answer.result(10)
-
-
-def test_a_wait_ends_when_the_local_server_has_ended_for_good(server, ask, monkeypatch) -> None:
-    monkeypatch.setattr(module, "NOTICED_AFTER_S", 0.5)
-    notices.give(server.listener.address, notices.Notice.OVER)
-    answer = ask()
-    server.hears(1)
-    server.say(go(1))
-    assert answer.result(10) == go(1), "it may have last words"
-    answer = ask(2)
-    with pytest.raises(ServerLostError, match="has ended for good"):
         answer.result(10)
 
 

@@ -87,7 +87,7 @@ def test_a_job_that_is_started_again_continues_from_its_checkpoints(slurm: Slurm
     until(lambda: job.state in ENDS, "the job ends", 200)
     assert job.state == "COMPLETED", job.says
     before, after = job.says.split("[launch] resumes from the checkpoints in", 1)
-    assert "stopped: the global server got SIGINT" in before, job.says  # and no second signal
+    assert "stopped: lsgd launch of node0 got SIGTERM" in before, job.says  # and no second signal
     assert "LSGD_TOKEN=" not in job.says
     result = json.loads((job.run_dir / "result.json").read_text())
     assert (result["state"], result["count"]) == ("finished", 1200)

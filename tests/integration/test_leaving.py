@@ -2,8 +2,6 @@
 
 import pytest
 
-from lsgd.client.control.notices import Notice, is_given
-
 METHODS = {
     "leader": ("--period", "8", "--local-period", "4"),
     "elastic": ("--period", "4"),
@@ -46,4 +44,3 @@ def test_one_that_leaves_has_the_model_of_its_last_round_and_the_others_go_on(cl
     assert (cluster.result(0, 1)["consensus"], cluster.result(0, 0)["consensus"]) == (False, None)
     assert cluster.result(0, 0)["iterations"] == 190
     assert "the run is over: all 200 iterations are done; 200 iterations" in server.succeeds()
-    assert is_given(cluster.local_address(0), Notice.ENDED, "node0/worker1")

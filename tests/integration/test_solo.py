@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lsgd.client.control.solo import Solo, is_alone
-from lsgd.errors import ConfigError, JoinError
+from lsgd.errors import ConfigError
 
 from .running import LIGHT, until
 
@@ -86,10 +86,6 @@ class Script:
                 continue
         return found
 
-    def servers(self) -> list[int]:
-        """Return the processes of the servers, without the one that guards them."""
-        return [pid for pid in self.left() if b"lsgd.server\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
@@ -121,24 +117,10 @@ def test_a_script_that_is_killed_leaves_nothing(folder, number) -> None:
     script = Script(folder)
     script.trains()
     assert "its plan has no iterations or seconds, so it ends with its loop or Ctrl-C" in script.output
-    assert len(script.left()) == 4  # it, both servers, and what guards them
+    assert script.left() == [script.process.pid] and not os.listdir(script.folder / "tmp")
     os.kill(script.process.pid, number)
     assert script.ends() != 0
     assert ("KeyboardInterrupt" in script.output) == (number == signal.SIGINT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", ["a server", "the guard"])
-def test_a_script_whose_servers_are_killed_ends_soon(folder, killed) -> None:
-    script = Script(folder, LSGD_SERVER_TIMEOUT_S="5")
-    script.trains()
-    servers = script.servers()
-    assert len(servers) == 2
-    guards = [pid for pid in script.left() if pid not in (*servers, script.process.pid)]
-    os.kill(servers[0] if killed == "a server" else guards[0], signal.SIGKILL)
-    assert script.ends() == 75, script.output
-    if killed == "a server":
-        assert "its servers have ended or were given up" in script.output
 
 
 @pytest.mark.parametrize(
@@ -153,12 +135,6 @@ def test_a_wrong_setting_is_an_error_before_any_server_starts(environ, message, 
     with pytest.raises(ConfigError, match=message):
         Solo(environ)
     assert not caplog.messages
-
-
-def test_servers_that_do_not_start_say_why(tmp_path) -> None:
-    (tmp_path / "lsgd.py").write_text("raise ImportError('damaged')")
-    with pytest.raises(JoinError, match=r"do not start: .*ImportError: damaged; start it with: lsgd launch"):
-        Solo({"PYTHONPATH": str(tmp_path)})
 
 
 @pytest.mark.parametrize(

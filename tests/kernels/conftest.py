@@ -1,18 +1,26 @@
 import ctypes
+import functools
 import importlib.util
 import shutil
 import struct
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from lsgd.kernels.cpu.path import CpuPath
-from lsgd.kernels.cuda.path import SOURCE, CudaPath
-from lsgd.kernels.reference import ReferencePath
+from lsgd.codecs.minmax import MinMax8
+from lsgd.kernels.cpu.minmax8 import MinMax8Kernels as OnCpu
+from lsgd.kernels.cuda.launch import MINMAX8
+from lsgd.kernels.cuda.launch import MinMax8Kernels as OnCuda
 
 HERE = Path(__file__).parent
+
+
+def on_gpu(*names):
+    """The parameters of a fixture that need a GPU; none without one, which test_cuda.py says once."""
+    return [pytest.param(name, marks=pytest.mark.gpu) for name in names if torch.cuda.is_available()]
 
 
 @pytest.fixture(scope="session")
@@ -55,51 +63,60 @@ def build_for_host(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cuda_on_host(build_for_host):
-    """The CUDA path of minmax8, on this CPU."""
-    return CudaPath(launch=build_for_host(SOURCE))
+    """The CUDA kernels of minmax8 for a block size, on this CPU."""
+    return functools.partial(OnCuda, launch=build_for_host(MINMAX8))
 
 
-PATHS = [
-    "reference",
-    "cpu",
-    "cpu-avx2",
-    "cuda-on-host",
-    pytest.param("reference-on-gpu", marks=pytest.mark.gpu),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+def minmax8_with(kernels):
+    """The codec with other kernels: what returns those for a block size, or None for plain torch."""
+
+    @dataclass(frozen=True)
+    class MinMax8With(MinMax8):
+        def kernels_on(self, device):
+            return None if kernels is None else kernels(self.block)
+
+    return MinMax8With
 
 
-@pytest.fixture(scope="session", params=PATHS)
+@pytest.fixture(scope="session")
+def in_torch():
+    """minmax8 without kernels."""
+    return minmax8_with(None)
+
+
+@pytest.fixture(scope="session", params=["torch", "cpu", "cpu-avx2", "cuda-on-host", *on_gpu("torch-on-gpu", "cuda")])
 def runner(request):
-    """One path, fed with CPU tensors and answering with them."""
-    name = request.param
-    if name in ("cuda", "reference-on-gpu"):
-        if not torch.cuda.is_available():
-            pytest.skip("no GPU")
-        if name == "cuda":
+    """One way of computing, fed with CPU tensors and answering with them."""
+    match request.param:
+        case "torch":
+            return Runner(None, "cpu")
+        case "torch-on-gpu":
+            return Runner(None, "cuda")
+        case "cuda":
             pytest.importorskip("cupy")
-        return Runner(CudaPath() if name == "cuda" else ReferencePath(), "cuda")
-    if name == "cuda-on-host":
-        return Runner(request.getfixturevalue("cuda_on_host"), "cpu")
-    if name == "cpu-avx2":
-        return Runner(avx2_path(), "cpu")
-    return Runner(CpuPath() if name == "cpu" else ReferencePath(), "cpu")
+            return Runner(OnCuda, "cuda")
+        case "cuda-on-host":
+            return Runner(request.getfixturevalue("cuda_on_host"), "cpu")
+        case "cpu-avx2":
+            return Runner(avx2_kernels(), "cpu")
+        case _:
+            return Runner(OnCpu, "cpu")
 
 
-def avx2_path():
-    """The CPU path as it is on a machine without AVX-512, if this one can run that."""
+def avx2_kernels():
+    """The CPU kernels as they are on a machine without AVX-512, if this one can run those."""
     import llvmlite.binding as llvm
 
     if not llvm.get_host_cpu_features().get("avx2"):
         pytest.skip("this processor has no AVX2")
-    return CpuPath(cpu="haswell")
+    return functools.partial(OnCpu, cpu="haswell")
 
 
 class Runner:
-    """Runs a path's operations, with bytes around every output that must stay as they are."""
+    """Runs the codec's operations, with bytes around every output that must stay as they are."""
 
-    def __init__(self, path, device):
-        self.path = path
+    def __init__(self, kernels, device):
+        self.codec = minmax8_with(kernels)
         self.device = torch.device(device)
 
     def _guarded(self, like):
@@ -115,39 +132,38 @@ class Runner:
 
         return inside, check
 
-    def quantize(self, x, layout, seed):
-        payload, check = self._guarded(layout.empty())
+    def encode(self, x, block, seed):
+        codec = self.codec(block)
+        payload, check = self._guarded(codec.empty(x.numel(), "cpu"))
         x = x.to(self.device)
         before = x.clone()
-        self.path.quantize(x, layout, payload, seed)
+        codec.encode(x, payload, seed)
         check()
         assert torch.equal(before.view(torch.uint8), x.view(torch.uint8)), "changed its input"
         return payload.cpu()
 
-    def dequantize(self, q, dtype):
-        out, check = self._guarded(torch.empty(q.numel, dtype=dtype))
-        self.path.dequantize(self.moved(q), out)
+    def decode(self, payload, numel, block, dtype):
+        out, check = self._guarded(torch.empty(numel, dtype=dtype))
+        self.codec(block).decode(payload.to(self.device), out)
         check()
         return out.cpu()
 
-    def dequantize_add(self, q, x, alpha):
+    def decode_add(self, payload, x, block, alpha):
         out, check = self._guarded(x)
         out.copy_(x)
-        self.path.dequantize_add(self.moved(q), out, alpha)
+        self.codec(block).decode_add(payload.to(self.device), out, alpha)
         check()
         return out.cpu()
 
-    def dequantize_reduce(self, qs, weight):
-        out, check = self._guarded(torch.empty(qs[0].numel))
-        self.path.dequantize_reduce([self.moved(q) for q in qs], out, weight)
+    def reduce(self, payloads, numel, block, mean):
+        out, check = self._guarded(torch.empty(numel))
+        self.codec(block).reduce([each.to(self.device) for each in payloads], out, mean=mean)
         check()
         return out.cpu()
 
-    def dequantize_reduce_quantize(self, qs, weight, layout, seed):
-        payload, check = self._guarded(layout.empty())
-        self.path.dequantize_reduce_quantize([self.moved(q) for q in qs], weight, layout, payload, seed)
+    def reduce_encode(self, payloads, numel, block, mean, seed):
+        codec = self.codec(block)
+        payload, check = self._guarded(codec.empty(numel, "cpu"))
+        codec.reduce_encode([each.to(self.device) for each in payloads], payload, numel=numel, mean=mean, seed=seed)
         check()
         return payload.cpu()
-
-    def moved(self, q):
-        return type(q)(q.payload.to(self.device), q.layout)

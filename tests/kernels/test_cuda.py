@@ -1,4 +1,4 @@
-"""The CUDA path without a GPU: its source compiles, and CuPy is judged before it is used."""
+"""The CUDA kernels without a GPU: their sources compile, and CuPy is judged before it is used."""
 
 import ctypes
 import sys
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsgd.kernels.cuda import few_bits
-from lsgd.kernels.cuda.path import COMPILE_OPTIONS, SOURCE, CupyLaunch
+from lsgd.codecs.minmax import MinMax8
+from lsgd.kernels.cuda.launch import COMPILE_OPTIONS, FEW_BITS, MINMAX8, CupyLaunch
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def nvrtc():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", [SOURCE, few_bits.SOURCE], ids=lambda path: path.name)
+@pytest.mark.parametrize("source", [FEW_BITS, MINMAX8], ids=lambda path: path.name)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_source_compiles(nvrtc, architecture, source):
     program = ctypes.c_void_p()
@@ -59,24 +59,24 @@ def test_a_cupy_that_does_not_fit(monkeypatch, torch_cuda, cupy, message):
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     with pytest.raises(RuntimeError, match=message):
-        CupyLaunch()
+        CupyLaunch("")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: this and all other cases of tests/kernels on one")
 def test_kernels_are_queued_on_the_current_stream():
     pytest.importorskip("cupy")
-    from lsgd.kernels import dequantize, quantize
-
-    x = torch.randn(1 << 22, device="cuda")
-    expected = quantize(x.cpu(), rounding="stochastic", seed=8).payload
+    x, codec = torch.randn(1 << 22, device="cuda"), MinMax8()
+    expected, payload = codec.empty(x.numel(), "cpu"), codec.empty(x.numel(), "cuda")
+    codec.encode(x.cpu(), expected, 8)
+    decoded = torch.empty_like(x)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         late = x * 1
-        q = quantize(late, rounding="stochastic", seed=8)
-        decoded = dequantize(q)
+        codec.encode(late, payload, 8)
+        codec.decode(payload, decoded)
     stream.synchronize()
-    assert torch.equal(q.payload.cpu(), expected)
+    assert torch.equal(payload.cpu(), expected)
     assert (decoded - x).abs().max() < 0.1

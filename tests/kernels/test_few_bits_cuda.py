@@ -7,11 +7,14 @@ import torch
 
 from lsgd.codecs import codec_of
 from lsgd.codecs.base import flags_of
-from lsgd.kernels import few_bits
-from lsgd.kernels.cuda import few_bits as on_cuda
+from lsgd.codecs.blocks import Blockwise
+from lsgd.kernels import LEVELS_BLOCKS
+from lsgd.kernels.cuda import launch as on_cuda
+
+from .conftest import on_gpu
 
 CODECS = [
-    *("levels1", "levels1:scale_block=64", "levels2", "levels2:scale_block=128", "levels2:scale_block=2048"),
+    *("levels1", "levels1:block=64", "levels2", "levels2:block=128", "levels2:block=2048"),
     *("minmax4", "minmax4:block=64", "minmax4:block=8256", "topk", "topk:k=8", "topk:k=2048"),
 ]
 
@@ -19,23 +22,21 @@ CODECS = [
 @pytest.fixture(scope="module")
 def on_host(build_for_host):
     """Launches the kernels on this CPU."""
-    return build_for_host(on_cuda.SOURCE)
+    return build_for_host(on_cuda.FEW_BITS)
 
 
-@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["host", *on_gpu("gpu")])
 def kernels(request, monkeypatch):
-    """Lets codecs use the CUDA kernels or, with None, plain torch; returns the device of the tensors."""
+    """Lets codecs use the CUDA kernels or plain torch; returns the device of the tensors."""
     if request.param == "gpu":
-        if not torch.cuda.is_available():
-            pytest.skip("no GPU")
         pytest.importorskip("cupy")
         return lambda used: "cuda" if used else "cpu"
     launch = request.getfixturevalue("on_host")
-    classes = {"levels": on_cuda.LevelsPath, "minmax4": on_cuda.MinMax4Path, "topk": on_cuda.TopKPath}
+    classes = {"levels": on_cuda.LevelsKernels, "minmax4": on_cuda.MinMax4Kernels, "topk": on_cuda.TopKKernels}
 
     def use(used):
-        made = (lambda device, family, *form: classes[family](*form, launch=launch)) if used else (lambda *_: None)
-        monkeypatch.setattr(few_bits, "path", made)
+        made = (lambda codec, _: classes[codec.family](*codec.form, launch=launch)) if used else (lambda *_: None)
+        monkeypatch.setattr(Blockwise, "kernels_on", made)
         return "cpu"
 
     return use
@@ -90,8 +91,8 @@ def test_numbers_that_are_not_finite(kernels, text, bad):
 
 
 def test_all_sizes_of_blocks_have_a_kernel(on_host):
-    for block in few_bits.LEVELS_BLOCKS:
-        path = on_cuda.LevelsPath(block, 1.0, 0.0, None, launch=on_host)
+    for block in LEVELS_BLOCKS:
+        path = on_cuda.LevelsKernels(block, 1.0, 0.0, None, launch=on_host)
         scales, signs = torch.zeros(2, dtype=torch.uint8), torch.ones(block // 8, dtype=torch.uint8)
-        path.encode(torch.full((block,), 1.5), [scales, signs], torch.zeros(1, dtype=torch.int32))
+        path.encode(torch.full((block,), 1.5), torch.zeros(32, dtype=torch.uint8), [scales, signs])
         assert scales.view(torch.bfloat16).item() == 1.5 and not signs.any()

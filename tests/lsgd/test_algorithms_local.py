@@ -84,9 +84,9 @@ def test_fragments_and_delay(fragments, delay, keep, rescale):
 
 PLAIN = {"period": PERIOD, "rescale": False}
 CODECS = {
-    "two rounds of 2 bits": LocalSettings(**PLAIN, compression="levels2:scale_block=8"),
-    "of 1 bit, all workers": LocalSettings(**PLAIN, compression="levels1:scale_block=8", hierarchical=False),
-    "fragments": LocalSettings(**PLAIN, compression="levels2:scale_block=8", fragments=2),
+    "two rounds of 2 bits": LocalSettings(**PLAIN, compression="levels2:block=8"),
+    "of 1 bit, all workers": LocalSettings(**PLAIN, compression="levels1:block=8", hierarchical=False),
+    "fragments": LocalSettings(**PLAIN, compression="levels2:block=8", fragments=2),
     "sparse": SparseSettings(period=PERIOD, compression="topk:k=8", error_decay=1.0),
 }
 
@@ -205,7 +205,7 @@ def by_node(tensors, node_sizes):
     return [[next(rest) for _ in range(size)] for size in node_sizes]
 
 
-@pytest.mark.parametrize("compression", ["levels1:scale_block=32", "topk:k=8"])
+@pytest.mark.parametrize("compression", ["levels1:block=32", "topk:k=8"])
 @pytest.mark.parametrize("members", [2, 6])
 def test_error_feedback_reaches_what_rounding_cannot(compression, members):
     """Workers that move alike, some elements by a hundredth of the others: these only move through residuals."""
@@ -253,7 +253,7 @@ def test_a_mean_that_is_not_finite_changes_no_common_model(caplog):
 
 def test_a_failed_exchange_keeps_the_residuals():
     def member(group):
-        settings = LocalSettings(64, compression="levels2", hierarchical=False, block=8)
+        settings = LocalSettings(64, compression="levels2", hierarchical=False)
         worker = TorchWorker(settings, group, Problem(3))
         worker.begin(make_round([1] * 3))
         worker.iterate(None)

@@ -111,7 +111,7 @@ def test_common_models_stay_identical(name, dtype):
         "elastic": ElasticSettings(period=5),
         "local": LocalSettings(5, compression="none"),
         "local in 8 bits": LocalSettings(period=5, compression="minmax8", block=5),
-        "local in 2 bits": LocalSettings(period=5, compression="levels2:scale_block=8", hierarchical=False),
+        "local in 2 bits": LocalSettings(period=5, compression="levels2:block=8", hierarchical=False),
         "diloco": DiLoCoSettings(period=5, compression="minmax8"),
         "sparse": SparseSettings(period=5, compression="topk:k=8"),
     }[name]

@@ -13,17 +13,14 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
 from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSettings
 from lsgd.algorithms.qsgd import QSGDSettings
-from lsgd.codecs import CODECS, Codec, codec_of
+from lsgd.codecs import CODECS, OWN_BLOCK, Codec, codec_of
 from lsgd.codecs.base import flags_of
-from lsgd.codecs.levels1 import Levels1
-from lsgd.codecs.levels2 import Levels2
-from lsgd.codecs.minmax4 import MinMax4
-from lsgd.codecs.minmax8 import MinMax8
+from lsgd.codecs.levels import Levels1, Levels2
+from lsgd.codecs.minmax import MinMax4, MinMax8
 from lsgd.codecs.plain import Float16, Float32
 from lsgd.codecs.topk import TopK
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.errors import ConfigError, ProtocolError
-from lsgd.kernels import payload_nbytes, quantize
 from lsgd.payload import HEADER_NBYTES
 from lsgd.testing.simulation import simulate
 
@@ -134,18 +131,6 @@ def test_float32_is_as_it_was():
     assert [codec.lossless for codec in ALL] == [True, *[False] * (len(ALL) - 1)]
 
 
-@pytest.mark.parametrize("block", [0, 1, 7, 2048])
-@pytest.mark.parametrize("numel", [0, 1, 17, 5000])
-def test_minmax8_is_what_the_kernels_make(block, numel):
-    x = torch.randn(numel)
-    for seed in (None, 7):
-        expected = quantize(
-            x, block=block or None, rounding="nearest" if seed is None else "stochastic", seed=seed or 0
-        )
-        assert torch.equal(payload_of(MinMax8(block), x, seed), expected.payload)
-    assert MinMax8(block).nbytes(numel) == payload_nbytes(numel, block=block or None)
-
-
 @pytest.mark.parametrize("codec", ALL, ids=str)
 def test_a_payload_of_another_kind_is_refused(codec):
     """Of another codec, of other parameters, of another length: never decoded into something else."""
@@ -192,16 +177,40 @@ def test_the_name_and_parameters_are_in_the_header():
 @pytest.mark.parametrize(
     ("text", "codec"),
     [
-        ("none", Float32()),
-        ("float16", Float16()),
         ("minmax8", MinMax8(64)),
         ("minmax8:block=512", MinMax8(512)),
         ("minmax8:block=0", MinMax8(0)),
+        ("levels2", Levels2(64)),
+        ("levels2:block=512", Levels2(512)),
+        ("levels1:scale_block=512", Levels1(512)),  # the name of the parameter in earlier versions
     ],
 )
 def test_a_setting_names_a_codec(text, codec):
     assert codec_of(text, 64) == codec
     assert codec_of(str(codec)) == codec
+
+
+@pytest.mark.parametrize(
+    ("text", "codec"),
+    [("none", Float32()), ("float16", Float16()), ("minmax8", MinMax8(2048)), ("levels2", Levels2(512))],
+)
+def test_a_setting_leaves_blocks_to_the_codec(text, codec):
+    assert codec_of(text) == codec_of(text, OWN_BLOCK) == codec
+
+
+@pytest.mark.parametrize(
+    ("text", "takes"), [("none", "it takes none"), ("float16", "it takes none"), ("topk:k=8", "it takes k=NUMBER")]
+)
+def test_a_codec_without_blocks_refuses_their_size(text, takes):
+    with pytest.raises(ConfigError, match=f"block = 64 is not for the codec .*, which has no parameter block; {takes}"):
+        codec_of(text, 64)
+
+
+@pytest.mark.parametrize("settings", [LocalSettings, LeaderSettings])
+def test_settings_refuse_a_block_that_their_codec_does_not_have(settings):
+    assert settings(compression="minmax8", block=64).make_codec() == MinMax8(64)
+    with pytest.raises(ConfigError, match="block = 64 is not for the codec topk"):
+        settings(compression="topk", block=64)
 
 
 @pytest.mark.parametrize(
@@ -250,8 +259,8 @@ SETTINGS = {
         "none",
         "float16",
         "sign:block=16",
-        "levels2:scale_block=16",
-        "levels1:scale_block=16",
+        "levels2:block=16",
+        "levels1:block=16",
         "minmax4:block=16",
         "topk:k=8",
     ],

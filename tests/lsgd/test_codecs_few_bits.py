@@ -12,11 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lsgd import kernels
 from lsgd.codecs import Codec, codec_of
 from lsgd.codecs.base import flags_of
+from lsgd.codecs.blocks import Blockwise
 from lsgd.codecs.topk import TopK
 from lsgd.errors import ConfigError
-from lsgd.kernels import few_bits
 from lsgd.payload import HEADER_NBYTES
 
 LENGTHS = st.integers(0, 1200)
@@ -132,10 +133,10 @@ def topk(x: np.ndarray, k: int) -> tuple[bytes, np.ndarray]:
 
 
 REFERENCES = {
-    "levels2:scale_block=512": lambda x: levels2_of(x, 512),
-    "levels2:scale_block=8": lambda x: levels2_of(x, 8),
-    "levels1:scale_block=512": lambda x: levels1_of(x, 512),
-    "levels1:scale_block=64": lambda x: levels1_of(x, 64),
+    "levels2:block=512": lambda x: levels2_of(x, 512),
+    "levels2:block=8": lambda x: levels2_of(x, 8),
+    "levels1:block=512": lambda x: levels1_of(x, 512),
+    "levels1:block=64": lambda x: levels1_of(x, 64),
     "minmax4:block=256": lambda x: minmax4(x, 256),
     "minmax4:block=7": lambda x: minmax4(x, 7),
     "topk:k=64": lambda x: topk(x, 64),
@@ -165,7 +166,7 @@ def test_vectors_of_several_pieces(text, numel):
 
 
 def without_kernels(monkeypatch) -> None:
-    monkeypatch.setattr(few_bits, "path", lambda *_: None)
+    monkeypatch.setattr(Blockwise, "kernels_on", lambda *_: None)
 
 
 def made_of(codec: Codec, x: torch.Tensor, alpha: float) -> tuple[list[torch.Tensor], int]:
@@ -183,8 +184,8 @@ def made_of(codec: Codec, x: torch.Tensor, alpha: float) -> tuple[list[torch.Ten
     [
         "levels2",
         "levels1",
-        "levels2:scale_block=2048",
-        "levels1:scale_block=64",
+        "levels2:block=2048",
+        "levels1:block=64",
         "topk",
         "topk:k=8",
         "minmax4",
@@ -238,7 +239,7 @@ def no_llvmlite(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "llvmlite" or name in users]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "llvmlite", None)
-    answers = (few_bits.path, few_bits._warn)
+    answers = (kernels.kernels_for, kernels._warn)
     for cached in answers:
         cached.cache_clear()
     yield
@@ -249,7 +250,7 @@ def no_llvmlite(monkeypatch):
 def test_without_llvmlite_they_run_in_torch_and_say_so_once(no_llvmlite, caplog):
     x = vector(4096, 1.0, 7)
     with caplog.at_level(logging.WARNING):
-        assert [coded(name, x)[0] for name in ("topk:k=64", "levels1:scale_block=512")] == [
+        assert [coded(name, x)[0] for name in ("topk:k=64", "levels1:block=512")] == [
             topk(x.numpy(), 64)[0],
             levels1_of(x.numpy(), 512)[0],
         ]
@@ -263,7 +264,7 @@ def test_narrow_vectors_are_those_in_float32(text, dtype):
     assert coded(text, x)[0] == coded(text, x.float())[0]
 
 
-@pytest.mark.parametrize("text", ["levels2:scale_block=64", "levels1:scale_block=64", "minmax4:block=64"])
+@pytest.mark.parametrize("text", ["levels2:block=64", "levels1:block=64", "minmax4:block=64"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_spoils_its_block_only(text, bad):
     x = vector(200, 1.0, 2)
@@ -321,5 +322,5 @@ def test_minmax4_is_off_by_half_a_unit_at_most():
 @pytest.mark.parametrize("name", ["levels1", "levels2"])
 @pytest.mark.parametrize("size", [0, 4, 24, 1 << 17])
 def test_a_scale_block_is_a_power_of_two(name, size):
-    with pytest.raises(ConfigError, match=rf"scale_block = {size} is not a power of two in 8 … 65536"):
-        codec_of(f"{name}:scale_block={size}")
+    with pytest.raises(ConfigError, match=rf"block = {size} is not a power of two in 8 … 65536"):
+        codec_of(f"{name}:block={size}")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lsgd.algorithms import ALGORITHMS
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
-from lsgd.codecs import CODECS
+from lsgd.codecs import CODECS, OWN_BLOCK
 from lsgd.codecs.plain import Float16
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import (
@@ -377,6 +377,11 @@ def drawn(draw: st.DrawFn, cls: type) -> Any:
         values["compression"] = "topk"
     if "codec" in values and not CODECS[values["codec"]].stochastic:
         values["rounding"] = "nearest"
+    if "block" in values:
+        codec = values.get("codec") or values["compression"]
+        powers = [1 << exponent for exponent in range(3, 17)]  # which all codecs with blocks take
+        sizes = powers if "block" in fields(CODECS[codec]) else []
+        values["block"] = draw(st.sampled_from([OWN_BLOCK, *sizes]))
     return cls(**values)
 
 

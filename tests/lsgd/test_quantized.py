@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lsgd.codecs.minmax8 import MinMax8
+from lsgd.codecs.minmax import MinMax8
 from lsgd.collectives import two_round as quantized
 from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.two_round import QuantizedAllReduce, chunk_bounds, seed_of

@@ -195,8 +195,8 @@ class TestNode:
         status, output = node.finish()
         assert status == 0, output
         assert node.about(0)["weights"] == node.about(1)["weights"]
-        assert "the run is over: the global server got SIGINT" in output and "SIGTERM" not in output
-        assert (node.result["state"], node.result["reason"]) == ("stopped", "the global server got SIGINT")
+        assert "the run is over: lsgd launch of node0 got SIGINT" in output and "SIGTERM" not in output
+        assert (node.result["state"], node.result["reason"]) == ("stopped", "lsgd launch of node0 got SIGINT")
         listed = CliRunner().invoke(main, ["runs", str(node.run_dir.parent)])
         assert "run  stopped  leader" in listed.stdout
 
@@ -286,7 +286,7 @@ class TestNode:
     def test_killed_launcher_leaves_nothing(self, start):
         node = start("--node", "0", "--port", "0")
         until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
-        assert len(node.left()) == 6  # launcher, guard, two servers, two workers
+        assert len(node.left()) == 4  # the node's process, the global server, two workers
         node.process.kill()
         until(lambda: not node.left(), "all processes are gone")
         until(lambda: not is_live(node.run_dir), "the last of them lets the folder go")
@@ -527,7 +527,7 @@ class TestUnderAScheduler:
                 os.kill(pid, signal.SIGTERM)
         status, output = node.finish()
         assert status == 0, output
-        assert "stopped: the global server got SIGINT" in output and "killed by" not in output
+        assert "stopped: lsgd launch of node0 got SIGTERM" in output and "killed by" not in output
 
     @pytest.mark.slow
     def test_resumes_if_there_is_anything(self, start, tmp_path):
@@ -562,7 +562,7 @@ class TestRefusals:
         return refused
 
     def test_index(self, refused):
-        assert "which of the 2 nodes is this?" in refused("--nodes", "2")
+        assert "cannot tell which of the 2 nodes this is; pass --node 0 or 1 " in refused("--nodes", "2")
         assert "no node 1 among 1: indices go from 0 to 0" in refused("--node", "1")
         assert "NUM_GROUPS" in refused("--node", "2", "--nodes", "2", "--address", "10.0.0.1")
 
@@ -654,7 +654,10 @@ class TestPlace:
     @pytest.mark.parametrize(
         ("variables", "message"),
         [
-            ({"PET_NODE_RANK": "0", "PET_NNODES": "1:4"}, "PET_NNODES of Kubeflow is '1:4', which is no number"),
+            (
+                {"PET_NODE_RANK": "0", "PET_NNODES": "1:4"},
+                "PET_NNODES of Kubeflow is '1:4', not an integer; pass",
+            ),
             ({"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "torchrun --nproc-per-node 1"),
         ],
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.node.follow import frame
+from lsgd.node.panel import frame
 from lsgd.node.screen import Screen
 from lsgd.protocol.events import Event, RunProgress
 from lsgd.watch.reader import Batch

@@ -1,6 +1,5 @@
 """The supervisor with real processes: shells that print, fail, refuse to end, or leave something behind."""
 
-import contextlib
 import json
 import os
 import pty
@@ -16,44 +15,69 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.node import screen
-from lsgd.node.screen import Screen, Transcript
+from lsgd.node import transcript as module
+from lsgd.node.screen import CONTROL, Screen
+from lsgd.node.transcript import MAX_LINE_NCHARS, Transcript
 
 DRIVER = """
 import json, os, sys
 from pathlib import Path
 from lsgd import output
-from lsgd.node import supervise
-from lsgd.node.process import Command
+from lsgd.node import node
+from lsgd.node.process import Command, Role
+from lsgd.node.screen import Screen
+from lsgd.node.transcript import Reading
+from lsgd.protocol.processes import Processes
 
-folder, scripts, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
-vars(supervise).update(options["patience"])
+here, scripts, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+vars(node).update(options["patience"])
 vars(output).update(options["output"])
+roles = {"server": Role.SERVER, "logger": Role.OBSERVER, "relay": Role.RELAY}
+
+
+class Local:
+    # The local server: its words to the others are files.
+    failure, over, finished = "", False, "server" not in scripts
+    joined = ended = set(scripts)
+    processes = Processes()
+    sources = (processes,)
+
+    def turn(self, now):
+        self.processes.ended()
+
+    def stop_run(self, reason):
+        (here / "stop").touch()
+
+    def end(self, reason):
+        self.finished = True
+
+    def give_up(self):
+        (here / "given-up").touch()
+
+    def close(self):
+        pass
+
+
 commands = [
     Command(
         name,
         ["bash", "-c", script],
         os.environ,
-        folder / f"{name}.log",
-        "server" in name,
+        here / f"{name}.log",
+        roles.get(name.rstrip("01"), Role.WORKER),
         name == "bar",
         options["restarts"],
-        holds_signals=name in options["holds"],
-        checkpoints=folder / "checkpoints",
-        observes=name.startswith("logger"),
-        helps=name == "relay",
+        checkpoints=here / "checkpoints",
     )
     for name, script in scripts.items()
 ]
-sockets = folder / "sockets"
-sockets.mkdir()
-where = {"folder": sockets, "local": f"ipc://{sockets}/local"}
-sys.exit(supervise.Supervisor(commands, stops_run="server", linger=options["linger"], **where).run())
+sys.exit(node.Node("node0", commands, Local(), Screen(), Reading(), outlives=options["outlives"]).run())
 """
 FOREVER = "while :; do sleep 0.05; done"
-SERVER = f"trap 'echo stopped; touch $HERE/over; exit 0' INT TERM; touch $HERE/up; {FOREVER}"
+TOLD = "until [ -e $HERE/stop ]; do sleep 0.05; done"
+SERVER = f"stops() {{ echo stopped; touch $HERE/over; exit 0; }}; trap stops INT TERM; touch $HERE/up; {TOLD}; stops"
 WORKER = "until [ -e $HERE/over ]; do sleep 0.05; done; echo saved"
-LEAVER = "until [ -e $HERE/sockets/local.given-up ]; do sleep 0.05; done; echo saved; exit 75"
+LEAVER = "until [ -e $HERE/given-up ]; do sleep 0.05; done; echo saved; exit 75"
 WAITS_FOR_LOGGER = "until [ -e $HERE/failed ]; do sleep 0.05; done; sleep 0.2"
 STUBBORN = f"trap '' INT TERM; touch $HERE/$$.ready; {FOREVER}"
 
@@ -65,7 +89,7 @@ class Supervised:
         self.folder = folder
         self.token = uuid.uuid4().hex
         patience = {"SAVE_PATIENCE_S": 0.3, **options.pop("patience", {})}  # type: ignore[dict-item]
-        plain = {"output": {}, "holds": [], "linger": False, "restarts": 0}
+        plain = {"output": {}, "outlives": False, "restarts": 0}
         options = {**plain, "patience": patience, **options}
         environ = {**os.environ, "HERE": str(folder), "SUPERVISED": self.token, "TERM": "xterm"}
         arguments = [str(folder), json.dumps(scripts), json.dumps(options)]
@@ -91,7 +115,6 @@ class Supervised:
         """Return exit status, output and errors, when it has ended and left nothing behind."""
         out, err = self.process.communicate(timeout=60)
         assert self.left() == []
-        assert not (self.folder / "sockets").exists()
         return self.process.returncode, (out or b"").decode(), err.decode()
 
 
@@ -101,7 +124,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
     started: list[Supervised] = []
 
     def start(stdout: int = subprocess.PIPE, **arguments: object) -> Supervised:
-        known = ("patience", "output", "holds", "linger", "restarts")
+        known = ("patience", "output", "outlives", "restarts")
         options = {key: arguments.pop(key) for key in known if key in arguments}
         started.append(Supervised(tmp_path, arguments, stdout, options))  # type: ignore[arg-type]
         return started[-1]
@@ -168,7 +191,7 @@ def test_workers_that_the_server_cannot_end_are_told_to_save_and_leave(start):
 def test_killed_process_is_a_failure_with_its_signal(start):
     status, _, err = start(worker="kill -KILL $$").finish()
     assert status == 128 + signal.SIGKILL
-    assert "worker was killed by SIGKILL (was memory short?)" in err
+    assert "worker was killed by SIGKILL (out of memory?)" in err
     assert "(nothing)" in err
 
 
@@ -238,7 +261,9 @@ def test_failed_server_ends_the_workers(start):
 
 def test_process_that_refuses_to_end_is_killed(start):
     bad = 'until compgen -G "$HERE/*.ready" >/dev/null; do sleep 0.02; done; exit 5'
-    status, out, _ = start(bad=bad, stubborn=STUBBORN, patience={"TERM_PATIENCE_S": 0.5}).finish()
+    status, out, _ = start(
+        bad=bad, stubborn=STUBBORN, patience={"STOP_PATIENCE_S": 0.3, "TERM_PATIENCE_S": 0.5}
+    ).finish()
     assert status == 5
     assert "SIGKILL to stubborn" in out
 
@@ -263,7 +288,7 @@ def test_worker_that_does_not_follow_the_server_is_ended(start, tmp_path):
 
 
 def test_server_that_cannot_stop_the_run_is_not_waited_for(start, tmp_path):
-    supervised = start(server=f"trap 'exit 1' TERM; touch $HERE/up; {FOREVER}", worker=FOREVER)
+    supervised = start(server=f"touch $HERE/up; {TOLD}; exit 1", worker=FOREVER)
     until((tmp_path / "up").exists, "the server is up")
     supervised.process.send_signal(signal.SIGTERM)
     status, _, _ = supervised.finish()  # in half the time that is left to a server that stops the run
@@ -273,7 +298,6 @@ def test_server_that_cannot_stop_the_run_is_not_waited_for(start, tmp_path):
 PYTHON_SERVER = """
 import os, sys, time
 from pathlib import Path
-from lsgd.server.daemon import Signals
 
 def dies():
     if not (here / "dead").exists():
@@ -283,9 +307,8 @@ def dies():
 here = Path(os.environ["HERE"])
 if "at once" in sys.argv:
     dies()
-signals = Signals()
 (here / "up").touch()
-while not signals.first:
+while not (here / "stop").exists():
     time.sleep(0.02)
 dies()
 print("stopped", flush=True)
@@ -297,7 +320,7 @@ print("stopped", flush=True)
 def test_a_server_that_dies_before_it_could_stop_the_run_is_started_again_to_do_so(start, tmp_path, dies):
     (tmp_path / "server.py").write_text(PYTHON_SERVER)
     server = f"exec '{sys.executable}' $HERE/server.py '{dies}'"
-    supervised = start(server=server, worker=WORKER, restarts=1, holds=["server"])
+    supervised = start(server=server, worker=WORKER, restarts=1)
     until((tmp_path / ("dead" if dies == "at once" else "up")).exists, "it is time to")
     supervised.process.send_signal(signal.SIGINT)
     status, out, _ = supervised.finish()
@@ -322,17 +345,17 @@ def test_servers_end_after_the_workers(start):
 
 
 def test_server_that_goes_on_after_the_stop_is_ended_soon(start, tmp_path):
-    deaf = f"trap 'test -e $HERE/over && exit 0; touch $HERE/over' INT TERM; touch $HERE/up; {FOREVER}"
+    deaf = f"trap 'exit 0' INT TERM; touch $HERE/up; {TOLD}; touch $HERE/over; {FOREVER}"
     supervised = start(server=deaf, worker=WORKER, patience={"LINGER_S": 0.2})
     until((tmp_path / "up").exists, "the server is up")
     supervised.process.send_signal(signal.SIGINT)
     status, out, _ = supervised.finish()
     assert status == 0
-    assert out.count("SIGINT to server") == out.count("SIGTERM to server") == 1
+    assert "SIGINT to server" not in out and out.count("SIGTERM to server") == 1
 
 
 def test_servers_that_other_nodes_need_go_on(start, tmp_path):
-    supervised = start(server=SERVER, worker="touch $HERE/done", linger=True, patience={"LINGER_S": 0.0})
+    supervised = start(server=SERVER, worker="touch $HERE/done", outlives=True, patience={"LINGER_S": 0.0})
     until((tmp_path / "done").exists, "the worker has ended")
     with pytest.raises(subprocess.TimeoutExpired):
         supervised.process.wait(0.5)
@@ -350,7 +373,6 @@ def test_killed_launcher_leaves_no_process(start, tmp_path):
     until(lambda: len(list(tmp_path.glob("*.ready"))) == 3, "all are up")
     supervised.process.kill()
     until(lambda: not supervised.left(), "all processes are gone")
-    assert not (tmp_path / "sockets").exists()
 
 
 def test_lost_output_ends_nothing(start, tmp_path):
@@ -386,7 +408,7 @@ def test_lines_that_nobody_read_are_counted(start, tmp_path):
             if len(lines) == 9000:  # most of what waited
                 (tmp_path / "read").touch()
     assert supervised.finish()[0] == 0
-    (missing,) = [int(line.split()[1]) for line in lines if "lines are missing here, because nobody" in line]
+    (missing,) = [int(line.split()[1]) for line in lines if "lines skipped (output was not read)" in line]
     assert missing > 10_000 and missing + len(lines) - 1 == 100_001
     assert lines[-1] == "[worker] end\n"
 
@@ -401,6 +423,17 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(start, tmp_path):
     assert out.count("worker.log cannot be written: No space left on device; training continues") == 1
     assert f"the last 3 lines are missing in the log {tmp_path}/worker.log: No space left on device" in out
     assert (tmp_path / "server.log").read_text() == "one\n"
+
+
+def test_a_disk_that_hangs_holds_up_nothing_but_output(start, tmp_path):
+    """A pipe without a reader takes the place of the log: who opens it waits."""
+    os.mkfifo(tmp_path / "worker.log")
+    once = "if [ ! -e $HERE/once ]; then touch $HERE/once; kill -KILL $$; fi; echo again; touch $HERE/done"
+    supervised = start(server=SERVER, worker=once, restarts=1, patience={"LINGER_S": 0.1})
+    until((tmp_path / "done").exists, "the worker is killed, and started again")
+    with open(os.open(tmp_path / "worker.log", os.O_RDWR), "rb", buffering=0) as log:
+        assert log.read(100) == b"again\n"
+        assert supervised.finish()[0] == 0
 
 
 def test_a_log_goes_on_when_there_is_space_again(start, tmp_path):
@@ -424,37 +457,6 @@ def test_a_log_goes_on_when_there_is_space_again(start, tmp_path):
     missing = 2000 - len(whole)
     assert told == f"... {missing} lines are missing here: File too large"
     assert f"worker.log is written again; {missing} lines are missing in it" in out
-
-
-def test_a_guard_that_is_killed_is_replaced(start, tmp_path):
-    forks = f"{STUBBORN}"
-    once = "if [ ! -e $HERE/again ]; then touch $HERE/again; kill -KILL $$; fi; "
-    waits = "touch $HERE/waits; until [ -e $HERE/go ]; do sleep 0.05; done; "
-    supervised = start(one=forks, two=waits + once + forks, restarts=1)
-    # Both scripts have begun, so neither is a fork of the launcher any more that is still to become a shell.
-    until(lambda: (tmp_path / "waits").exists() and len(list(tmp_path.glob("*.ready"))) == 1, "they run")
-    launcher = supervised.process.pid
-
-    def command_of(pid: int) -> bytes:
-        with contextlib.suppress(OSError):  # it has ended
-            return Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b""
-
-    def guards() -> set[int]:
-        """Return the launcher's forks: they have its command line."""
-        mine = command_of(launcher)
-        return {pid for pid in supervised.left() if command_of(pid) == mine} - {launcher}
-
-    (guard,) = guards()
-    os.kill(guard, signal.SIGKILL)
-    until(lambda: len(guards() - {guard}) == 1, "another one is there")
-    (tmp_path / "go").touch()
-    until(lambda: len(list(tmp_path.glob("*.ready"))) == 2, "a worker that died is there again")
-    supervised.process.kill()
-    until(lambda: not supervised.left(), "all processes are gone")
-    assert not (tmp_path / "sockets").exists()
-    out = supervised.process.communicate()[0].decode()
-    assert "the process that guards the others was killed; it has been replaced" in out
 
 
 def test_progress_bar_stays_below_the_lines_of_the_others(start, tmp_path):
@@ -495,7 +497,7 @@ def test_progress_bar_stays_below_the_lines_of_the_others(start, tmp_path):
 def rendered(output: str) -> list[str]:
     """Return the lines that a terminal shows, where only the last one was ever rewritten."""
     lines = [line.rstrip("\r").rpartition("\x1b[2K")[2] for line in output.split("\n")]
-    return [screen._CONTROL.sub("", line) for line in lines]
+    return [CONTROL.sub("", line) for line in lines]
 
 
 class TestTranscript:
@@ -523,10 +525,10 @@ class TestTranscript:
 
     def test_overwritten_line_is_shown_now_and_then(self, made, monkeypatch):
         transcript, shown = made
-        monkeypatch.setattr(screen, "OVERWRITTEN_EVERY_S", 1e9)
+        monkeypatch.setattr(module, "OVERWRITTEN_EVERY_S", 1e9)
         transcript.feed(b"\r 1%")
         transcript.feed(b"\r 2%")
-        monkeypatch.setattr(screen, "OVERWRITTEN_EVERY_S", 0.0)
+        monkeypatch.setattr(module, "OVERWRITTEN_EVERY_S", 0.0)
         transcript.feed(b"\r 3%")
         transcript.feed(b"\r100%\n")
         assert shown() == b"[w]  3%\n[w] 100%\n"
@@ -535,6 +537,15 @@ class TestTranscript:
         transcript, shown = made
         transcript.feed(b"\x1b[31mred\x1b[0m\n\x1b[?25h\n\n")
         assert shown() == b"[w] red\n[w] \n"
+
+    def test_a_line_without_an_end_is_cut(self, made, tmp_path):
+        transcript, shown = made
+        for _ in range(5 * MAX_LINE_NCHARS // 2):
+            transcript.feed(b"x")
+        transcript.feed(b"end\n")
+        lines = shown().decode().splitlines()
+        assert [len(line) - len("[w] ") <= MAX_LINE_NCHARS + 1 for line in lines] == [True] * 3
+        assert (tmp_path / "w.log").read_text().replace("\n", "") == "x" * (5 * MAX_LINE_NCHARS // 2) + "end"
 
 
 class TestObservers:

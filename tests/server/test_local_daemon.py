@@ -9,6 +9,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
+from lsgd.node.local_server import LAST_LEAVE_WITHIN_S
 from lsgd.protocol.messages import (
     PROTOCOL,
     Join,
@@ -31,7 +32,6 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.processes import pid_namespace
 from lsgd.protocol.sockets import Connector, Listener, Poller
-from lsgd.server.local_daemon import LAST_LEAVE_WITHIN_S
 
 from ..integration.running import Cluster, Process, until
 from .helpers import greeting

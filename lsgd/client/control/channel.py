@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lsgd.client.control.notices import Notice, give, is_given
 from lsgd.errors import (
     EvictedError,
     ExchangeError,
@@ -21,13 +20,13 @@ from lsgd.errors import (
 from lsgd.protocol.messages import (
     Evicted,
     GenerationOver,
+    GivenUp,
     Heartbeat,
     Over,
     Published,
     Recall,
     Refused,
     StatusQuery,
-    Stop,
     Upward,
     Waiting,
     WorkerHello,
@@ -47,9 +46,6 @@ SAY_EVERY_S = 10.0
 
 MAX_OUTBOX = 1000
 """How many messages are kept while the local server is away; the oldest are dropped first."""
-
-NOTICED_AFTER_S = 3.0
-"""How long the local server must be silent before a worker believes the launcher that it has ended, in seconds."""
 
 Totals = tuple[float, float, float, int, int, dict[str, float]]
 """The last six fields of a :class:`Heartbeat`."""
@@ -86,6 +82,7 @@ class Channel:
     Attributes:
         global_silence_s: longest wait while only the local server answers; unlimited at first.
         run: the run that this worker belongs to; empty before it joins one.
+        given_up: no answer will come any more: save what there is, and leave.
         totals: returns what the heartbeats say; called in the channel's thread.
         when_over: called in the channel's thread with the number of each generation that is over.
         pass_down: called there with messages about addresses and generations, for this worker's other processes.
@@ -96,6 +93,7 @@ class Channel:
         self.silence_s = silence_s
         self.global_silence_s = math.inf
         self.run = ""
+        self.given_up = False
         self.totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {})
         self.when_over: Callable[[int], None] = lambda generation: None
         self.pass_down: Callable[[bytes], None] = lambda frame: None
@@ -221,10 +219,8 @@ class Channel:
         if timeout_s is not None and now - started_at > timeout_s:
             raise ExchangeError(f"{what} for {timeout_s:g} s: {self._waits_for or 'no answer'}")
         waited = f"{what} for {now - started_at:.0f} s"
-        if self.given_up():
+        if self.given_up:
             raise ServerLostError(f"{waited}, and its servers have ended or were given up")
-        if now - self._heard_at > NOTICED_AFTER_S and is_given(self.address, Notice.OVER):
-            raise ServerLostError(f"{waited}, and the local server at {self.address} has ended for good")
         if now - self._heard_at > (silence_s or self.silence_s):
             raise ServerLostError(
                 f"{waited}, and the local server at {self.address} has been silent for "
@@ -232,10 +228,6 @@ class Channel:
             )
         if now - self._global_heard_at > (silence_s or self.global_silence_s):
             raise ServerLostError(f"{waited}, and {self._waits_for}")
-
-    def given_up(self) -> bool:
-        """Whether the launcher says that no answer will come: save what there is, and leave."""
-        return is_given(self.address, Notice.GIVEN_UP)
 
     def silent_s(self) -> float:
         """Return how long the global server has been silent, in seconds."""
@@ -250,9 +242,8 @@ class Channel:
         self._where = encode(where)
 
     def start_heartbeat(self, worker: str) -> None:
-        """From now on send heartbeats as ``worker``; also tell the launcher, once."""
+        """From now on send heartbeats as ``worker``."""
         self._worker = worker
-        give(self.address, Notice.JOINED, worker)
 
     def close(self) -> None:
         """Send what is left, then end the thread."""
@@ -313,9 +304,9 @@ class Channel:
                 return
             if not isinstance(message, WorkerHelloReply) and not (isinstance(message, Waiting) and message.away):
                 self._global_heard_at = self._heard_at
-            if isinstance(message, Stop | Over) and self._worker:
-                give(self.address, Notice.ENDED, self._worker)
-            if isinstance(message, Waiting):
+            if isinstance(message, GivenUp):
+                self.given_up = True
+            elif isinstance(message, Waiting):
                 self._waits_for = message.reason
             elif isinstance(message, Refused):
                 self._refused = self._refused or JoinError(message.reason)  # the first reason counts

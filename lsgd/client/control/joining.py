@@ -14,7 +14,6 @@ from torch import nn
 from lsgd.client.control.channel import Channel
 from lsgd.client.control.identity import Identity, Interface, gpu_name, interface_towards, versions
 from lsgd.client.control.island import FollowerChannel, Island
-from lsgd.client.control.notices import Notice, is_given
 from lsgd.client.control.solo import Solo, is_alone, launch_line
 from lsgd.errors import ConfigError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.flat import describe
@@ -226,8 +225,6 @@ def _find_server(channel: Channel, identity: Identity) -> WorkerHelloReply:
             where, lambda m: isinstance(m, WorkerHelloReply), what="looking for the local server"
         )
     except ServerLostError:
-        if is_given(channel.address, Notice.OVER):
-            raise RunOverError("the run is over: its servers on this machine have ended") from None
         raise JoinError(
             f"no local server answers at {channel.address}; start the script with its servers: {launch_line()}; or "
             f"alone: LSGD_SOLO=1, without LSGD_LOCAL; or start a server on this machine by hand: lsgd-server --local "
@@ -249,8 +246,6 @@ def _welcome(channel: Channel, join: Join, timeout_s: float, processes: int) -> 
     try:
         welcome: Welcome = channel.ask(join, lambda m: isinstance(m, Welcome), what=what, timeout_s=timeout_s)
     except (ServerLostError, ExchangeError) as error:
-        if is_given(channel.address, Notice.OVER):
-            raise RunOverError(f"the run is over: {error}") from None
         raise JoinError(str(error)) from None
     try:
         plan = Plan.from_json(welcome.plan)

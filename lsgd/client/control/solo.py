@@ -1,39 +1,34 @@
-"""A script that was started without servers runs alone, as one worker, with its own servers."""
+"""A script that was started without servers runs alone, as one worker. Threads of its process serve the run."""
 
 import logging
-import os
+import secrets
 import shlex
-import shutil
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lsgd.client.control.closing import on_error
 from lsgd.client.control.identity import INDEX_VARIABLES
-from lsgd.client.control.notices import Notice, is_given
-from lsgd.errors import ConfigError, JoinError
+from lsgd.errors import ConfigError
 from lsgd.plan.plan import read
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.socket_folder import GLOBAL_SOCKET_NAME, SOCKET_NAME, socket_folder
-from lsgd.protocol.sockets import default_local_address
+from lsgd.protocol.sockets import Connector, Listener, default_local_address
+
+if TYPE_CHECKING:
+    from lsgd.server.daemon import Ending
 
 logger = logging.getLogger("lsgd")
-
-START_WITHIN_S = 60.0
-"""How long the servers may take to start, in seconds."""
 
 END_WITHIN_S = 10.0
 """How long the servers may take to end, in seconds."""
 
-_LOOK_EVERY_S = 0.01
-
 
 class Solo:
-    """This process's own two servers, until :meth:`close` or the end of the process, however it ends.
+    """This process's own two servers, as threads, until :meth:`close`. No other process can reach them.
 
     Args:
         environ: this process's variables, which may also set the plan.
@@ -43,48 +38,49 @@ class Solo:
 
     Raises:
         ConfigError: a setting of the plan is wrong.
-        JoinError: the servers cannot be started.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        path = environ.get("LSGD_PLAN")
-        _say(read(Path(path) if path else None, environ, {}).plan.run)
-        folder = self._folder = socket_folder()
-        self.address = f"ipc://{folder / SOCKET_NAME}"
-        log = folder / "log"
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lsgd.client.control.servers", str(folder), str(os.getpid())],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C at the terminal reaches the script alone
-            )
-        with on_error(self.close):
-            self._wait(log)
+        from lsgd.node.local_server import LocalServer  # only where a script runs alone
+        from lsgd.server.coordinator import Coordinator
+        from lsgd.server.daemon import Ending
+        from lsgd.server.global_daemon import GlobalDaemon
+        from lsgd.server.journal import begin
 
-    def _wait(self, log: Path) -> None:
-        deadline_s = time.monotonic() + START_WITHIN_S
-        while not all((self._folder / name).exists() for name in (SOCKET_NAME, GLOBAL_SOCKET_NAME)):
-            failed = self._process.poll() is not None or is_given(self.address, Notice.GIVEN_UP)
-            if failed or time.monotonic() > deadline_s:
-                lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-                raise JoinError(
-                    f"this script's own servers do not start: {' '.join(lines[-3:]) or 'no output'}; "
-                    f"start it with: {launch_line()}"
-                )
-            time.sleep(_LOOK_EVERY_S)
+        path = environ.get("LSGD_PLAN")
+        plan = read(Path(path) if path else None, environ, {}).plan
+        _say(plan.run)
+        token = secrets.token_hex(8)
+        above, self.address = f"inproc://lsgd-global-{token}", f"inproc://lsgd-local-{token}"
+        self._open = ExitStack()
+        listener = self._open.enter_context(Listener(above))
+        workers = self._open.enter_context(Listener(self.address))
+        link = self._open.enter_context(Connector(above, b"node0#1"))
+        coordinator = Coordinator(begin(replace(plan, run=replace(plan.run, workers=1)), None))
+        self._endings = Ending(), Ending()
+        runs = GlobalDaemon(coordinator, listener, watches_memory=False).run, LocalServer(0, 1, workers, link).run
+        self._threads = [
+            threading.Thread(target=_serve, args=(run, ending), name="lsgd-server", daemon=True)
+            for run, ending in zip(runs, self._endings, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """End the servers."""
-        self._process.terminate()
-        try:
-            self._process.wait(END_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for ending in self._endings:
+            ending.ask("its script's end")
+            ending.ask("its script's end")
+        for thread in self._threads:
+            thread.join(END_WITHIN_S)
+        self._open.close()
+
+
+def _serve(run: "Callable[[Ending], int]", ending: "Ending") -> None:
+    from lsgd.server.daemon import silence
+
+    silence()
+    run(ending)
 
 
 def is_alone(environ: Mapping[str, str]) -> bool:

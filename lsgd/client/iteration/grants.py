@@ -309,7 +309,7 @@ class GrantClient:
         return answer, f"{self._who[0]} has completed {made} iterations alone; the servers are back" if made else ""
 
     def _may_continue_alone(self, rounds: tuple[int, int]) -> bool:
-        return self._alone < self._may_be_alone and rounds[0] > 0 and not self._channel.given_up()
+        return self._alone < self._may_be_alone and rounds[0] > 0 and not self._channel.given_up
 
     def _answer(self, request: Request, silence_s: float | None) -> Go | Stop:
         """Return the answer to a request; ``silence_s``: how long the servers may be silent, None: as in the plan."""

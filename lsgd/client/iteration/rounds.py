@@ -11,7 +11,6 @@ from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot
 from lsgd.client.control.channel import Totals
 from lsgd.client.control.joining import Membership
-from lsgd.client.control.notices import Notice, give
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.iteration.gradients import GradientExchange
 from lsgd.client.iteration.grants import GrantClient
@@ -142,7 +141,6 @@ class Rounds:
             ends = not continues or (is_global and self.committed > before)
         self.grants.stopped = True
         if not self.has_consensus:
-            give(self._channel.address, Notice.ENDED, self._who[0])
             logger.info(
                 "%s leaves after %d iterations: the run continues without it, and its model is not the consensus, but "
                 "that of round %d",

@@ -1,23 +1,21 @@
 """Vector kernels for the codecs that send each element's sign and level, and each block's scale.
 
-They produce the same bytes as :mod:`lsgd.codecs.levels1` and :mod:`lsgd.codecs.levels2` in torch;
-docs/concepts/formulas.md has the arithmetic. The code for a block has no loops, so each block
-size has a program of its own.
+They produce the same bytes as :mod:`lsgd.codecs.levels` in torch; docs/concepts/formulas.md has the arithmetic.
+The code for a block has no loops, so each block size has a program of its own.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from lsgd.kernels.cpu.blockwise import GROUP, LANES, BlockKernels, fetch, load_bits, store_bits, totals
+from lsgd.kernels.cpu.blockwise import GROUP, LANES, BlockKernels, JobView, fetch, load_bits, store_bits, totals
 from lsgd.kernels.cpu.ir import F32, F64, I16, I32, I64, POINTER, Kernel, Value, bfloat16_bits, kernel
-from lsgd.kernels.cpu.job import JobView
 
 AHEAD: Final = 2048  # elements: prefetch distance of the pass that leaves the memory idle
 
 
-class LevelsPath(BlockKernels):
-    """The kernels for one block size and these levels; see :class:`lsgd.codecs.blocks.ScaledBlocks`."""
+class LevelsKernels(BlockKernels):
+    """The kernels for one block size and these levels; see :class:`lsgd.codecs.levels.ScaledBlocks`."""
 
     def __init__(self, block: int, near: float, far: float, threshold: float | None) -> None:
         self._near, self._far, self._threshold = near, far, threshold

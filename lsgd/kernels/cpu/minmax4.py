@@ -1,6 +1,6 @@
 """Vector kernels for the codec with 4 bits between the least and the greatest element of a block.
 
-They produce the same bytes as :mod:`lsgd.codecs.minmax4` in torch. The second pass over a block finds it in the L1
+They produce the same bytes as :mod:`lsgd.codecs.minmax` in torch. The second pass over a block finds it in the L1
 cache, and prefetches later blocks.
 """
 
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from lsgd.kernels.cpu.blockwise import GROUP, INFINITY, BlockKernels, fetch
+from lsgd.kernels.arithmetic import HALF_OF_MAX
+from lsgd.kernels.cpu.blockwise import GROUP, INFINITY, BlockKernels, JobView, fetch
 from lsgd.kernels.cpu.ir import F32, I8, I16, I32, Kernel, Value, Variable
-from lsgd.kernels.cpu.job import JobView
-from lsgd.kernels.reference import HALF_OF_MAX
 
 AHEAD: Final = 4096  # elements: the prefetch distance
 _UNITS: Final = 15
 
 
-class MinMax4Path(BlockKernels):
+class MinMax4Kernels(BlockKernels):
     """The kernels for one block size."""
 
     def __init__(self, block: int) -> None:

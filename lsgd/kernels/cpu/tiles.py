@@ -1,16 +1,17 @@
-"""The innermost loops of the CPU path: each processes one tile, a run of elements that fits into the L1 cache.
+"""The innermost loops of minmax8 on CPUs: each processes one tile, a run of elements that fits into the L1 cache.
 
-They are LLVM code, built at first use, so they need neither a compiler nor binaries. The arithmetic is that of
-:mod:`lsgd.kernels.reference`, operation by operation.
+The arithmetic is that of :mod:`lsgd.codecs.minmax`, operation by operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from llvmlite import ir
 
+from lsgd.kernels.arithmetic import BIG, BIG_UNIT, HALF_OF_MAX, KEY_STEPS, LANES, LEVELS, MULTIPLIERS, ROUNDS
 from lsgd.kernels.cpu.ir import (
     F16,
     F32,
@@ -26,13 +27,10 @@ from lsgd.kernels.cpu.ir import (
     kernel,
     vector,
 )
-from lsgd.kernels.philox import KEY_STEPS, LANES, MULTIPLIERS, ROUNDS
-from lsgd.kernels.reference import BIG, BIG_UNIT, HALF_OF_MAX, LEVELS
 
 WIDTH: Final = 64
 NEAR_ELEMENTS: Final = 1024  # prefetch distance in a pass that only reads,
 FAR_ELEMENTS: Final = 4096  # and in the pass that writes codes, which leaves the memory idle
-FLOAT32, FLOAT16, BFLOAT16 = range(3)
 COMBINE: Final = (Value.minimum, Value.maximum, Value.__add__)  # combine lo, hi and bad of two states
 
 _ROUND: Final = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits of a float32
@@ -116,18 +114,18 @@ class Tiles:
             order = [lane + calls * part for lane in range(calls) for part in (0, 1)]
             k.store(low.shuffle(order, high), out, index * (WIDTH // 4))
 
-    @kernel(POINTER, I64, POINTER, POINTER, POINTER, POINTER, I64)
-    def encode(self, k: Kernel, *arguments: Value, stochastic: bool) -> None:
-        """(values, n, constants, codes, dither, origin, stride): write n codes.
+    @kernel(POINTER, I64, POINTER, POINTER, POINTER, POINTER)
+    def encode(self, k: Kernel, *arguments: Value, stochastic: bool, stride: int) -> None:
+        """(values, n, constants, codes, dither, origin): write n codes.
 
         The constants are lo * factor, 1 / unit and factor. This pass leaves the memory idle, so it prefetches later
-        elements; they have ``stride`` bytes, and the tile's first one is at ``origin``.
+        elements of the source; they have ``stride`` bytes, and the tile's first one is at ``origin``.
         """
-        values, n, constants, codes, dither, origin, stride = arguments
+        values, n, constants, codes, dither, origin = arguments
         lo, inverse, factor = (k.load(constants, F32, i) for i in range(3))
 
         def body(index: Value, width: int) -> None:
-            for line in range(0, width - 1, 16):
+            for line in range(0, width - 1 if stride else 0, 16):
                 k.prefetch(k.offset(origin, I8, (index + (FAR_ELEMENTS + line)) * stride))
             x = k.load(values, F32, index, width)
             difference = x * factor - lo
@@ -142,12 +140,12 @@ class Tiles:
 
         _spans(k, n, WIDTH, body)
 
-    @kernel(POINTER, I64, F32, F32, POINTER, F32, I64)
-    def decode(self, k: Kernel, *arguments: Value, add: bool) -> None:
-        """(codes, n, lo, unit, out, alpha, stream): set n float32 to the decoded values, or add alpha times them."""
-        codes, n, lo, unit, out, alpha, stream = arguments
+    @kernel(POINTER, I64, F32, F32, POINTER, F32)
+    def decode(self, k: Kernel, *arguments: Value, add: bool, stream: bool = False) -> None:
+        """(codes, n, lo, unit, out, alpha): set n float32 to the decoded values, or add alpha times them."""
+        codes, n, lo, unit, out, alpha = arguments
 
-        def emit(index: Value, width: int, factor: float, past_caches: bool) -> None:
+        def emit(index: Value, width: int, factor: float) -> None:
             code = k.load(codes, I8, index, width).convert("zext", I32).convert("sitofp", F32)
             value = (lo * factor).splat(width) + code * (unit * factor)
             if factor < 1.0:
@@ -155,24 +153,14 @@ class Tiles:
             if add:
                 self._prefetch(k, out, index, width)
                 value = k.load(out, F32, index, width) + value * alpha
-            k.store(value, out, index, stream=past_caches and width > 1)
-
-        def spans(factor: float, past_caches: bool = False) -> None:
-            _spans(k, n, WIDTH, lambda i, w: emit(i, w, factor, past_caches))
+            k.store(value, out, index, stream=stream and factor == 1.0 and width > 1)
 
         big = lo.magnitude().compare(">=", BIG) | unit.compare(">=", BIG_UNIT)
         with k.either(big) as (then, otherwise):
             with then:
-                spans(0.5)
+                _spans(k, n, WIDTH, partial(emit, factor=0.5))
             with otherwise:
-                if add:
-                    spans(1.0)
-                else:
-                    with k.either(stream.compare("!=", 0)) as (then, otherwise):
-                        with then:
-                            spans(1.0, True)
-                        with otherwise:
-                            spans(1.0)
+                _spans(k, n, WIDTH, partial(emit, factor=1.0))
 
     @kernel(POINTER, I64, F32)
     def scale(self, k: Kernel, values: Value, n: Value, weight: Value) -> None:
@@ -180,11 +168,11 @@ class Tiles:
         _spans(k, n, WIDTH, lambda i, w: k.store(k.load(values, F32, i, w) * weight, values, i))
 
     @kernel(POINTER, I64, POINTER)
-    def widen(self, k: Kernel, halves: Value, n: Value, out: Value, *, kind: int) -> None:
-        """Convert n float16 or bfloat16 to float32."""
+    def widen(self, k: Kernel, halves: Value, n: Value, out: Value, *, half: bool) -> None:
+        """Convert n float16 (``half``) or bfloat16 to float32."""
 
         def body(index: Value, width: int) -> None:
-            if kind == FLOAT16:
+            if half:
                 k.store(k.load(halves, F16, index, width).convert("fpext", F32), out, index)
             else:
                 bits = k.load(halves, I16, index, width).convert("zext", I32) << 16
@@ -193,12 +181,12 @@ class Tiles:
         _spans(k, n, WIDTH, body)
 
     @kernel(POINTER, I64, POINTER)
-    def narrow(self, k: Kernel, values: Value, n: Value, out: Value, *, kind: int) -> None:
-        """Round n float32 to float16 or bfloat16, half to even."""
+    def narrow(self, k: Kernel, values: Value, n: Value, out: Value, *, half: bool) -> None:
+        """Round n float32 to float16 (``half``) or bfloat16, half to even."""
 
         def body(index: Value, width: int) -> None:
             x = k.load(values, F32, index, width)
-            if kind == FLOAT16:
+            if half:
                 k.store(x.convert("fptrunc", F16), out, index)
             else:
                 k.store(bfloat16_bits(x, x.compare("==", x)), out, index)

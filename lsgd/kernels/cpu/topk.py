@@ -13,6 +13,7 @@ from lsgd.kernels.cpu.blockwise import (
     INFINITY,
     LANES,
     BlockKernels,
+    JobView,
     fetch,
     load_bits,
     store_bits,
@@ -20,12 +21,11 @@ from lsgd.kernels.cpu.blockwise import (
     word_of,
 )
 from lsgd.kernels.cpu.ir import F32, F64, I8, I16, I32, I64, POINTER, Kernel, Value, Variable, kernel
-from lsgd.kernels.cpu.job import JobView
 
 _NAN: Final = 0x7FC00000
 
 
-class TopKPath(BlockKernels):
+class TopKKernels(BlockKernels):
     """The kernels for one ``k``.
 
     Args:

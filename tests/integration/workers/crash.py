@@ -13,6 +13,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ parser.add_argument("--fail-from", type=int, default=0, help="this round and all
 parser.add_argument("--like-nccl", action="store_true", help="a GPU of its own, and Gloo in NCCL's place")
 options = parser.parse_args()
 if options.like_nccl:
-    joining.gpu_name = lambda device: f"GPU {os.getpid()}"
+    joining.gpu_name = lambda device: uuid4().hex
     lsgd.client.groups.form.torch_group = partial(torch_group, backend="gloo")
 
 torch.manual_seed(time.monotonic_ns())

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from functools import partial
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ parser.add_argument("--seed", type=int, default=0, help="of the model; 0: anothe
 parser.add_argument("--like-nccl", action="store_true", help="a GPU of its own, and Gloo in NCCL's place")
 options = parser.parse_args()
 if options.like_nccl:
-    joining.gpu_name = lambda device: f"GPU {os.getpid()}"
+    joining.gpu_name = lambda device: uuid4().hex
     lsgd.client.groups.form.torch_group = partial(torch_group, backend="gloo")
 
 

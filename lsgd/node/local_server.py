@@ -1,12 +1,16 @@
-"""The local server of a node: carries its workers' messages to the global server, in batches, and the answers back."""
+"""A node's local server: carries its workers' messages to the global server, in batches, and the answers back."""
 
+import contextlib
 import socket
 import time
+from collections.abc import Callable
 
 from lsgd import __version__
 from lsgd.errors import ProtocolError
 from lsgd.protocol.messages import (
+    LOOP_ENDED,
     PROTOCOL,
+    GivenUp,
     Join,
     Leave,
     Left,
@@ -18,7 +22,10 @@ from lsgd.protocol.messages import (
     Refused,
     Request,
     RunOver,
+    Status,
     StatusQuery,
+    Stop,
+    StopRun,
     VersionError,
     Waiting,
     WorkerHello,
@@ -29,7 +36,8 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.processes import Processes
 from lsgd.protocol.sockets import Connector, Listener, Poller
-from lsgd.server.daemon import EXIT_AT_ONCE, LAST_WORDS_S, TICK_S, Refusals, Signals, complain, say
+from lsgd.server import daemon
+from lsgd.server.daemon import EXIT_AT_ONCE, LAST_WORDS_S, TICK_S, Ending, Refusals
 
 HELLO_EVERY_S = 1.0
 """How often the local server greets the global server."""
@@ -56,8 +64,10 @@ _ASKING = (Join, Request, Pause, Leave, StatusQuery)
 """Messages of workers that wait for an answer: if one cannot be forwarded, the local server says why."""
 
 
-class LocalDaemon:
+class LocalServer:
     """Forwards frames without parsing them, except those that join and leave.
+
+    Its owner polls :attr:`sources` and calls :meth:`turn`; :meth:`run` does this for a server without anything else.
 
     A worker's message goes up unchanged. Pairs of frames come down: the name of a worker's socket and the message, or
     an empty name and a message for this server.
@@ -68,69 +78,131 @@ class LocalDaemon:
         listener: where the workers connect.
         link: to the global server, under the name ``node0#incarnation``.
         workers: how many this node has.
+        say: prints a line.
+        complain: prints a line about something wrong.
+
+    Attributes:
+        processes: tells when a worker's process ends; it may watch others too.
+        over: the run is over.
+        failure: why this node cannot take part in the run; empty while it can.
+        joined: names of the workers that have asked to join.
+        ended: names of those that heard of the run's end, or left it in order.
     """
 
-    def __init__(self, node: int, incarnation: int, listener: Listener, link: Connector, workers: int = 1) -> None:
+    def __init__(
+        self,
+        node: int,
+        incarnation: int,
+        listener: Listener,
+        link: Connector,
+        workers: int = 1,
+        *,
+        say: Callable[[str], None] = daemon.say,
+        complain: Callable[[str], None] = daemon.complain,
+    ) -> None:
         self._node = node
         self._own_workers = workers
         self._incarnation = incarnation
         self._listener = listener
         self._global = link
+        self._say = say
+        self._complain = complain
+        self.processes = Processes()
+        self.over = False
+        self.failure = ""
+        self.joined: set[str] = set()
+        self.ended: set[str] = set()
         self._workers: dict[bytes, str] = {}
         self._heard_at: float | None = None
         self._run = ""
-        self._refused = ""
         self._refused_at: float | None = None  # since when the global server refuses the keys
         self._ending = ""  # why this server ends; empty while it serves
         self._ends_at = 0.0  # by then all have heard, or have had the time to
         self._leave_said_at = 0.0
         self._leave_heard = False
         self._last_word = False  # the workers are gone: the next leave is the last
-        self._over = False  # the global server has ended too
-        self._processes = Processes()  # of the workers
+        self._stop = ""  # why the run is to stop, until the global server has heard it
+        self._given_up = False  # no server can tell the workers anything any more
         self._dead: dict[bytes, bytes] = {}  # by socket: the Leave of workers whose processes have ended
+        self._refusals = Refusals()
+        self._turned_at = time.monotonic()
+        self._started_at = self._turned_at
+        self._greeted_at = self._said_at = self._turned_at - 60
 
-    def run(self, signals: Signals) -> int:
-        """Serve until the run is over or a signal comes, and return the exit code."""
-        poller = Poller(self._listener, self._global, signals.wakeup)
-        refusals = Refusals()
-        started_at = time.monotonic()
-        greeted_at = said_at = started_at - 60
-        may_end_at = started_at + GATHER_S if signals.first else started_at
-        while not self._ending or time.monotonic() <= self._ends_at:
+    @property
+    def sources(self) -> tuple[Listener, Connector, Processes]:
+        """What to poll, for :data:`TICK_S` at most; then call :meth:`turn`."""
+        return self._listener, self._global, self.processes
+
+    def run(self, ending: Ending) -> int:
+        """Serve until the run is over or ``ending`` begins, and return the exit code."""
+        poller = Poller(*self.sources, ending.wakeup)
+        may_end_at = self._started_at + (GATHER_S if ending.first else 0.0)
+        while not self.finished:
             now = time.monotonic()
-            if now - greeted_at >= HELLO_EVERY_S and not self._over and not self._last_word:
-                self._global.send([encode(self._hello())])
-                greeted_at = now
-            poller.wait(TICK_S)
-            frozen_s = time.monotonic() - now - TICK_S
-            if frozen_s > FROZEN_S and self._heard_at is not None:  # the global server had nobody to answer
-                self._heard_at += frozen_s
-            now = time.monotonic()
-            self._upward(now)
-            self._report_dead()
-            self._downward(now)
-            refusals.say(self._listener, now)
-            signals.wakeup.clear()
-            self._refused = self._refused or self._keys_refused(now)
-            if self._refused:
-                complain(f"the global server refuses this node: {self._refused}")
+            self.turn(now)
+            if self.failure:
+                self._complain(self.failure)
                 return 1
-            if signals.at_once:
-                say("second signal: ending at once")
+            if ending.at_once:
+                self._say("second signal: ending at once")
                 return EXIT_AT_ONCE
-            if signals.first and not self._ending and now >= may_end_at:
-                self._end(f"the local server of node{self._node} got {signals.first}", now)
-            if self._ending:
-                self._forget_gone()
-                self._leave(now)
-            if not self._ending and self._away(now) and now - max(said_at, started_at) > SILENT_AFTER_S:
-                say(self._away(now))
-                said_at = now + 5
-        if self._workers:
-            complain(f"ended although {', '.join(sorted(self._workers.values()))} did not leave")
-        say(f"ended: {self._ending}")
+            if ending.first and now >= may_end_at:
+                self.end(f"the local server of node{self._node} got {ending.first}")
+            poller.wait(TICK_S)
+            ending.wakeup.clear()
+        self.close()
         return 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, and all have heard that or have had the time to."""
+        return bool(self._ending) and time.monotonic() > self._ends_at
+
+    def end(self, reason: str) -> None:
+        """Make the node leave the run: its workers first."""
+        if not self._ending:
+            self._ending, self._ends_at = reason, time.monotonic() + LEAVE_WITHIN_S
+
+    def stop_run(self, reason: str) -> None:
+        """Make the run stop: say so to the global server until it has heard it."""
+        self._stop, self._greeted_at = reason, 0.0
+
+    def give_up(self) -> None:
+        """Tell the workers, whenever they ask, that no server will answer: to save what they have, and to leave."""
+        self._given_up = True
+        for peer in self._workers:
+            self._listener.send(peer, [encode(GivenUp())])
+
+    def close(self) -> None:
+        """Say how it ended."""
+        if self._workers:
+            self._complain(f"ended although {', '.join(sorted(self._workers.values()))} did not leave")
+        if self._ending:
+            self._say(f"ended: {self._ending}")
+
+    def turn(self, now: float) -> None:
+        """Carry what has arrived, and say what is due."""
+        frozen_s = now - self._turned_at - TICK_S
+        self._turned_at = now
+        if frozen_s > FROZEN_S and self._heard_at is not None:  # the global server had nobody to answer
+            self._heard_at += frozen_s
+        self._upward(now)
+        self._report_dead()
+        self._downward(now)
+        for refusal in self._refusals.report(self._listener, now):
+            self._complain(refusal)
+        if now - self._greeted_at >= HELLO_EVERY_S and not self.over and not self._last_word:
+            self._global.send([encode(self._hello()), *[encode(StopRun(self._stop))] * bool(self._stop)])
+            self._greeted_at = now
+        if not self.failure and (refused := self._keys_refused(now)):
+            self._refuse(refused)
+        if self._ending:
+            self._forget_gone()
+            self._leave(now)
+        elif self._away(now) and now - max(self._said_at, self._started_at) > SILENT_AFTER_S:
+            self._say(self._away(now))
+            self._said_at = now + 5
 
     def _hello(self) -> NodeHello:
         host = socket.gethostname()
@@ -140,14 +212,17 @@ class LocalDaemon:
         """Forward the workers' messages, in one batch."""
         batch: list[bytes] = []
         senders: dict[bytes, bytes] = {}
+        hopeless = self._given_up or (self.over and now > self._ends_at)
         for peer, frames in self._listener.receive():
             for frame in frames:
                 if kind_of(frame) is WorkerHello:
                     self._greet(peer, frame)
                     continue
                 if self._ending and kind_of(frame) is Join:
-                    self._listener.send(peer, [encode(Over(self._ending))])
+                    self._dismiss(peer, frame)
                     continue
+                if hopeless and kind_of(frame) in _ASKING:
+                    self._listener.send(peer, [encode(GivenUp())])
                 self._note(peer, frame)
                 batch.append(frame)
                 if kind_of(frame) in _ASKING:
@@ -169,21 +244,29 @@ class LocalDaemon:
                 f"{socket.gethostname()} speaks {PROTOCOL} (lsgd {__version__}); install the same release of lsgd in "
                 f"both environments"
             )
-            complain(f"refused a worker: {reason}")
+            self._complain(f"refused a worker: {reason}")
             self._listener.send(peer, [encode(Refused(reason))])
             return
         assert isinstance(where, WorkerHello)
         if peer == str(where.incarnation).encode():  # the name of every worker's socket
-            self._processes.watch(peer, where.pid, where.pid_namespace)
+            self.processes.watch(peer, where.pid, where.pid_namespace)
         self._listener.send(peer, [encode(WorkerHelloReply(self._node, self._global.address))])
+
+    def _dismiss(self, peer: bytes, frame: bytes) -> None:
+        """Tell a worker that joins too late that the run is over."""
+        with contextlib.suppress(ProtocolError):
+            join = decode(frame)
+            assert isinstance(join, Join)
+            self.ended.add(join.worker)
+            self._listener.send(peer, [encode(Over(self._ending))])
 
     def _report_dead(self) -> None:
         """Send a Leave for workers whose processes have ended, so that nobody waits for their leases to end."""
-        for peer in self._processes.ended():
-            if worker := self._workers.pop(peer, ""):
+        for peer in self.processes.ended():
+            if isinstance(peer, bytes) and (worker := self._workers.pop(peer, "")):
                 reason = "its process has ended"
                 self._dead[peer] = encode(Leave(worker, int(peer), 0, True, reason))
-                say(f"{worker} is gone: {reason}")
+                self._say(f"{worker} is gone: {reason}")
         if self._dead and self._global.send(list(self._dead.values())):
             self._dead.clear()
 
@@ -195,18 +278,23 @@ class LocalDaemon:
         try:
             message = decode(frame)
         except ProtocolError as error:
-            complain(f"invalid message from a worker: {error}")
+            self._complain(f"invalid message from a worker: {error}")
             return
         if isinstance(message, Join) and peer not in self._workers:
             self._workers[peer] = message.worker
-            say(f"{message.worker} joins")
+            self.joined.add(message.worker)
+            self._say(f"{message.worker} joins")
         elif isinstance(message, Request):  # it joined through this server's predecessor
             self._workers[peer] = message.worker
-            say(f"{message.worker} is here already")
-        elif isinstance(message, Leave) and self._over:
-            self._workers.pop(peer, None)
-            self._processes.forget(peer)
-            self._listener.send(peer, [encode(Left())])
+            self.joined.add(message.worker)
+            self._say(f"{message.worker} is here already")
+        elif isinstance(message, Leave):
+            if not message.failed and message.reason != LOOP_ENDED:
+                self.ended.add(message.worker)
+            if self.over:
+                self._workers.pop(peer, None)
+                self.processes.forget(peer)
+                self._listener.send(peer, [encode(Left())])
 
     def _hold(self, peer: bytes, frame: bytes, reason: str) -> None:
         """Tell a worker why it has to wait: its message could not be forwarded, and it will send it again."""
@@ -222,42 +310,45 @@ class LocalDaemon:
             for peer, frame in zip(frames[::2], frames[1::2], strict=False):
                 if peer:
                     self._listener.send(peer, [frame])
+                    if kind_of(frame) in (Stop, Over):
+                        self.ended.add(self._workers.get(peer, ""))
                     if kind_of(frame) in (Left, Over, Refused) and (worker := self._workers.pop(peer, "")):
-                        self._processes.forget(peer)
-                        say(f"{worker} leaves")
+                        self.processes.forget(peer)
+                        self._say(f"{worker} leaves")
                     continue
                 try:
                     self._take(decode(frame), now)
                 except ProtocolError as error:
-                    complain(f"invalid message from the global server: {error}")
+                    self._complain(f"invalid message from the global server: {error}")
 
     def _take(self, message: object, now: float) -> None:
         match message:
             case NodeWelcome(run):
                 if run != self._run:
-                    say(f"connected to the global server at {self._global.address}, run {run}")
+                    self._say(f"connected to the global server at {self._global.address}, run {run}")
                 self._run, self._heard_at = run, now
+            case Status():
+                self._stop = ""
             case Refused(reason):
-                self._refused = reason
+                self._refuse(reason)
             case RunOver(reason):
-                self._over = True
-                self._end(f"the run is over: {reason}", now)
+                self.over = True
+                self.end(f"the run is over: {reason}")
                 self._say_leave(now)
             case Left():
                 self._leave_heard = True
                 if self._last_word:
                     self._ends_at = min(self._ends_at, now + LAST_WORDS_S)
 
-    def _end(self, reason: str, now: float) -> None:
-        if not self._ending:
-            self._ending, self._ends_at = reason, now + LEAVE_WITHIN_S
+    def _refuse(self, reason: str) -> None:
+        self.failure = self.failure or f"the global server refuses this node: {reason}"
 
     def _leave(self, now: float) -> None:
         """Say that this node leaves, until it is heard; and again when its workers are gone."""
         if not self._workers and not self._last_word:
             # Greetings since the first leave have brought this node back.
             self._last_word, self._leave_heard, self._leave_said_at = True, False, 0.0
-            answers = self._heard_at is not None and not self._over
+            answers = self._heard_at is not None and not self.over
             self._ends_at = min(self._ends_at, now + (LAST_LEAVE_WITHIN_S if answers else LAST_WORDS_S))
         if not self._leave_heard and now - self._leave_said_at >= HELLO_EVERY_S:
             self._say_leave(now)
@@ -270,8 +361,8 @@ class LocalDaemon:
         """Stop waiting for workers whose processes have ended, which no message can reach."""
         for peer in list(self._workers):
             if not self._listener.send(peer, [encode(Waiting(0, self._ending))]):
-                self._processes.forget(peer)
-                say(f"{self._workers.pop(peer)} is gone")
+                self.processes.forget(peer)
+                self._say(f"{self._workers.pop(peer)} is gone")
 
     def _away(self, now: float) -> str:
         """Return a line about a global server that does not answer, or an empty text if it does."""

@@ -1,16 +1,20 @@
-"""Philox4x32-7, the counter-based generator for stochastic rounding, in plain torch.
+"""What the codec minmax8 in torch and its kernels share: the numbers of its arithmetic, and its random bits.
 
-Seven rounds are the fewest that pass BigCrush; the paper's default is ten.
-
-Salmon, Moraes, Dror and Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3.
+The bits come from Philox4x32-7 (Salmon, Moraes, Dror and Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011,
+section 3.3). Seven rounds are the fewest that pass BigCrush; the paper's default is ten.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-import torch
-from torch import Tensor
+from lsgd.lazy import Tensor, torch
+
+LEVELS: Final = 255
+SMALLEST_UNIT: Final = 2.0**-126
+BIG: Final = 2.0**126
+BIG_UNIT: Final = 2.0**118
+HALF_OF_MAX: Final = (2 - 2.0**-23) * 2.0**126
 
 ROUNDS: Final = 7
 MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)

@@ -1,4 +1,4 @@
-// The 8-bit min-max quantizer on CUDA: the arithmetic of reference.py, operation by operation, so payloads are
+// The 8-bit min-max quantizer on CUDA: the arithmetic of lsgd/codecs/minmax.py, operation by operation, so payloads are
 // bit-identical. Every rounding operation is an intrinsic, so the compiler fuses nothing by itself.
 //
 // It includes no headers, so NVRTC needs nothing else. All arguments are long long or float, including pointers.
@@ -18,8 +18,6 @@ typedef long long i64;
 #define SMALLEST_UNIT 1.1754943508222875e-38f // 2**-126
 #define INFINITE __uint_as_float(0x7f800000u)
 #define NOT_A_NUMBER __uint_as_float(0x7fc00000u)
-#define HEADER_NBYTES 32
-#define FLAGS_OFFSET 20
 
 struct Half {
   u16 bits;
@@ -144,15 +142,14 @@ __device__ __forceinline__ float decode(u32 code, float2 scale) {
   return __fadd_rn(scale.x, __fmul_rn((float)code, scale.y));
 }
 
-// The weighted sum of the vectors in several payloads, stride bytes apart.
+__device__ __forceinline__ float2 scale_of(const u8* scales, i64 number) { return ((const float2*)scales)[number]; }
+
+// The weighted sum of the vectors in several payloads, whose scales are stride bytes apart.
 struct Payloads {
   typedef u8 Data;
   const u8* first;
   i64 stride, members, block, shift, codes_offset;
   float weight;
-  __device__ __forceinline__ float2 scale(const u8* payload, i64 number) const {
-    return ((const float2*)(payload + HEADER_NBYTES))[number];
-  }
   __device__ __noinline__ static Eight load_slowly(Payloads source, i64 index, int count) {
     Eight eight = {};
 #pragma unroll 1
@@ -161,7 +158,7 @@ struct Payloads {
 #pragma unroll 1
       for (i64 member = 0; member < source.members; ++member) {
         const u8* payload = source.first + member * source.stride;
-        float decoded = decode(payload[source.codes_offset + index + k], source.scale(payload, number));
+        float decoded = decode(payload[source.codes_offset + index + k], scale_of(payload, number));
         eight.value[k] = member ? __fadd_rn(eight.value[k], decoded) : decoded;
       }
       eight.value[k] = __fmul_rn(eight.value[k], source.weight);
@@ -175,7 +172,7 @@ struct Payloads {
     for (i64 member = 0; member < members; ++member) {
       const u8* payload = first + member * stride;
       uint2 bits = *(const uint2*)(payload + codes_offset + index);
-      float2 one = scale(payload, number);
+      float2 one = scale_of(payload, number);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         float decoded = decode(((k < 4 ? bits.x : bits.y) >> (8 * (k & 3))) & 255, one);
@@ -226,8 +223,8 @@ struct Encoder {
   float lo, inverse, factor;  // lo times factor, 1 / unit of the block times factor
   int bad;
 
-  // Initialize from a block's range; one thread, the writer, also writes the block's scales and the payload's flag.
-  __device__ __forceinline__ void close(Range range, u8* payload, i64 number, bool writer) {
+  // Initialize from a block's range; one thread, the writer, also writes the block's scales and the flag.
+  __device__ __forceinline__ void close(Range range, float2* scales, u32* flags, i64 number, bool writer) {
     float least = __fadd_rn(range.lo, 0.f), greatest = __fadd_rn(range.hi, 0.f);  // -0 becomes +0
     factor = fmaxf(fabsf(least), fabsf(greatest)) >= BIG ? .5f : 1.f;
     lo = __fmul_rn(least, factor);
@@ -237,13 +234,12 @@ struct Encoder {
     bad = range.bad;
     if (!writer) return;
     float2 scale = {bad ? NOT_A_NUMBER : least, bad || !usable ? 0.f : __fdiv_rn(unit, factor)};
-    ((float2*)(payload + HEADER_NBYTES))[number] = scale;
-    if (bad) atomicOr((u32*)(payload + FLAGS_OFFSET), 1u);
+    scales[number] = scale;
+    if (bad) atomicOr(flags, 1u);
   }
 
   // Initialize from the block's scales; the factor only has to prevent overflow, codes do not depend on it.
-  __device__ __forceinline__ void reopen(const u8* payload, i64 number) {
-    float2 scale = ((const float2*)(payload + HEADER_NBYTES))[number];
+  __device__ __forceinline__ void reopen(float2 scale) {
     factor = fabsf(scale.x) >= BIG || scale.y >= BIG_UNIT ? .5f : 1.f;
     lo = __fmul_rn(scale.x, factor);
     inverse = scale.y > 0.f ? __fdiv_rn(1.f, __fmul_rn(scale.y, factor)) : 0.f;
@@ -287,8 +283,8 @@ __device__ __forceinline__ int up_to_eight(i64 count) { return (int)(count < 0 ?
 
 // One thread block per block of the vector, which is read once into registers: up to 8 * CHUNKS elements per thread.
 template <class Source, int CHUNKS, bool STOCHASTIC>
-__device__ __forceinline__ void quantize(Source source, u8* payload, i64 first, i64 numel, i64 block, i64 codes_offset,
-                                         u64 seed) {
+__device__ __forceinline__ void quantize(Source source, float2* scales, u8* codes, u32* flags, i64 first, i64 numel,
+                                         i64 block, u64 seed) {
   i64 number = first + blockIdx.x, start = number * block;
   i64 stop = start + block < numel ? start + block : numel;
   Eight eight[CHUNKS];
@@ -304,24 +300,23 @@ __device__ __forceinline__ void quantize(Source source, u8* payload, i64 first, 
       if (k < count) range.take(eight[chunk].value[k]);
   }
   Encoder encoder;
-  encoder.close(block_range(range), payload, number, threadIdx.x == 0);
+  encoder.close(block_range(range), scales, flags, number, threadIdx.x == 0);
 #pragma unroll
   for (int chunk = 0; chunk < CHUNKS; ++chunk) {
     i64 index = start + ((i64)chunk * blockDim.x + threadIdx.x) * 8;
     int count = up_to_eight(stop - index);
-    if (count) encoder.template store<STOCHASTIC>(eight[chunk].value, index, count, payload + codes_offset, seed);
+    if (count) encoder.template store<STOCHASTIC>(eight[chunk].value, index, count, codes, seed);
   }
 }
 
 // Memory for the ranges of a big block's segments, until its codes overwrite them.
-__device__ __forceinline__ float4* partials_of(u8* payload, i64 start, i64 codes_offset) {
-  return (float4*)(((u64)(payload + codes_offset + start) + 15) & ~(u64)15);
+__device__ __forceinline__ float4* partials_of(u8* codes, i64 start) {
+  return (float4*)(((u64)(codes + start) + 15) & ~(u64)15);
 }
 
 // Big blocks, first pass: thread blocks segments * i to segments * i + segments - 1 find the ranges in block i.
 template <class Source>
-__device__ __forceinline__ void find_ranges(Source source, u8* payload, i64 numel, i64 block, i64 codes_offset,
-                                            i64 segments) {
+__device__ __forceinline__ void find_ranges(Source source, u8* codes, i64 numel, i64 block, i64 segments) {
   i64 number = blockIdx.x / segments, segment = blockIdx.x % segments, start = number * block;
   i64 stop = start + block < numel ? start + block : numel;
   Range range;
@@ -335,27 +330,27 @@ __device__ __forceinline__ void find_ranges(Source source, u8* payload, i64 nume
   }
   range = block_range(range);
   float4 partial = {range.lo, range.hi, range.bad ? 1.f : 0.f, 0.f};
-  if (threadIdx.x == 0) partials_of(payload, start, codes_offset)[segment] = partial;
+  if (threadIdx.x == 0) partials_of(codes, start)[segment] = partial;
 }
 
 // Big blocks, last pass: write the codes, with the scales that close_blocks wrote.
 template <class Source, bool STOCHASTIC>
-__device__ __forceinline__ void write_codes(Source source, u8* payload, i64 numel, i64 block, i64 codes_offset,
+__device__ __forceinline__ void write_codes(Source source, const float2* scales, u8* codes, i64 numel, i64 block,
                                             i64 segments, u64 seed) {
   i64 number = blockIdx.x / segments, segment = blockIdx.x % segments, start = number * block;
   i64 stop = start + block < numel ? start + block : numel;
   Encoder encoder;
-  encoder.reopen(payload, number);
+  encoder.reopen(scales[number]);
   for (i64 index = start + (segment * blockDim.x + threadIdx.x) * 8; index < stop; index += segments * blockDim.x * 8) {
     int count = up_to_eight(stop - index);
     Eight eight = source.load(index, count);
-    encoder.template store<STOCHASTIC>(eight.value, index, count, payload + codes_offset, seed);
+    encoder.template store<STOCHASTIC>(eight.value, index, count, codes, seed);
   }
 }
 
 // Big blocks, second pass: combine the ranges, with one thread block per block.
-extern "C" __global__ void close_blocks(i64 payload, i64 block, i64 codes_offset, i64 segments) {
-  const float4* partials = partials_of((u8*)payload, blockIdx.x * block, codes_offset);
+extern "C" __global__ void close_blocks(i64 scales, i64 codes, i64 flags, i64 block, i64 segments) {
+  const float4* partials = partials_of((u8*)codes, blockIdx.x * block);
   Range range;
   range.clear();
   for (i64 segment = threadIdx.x; segment < segments; segment += blockDim.x) {
@@ -365,17 +360,7 @@ extern "C" __global__ void close_blocks(i64 payload, i64 block, i64 codes_offset
     range.bad |= partial.z != 0.f;
   }
   Encoder encoder;
-  encoder.close(block_range(range), (u8*)payload, blockIdx.x, threadIdx.x == 0);
-}
-
-// Write what the other kernels leave out: the header, and the zeros after the scales and after the codes.
-extern "C" __global__ void write_frame(i64 payload, i64 word0, i64 word1, i64 word2, i64 word3, i64 scales_end,
-                                       i64 codes_offset, i64 codes_end, i64 nbytes) {
-  i64 words[4] = {word0, word1, word2, word3};
-  u8* bytes = (u8*)payload;
-  if (threadIdx.x < 4) ((i64*)bytes)[threadIdx.x] = words[threadIdx.x];
-  if (scales_end + threadIdx.x < codes_offset) bytes[scales_end + threadIdx.x] = 0;
-  if (codes_end + threadIdx.x < nbytes) bytes[codes_end + threadIdx.x] = 0;
+  encoder.close(block_range(range), (float2*)scales, (u32*)flags, blockIdx.x, threadIdx.x == 0);
 }
 
 // Four elements per thread and step, so neighboring threads write neighboring 16 bytes.
@@ -385,17 +370,16 @@ struct alignas(4 * sizeof(T)) Four {
 };
 
 template <class T, bool ADD>
-__device__ __forceinline__ void dequantize(const u8* payload, T* out, i64 numel, i64 block, i64 shift, i64 codes_offset,
+__device__ __forceinline__ void dequantize(const u8* scales, const u8* all_codes, T* out, i64 numel, i64 block, i64 shift,
                                            float alpha) {
-  Payloads source = {payload, 0, 1, block, shift, codes_offset, 1.f};
   i64 start = (i64)blockIdx.x * blockDim.x * 16 + threadIdx.x * 4;
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     i64 index = start + (i64)step * blockDim.x * 4, number = block_of(index, block, shift);
-    const u8* codes = payload + codes_offset + index;
+    const u8* codes = all_codes + index;
     if (index + 4 <= numel && index + 4 <= (number + 1) * block && ((u64)(out + index) & (sizeof(Four<T>) - 1)) == 0) {
       u32 bits = *(const u32*)codes;
-      float2 scale = source.scale(payload, number);
+      float2 scale = scale_of(scales, number);
       Four<T> four;
       if (ADD) four = *(const Four<T>*)(out + index);
 #pragma unroll
@@ -409,7 +393,7 @@ __device__ __forceinline__ void dequantize(const u8* payload, T* out, i64 numel,
     }
 #pragma unroll 1
     for (int k = 0; k < 4 && index + k < numel; ++k) {
-      float value = decode(codes[k], source.scale(payload, block_of(index + k, block, shift)));
+      float value = decode(codes[k], scale_of(scales, block_of(index + k, block, shift)));
       if (ADD) value = __fadd_rn(widen(out[index + k]), __fmul_rn(value, alpha));
       narrow(value, out[index + k]);
     }
@@ -440,38 +424,38 @@ extern "C" __global__ void dequantize_reduce(i64 first, i64 stride, i64 members,
 
 #define ROUNDING_KERNELS(NAME, TYPE, ROUNDING, STOCHASTIC)                                                             \
   extern "C" __global__ void __launch_bounds__(256) quantize_##NAME##_1_##ROUNDING(                                    \
-      SOURCE_PARAMETERS, i64 payload, i64 first, i64 numel, i64 block, i64 codes_offset, i64 seed) {                   \
+      SOURCE_PARAMETERS, i64 scales, i64 codes, i64 flags, i64 first, i64 numel, i64 block, i64 seed) {                \
     typedef TYPE Source;                                                                                               \
-    quantize<Source, 1, STOCHASTIC>(SOURCE, (u8*)payload, first, numel, block, codes_offset, seed);                    \
+    quantize<Source, 1, STOCHASTIC>(SOURCE, (float2*)scales, (u8*)codes, (u32*)flags, first, numel, block, seed);      \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(1024) quantize_##NAME##_4_##ROUNDING(                                   \
-      SOURCE_PARAMETERS, i64 payload, i64 first, i64 numel, i64 block, i64 codes_offset, i64 seed) {                   \
+      SOURCE_PARAMETERS, i64 scales, i64 codes, i64 flags, i64 first, i64 numel, i64 block, i64 seed) {                \
     typedef TYPE Source;                                                                                               \
-    quantize<Source, 4, STOCHASTIC>(SOURCE, (u8*)payload, first, numel, block, codes_offset, seed);                    \
+    quantize<Source, 4, STOCHASTIC>(SOURCE, (float2*)scales, (u8*)codes, (u32*)flags, first, numel, block, seed);      \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(256) write_codes_##NAME##_##ROUNDING(                                   \
-      SOURCE_PARAMETERS, i64 payload, i64 numel, i64 block, i64 codes_offset, i64 segments, i64 seed) {                \
+      SOURCE_PARAMETERS, i64 scales, i64 codes, i64 numel, i64 block, i64 segments, i64 seed) {                        \
     typedef TYPE Source;                                                                                               \
-    write_codes<Source, STOCHASTIC>(SOURCE, (u8*)payload, numel, block, codes_offset, segments, seed);                 \
+    write_codes<Source, STOCHASTIC>(SOURCE, (const float2*)scales, (u8*)codes, numel, block, segments, seed);          \
   }
 
 #define SOURCE_KERNELS(NAME, TYPE)                                                                                     \
   ROUNDING_KERNELS(NAME, TYPE, nearest, false)                                                                         \
   ROUNDING_KERNELS(NAME, TYPE, stochastic, true)                                                                       \
   extern "C" __global__ void __launch_bounds__(256) find_ranges_##NAME(                                                \
-      SOURCE_PARAMETERS, i64 payload, i64 numel, i64 block, i64 codes_offset, i64 segments) {                          \
+      SOURCE_PARAMETERS, i64 codes, i64 numel, i64 block, i64 segments) {                                              \
     typedef TYPE Source;                                                                                               \
-    find_ranges<Source>(SOURCE, (u8*)payload, numel, block, codes_offset, segments);                                   \
+    find_ranges<Source>(SOURCE, (u8*)codes, numel, block, segments);                                                   \
   }
 
 #define DECODER_KERNELS(NAME, TYPE)                                                                                    \
-  extern "C" __global__ void __launch_bounds__(256) dequantize_##NAME(i64 payload, i64 out, i64 numel, i64 block,      \
-                                                                      i64 shift, i64 codes_offset) {                   \
-    dequantize<TYPE, false>((const u8*)payload, (TYPE*)out, numel, block, shift, codes_offset, 1.f);                   \
+  extern "C" __global__ void __launch_bounds__(256) dequantize_##NAME(i64 scales, i64 codes, i64 out, i64 numel,       \
+                                                                      i64 block, i64 shift) {                          \
+    dequantize<TYPE, false>((const u8*)scales, (const u8*)codes, (TYPE*)out, numel, block, shift, 1.f);                \
   }                                                                                                                    \
   extern "C" __global__ void __launch_bounds__(256) dequantize_add_##NAME(                                             \
-      i64 payload, i64 out, i64 numel, i64 block, i64 shift, i64 codes_offset, float alpha) {                          \
-    dequantize<TYPE, true>((const u8*)payload, (TYPE*)out, numel, block, shift, codes_offset, alpha);                  \
+      i64 scales, i64 codes, i64 out, i64 numel, i64 block, i64 shift, float alpha) {                                  \
+    dequantize<TYPE, true>((const u8*)scales, (const u8*)codes, (TYPE*)out, numel, block, shift, alpha);               \
   }
 
 SOURCE_KERNELS(float32, Vector<float>)

@@ -1,4 +1,4 @@
-// The kernels of quantize.cu.
+// The kernels of minmax8.cu.
 #define ROUNDED(NAME, ROUNDING)            \
   ENTRY(quantize_##NAME##_1_##ROUNDING)    \
   ENTRY(quantize_##NAME##_4_##ROUNDING)    \
@@ -7,6 +7,6 @@
 #define DECODED(NAME) ENTRY(dequantize_##NAME) ENTRY(dequantize_add_##NAME)
 
 #define KERNELS                                                 \
-  ENTRY(write_frame) ENTRY(close_blocks) ENTRY(dequantize_reduce) \
+  ENTRY(close_blocks) ENTRY(dequantize_reduce) \
   SOURCED(float32) SOURCED(float16) SOURCED(bfloat16) SOURCED(payloads) \
   DECODED(float32) DECODED(float16) DECODED(bfloat16)

@@ -1,0 +1,403 @@
+"""A node's process: carries its workers' messages, and starts, watches and ends the node's other processes."""
+
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lsgd.errors import EvictedError, ServerLostError
+from lsgd.node.local_server import LocalServer
+from lsgd.node.panel import Panel
+from lsgd.node.process import NOT_TRAINED, Child, Command, Role
+from lsgd.node.screen import FLUSH_WITHIN_S, FLUSHES, Screen
+from lsgd.node.transcript import Reading
+from lsgd.output import Output
+from lsgd.protocol.sockets import Poller
+from lsgd.server.daemon import TICK_S, Signals
+
+STOP_PATIENCE_S = 120.0
+"""How long a stopping run may take for its last round and for saving."""
+
+SAVE_PATIENCE_S = 30.0
+"""How long workers may take to save when no server will answer them."""
+
+TERM_PATIENCE_S = 5.0
+"""How long a process may take to end after SIGTERM."""
+
+KILL_PATIENCE_S = 10.0
+"""How long the system may take to kill a process after SIGKILL."""
+
+OBSERVE_PATIENCE_S = 15.0
+"""How long observing processes may keep writing after the run's end."""
+
+LINGER_S = 5.0
+"""How long servers may run after the workers end, if nobody else needs them."""
+
+RESTART_WINDOW_S = 600.0
+"""Deaths longer ago than this do not count toward a process's restarts."""
+
+EVICTED_WAIT_S = 1.0
+"""Wait before an evicted worker is restarted; evictions do not count toward its restarts."""
+
+SERVER_BACKOFF_S = 4.0
+"""Longest wait before a server is restarted: the workers' leases keep running."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step toward the end: wait for processes of these roles to end, after a signal perhaps.
+
+    Args:
+        patience_s: how long they have.
+        clean: the workers complete their last round and save, as the servers tell them.
+    """
+
+    roles: Sequence[Role]
+    patience_s: float
+    number: signal.Signals | None = None
+    clean: bool = False
+
+
+class Node:
+    """Runs the processes of a node until all have ended, or ends them.
+
+    The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) ends the run, or this node's part of it: the servers tell the
+    workers. A second one kills all processes at once. If a process fails, the run is stopped the same way. But a
+    process that was killed by a signal or evicted is restarted first: after one second, then two, four, ..., as often
+    as its command allows within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server can tell, are
+    told to save and leave. Then the processes are ended by role, in the order of :class:`Role`.
+
+    Args:
+        name: of the node.
+        commands: what to start, in this order; one server at most, the global one.
+        local: the node's local server.
+        screen: shows all output.
+        reading: reads it.
+        panel: shows the run's progress; None: nothing does.
+        outlives: the global server may outlive the workers, because other nodes need it.
+
+    Attributes:
+        end: how the run ended for this node, ``failed`` or ``stopped``, and why; empty: what its servers say.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        commands: Sequence[Command],
+        local: LocalServer,
+        screen: Screen,
+        reading: Reading,
+        *,
+        panel: Panel | None = None,
+        outlives: bool = False,
+    ) -> None:
+        self._name = name
+        self._commands = commands
+        self._local = local
+        self._screen = screen
+        self._reading = reading
+        self._panel = panel
+        self._outlives = outlives
+        self.end = "", ""
+        self._serves_run = any(command.role is Role.SERVER for command in commands)
+        self._children: list[Child] = []
+        self._failed: Child | None = None
+        self._early: set[str] = set()  # workers that left before the end of the run
+        self._signalled: signal.Signals | None = None
+        self._step: _Step | None = None
+        self._steps: deque[_Step] = deque()
+        self._deadline_s = 0.0
+        self._deaths: dict[str, list[float]] = {}  # times, by name
+        self._due: dict[str, float] = {}  # when to restart it, by name
+
+    def run(self) -> int:
+        """Run all processes; return the exit status.
+
+        It is 0 if all processes ended by themselves without an error; else the status of the first that failed
+        (128 + the signal's number, if a signal killed it), or 128 + the number of the signal that we got. It is
+        :data:`NOT_TRAINED` if a worker never joined, or if all workers left before the end of the run.
+        """
+        signals = Signals(signal.SIGHUP)
+        poller = Poller(*self._local.sources, signals.wakeup)
+        try:
+            for number, command in enumerate(self._commands):
+                self._start(command, number)
+            if self._panel:
+                self._panel.start()
+            while self._advance():
+                poller.wait(TICK_S)
+                signals.wakeup.clear()
+                self._turn(signals)
+            self._local.close()
+        finally:
+            for child in self._alive():
+                child.send(signal.SIGKILL)
+            if self._panel:
+                self._panel.close()
+            self._reading.close()
+            self._screen.close()
+            signals.restore()
+        status, state, why = self._outcome()
+        self.end = state, why
+        return status
+
+    def _turn(self, signals: Signals) -> None:
+        self._local.turn(time.monotonic())
+        while signals.received:
+            self._stop(signal.Signals[signals.received.pop(0)])
+        self._reap()
+        if self._local.failure and (self._step is None or self._step.clean):
+            self._screen.say(f"{self._name}: {self._local.failure}")
+            self._end(self._ends())
+        self._start_again()
+
+    def _alive(self, *roles: Role) -> list[Child]:
+        """Return the processes of these roles, or all, that run."""
+        return [child for child in self._children if child.status is None and child.role in (roles or Role)]
+
+    def _named(self, name: str) -> Child:
+        return next(child for child in self._children if child.name == name)
+
+    # -- starting ----------------------------------------------------------------------------------------------
+
+    def _start(self, command: Command, number: int) -> None:
+        child = Child(command, number, self._screen, self._reading, again=command.name in self._deaths)
+        self._children.append(child)
+        self._local.processes.watch(child.name, child.pid)
+
+    def _start_again(self) -> None:
+        """Restart the processes that are due."""
+        now = time.monotonic()
+        for name in [name for name, due_s in self._due.items() if due_s <= now]:
+            del self._due[name]
+            dead = self._named(name)
+            try:
+                self._start(dead.command, dead.number)
+            except OSError as error:
+                self._screen.say(f"{name} cannot be restarted: {error.strerror}")
+                if not self._schedule_restart(dead):
+                    self._fail(dead)
+                continue
+            self._children.remove(dead)
+            if dead.role is Role.SERVER and self._step and self._step.clean:
+                self._leave_run()  # its predecessor, which was told, is gone
+
+    def _schedule_restart(self, child: Child) -> bool:
+        """Schedule the restart of a process that was killed or evicted; return False if it may not restart."""
+        if not child.restartable or not self._is_wanted(child):
+            return False
+        now = time.monotonic()
+        if child.status == EvictedError.exit_code:  # the network's fault, and each eviction takes a whole lease
+            self._deaths.setdefault(child.name, [])
+            self._due[child.name] = now + EVICTED_WAIT_S
+            self._screen.say(f"{child.name} {child.how_it_ended}; restarting it in {EVICTED_WAIT_S:g} s")
+            return True
+        deaths = [at_s for at_s in self._deaths.get(child.name, []) if now - at_s < RESTART_WINDOW_S] + [now]
+        self._deaths[child.name] = deaths
+        left = child.command.restarts - len(deaths)
+        if left < 0:
+            return False
+        wait_s = min(2.0 ** (len(deaths) - 1), SERVER_BACKOFF_S if child.role.serves else RESTART_WINDOW_S)
+        self._due[child.name] = now + wait_s
+        self._screen.say(
+            f"{child.name} {child.how_it_ended}; restarting it in {wait_s:g} s "
+            f"({left} more restarts within {RESTART_WINDOW_S / 60:g} minutes)"
+        )
+        return True
+
+    def _is_wanted(self, child: Child) -> bool:
+        """Whether a restarted process would have anything to do."""
+        if self._step is not None:
+            return self._step.clean and child.role.serves
+        evicted = child.status == EvictedError.exit_code  # on joining it learns that the run is over
+        return evicted or child.role is Role.SERVER or not self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the run has ended."""
+        return self._local.over or any(child.role is Role.SERVER and child.status == 0 for child in self._children)
+
+    # -- watching ----------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        for child in self._alive():
+            if not child.has_ended():
+                continue
+            if child.role.auxiliary:
+                self._lose(child)
+                continue
+            if child.status == 0 and child.role is Role.WORKER and not child.was_told:
+                self._judge(child)
+            is_news = not child.was_told or (child.killed_from_outside and self._is_wanted(child))
+            if child.status and is_news and not self._schedule_restart(child):
+                self._fail(child)
+
+    def _lose(self, child: Child) -> None:
+        """Restart a relay that was killed, or say that the run continues without this process."""
+        if child.status and not child.was_told and not (child.role.serves and self._schedule_restart(child)):
+            log = child.command.log
+            self._screen.say(f"{child.name} {child.how_it_ended}; the run continues without it (see {log})")
+
+    def _judge(self, child: Child) -> None:
+        """Check whether a worker whose script ended without an error has trained to the end of the run."""
+        self._early.discard(child.name)
+        if self._is_over or child.name in self._local.ended:
+            return
+        if child.name not in self._local.joined:
+            child.status = NOT_TRAINED
+            return
+        self._early.add(child.name)
+        self._screen.say(
+            f"{child.name} left before the end of the run and has no consensus model: the plan (iterations, seconds) "
+            f"ends the run, so train until worker.stopped, or call worker.leave() after the loop to form the consensus "
+            f"of all workers that leave"
+        )
+
+    def _fail(self, child: Child) -> None:
+        self._screen.say(f"{child.name} {child.how_it_ended}")
+        self._failed = self._failed or child
+        if child.role is Role.SERVER or child.status == ServerLostError.exit_code:
+            self._local.give_up()  # the others would wait for an answer that will not come
+        if self._step is None:
+            self._end_cleanly()
+
+    def _stop(self, number: signal.Signals) -> None:
+        if self._signalled:
+            self._end([_Step(tuple(Role), KILL_PATIENCE_S, signal.SIGKILL)])
+            return
+        self._signalled = number
+        if self._step:
+            self._screen.say(f"{number.name}: the run is already ending; a second signal kills it at once")
+            return
+        self._screen.say(
+            f"{number.name}: stopping the run, within {STOP_PATIENCE_S:g} s; a second signal kills it at once"
+        )
+        self._end_cleanly()
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    def _end_cleanly(self) -> None:
+        """Let the workers complete their last round and save; then end all processes."""
+        for name in [name for name in self._due if self._named(name).role is Role.SERVER]:
+            self._screen.say(f"restarting {name} now, to tell it that the run ends")
+        self._due = {name: 0.0 for name in self._due if self._named(name).role is not Role.WORKER}
+        self._leave_run()
+        self._end([_Step((Role.SERVER, Role.WORKER), STOP_PATIENCE_S, clean=True), *self._ends()])
+
+    def _leave_run(self) -> None:
+        """Ask for the end of the run; on a node without its server, only for this node's."""
+        why = f"{self._failed.name} {self._failed.how_it_ended}" if self._failed else ""
+        if self._signalled:
+            why = f"lsgd launch of {self._name} got {self._signalled.name}"
+        if not self._serves_run:
+            self._local.end(why)
+        elif not self._is_over:
+            self._local.stop_run(why)
+        for child in self._alive(Role.SERVER):
+            child.was_told = True
+
+    def _ends(self) -> Iterator[_Step]:
+        """Yield the steps that end all processes."""
+        waits = {Role.WORKER: SAVE_PATIENCE_S, Role.SERVER: LINGER_S, Role.OBSERVER: OBSERVE_PATIENCE_S}
+        for role in Role:
+            yield _Step((role,), waits.get(role, 0.0))
+            yield _Step((role,), TERM_PATIENCE_S, signal.SIGTERM)
+            yield _Step((role,), KILL_PATIENCE_S, signal.SIGKILL)
+
+    def _end(self, steps: Iterator[_Step] | Sequence[_Step]) -> None:
+        self._steps = deque(steps)
+        self._take_step()
+
+    def _advance(self) -> bool:
+        """Take the next steps whose time has come; return whether there is anything left to wait for."""
+        if self._step is None and not self._is_needed:
+            self._end(self._ends())
+        while self._step and self._is_done(self._step):
+            if not self._take_step():
+                return False
+        return True
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether the node has a worker, or serves other nodes' workers."""
+        roles = (Role.WORKER, Role.SERVER) if self._outlives else (Role.WORKER,)
+        return bool(self._alive(*roles) or any(self._named(name).role in roles for name in self._due))
+
+    @property
+    def _server_is_gone(self) -> bool:
+        """Whether the global server was this node's, and has ended for good."""
+        due = any(self._named(name).role is Role.SERVER for name in self._due)
+        return self._serves_run and not self._alive(Role.SERVER) and not due
+
+    def _is_done(self, step: _Step) -> bool:
+        """Whether its time is up, or it has nothing left to wait for."""
+        if time.monotonic() >= self._deadline_s:
+            return True
+        if step.clean:
+            return not self._is_needed or (self._server_is_gone and not self._is_over)
+        if self._alive(*step.roles):
+            return False
+        is_told = Role.SERVER in step.roles and step.number is not signal.SIGKILL
+        return not is_told or self._server_is_gone or self._local.finished
+
+    def _take_step(self) -> bool:
+        """Take the next step; return False if there is none."""
+        if not self._steps:
+            self._step = self._step or _Step((), 0.0)
+            if left := ", ".join(f"{child.name} (process {child.pid})" for child in self._alive()):
+                self._screen.say(f"still running after SIGKILL: {left}")
+            return False
+        step = self._step = self._steps.popleft()
+        self._deadline_s = time.monotonic() + step.patience_s
+        if step.clean:
+            return True
+        self._due.clear()
+        targets = self._alive(*step.roles)
+        if step.roles == (Role.WORKER,) and not step.number and targets:
+            self._give_up(targets)
+        if step.roles == (Role.SERVER,) and step.number is signal.SIGTERM:
+            self._end_servers()
+        if step.number and targets:
+            self._screen.say(f"{step.number.name} to {', '.join(child.name for child in targets)}")
+            for child in targets:
+                child.send(step.number)
+        return True
+
+    def _give_up(self, workers: Sequence[Child]) -> None:
+        names = ", ".join(child.name for child in workers)
+        self._screen.say(f"{names}: told to save a checkpoint and leave within {SAVE_PATIENCE_S:g} s")
+        self._local.give_up()
+        for child in workers:
+            child.was_told = True
+
+    def _end_servers(self) -> None:
+        """Leave the run, which continues although the workers of this node have ended."""
+        if self._is_over or self._server_is_gone or self._local.finished:
+            return
+        self._screen.say("the workers have ended before the end of the run")
+        self._local.end(f"the workers of {self._name} have ended")
+
+    def _outcome(self) -> tuple[int, str, str]:
+        """Return the exit status, and how the run ended (:attr:`end`); print the report of a process that failed."""
+        if failed := self._failed:
+            _complain(failed.report())
+            assert failed.status is not None
+            status = failed.status if failed.status > 0 else 128 - failed.status
+            return status, "failed", f"{failed.name} {failed.how_it_ended}"
+        if self._local.failure:
+            _complain(f"\nlsgd launch: {self._name}: {self._local.failure}\n")
+            return 1, "failed", self._local.failure
+        if self._signalled and any(child.status != 0 for child in self._children if not child.role.auxiliary):
+            return 128 + self._signalled, "stopped", f"{self._signalled.name}; not all processes ended in time"
+        workers = {command.name for command in self._commands if command.role is Role.WORKER}
+        if self._early and self._early == workers:
+            return NOT_TRAINED, "failed", "all workers left before the end of the run, so there is no consensus"
+        return (1, "failed", "some processes did not end") if self._alive() else (0, "", "")
+
+
+def _complain(text: str) -> None:
+    output = Output(lambda lines: "")
+    output.put(sys.stderr.fileno(), text)
+    output.flush(FLUSH_WITHIN_S, FLUSHES)

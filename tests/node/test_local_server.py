@@ -1,0 +1,196 @@
+"""What the local server of a launcher tells it and does for it: the words that need no global server."""
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lsgd.errors import ConfigError
+from lsgd.node.local_server import LEAVE_WITHIN_S, LocalServer
+from lsgd.protocol.messages import (
+    LOOP_ENDED,
+    GivenUp,
+    Join,
+    Leave,
+    NodeHello,
+    NodeWelcome,
+    Over,
+    Refused,
+    Request,
+    RunOver,
+    Status,
+    Stop,
+    StopRun,
+    decode,
+    encode,
+)
+from lsgd.protocol.socket_folder import socket_folder
+from lsgd.protocol.sockets import Connector, Listener, default_local_address
+
+from ..integration.running import until
+from ..server.helpers import greeting
+
+REQUEST = Request("node3/worker0", 7, 1, 0, 0, 0, None)
+
+
+class Between:
+    """A local server, turned by hand, between a global server and a worker that the test plays."""
+
+    def __init__(self) -> None:
+        token = secrets.token_hex(4)
+        above, below = f"inproc://above-{token}", f"inproc://below-{token}"
+        self.listener, workers = Listener(above), Listener(below)
+        link, self.worker = Connector(above, b"node3#5"), Connector(below, b"7")
+        self.open = [self.worker, link, workers, self.listener]
+        self.said: list[str] = []
+        self.server = LocalServer(3, 5, workers, link, say=self.said.append, complain=self.said.append)
+        self.above: list[object] = []
+        self.below: list[object] = []
+        self.later_s = 0.0
+
+    def turn(self) -> None:
+        self.server.turn(time.monotonic() + self.later_s)
+        self.above += [decode(frame) for _, frames in self.listener.receive() for frame in frames]
+        self.below += [decode(frame) for frames in self.worker.receive() for frame in frames]
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        def seen() -> object:
+            self.turn()
+            return condition()
+
+        until(seen, what)
+
+    def join(self) -> None:
+        self.until(lambda: any(isinstance(m, NodeHello) for m in self.above), "a greeting comes")
+        self.say(NodeWelcome("run"))
+        self.until(lambda: "connected to the global server" in "".join(self.said), "it is welcome")
+        self.worker.send([encode(greeting(3, 0, 7))])
+        self.until(lambda: any(isinstance(m, Join) for m in self.above), "a join comes")
+
+    def say(self, message: object, worker: bytes = b"") -> None:
+        assert self.listener.send(b"node3#5", [worker, encode(message)])  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def between() -> Iterator[Between]:
+    made = Between()
+    yield made
+    for each in made.open:
+        each.close()
+
+
+def test_a_run_is_stopped_by_words_that_are_repeated_until_they_are_heard(between) -> None:
+    between.join()
+    between.server.stop_run("Ctrl-C")
+    between.until(lambda: between.above.count(StopRun("Ctrl-C")) == 2, "it is said twice")
+    between.say(Status("{}"))
+    between.until(lambda: isinstance(between.above[-1], NodeHello), "it is said no more")
+
+
+def test_workers_are_given_up_at_once_and_whenever_they_ask(between) -> None:
+    between.join()
+    between.server.give_up()
+    between.until(lambda: GivenUp() in between.below, "it is told")
+    between.below.clear()
+    between.worker.send([encode(REQUEST)])
+    between.until(lambda: GivenUp() in between.below, "it is told again")
+
+
+def test_who_still_asks_long_after_the_end_of_the_run_is_given_up(between) -> None:
+    between.join()
+    between.say(RunOver("all is done"))
+    between.until(lambda: between.server.over, "the run is over")
+    between.worker.send([encode(REQUEST)])
+    between.turn()
+    assert GivenUp() not in between.below
+    between.later_s = LEAVE_WITHIN_S + 1
+    between.worker.send([encode(REQUEST)])
+    between.until(lambda: GivenUp() in between.below, "nobody will answer")
+
+
+@pytest.mark.parametrize(("reason", "ended"), [(LOOP_ENDED, set()), ("it has completed its", {"node3/worker0"})])
+def test_it_knows_who_has_joined_and_who_has_left_in_order(between, reason, ended) -> None:
+    between.join()
+    assert between.server.joined == {"node3/worker0"} and between.server.ended == set()
+    between.worker.send([encode(Leave("node3/worker0", 7, 5, False, reason))])
+    between.until(lambda: any(isinstance(m, Leave) for m in between.above), "a leave comes")
+    assert between.server.ended == ended
+
+
+def test_it_knows_who_has_heard_of_the_end(between) -> None:
+    between.join()
+    between.say(Stop(1, None, "all is done"), b"7")
+    between.until(lambda: between.server.ended == {"node3/worker0"}, "the worker has heard it")
+
+
+def test_who_joins_too_late_has_heard_of_the_end_too(between) -> None:
+    between.server.end("the node leaves")
+    between.worker.send([encode(greeting(3, 0, 7))])
+    between.until(lambda: Over("the node leaves") in between.below, "it is told")
+    assert between.server.ended == {"node3/worker0"}
+
+
+def test_a_refused_node_says_why(between) -> None:
+    between.join()
+    between.say(Refused("node 3 is alpha already"))
+    between.until(lambda: between.server.failure, "it is refused")
+    assert between.server.failure == "the global server refuses this node: node 3 is alpha already"
+
+
+class TestFolders:
+    """The folders of sockets, in a place where others may write too."""
+
+    def test_what_a_killed_process_has_left_is_deleted_and_nothing_else(self, monkeypatch) -> None:
+        with tempfile.TemporaryDirectory(dir="/tmp") as base:
+            monkeypatch.setattr(tempfile, "tempdir", base)
+            code = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from lsgd.protocol.socket_folder import *; "
+            code += "import socket; folder = socket_folder(); socket.socket(socket.AF_UNIX).bind(f'{folder}/local'); "
+            code += "print(folder, flush=True); sys.stdin.read()"
+            command = [sys.executable, "-c", code, base]
+            processes = [
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
+            ]
+            killed, lives = (Path(process.stdout.readline().strip()) for process in processes)  # type: ignore[union-attr]
+            processes[0].kill()
+            processes[0].wait()
+            other = Path(base, "lsgd-of-another")
+            other.mkdir()
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(str(other / "local"))
+            assert killed.exists()
+            mine = socket_folder()
+            assert sorted(os.listdir(base)) == sorted(path.name for path in (other, lives, mine))
+            processes[1].communicate()
+            for process in processes:
+                process.stdout.close()  # type: ignore[union-attr]
+                process.stdin.close()  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize(("mode", "refused"), [(0o700, False), (0o755, False), (0o777, True)])
+    def test_a_default_folder_that_others_can_write_is_refused(self, monkeypatch, tmp_path, mode, refused) -> None:
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        folder = tmp_path / f"lsgd-{os.getuid()}"
+        assert default_local_address() == f"ipc://{folder}/lsgd-local.sock"
+        folder.mkdir()
+        folder.chmod(mode)
+        if refused:
+            with pytest.raises(ConfigError, match="is not yours alone"):
+                default_local_address()
+        else:
+            assert default_local_address().endswith("/lsgd-local.sock")
+
+    def test_a_default_folder_of_another_user_is_refused(self, monkeypatch, tmp_path) -> None:
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        other = os.getuid() + 1
+        (tmp_path / f"lsgd-{other}").mkdir()
+        monkeypatch.setattr(os, "getuid", lambda: other)
+        with pytest.raises(ConfigError, match="is not yours alone"):
+            default_local_address()
