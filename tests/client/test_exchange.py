@@ -260,8 +260,8 @@ def test_the_bytes_of_a_round_are_counted(switchboard) -> None:
     before = [rounds.timings() for rounds in members.rounds]
     members.run(members.round(2, leader=1))
     made = [rounds.timings() - then for rounds, then in zip(members.rounds, before, strict=True)]
-    nbytes = sum(x.nbytes for x in members.replicas[0].flat.buffers)  # the leader's model, from each to the next
-    assert [x.sent_nbytes for x in made] == [0, nbytes, nbytes]
+    nbytes = sum(x.nbytes for x in members.replicas[0].flat.buffers)  # the leader's small model, to each
+    assert [x.sent_nbytes for x in made] == [0, 2 * nbytes, 0]
     assert [x.received_nbytes for x in made] == [nbytes, 0, nbytes]
 
 
