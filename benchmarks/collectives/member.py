@@ -40,7 +40,7 @@ def methods(rank: int, size: int, address: str) -> Mapping[str, Callable[[Tensor
     names = [f"node{index}" for index in range(size)]
     world = dist.group.WORLD
     assert world is not None
-    mesh = Mesh("benchmark", 1, rank, names, address, world.get_group_store(), None, TIMEOUT_S)
+    mesh = Mesh("benchmark", 1, rank, names, address, world.get_group_store(), b"", TIMEOUT_S)
     group = TcpGroup(mesh, Members.apart(names, rank), TIMEOUT_S)
     in_8_bits = QuantizedAllReduce(group, MinMax8())
     return {

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lsgd.client.groups.base import Members, WorkerGroup
-from lsgd.client.groups.handshake import contexts
 from lsgd.client.groups.mesh import Mesh
 from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.client.groups.torch_group import ProcessGroups, TorchGroup, gloo_group
@@ -62,7 +61,7 @@ def names_of(size: int) -> list[str]:
 
 def tcp_group(number: int, rank: int, size: int, address: str, store: TCPStore, *, tls: bool = True) -> TcpGroup:
     """Return the group of the generation of this number over connections of its own."""
-    certificate = contexts(run_certificate(b"s" * 32, "benchmark")) if tls else None
+    certificate = run_certificate(b"s" * 32, "benchmark") if tls else b""
     own, names = PrefixStore(str(number), store), names_of(size)
     mesh = Mesh("benchmark", number, rank, names, address, own, certificate, TIMEOUT_S)
     return TcpGroup(mesh, Members.apart(names, rank), TIMEOUT_S)

@@ -238,7 +238,7 @@ class Doctor:
         me, nodes = self._place.node, self._place.nodes
         names = [node_name(node) for node in range(nodes)]
         routes = partial(Routes, missed=lambda one, other: (one, other) in missed, relayed=partial(relay.route, me))
-        mesh = Mesh("doctor", 1, me, names, interface.address, store, None, MEET_WITHIN_S, routes)
+        mesh = Mesh("doctor", 1, me, names, interface.address, store, b"", MEET_WITHIN_S, routes)
         links = []
         with closing(TcpGroup(mesh, Members.apart(names, me), MEET_WITHIN_S)) as group:
             group.all_reduce(torch.zeros(1)).wait()  # this forms the group

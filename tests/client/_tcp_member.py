@@ -10,7 +10,6 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from lsgd.client.groups.base import Members
-from lsgd.client.groups.handshake import contexts
 from lsgd.client.groups.mesh import Mesh
 from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.protocol.credentials import run_certificate
@@ -18,9 +17,9 @@ from lsgd.protocol.credentials import run_certificate
 rank, master, address, kind, pattern = int(sys.argv[1]), *sys.argv[2:5], bytes.fromhex(sys.argv[5])
 within = datetime.timedelta(seconds=30)
 store = TCPStore(master, 29500, is_master=rank == 0, wait_for_workers=False, timeout=within)
-tls = contexts(run_certificate(b"s" * 32, "run")) if kind == "tls" else None
+certificate = run_certificate(b"s" * 32, "run") if kind == "tls" else b""
 names = ["node0/worker0", "node1/worker0"]
-group = TcpGroup(Mesh("run", 1, rank, names, address, store, tls, 30.0), Members.apart(names, rank), 30.0)
+group = TcpGroup(Mesh("run", 1, rank, names, address, store, certificate, 30.0), Members.apart(names, rank), 30.0)
 data = torch.frombuffer(bytearray(pattern * (4_000_000 // len(pattern))), dtype=torch.uint8)
 received = torch.empty_like(data)
 group.exchange({1 - rank: data}, {1 - rank: received})

@@ -10,7 +10,6 @@ from typing import Any
 
 from lsgd.client.groups import staging
 from lsgd.client.groups.base import Members
-from lsgd.client.groups.handshake import contexts
 from lsgd.client.groups.mesh import Mesh
 from lsgd.client.groups.reach import Endpoint
 from lsgd.client.groups.routes import DirectRoute, Routes
@@ -45,8 +44,7 @@ def members(
     store, names = SharedStore(), [f"node{rank}/worker0" for rank in range(size)]
     groups = []
     for rank, certificate in zip(range(size), certificates, strict=True):
-        tls = contexts(certificate) if certificate else None
-        mesh = Mesh("run", 1, rank, names, "127.0.0.1", store, tls, timeout_s, routes)  # type: ignore[arg-type]
+        mesh = Mesh("run", 1, rank, names, "127.0.0.1", store, certificate, timeout_s, routes)  # type: ignore[arg-type]
         copier_of = (lambda device, rank=rank: copiers[rank]) if copiers else staging.copier_of
         groups.append(TcpGroup(mesh, Members.apart(names, rank), timeout_s, copiers=copier_of))
     return groups, store

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lsgd.client.groups import mesh
-from lsgd.client.groups.handshake import HELLO_NBYTES, Hello, contexts
+from lsgd.client.groups.handshake import HELLO_NBYTES, Hello, context_of
 from lsgd.client.groups.reach import Endpoint
 from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.protocol.credentials import run_certificate
@@ -44,12 +44,12 @@ def test_strangers_are_refused_and_the_members_go_on(caplog) -> None:
     (first, second), store = members(2, [CERTIFICATE] * 2)
     first._mesh.from_(1)  # it listens
     endpoint = Endpoint.of(store.get("tcp/0"))
-    other = contexts(run_certificate(b"x" * 32, "run"))
+    other = context_of(run_certificate(b"x" * 32, "run"), answers=False)
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
     idle = [socket.create_connection((endpoint.address, endpoint.port)) for _ in range(1000)]
     with caplog.at_level(logging.WARNING, logger="lsgd"):
-        for context in (nobody, other.client):
+        for context in (nobody, other):
             with socket.create_connection((endpoint.address, endpoint.port)) as raw, pytest.raises(ssl.SSLError):
                 with context.wrap_socket(raw) as stranger:
                     stranger.sendall(b"x" * HELLO_NBYTES)
@@ -58,7 +58,7 @@ def test_strangers_are_refused_and_the_members_go_on(caplog) -> None:
             plain.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 200)
             with suppress(ConnectionResetError):
                 assert b"HTTP" not in plain.recv(1000)
-        member = contexts(CERTIFICATE).client  # that does not know the nonce
+        member = context_of(CERTIFICATE, answers=False)  # that does not know the nonce
         with member.wrap_socket(socket.create_connection((endpoint.address, endpoint.port), 20)) as knows:
             knows.sendall(Hello("run", 1, 1, 0).packed(b"x" * 16, 0))
             assert knows.recv(1) == b""
@@ -79,7 +79,7 @@ def test_one_that_speaks_slowly_has_no_more_time_than_others(certificate, caplog
     endpoint = Endpoint.of(store.get("tcp/0"))
     outgoing = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
-        contexts(CERTIFICATE).client.wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
+        context_of(CERTIFICATE, answers=False).wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
     said = outgoing.read() if certificate else Hello("run", 1, 1, 0).packed(endpoint.nonce, 0)
     with (
         caplog.at_level(logging.WARNING, logger="lsgd"),

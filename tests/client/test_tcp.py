@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.testbed import Testbed
 from lsgd.client.groups import mesh, stream
-from lsgd.client.groups.handshake import contexts
+from lsgd.client.groups.handshake import context_of
 from lsgd.client.groups.stream import HEADER, Loop, Operation
 from lsgd.client.groups.stream_ends import OutgoingStream
 from lsgd.client.groups.tcp_group import TcpGroup
@@ -82,7 +82,7 @@ def test_a_connection_that_is_reset_before_its_handshake_is_closed(side) -> None
     other.close()  # resets it
     descriptor = raw.fileno()
     with pytest.raises(ConnectionResetError, match="the other end is gone"):
-        getattr(contexts(CERTIFICATE), side).wrap_socket(
+        context_of(CERTIFICATE, answers=side == "server").wrap_socket(
             raw, server_side=side == "server", do_handshake_on_connect=False
         )
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -4,7 +4,6 @@ from functools import partial
 
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Members, Traffic, WorkerGroup
-from lsgd.client.groups.handshake import contexts
 from lsgd.client.groups.mesh import Mesh
 from lsgd.client.groups.routes import RelayedRoute, Routes
 from lsgd.client.groups.store import store_of
@@ -29,7 +28,6 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
     welcome, timeout_s = membership.welcome, membership.plan.run.exchange_timeout_s
     members, store = Members.of(generation, membership.join.worker), store_of(generation, membership)
     me, names = members.rank, members.names
-    tls = contexts(welcome.certificate) if welcome.certificate else None
     home, apart = generation.homes, {*zip(generation.missed[::2], generation.missed[1::2], strict=True)}
 
     def relayed(source: int, target: int, nonce: bytes) -> RelayedRoute:
@@ -37,8 +35,8 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
         return RelayedRoute(welcome.relay, ticket, welcome.relay_secret, nonce)
 
     routes = partial(Routes, missed=lambda one, other: (home[one], home[other]) in apart, relayed=relayed)
-    here = me, names, membership.join.address
-    mesh = Mesh(welcome.run, generation.number, *here, store, tls, timeout_s, routes, when_cut=store.end)
+    here = me, names, membership.join.address, store, welcome.certificate
+    mesh = Mesh(welcome.run, generation.number, *here, timeout_s, routes, when_cut=store.end)
     if len(names) > 1:
         try:
             mesh.gather()

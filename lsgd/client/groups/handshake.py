@@ -70,14 +70,6 @@ class Hello:
         return hashlib.blake2b(said, key=nonce, person=word, digest_size=_PROOF_NBYTES).digest()
 
 
-@dataclass(frozen=True)
-class Contexts:
-    """The contexts of the end that accepts a connection, and of the end that dials."""
-
-    server: ssl.SSLContext
-    client: ssl.SSLContext
-
-
 class _Connection(ssl.SSLSocket):
     """Closes its socket if the connection is reset while it is being wrapped, where Python's leaves it open."""
 
@@ -89,19 +81,15 @@ class _Connection(ssl.SSLSocket):
             raise ConnectionResetError("the other end is gone") from None
 
 
-@functools.lru_cache(maxsize=1)  # all generations of a run use the same
-def contexts(certificate: bytes) -> Contexts:
-    """Return the contexts for this key and certificate (PEM)."""
-    return Contexts(_context(certificate, ssl.PROTOCOL_TLS_SERVER), _context(certificate, ssl.PROTOCOL_TLS_CLIENT))
-
-
-def _context(certificate: bytes, protocol: int) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
+@functools.lru_cache(maxsize=2)  # all generations of a run use the same
+def context_of(certificate: bytes, *, answers: bool) -> ssl.SSLContext:
+    """Return the context for this key and certificate (PEM), at the end that answers or the end that dials."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if answers else ssl.PROTOCOL_TLS_CLIENT)
     context.sslsocket_class = _Connection
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the certificate is the run's, not a host's
     context.verify_mode = ssl.CERT_REQUIRED
-    if protocol == ssl.PROTOCOL_TLS_SERVER:
+    if answers:
         context.num_tickets = 0  # a sending end would never read them
     memory = os.memfd_create("lsgd-certificate")  # ssl reads keys from files only; this file is on no disk
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lsgd.client.control.closing import on_error
-from lsgd.client.groups.handshake import ANSWER_NBYTES, HELLO_NBYTES, Contexts, Hello
+from lsgd.client.groups.handshake import ANSWER_NBYTES, HELLO_NBYTES, Hello, context_of
 from lsgd.client.groups.routes import Endpoint, Route, Routes
 from lsgd.client.groups.service import Service, exactly, retried
 from lsgd.client.groups.store import Store
@@ -47,7 +47,7 @@ class Mesh:
         names: all members', by rank.
         address: this machine's, to which the others connect.
         store: where the members publish their endpoints.
-        tls: None: the connections are not encrypted.
+        certificate: key and certificate of TLS (PEM); empty: the connections are not encrypted.
         timeout_s: how long to try to make a connection.
         routes: returns the routes for a rank and a function that returns the endpoint of a rank.
         when_cut: ends the waits for what members publish.
@@ -59,13 +59,13 @@ class Mesh:
     names: Sequence[str]
     address: str
     store: Store
-    tls: Contexts | None
+    certificate: bytes
     timeout_s: float
     routes: Callable[[int, Callable[[int], Endpoint]], Routes] = Routes
     when_cut: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self.transport = "tcp, encrypted" if self.tls else "tcp"
+        self.transport = "tcp, encrypted" if self.certificate else "tcp"
         self._routes = self.routes(self.me, self._endpoint_of)
         self._endpoints: dict[int, Endpoint] = {}  # of the others
         self._streams: dict[Pair, TensorStream] = {}
@@ -227,9 +227,9 @@ class Mesh:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEP_ALIVE:
                 raw.setsockopt(socket.IPPROTO_TCP, option, value)
-            if self.tls is None:
+            if not self.certificate:
                 return raw
-            context = self.tls.server if answers else self.tls.client
+            context = context_of(self.certificate, answers=answers)
             connection = context.wrap_socket(raw, server_side=answers, do_handshake_on_connect=False)
         with on_error(connection.close):
             await retried(connection, connection.do_handshake)
