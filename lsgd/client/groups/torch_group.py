@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ class ProcessGroups:
 
     Args:
         make: returns a process group with this name of these ranks of the generation, in ``timeout_s``.
-        when_cut: ends the waits for what members publish.
+        when_cut: ends the waits for what members publish; must not wait itself.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class ProcessGroups:
             ConnectionAbortedError: the groups were cut before it was built. Its thread is left behind.
             TimeoutError: it took too long.
         """
+        built: Future[dist.ProcessGroup] = Future()
         with self._lock:
             self.check()
             if (made := self._made.get(name)) is not None:
                 return made
-        built: Future[dist.ProcessGroup] = Future()
-        self._callers.add(threading.current_thread())
-        self._start(lambda: self._build(built, name, ranks), "lsgd-build")
+            self._callers.add(threading.current_thread())
+            self._start(lambda: self._build(built, name, ranks), "lsgd-build")
         ends: list[Future[Any]] = [built, self._cut]
         wait(ends, self._timeout_s + LATE_S, FIRST_COMPLETED)
         self.check()
@@ -82,21 +82,24 @@ class ProcessGroups:
 
     def cut(self) -> None:
         """Abort all groups: what waits in them fails. Safe from any thread, and does not wait itself."""
-        try:
-            self._cut.set_result(None)
-        except InvalidStateError:  # it was cut before
-            return
-        self._when_cut()
         with self._lock:
+            if self._cut.done():
+                return
+            self._cut.set_result(None)
+            self._when_cut()
             made, self._made = [*self._made.values()], {}
-        if made:
-            self._start(lambda: _abort(made), "lsgd-abort")
+            if made:
+                self._start(lambda: _abort(made), "lsgd-abort")
 
     def end(self, *, callers: bool = False) -> None:
         """Cut, and wait for the threads, with ``callers`` also for those that have called :meth:`build`."""
         self.cut()
-        for thread in {*self._threads, *(self._callers if callers else ())} - {threading.current_thread()}:
-            thread.join(END_WITHIN_S if thread in self._threads else LEAVE_WITHIN_S)
+        with self._lock:
+            waits = dict.fromkeys(self._callers if callers else (), LEAVE_WITHIN_S)
+            waits |= dict.fromkeys(self._threads, END_WITHIN_S)
+        for thread, within_s in waits.items():
+            if thread is not threading.current_thread():
+                thread.join(within_s)
 
     @contextmanager
     def until(self, deadline: float) -> Iterator[None]:
@@ -120,6 +123,7 @@ class ProcessGroups:
             raise ConnectionAbortedError("its generation is over, or another operation of it has failed")
 
     def _start(self, work: Callable[[], object], name: str) -> None:
+        """Run ``work`` in a thread; call it with the lock held, so that nobody joins the thread before it has begun."""
         thread = threading.Thread(target=work, name=name, daemon=True)
         self._threads.add(thread)
         thread.start()
