@@ -91,12 +91,8 @@ class QuantizedState:
     def submit(self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], *, is_last: bool) -> None:
         """Have the exchange's thread exchange a bucket along with earlier ones, on a GPU in its own stream.
 
-        Args:
-            stages: the stages of the exchange (:class:`lsgd.collectives.pipeline.Pipeline`).
-            gradient: what they exchange.
-            future: gets the gradient at the end, perhaps only after the last bucket is submitted. If an exchange fails,
-                all pending and later futures get the error.
-            is_last: whether this is the iteration's last bucket.
+        ``future`` gets the gradient at the end of the stages, perhaps only after the last bucket is submitted. If an
+        exchange fails, all pending and later futures get the error.
         """
         self._background.start(lambda: self._exchange(stages, gradient, future, is_last), gradient.device)
 
@@ -118,8 +114,7 @@ class QuantizedState:
 def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """Average one bucket of gradients over all ranks in few bits; for ``model.register_comm_hook(state, ...)``.
 
-    Returns:
-        A future of the bucket's gradients, the same bits on all ranks. NaN or Inf on one rank is NaN on all.
+    The future's gradients have the same bits on all ranks. NaN or Inf on one rank is NaN on all.
     """
     gradient, index, step, is_last = bucket.buffer(), bucket.index(), state.step, bucket.is_last()
     if is_last:

@@ -45,11 +45,9 @@ class Slot:
 class Layout:
     """Where the trainable parameters of a model are in flat buffers, one for each dtype and device.
 
-    Args:
-        model: stays unchanged. Tied parameters occur once. Of sharded ones, the buffers have this process's shards.
+    The model stays unchanged. Tied parameters occur once. Of sharded ones, the buffers have this process's shards.
 
     Attributes:
-        slots: of the parameters.
         kinds: dtype of each buffer, and device of its parameters.
         lengths: of each buffer, in elements.
         kept: FSDP2's records of sharded parameters, by their identities.
@@ -92,7 +90,6 @@ class FlatParameters:
         model: its parameters are moved. The Parameter objects stay the same, so optimizers and hooks stay valid.
         offload: leave the parameters where they are, and put the buffers in host memory, pinned for a GPU. Tensors
             created like the buffers are there too.
-        layout: of the model; None: compute it.
 
     Raises:
         ConfigError: as :class:`Layout`. Then nothing has changed.
@@ -146,11 +143,7 @@ class FlatParameters:
             local(parameter).copy_(view)
 
     def check(self) -> None:
-        """Check that the model still has the joined parameters, in their buffers, and trains no others.
-
-        Raises:
-            DetachedError: a parameter's training would not be exchanged.
-        """
+        """Raise DetachedError unless the model has the joined parameters, in their buffers, and trains no others."""
         reshard(self._sharded)
         for slot, address in zip(self.slots, self._addresses, strict=True):
             if local(slot.parameter).data_ptr() != address:
@@ -194,11 +187,9 @@ def named_floating_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def describe(model: nn.Module, *, whole: bool = False) -> tuple[str, str]:
-    """Return a digest of the names, shapes and dtypes of all parameters and buffers, and a summary in words.
+    """Return a digest of the names, shapes and dtypes of all parameters and buffers, and a summary.
 
-    Args:
-        model: perhaps sharded.
-        whole: whether the digest is independent of the sharding.
+    With ``whole``, the digest is independent of the sharding.
     """
     named = list(model.named_parameters())
     lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}{'' if whole else in_words(t)}" for n, t in named]
@@ -207,10 +198,8 @@ def describe(model: nn.Module, *, whole: bool = False) -> tuple[str, str]:
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for _, p in named})
     sharded = next((f", sharded as {words}" for _, p in named if (words := in_words(p))), "")
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-    return (
-        digest,
-        f"{count:,} parameters in {len(lines)} tensors of {', '.join(dtypes)}{sharded} (digest {digest[:8]})",
-    )
+    summary = f"{count:,} parameters in {len(lines)} tensors of {', '.join(dtypes)}{sharded} (digest {digest[:8]})"
+    return digest, summary
 
 
 def _detached(name: str, what: str) -> DetachedError:

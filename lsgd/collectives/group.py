@@ -17,9 +17,6 @@ class Transfer:
     """Tensors in flight. They belong to the group until :meth:`wait` returns.
 
     Wait once for each transfer, in the order in which they began, and before the next blocking operation of the group.
-
-    Args:
-        wait: waits until all tensors are sent and received; raises the group's error if that fails.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:

@@ -10,14 +10,10 @@ from torch import Tensor
 
 
 class Exchange:
-    """Messages in flight, with every receive posted before the first send. Empty tensors do not travel.
+    """Messages in flight by rank, with every receive posted before the first send. Empty tensors do not travel.
 
-    Args:
-        group: the process group.
-        sends: tensors by the rank that they go to.
-        receives: tensors by the rank that they come from.
-        batch: NCCL's GPU; None for other backends. NCCL runs messages one after the other, so two members would wait
-            for each other's first one, unless NCCL gets all of them in one batch.
+    ``batch`` is NCCL's GPU; None for other backends. NCCL runs messages one after the other, so two members would wait
+    for each other's first one, unless NCCL gets all of them in one batch.
     """
 
     def __init__(

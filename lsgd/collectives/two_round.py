@@ -54,13 +54,8 @@ class QuantizedAllReduce:
     Error feedback covers both roundings (DoubleSqueeze, arXiv 1905.05957, algorithm 1): that of a member's own
     elements, and that of the results for the chunks that it owns, one per segment.
 
-    Args:
-        group: the members.
-        codec: of the payloads; if its block is the whole vector, that means a segment's chunk.
-        rounding: ``nearest`` or ``stochastic``.
-        average: whether to divide by the number of members.
-        contributors: with error feedback, divide each element by the number of members that sent another value than
-            zero.
+    If the codec's block is the whole vector, that means a segment's chunk. With error feedback and ``contributors``,
+    each element is divided by the number of members that sent another value than zero.
     """
 
     def __init__(

@@ -180,8 +180,7 @@ def generation_of(node_sizes: Sequence[int], number: int = 1) -> Generation:
 def steps_at(speed: float, steps: int) -> int:
     """Return how many steps a worker takes while the mean worker takes ``steps``, given its speed over the mean.
 
-    Raises:
-        ConfigError: it is not a positive whole number, but all workers must reach a round at the same time.
+    Raises ConfigError for a fraction, because all workers must reach a round at the same time.
     """
     own = speed * steps
     if own < 1 or own != int(own):
@@ -283,8 +282,7 @@ class SimulatedWorker:
     def step(self, compute_loss: Callable[[], Tensor]) -> float:
         """Take one step, after a round if one is due, and return its loss.
 
-        Args:
-            compute_loss: runs the forward pass on the next batch and returns its loss, one number.
+        ``compute_loss`` runs the forward pass on the next batch and returns its loss, one number.
         """
         order, since = None, self.steps - self._stretch_began
         if since % self._local_period == 0 or since % self._period == 0:
