@@ -47,13 +47,12 @@ class Layout:
 
     The model stays unchanged. Tied parameters occur once. Of sharded ones, the buffers have this process's shards.
 
+    Raises ConfigError if it has no trainable parameter, or one that cannot be exchanged.
+
     Attributes:
         kinds: dtype of each buffer, and device of its parameters.
         lengths: of each buffer, in elements.
         kept: FSDP2's records of sharded parameters, by their identities.
-
-    Raises:
-        ConfigError: the model has no trainable parameter, or one that cannot be exchanged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,13 +85,10 @@ class FlatParameters:
     Frozen parameters (``requires_grad`` false) never change, and stay where they are. The padding between parameters
     starts as zero, and is not part of the model.
 
-    Args:
-        model: its parameters are moved. The Parameter objects stay the same, so optimizers and hooks stay valid.
-        offload: leave the parameters where they are, and put the buffers in host memory, pinned for a GPU. Tensors
-            created like the buffers are there too.
+    The Parameter objects stay the same, so optimizers and hooks stay valid. With ``offload``, the parameters stay where
+    they are, and the buffers, and all tensors created like them, are in host memory, pinned for a GPU.
 
-    Raises:
-        ConfigError: as :class:`Layout`. Then nothing has changed.
+    Raises ConfigError as :class:`Layout`. Then nothing has changed.
     """
 
     def __init__(self, model: nn.Module, *, offload: bool = False, layout: Layout | None = None) -> None:

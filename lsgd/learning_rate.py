@@ -71,9 +71,7 @@ def set_rates(optimizer: torch.optim.Optimizer, times: float) -> None:
 class RateSchedules:
     """The schedules of a worker's optimizers.
 
-    Args:
-        progress: returns the share of the run in the middle of the next iteration; equal in all its processes.
-        endless: whether the plan has no end.
+    ``progress`` returns the share of the run in the middle of the next iteration; equal in all processes of a worker.
     """
 
     def __init__(
@@ -85,8 +83,7 @@ class RateSchedules:
     def add(self, optimizers: Sequence[torch.optim.Optimizer], kind: str, warmup: float, decay: float) -> None:
         """Let the learning rates of some optimizers follow :func:`factor` from now on, instead of an earlier schedule.
 
-        Raises:
-            ConfigError: an argument is wrong, the plan has no end, or an optimizer did not join.
+        Raises ConfigError if an argument is wrong, the plan has no end, or an optimizer did not join.
         """
         check(kind, warmup, decay)
         if self._endless:

@@ -91,12 +91,10 @@ class AlgorithmSettings:
         return 0.0
 
     def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
-        """Return the settings of the stretch from a share of the run to the next global round.
+        """Return the settings until the next global round.
 
-        Args:
-            progress: share of the run that is done, 0 to 1; None: the run has no end, or several phases.
-            period: the servers' choice, if any.
-            rate: learning rate of the workers, if it has fallen.
+        ``progress`` is None if the run has no end, or several phases; ``period`` is the servers' choice, if any;
+        ``rate`` is the workers' learning rate, if it has fallen.
         """
         return self
 
@@ -111,9 +109,7 @@ class AlgorithmSettings:
     def create(self, parameters: "Flat", run: str = "") -> "Algorithm":
         """Return the algorithm with these settings, in its initial state; only workers call it, not servers.
 
-        Args:
-            parameters: the model's, in flat tensors; an algorithm that keeps a model of its own copies them.
-            run: identity of the run, part of the seeds of stochastic rounding.
+        An algorithm that keeps a model of its own copies the parameters. ``run`` is part of the seeds of rounding.
         """
         raise NotImplementedError
 

@@ -138,11 +138,7 @@ class Codec:
         """Refuse a payload that is not what both sides agreed on.
 
         On a GPU this compares only the length, because reading the header would wait for the stream. Whatever the
-        payload contains, decoding reads nothing outside it.
-
-        Raises:
-            ProtocolError: the payload has another length, version, codec, or other parameters.
-            ConfigError: the tensor cannot contain a payload.
+        payload contains, decoding reads nothing outside it. Raises ProtocolError, or like :func:`check_payload`.
         """
         check_payload(payload)
         header, nbytes = _expected(self, numel)

@@ -82,21 +82,15 @@ class QuantizedAllReduce:
         feedback: ErrorFeedback | None = None,
         decay: float = 1.0,
     ) -> Tensor:
-        """Write the sum or mean of all members' ``x`` to ``out``.
+        """Write the sum or mean of all members' ``x`` to ``out``, which may be ``x``.
 
-        Args:
-            x: contiguous, one dimension, float32, float16, bfloat16 or float64 (which is rounded to float32); the
-                same size and dtype on all members. Not changed, unless it is ``out``.
-            out: like ``x``, of any of these dtypes; may be ``x``.
-            seed: what the rounding's seed is derived from, besides segment, rank, stage and chunk.
-            feedback: for a tensor like ``x``; the caller commits it.
-            decay: factor of the residual that is added to ``x``.
+        Both are contiguous vectors of the same size on all members, float32, float16, bfloat16 or float64 (which is
+        rounded to float32). The seed of rounding depends on ``seed``, segment, rank, stage and chunk. The caller
+        commits ``feedback``, whose residual times ``decay`` is added to ``x``. After an ExchangeError, ``out`` is
+        undefined.
 
         Returns:
             int32, shape (1,): non-zero if a member's ``x`` had NaN or Inf, equal on all members; 0 with one member.
-
-        Raises:
-            ExchangeError: the network failed; ``out`` is undefined.
         """
         stages = self.stages(x, out, seed, feedback, decay)
         while True:

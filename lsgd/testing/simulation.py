@@ -199,11 +199,8 @@ class SimulatedWorker:
     ``steps`` is given, the period has the same ramps as with servers.
 
     Args:
-        group: all workers.
-        settings: the algorithm's settings.
         parameters: the model's parameters as one-dimensional tensors; see :meth:`of_model`.
         gradients: tensors of the same shapes, to which the backward pass adds.
-        optimizer: the parameters' optimizer.
         buffers: the model's buffers that global rounds average (batch-norm's statistics).
         steps: the mean worker's steps in the whole run; 0: unknown.
         run: what the seeds of stochastic rounding and of elections are derived from.
