@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from lsgd.errors import ConfigError, DetachedError
-from lsgd.shards import layout as in_words
-from lsgd.shards import local, move, reshard, room_of, sharded_modules, shards
+from lsgd.shards import local, move, reshard, room_of, sharded_modules, sharding_of, shards
 
 ALIGNMENT_NBYTES = 64
 """Every parameter starts at a multiple of this in its buffer: a cache line, and a CPU's widest vector."""
@@ -117,7 +116,7 @@ class FlatParameters:
             return local(parameter).data_ptr()
         view = _view(buffer, slot.offset, local(parameter).data, apart=not self._offload)
         view.copy_(local(parameter).data)
-        if self._offload or in_words(parameter):
+        if self._offload or sharding_of(parameter):
             self._copied.append((parameter, view))
         else:
             parameter.data = view
@@ -188,11 +187,11 @@ def describe(model: nn.Module, *, whole: bool = False) -> tuple[str, str]:
     With ``whole``, the digest is independent of the sharding.
     """
     named = list(model.named_parameters())
-    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}{'' if whole else in_words(t)}" for n, t in named]
+    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}{'' if whole else sharding_of(t)}" for n, t in named]
     lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.named_buffers()]
     count = sum(p.numel() for _, p in named)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for _, p in named})
-    sharded = next((f", sharded as {words}" for _, p in named if (words := in_words(p))), "")
+    sharded = next((f", sharded as {words}" for _, p in named if (words := sharding_of(p))), "")
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
     summary = f"{count:,} parameters in {len(lines)} tensors of {', '.join(dtypes)}{sharded} (digest {digest[:8]})"
     return digest, summary

@@ -54,7 +54,7 @@ def begins(tensor: Tensor) -> list[int]:
     return starts
 
 
-def layout(tensor: Tensor) -> str:
+def sharding_of(tensor: Tensor) -> str:
     """Return a description of how a tensor is distributed; empty if it is not."""
     if not is_sharded(tensor):
         return ""
@@ -82,9 +82,9 @@ def mesh_of(model: nn.Module) -> Any:
         placements = parameter.placements
         if len(placements) != 1 or not placements[0].is_shard() or parameter.device_mesh != mesh:
             raise ConfigError(
-                f"the parameter {name} is distributed as {layout(parameter)}; an island shards all parameters over one "
-                f"one-dimensional mesh: fully_shard(model, mesh=init_device_mesh(device, (processes,))), without "
-                f"tensor parallelism or replicas"
+                f"the parameter {name} is distributed as {sharding_of(parameter)}; an island shards all parameters "
+                f"over one one-dimensional mesh: fully_shard(model, mesh=init_device_mesh(device, (processes,))), "
+                f"without tensor parallelism or replicas"
             )
     return mesh
 

@@ -1,16 +1,6 @@
 """Workers and their Group as threads of one process: for tests, and for more workers than cores.
 
-Four workers train with Leader SGD, without a server::
-
-    def member(group: SimulatedGroup) -> float:
-        model = nn.Linear(8, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        worker = SimulatedWorker.of_model(group, LeaderSettings(period=16), model, optimizer)
-        for x, y in batches(group.rank):
-            worker.step(lambda: mse_loss(model(x), y))
-        return worker.mean_loss()
-
-    losses = simulate((2, 2), member)  # two nodes of two workers
+docs/contributing/extending.md has an example.
 """
 
 import math
