@@ -201,7 +201,7 @@ def changed(settings: Any, changes: Mapping[str, str], others: Collection[str] =
 
 
 def shown(spec: dataclasses.Field[Any], value: Any) -> Any:
-    """Return a setting's value as people write it."""
+    """Return a setting's value as in a plan file."""
     return AUTO if spec.metadata["auto"] and value == 0 else value
 
 

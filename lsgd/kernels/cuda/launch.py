@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,14 +35,10 @@ CHUNKS: Final = 4  # of ELEMENTS that a thread can keep in registers
 MAX_SEGMENTS: Final = 1024
 ELEMENTS_PER_DECODER: Final = 16
 
-_Arguments: TypeAlias = Sequence[int | float]
+_Arguments: TypeAlias = Sequence[int | float]  # to the kernel, a ``long long`` and a ``float``
 
-
-class Launch(Protocol):
-    """Queues a kernel on the current stream of a device; every int is a ``long long``, every float a ``float``."""
-
-    def __call__(self, device: torch.device, kernel: str, grid: int, threads: int, arguments: _Arguments) -> None:
-        """Queue the kernel."""
+Launch: TypeAlias = Callable[[torch.device, str, int, int, _Arguments], None]
+"""Queues a kernel (by name, with grid, threads and arguments) on the current stream of a device."""
 
 
 @dataclass(frozen=True)
