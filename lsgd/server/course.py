@@ -106,11 +106,10 @@ class Stretch:
     """A part of the plan from one global round to the next.
 
     Args:
-        number: of its phase, from 0.
-        planned: the algorithm as the plan has it; its period may be ``auto``.
+        number: index of its phase, from 0.
+        planned: algorithm as the plan has it; its period may be ``auto``.
         algorithm: with the settings of this stretch.
-        pace: how long steps and rounds take.
-        why: the reason for the period.
+        why: reason for the period.
     """
 
     number: int
@@ -124,14 +123,11 @@ class Course:
     """The algorithm of the current phase, with its current settings.
 
     Attributes:
-        phases: of the plan.
-        number: of the current phase, from 0.
+        number: index of the current phase, from 0.
         algorithm: as of the last global round.
-        schedule: when that algorithm needs rounds.
         next_algorithm: as planned from the next global round on; its period may be ``auto``.
-        pace: how long steps and rounds take.
-        why: the reason for the period.
-        said_period: the last one that people were told.
+        why: reason for the period.
+        said_period: the last one in the log.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:

@@ -45,7 +45,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Every request is told to leave."""
+    """Every request is answered with the end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from itertools import chain
 
 from lsgd.errors import ConfigError
 from lsgd.protocol.credentials import MET, TICKET_NBYTES, Ticket, new_greeting
-from lsgd.protocol.descriptors import raise_descriptor_limit
+from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.server.daemon import Signals, complain, say
 
 GREET_WITHIN_S = 5.0
