@@ -120,10 +120,7 @@ class GlobalDaemon:
     A frame from a local server is a worker's message. Pairs of frames go back: the name of the worker's socket at the
     local server, empty for the local server itself, and the answer.
 
-    Args:
-        journal: keeps the run, so that another process can continue it; None: nothing does.
-        record: writes the run's results; None: nothing does.
-        watches_memory: drop all connections if the process grows too much; not in a script's own process.
+    ``watches_memory``: it drops all connections if the process grows too much; not in a script's own process.
     """
 
     def __init__(
@@ -180,7 +177,7 @@ class GlobalDaemon:
 
         Args:
             now: time on a clock that never goes back, in seconds.
-            got: signal that asks for the end of the run, if any.
+            got: name of the signal that asks for the end of the run, if any.
 
         Returns:
             Whether all connections were dropped, so that pollers have to be rebuilt.

@@ -125,8 +125,8 @@ class Journal:
             self.remove()
             self._retry_at = now + RETRY_EVERY_S
             trouble = (
-                f"the journal {self.path} cannot be written: {error}; it is removed, and rewritten as soon as possible. If "
-                f"this server dies before that, the run cannot continue: free space there"
+                f"the journal {self.path} cannot be written: {error}; it is removed, and rewritten as soon as "
+                f"possible. If this server dies before that, the run cannot continue: free space there"
             )
             return "" if failing else trouble
         self._version, self._kept_at, self._retry_at = version, now, 0.0

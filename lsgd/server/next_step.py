@@ -110,7 +110,8 @@ def held(state: RunState) -> list[Member]:
 
 def _training(state: RunState, members: list[Member], given: int) -> Step:
     """Return the next step of a run that continues after ``given`` iterations, granted ones included."""
-    count, progress = state.ledger.count, state.progress(state.now) if state.ends else None
+    count, run = state.ledger.count, state.plan.run
+    progress = state.progress(state.now) if run.iterations or run.seconds else None
     stretch = state.course.following(state.now, count, given, len(members), progress, _rate_of(members))
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model

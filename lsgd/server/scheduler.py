@@ -82,9 +82,6 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
             _train(state, step)
 
 
-# -- iterations and rounds -------------------------------------------------------------------------------------
-
-
 def _serve_held(state: RunState) -> None:
     """Grant held requests what is in the queues."""
     for member in state.roster.within(MemberState.HELD):
@@ -231,9 +228,6 @@ def _doubts(state: RunState, members: Iterable[Member]) -> bool:
     assert generation is not None
     untried = generation.transport == "tcp" and state.ways.unknown(generation.nodes)
     return untried or state.book.failures > 0 or state.links.suspects((m.worker for m in members), state.now)
-
-
-# -- the run's model -------------------------------------------------------------------------------------------
 
 
 def _go_back(state: RunState, step: next_step.GoBack) -> None:

@@ -136,11 +136,6 @@ class RunState:
         run = self.plan.run
         return self.course.algorithm.elects or "leader" in (run.consensus, run.buffers)
 
-    @property
-    def ends(self) -> bool:
-        """Whether the run has a length."""
-        return bool(self.plan.run.iterations or self.plan.run.seconds)
-
     def progress(self, now: float) -> float:
         """Return the completed share of the run, 0 to 1; 0 for one without an end."""
         run = self.plan.run
