@@ -124,12 +124,8 @@ def _stamp() -> str:
     return time.strftime("%H:%M:%S")
 
 
-def _missing(lines: int) -> str:
-    return f"{_stamp()} {lines} lines are missing here, because they could not be written\n"
-
-
 _silent = threading.local()
-_output = Output(_missing)
+_output = Output(lambda lines: f"{_stamp()} {lines} lines are missing here, because they could not be written\n")
 atexit.register(_output.flush, FLUSH_WITHIN_S)
 
 

@@ -61,10 +61,10 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
         case next_step.GoBack():
             _go_back(state, step)
             _carry_out(state, next_step.choose(state))
-        case next_step.End(reason, None):
+        case next_step.EndRun(reason, None):
             stop(state, reason)
             _carry_out(state, next_step.last(state))
-        case next_step.End(reason, Stretch() as stretch):
+        case next_step.EndRun(reason, Stretch() as stretch):
             _begin_stretch(state, stretch)
             stop(state, reason)
             _let_back(state)
