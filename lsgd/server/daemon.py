@@ -124,8 +124,12 @@ def _stamp() -> str:
     return time.strftime("%H:%M:%S")
 
 
+def _missing(lines: int) -> str:
+    return f"{_stamp()} {lines} lines are missing here, because they could not be written\n"
+
+
 _silent = threading.local()
-_output = Output(lambda lines: f"{_stamp()} {lines} lines are missing here, because they could not be written\n")
+_output = Output(_missing)
 atexit.register(_output.flush, FLUSH_WITHIN_S)
 
 
