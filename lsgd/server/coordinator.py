@@ -143,17 +143,12 @@ class Coordinator:
         state, happened = self.state, self.state.roster.happened
         if happened or state.over:
             state.forget_words()
-            self._tell_stage()
+            if state.stage != self._stage:
+                self._stage, reason = state.stage, state.stopping or state.joined()
+                state.happened(RunChanged(self._stage, reason.code, str(reason)))
             state.decision.happened, state.roster.happened = happened, []
         decision, state.decision = state.decision, Decision()
         return decision
-
-    def _tell_stage(self) -> None:
-        """Publish the stage of the run if it has changed."""
-        state = self.state
-        if (stage := state.stage) != self._stage:
-            self._stage, reason = stage, state.stopping or state.joined()
-            state.happened(RunChanged(stage, reason.code, str(reason)))
 
     def _sender(self, message: Upward) -> Member | None:
         """Return the member that sent a message; an evicted worker may become a member again."""

@@ -118,7 +118,7 @@ def _fail(state: RunState, opened: OpenRound, reason: Reason) -> None:
 
 
 def end_generation(state: RunState, reason: Reason) -> None:
-    """End the generation and tell its members, unless it is over already."""
+    """End the generation and notify its members, unless it is over already."""
     state.course.pace.interrupted()
     for member in state.roster.end_generation(reason):
         assert state.roster.generation is not None

@@ -179,11 +179,7 @@ class Ways:
     """Which nodes have tried to dial each other, and which cannot.
 
     If one of two nodes can dial the other, they exchange directly, in both directions. If neither can, they exchange
-    through the relay.
-
-    Args:
-        tried: nodes.
-        missed: pairs of them of which the first cannot dial the second.
+    through the relay. ``missed``: pairs of nodes of which the first cannot dial the second.
     """
 
     def __init__(self, tried: Iterable[int] = (), missed: Iterable[Sequence[int]] = ()) -> None:
