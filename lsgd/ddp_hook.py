@@ -1,15 +1,7 @@
 """The two-round all-reduce in a codec, as a communication hook of DistributedDataParallel; needs no lsgd servers.
 
-In a script that torchrun starts::
-
-    from lsgd.ddp_hook import QuantizedState, quantized_hook
-
-    model = DistributedDataParallel(model)
-    model.register_comm_hook(QuantizedState(error_feedback=True), quantized_hook)
-
-Gradients are averaged as ByteGrad does between nodes (:class:`lsgd.collectives.two_round.QuantizedAllReduce`), and
-every rank gets the same bits. DDP calls the hook for a bucket as soon as its gradients are ready, so the exchange
-overlaps the rest of the backward pass.
+DDP calls the hook for a bucket as soon as its gradients are ready, so the exchange overlaps the rest of the backward
+pass. docs/guides/algorithms.md has an example.
 """
 
 import atexit
@@ -26,7 +18,7 @@ from lsgd.collectives.background import Background
 from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.group import Group, Transfer
 from lsgd.collectives.pipeline import Pipeline
-from lsgd.collectives.point_to_point import Exchange
+from lsgd.collectives.point_to_point import begin_exchange
 from lsgd.collectives.two_round import QuantizedAllReduce
 from lsgd.errors import ConfigError
 
@@ -38,8 +30,8 @@ class QuantizedState:
     """State of :func:`quantized_hook`: the ranks, how to round, and the residuals.
 
     Args:
-        process_group: the ranks that exchange; all by default. The state creates a group of its own with the same
-            ranks, which keeps DDP's collectives out of its messages. So all ranks must create it together.
+        process_group: the ranks that exchange; all by default. All must create the state together, because it makes a
+            group of its own, which keeps DDP's collectives out of its messages.
         codec: the codec of the gradients, optionally with parameters (``minmax8:block=512``).
         block: the codec's elements per block; None: all of a chunk. By default what the codec has by default.
         rounding: ``nearest`` or ``stochastic``.
@@ -91,12 +83,8 @@ class QuantizedState:
     def submit(self, stages: Iterator[None], gradient: Tensor, future: Future[Tensor], *, is_last: bool) -> None:
         """Have the exchange's thread exchange a bucket along with earlier ones, on a GPU in its own stream.
 
-        Args:
-            stages: the stages of the exchange (:class:`lsgd.collectives.pipeline.Pipeline`).
-            gradient: what they exchange.
-            future: gets the gradient at the end, perhaps only after the last bucket is submitted. If an exchange fails,
-                all pending and later futures get the error.
-            is_last: whether this is the iteration's last bucket.
+        ``future`` gets the gradient at the end of the stages, perhaps only after the last bucket is submitted. If an
+        exchange fails, all pending and later futures get the error.
         """
         self._background.start(lambda: self._exchange(stages, gradient, future, is_last), gradient.device)
 
@@ -118,8 +106,7 @@ class QuantizedState:
 def quantized_hook(state: QuantizedState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """Average one bucket of gradients over all ranks in few bits; for ``model.register_comm_hook(state, ...)``.
 
-    Returns:
-        A future of the bucket's gradients, the same bits on all ranks. NaN or Inf on one rank is NaN on all.
+    The future's gradients have the same bits on all ranks. NaN or Inf on one rank is NaN on all.
     """
     gradient, index, step, is_last = bucket.buffer(), bucket.index(), state.step, bucket.is_last()
     if is_last:
@@ -145,22 +132,15 @@ class _RankGroup(Group):
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         if self._backend == "nccl":
-            device = next(iter(receives.values())).device
-            return Transfer(Exchange(self._group, sends, receives, batch=device).wait)
-        incoming = {rank: _on_host(x) for rank, x in receives.items()}
-        exchange = Exchange(self._group, {rank: _on_host(x, copy=True) for rank, x in sends.items()}, incoming)
+            return begin_exchange(self._group, sends, receives, batch=next(iter(receives.values())).device)
+        # Gloo sends from host memory only.
+        incoming = {rank: x if x.is_cpu else torch.empty_like(x, device="cpu") for rank, x in receives.items()}
+        transfer = begin_exchange(self._group, {rank: x.cpu() for rank, x in sends.items()}, incoming)
 
         def wait() -> None:
-            exchange.wait()
+            transfer.wait()
             for rank, x in incoming.items():
                 if x is not receives[rank]:
                     receives[rank].copy_(x)
 
         return Transfer(wait)
-
-
-def _on_host(x: Tensor, *, copy: bool = False) -> Tensor:
-    """Return ``x``, or for one on a GPU a tensor in host memory, because Gloo sends from nowhere else."""
-    if x.device.type == "cpu":
-        return x
-    return x.cpu() if copy else torch.empty_like(x, device="cpu")

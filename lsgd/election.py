@@ -17,14 +17,10 @@ def usual_loss(before: float | None, loss: float) -> float:
 
 
 def standing(rule: str, loss: float, usual: float | None, lot: str) -> tuple[bool, float]:
-    """Return a candidate's standing in an election; the lowest wins.
+    """Return a candidate's standing in an election by one of :data:`RULES`; the lowest wins.
 
-    Args:
-        rule: of :data:`RULES`.
-        loss: the candidate's, under ``probe`` that of its probe; infinite if it has no finite one, which puts it behind
-            all that have one.
-        usual: the candidate's :func:`usual_loss`.
-        lot: names the run, the round and the candidate; decides by lot, equally on every machine.
+    ``loss`` is that of its batches, under ``probe`` of its probe; infinite if none is finite, which puts it last.
+    ``lot`` names the run, the round and the candidate, so that every machine draws the same.
     """
     lossless = math.isinf(loss)
     if rule == "random":

@@ -33,12 +33,7 @@ class ExchangeError(LsgdError):
 
 
 class BrokenLinksError(ExchangeError):
-    """Members of a generation cannot reach each other.
-
-    Args:
-        message: which ones.
-        broken: their ranks, one pair after the other.
-    """
+    """Members of a generation cannot reach each other; ``broken`` has their ranks, one pair after the other."""
 
     def __init__(self, message: str, broken: tuple[int, ...]) -> None:
         super().__init__(message)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from lsgd.errors import ConfigError, DetachedError
-from lsgd.shards import layout as in_words
-from lsgd.shards import local, move, reshard, room_of, sharded_modules, shards
+from lsgd.shards import local, move, reshard, room_of, sharded_modules, sharding_of, shards
 
 ALIGNMENT_NBYTES = 64
 """Every parameter starts at a multiple of this in its buffer: a cache line, and a CPU's widest vector."""
@@ -45,17 +44,14 @@ class Slot:
 class Layout:
     """Where the trainable parameters of a model are in flat buffers, one for each dtype and device.
 
-    Args:
-        model: stays unchanged. Tied parameters occur once. Of sharded ones, the buffers have this process's shards.
+    The model stays unchanged. Tied parameters occur once. Of sharded ones, the buffers have this process's shards.
+
+    Raises ConfigError if it has no trainable parameter, or one that cannot be exchanged.
 
     Attributes:
-        slots: of the parameters.
         kinds: dtype of each buffer, and device of its parameters.
         lengths: of each buffer, in elements.
         kept: FSDP2's records of sharded parameters, by their identities.
-
-    Raises:
-        ConfigError: the model has no trainable parameter, or one that cannot be exchanged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,14 +84,10 @@ class FlatParameters:
     Frozen parameters (``requires_grad`` false) never change, and stay where they are. The padding between parameters
     starts as zero, and is not part of the model.
 
-    Args:
-        model: its parameters are moved. The Parameter objects stay the same, so optimizers and hooks stay valid.
-        offload: leave the parameters where they are, and put the buffers in host memory, pinned for a GPU. Tensors
-            created like the buffers are there too.
-        layout: of the model; None: compute it.
+    The Parameter objects stay the same, so optimizers and hooks stay valid. With ``offload``, the parameters stay where
+    they are, and the buffers, and all tensors created like them, are in host memory, pinned for a GPU.
 
-    Raises:
-        ConfigError: as :class:`Layout`. Then nothing has changed.
+    Raises ConfigError as :class:`Layout`. Then nothing has changed.
     """
 
     def __init__(self, model: nn.Module, *, offload: bool = False, layout: Layout | None = None) -> None:
@@ -124,7 +116,7 @@ class FlatParameters:
             return local(parameter).data_ptr()
         view = _view(buffer, slot.offset, local(parameter).data, apart=not self._offload)
         view.copy_(local(parameter).data)
-        if self._offload or in_words(parameter):
+        if self._offload or sharding_of(parameter):
             self._copied.append((parameter, view))
         else:
             parameter.data = view
@@ -146,11 +138,7 @@ class FlatParameters:
             local(parameter).copy_(view)
 
     def check(self) -> None:
-        """Check that the model still has the joined parameters, in their buffers, and trains no others.
-
-        Raises:
-            DetachedError: a parameter's training would not be exchanged.
-        """
+        """Raise DetachedError unless the model has the joined parameters, in their buffers, and trains no others."""
         reshard(self._sharded)
         for slot, address in zip(self.slots, self._addresses, strict=True):
             if local(slot.parameter).data_ptr() != address:
@@ -194,23 +182,19 @@ def named_floating_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def describe(model: nn.Module, *, whole: bool = False) -> tuple[str, str]:
-    """Return a digest of the names, shapes and dtypes of all parameters and buffers, and a summary in words.
+    """Return a digest of the names, shapes and dtypes of all parameters and buffers, and a summary.
 
-    Args:
-        model: perhaps sharded.
-        whole: whether the digest is independent of the sharding.
+    With ``whole``, the digest is independent of the sharding.
     """
     named = list(model.named_parameters())
-    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}{'' if whole else in_words(t)}" for n, t in named]
+    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}{'' if whole else sharding_of(t)}" for n, t in named]
     lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.named_buffers()]
     count = sum(p.numel() for _, p in named)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for _, p in named})
-    sharded = next((f", sharded as {words}" for _, p in named if (words := in_words(p))), "")
+    sharded = next((f", sharded as {words}" for _, p in named if (words := sharding_of(p))), "")
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-    return (
-        digest,
-        f"{count:,} parameters in {len(lines)} tensors of {', '.join(dtypes)}{sharded} (digest {digest[:8]})",
-    )
+    summary = f"{count:,} parameters in {len(lines)} tensors of {', '.join(dtypes)}{sharded} (digest {digest[:8]})"
+    return digest, summary
 
 
 def _detached(name: str, what: str) -> DetachedError:

@@ -15,11 +15,7 @@ KINDS = ("wsd", "cosine", "linear")
 
 
 def check(kind: str, warmup: float, decay: float) -> None:
-    """Check the arguments of :func:`factor`.
-
-    Raises:
-        ConfigError: one is unknown or out of range.
-    """
+    """Raise ConfigError if an argument of :func:`factor` is unknown or out of range."""
     if kind not in KINDS:
         raise ConfigError(f"there is no schedule {kind!r}; {nearest(kind, KINDS)}")
     for name, share in (("warmup", warmup), ("decay", decay)):
@@ -38,11 +34,7 @@ def factor(kind: str, progress: float, warmup: float, decay: float) -> float:
     It rises linearly from 0 during the warm-up. Then ``wsd`` stays at 1 and falls linearly to 0 in the last part of the
     run; ``cosine`` falls to 0 as half a cosine (SGDR, arXiv 1608.03983, without restarts); ``linear`` falls linearly.
 
-    Args:
-        kind: of :data:`KINDS`.
-        progress: share of the run that is done, 0 to 1.
-        warmup: share of the run that is the warm-up.
-        decay: share of the run in which ``wsd`` falls; the others ignore it.
+    All three numbers are shares of the run; only ``wsd`` has a ``decay``.
     """
     if progress < warmup:
         return progress / warmup
@@ -53,10 +45,7 @@ def factor(kind: str, progress: float, warmup: float, decay: float) -> float:
 
 
 class Fallen:
-    """Follows a worker's learning rate, and reports it once it has fallen.
-
-    A rising rate, as in a warm-up, says nothing about how far the models diverge.
-    """
+    """Reports a worker's learning rate once it has fallen; a warm-up says nothing about how far models diverge."""
 
     def __init__(self) -> None:
         self._highest = 0.0
@@ -82,9 +71,7 @@ def set_rates(optimizer: torch.optim.Optimizer, times: float) -> None:
 class RateSchedules:
     """The schedules of a worker's optimizers.
 
-    Args:
-        progress: returns the share of the run in the middle of the next iteration; equal in all its processes.
-        endless: whether the plan has no end, so that there is no share.
+    ``progress`` returns the share of the run in the middle of the next iteration; equal in all processes of a worker.
     """
 
     def __init__(
@@ -96,8 +83,7 @@ class RateSchedules:
     def add(self, optimizers: Sequence[torch.optim.Optimizer], kind: str, warmup: float, decay: float) -> None:
         """Let the learning rates of some optimizers follow :func:`factor` from now on, instead of an earlier schedule.
 
-        Raises:
-            ConfigError: an argument is wrong, the plan has no end, or an optimizer did not join.
+        Raises ConfigError if an argument is wrong, the plan has no end, or an optimizer did not join.
         """
         check(kind, warmup, decay)
         if self._endless:

@@ -16,11 +16,7 @@ _GONE = (errno.EPIPE, errno.EBADF, errno.ENXIO)
 
 
 def append(descriptor: int, data: bytes) -> None:
-    """Append all of ``data`` to a file, or nothing.
-
-    Raises:
-        OSError: it cannot be written: the disk is full, say.
-    """
+    """Append all of ``data`` to a file, or nothing and raise OSError: the disk is full, say."""
     length = os.fstat(descriptor).st_size
     try:
         while data:
@@ -32,11 +28,7 @@ def append(descriptor: int, data: bytes) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file by a new one as a whole: the old one stays until the new one is complete.
-
-    Raises:
-        OSError: it cannot be written: the disk is full, say.
-    """
+    """Replace a file once the new one is complete; if it cannot be written, keep the old one and raise OSError."""
     beside = path.with_name(f"{path.name}.tmp")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -52,8 +44,7 @@ class Output:
 
     The thread starts with the first text, so a process that forks before then has one thread.
 
-    Args:
-        missing: returns the text that replaces this many lost lines.
+    ``missing`` returns the text that replaces a number of lost lines.
     """
 
     def __init__(self, missing: Callable[[int], str]) -> None:
@@ -86,12 +77,7 @@ class Output:
         return self._nchars
 
     def flush(self, within_s: float, tries: int = 1) -> bool:
-        """Wait until all is written, and return whether it is.
-
-        Args:
-            within_s: longest wait, in seconds.
-            tries: how many such waits, as long as each one gets some text written.
-        """
+        """Return whether all is written, after up to ``tries`` waits as long as each one gets some text written."""
         with self._changed:
             for _ in range(tries):
                 before = self._written

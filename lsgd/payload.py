@@ -41,16 +41,7 @@ _FORM: Final = struct.Struct("<4sBBHQII8s")
 
 @dataclass(frozen=True)
 class Header:
-    """The first 32 bytes of a payload.
-
-    Attributes:
-        codec: name of the codec, up to 8 ASCII letters and digits.
-        numel: elements of the vector.
-        first: first parameter of the codec, 32 bits.
-        second: second parameter, 16 bits.
-        dtype: index in ``DTYPE_NAMES`` of the vector's dtype.
-        flags: see the table in this module's docstring.
-    """
+    """The first 32 bytes of a payload; the table above describes the fields."""
 
     codec: str
     numel: int
@@ -66,11 +57,7 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes) -> Header:
-        """Return the header in 32 bytes from a peer.
-
-        Raises:
-            ProtocolError: the bytes are not a header of this version.
-        """
+        """Return the header in 32 bytes from a peer; raise ProtocolError if they are none of this version."""
         magic, version, dtype, second, numel, first, flags, name = _FORM.unpack(data)
         if magic != MAGIC:
             raise ProtocolError(f"a payload begins with {MAGIC!r}, but these bytes begin with {magic!r}")

@@ -12,8 +12,7 @@ from lsgd.errors import ConfigError
 def probe_loss(model: nn.Module, evaluate: Callable[[], Tensor | float]) -> float:
     """Return the result of ``evaluate``, without gradients and in evaluation mode; restores the modules' modes.
 
-    Raises:
-        ConfigError: the result is not one number.
+    Raises ConfigError if the result is not one number.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -25,10 +25,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
     lsgd's own are found by searching a package, which needs no installation. Others come from entry points, whose name
     is the class's name. One that cannot be loaded is skipped with a warning; the others still load.
 
-    Args:
-        package: its modules define the classes.
-        base: the base class.
-        what: the word for one of them in messages.
+    ``package`` is also the group of the entry points, and ``what`` the word for one of the classes in messages.
 
     Attributes:
         requirements: what pip installs for those that are not lsgd's own, by name; complete after ``classes``.

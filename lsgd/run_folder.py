@@ -48,10 +48,7 @@ def counts(folder: Path, run: str, worker: str = "*") -> list[int]:
 
 
 def runs(folder: Path, worker: str = "*") -> list[str]:
-    """Return the runs with checkpoints in a folder, of this worker (a pattern) or of any.
-
-    The run with the newest file comes first.
-    """
+    """Return the runs with checkpoints in a folder, of this worker (a pattern) or of any; the newest first."""
     written = _written(folder, worker)
     return sorted(written, key=lambda run: written[run], reverse=True)
 
@@ -59,8 +56,7 @@ def runs(folder: Path, worker: str = "*") -> list[str]:
 def find_run(folder: Path, node: int) -> Path:
     """Return ``folder`` if it is a run folder with checkpoints of this node, else the newest such run folder in it.
 
-    Raises:
-        ConfigError: there is none.
+    Raises ConfigError if there is none.
     """
     found = {run: _written(run / CHECKPOINTS, f"node{node}/*") for run in (folder, *folder.glob("*/"))}
     written = {run: max(times.values()) for run, times in found.items() if times}
@@ -78,10 +74,8 @@ def claimed(folder: Path, node: int, address: str) -> Iterator[None]:
     """Lock a run folder for one node's launcher inside the context; create it if necessary.
 
     Each node has its own lock, because several may share the folder. The lock ends with this process. It contains
-    ``address``, the address of the run's global server, for :func:`find_live`.
-
-    Raises:
-        ConfigError: another launcher of this node holds it, or it cannot be created or written.
+    the address of the run's global server, for :func:`find_live`. Raises ConfigError if another launcher of this node
+    holds it, or it cannot be created or written.
     """
     path = folder / f"node{node}.lock"
     try:
@@ -97,13 +91,9 @@ def claimed(folder: Path, node: int, address: str) -> Iterator[None]:
 
 
 def find_live(folder: Path) -> tuple[Path, str]:
-    """Return the folder and the global server's address of this user's newest running run.
+    """Return the folder and the global server's address of this user's newest running run in a folder.
 
-    Args:
-        folder: folder of the run, or of several runs.
-
-    Raises:
-        ConfigError: none is running.
+    Raises ConfigError if none is running.
     """
     live = []
     for path in (*folder.glob("node*.lock"), *folder.glob("*/node*.lock")):

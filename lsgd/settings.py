@@ -37,9 +37,7 @@ def setting(
     fixed: bool = False,
     auto: bool = False,
 ) -> Any:
-    """Declare a setting: its default, its meaning, its range (inclusive) or its choices.
-
-    No whole number is beyond :data:`LARGEST`.
+    """Declare a setting: its default, its meaning, its range (inclusive, within :data:`LARGEST`) or its choices.
 
     A ``fixed`` setting cannot be changed during a run, because the format of what is sent depends on it. ``valid``
     raises ConfigError for a wrong value, for rules that ``choices`` cannot express. ``auto``: a whole number from 1, or
@@ -93,24 +91,15 @@ class AlgorithmSettings:
         return 0.0
 
     def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
-        """Return the settings of the stretch from a share of the run to the next global round.
+        """Return the settings until the next global round.
 
-        Servers and simulated workers both ask here.
-
-        Args:
-            progress: share of the run that is made, 0 to 1; None: the run has no end, or several phases.
-            period: that the servers have chosen; None: that of the settings.
-            rate: learning rate of the workers, if it has fallen.
+        ``progress`` is None if the run has no end, or several phases; ``period`` is the servers' choice, if any;
+        ``rate`` is the workers' learning rate, if it has fallen.
         """
         return self
 
     def sent_nbytes(self, numel: int, workers: int) -> float:
-        """Return the bytes that a worker sends per iteration, on average, each worker on a node of its own.
-
-        Args:
-            numel: parameters of the model, float32.
-            workers: number of workers.
-        """
+        """Return the bytes that a worker sends per iteration, on average, each worker on a node of its own."""
         raise NotImplementedError
 
     def obstacle_to_offload(self) -> str:
@@ -120,9 +109,7 @@ class AlgorithmSettings:
     def create(self, parameters: "Flat", run: str = "") -> "Algorithm":
         """Return the algorithm with these settings, in its initial state; only workers call it, not servers.
 
-        Args:
-            parameters: the model's, in flat tensors; an algorithm that keeps a model of its own copies them.
-            run: identity of the run, part of the seeds of stochastic rounding.
+        An algorithm that keeps a model of its own copies the parameters. ``run`` is part of the seeds of rounding.
         """
         raise NotImplementedError
 
@@ -152,8 +139,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 def checked(cls: type, name: str, value: Any, origin: str) -> Any:
     """Return ``value`` in the type of the setting ``name`` of ``cls``; strings (from flags, variables) are converted.
 
-    Raises:
-        ConfigError: it has the wrong type or is out of range; the message names ``origin``.
+    Raises ConfigError, which names ``origin``, if it has the wrong type or is out of range.
     """
     spec = fields(cls)[name]
     meta, kind = spec.metadata, _kind(spec)
@@ -201,13 +187,8 @@ def changeable(cls: type) -> list[str]:
 def changed(settings: Any, changes: Mapping[str, str], others: Collection[str] = ()) -> Any:
     """Return ``settings`` with these numeric ones changed, all or none, as ``lsgd set`` does during a run.
 
-    Args:
-        settings: of a run or of an algorithm.
-        changes: new values by name.
-        others: names that may be changed elsewhere, for the message.
-
-    Raises:
-        ConfigError: there is no such setting, it cannot be changed during a run, or a value is wrong.
+    Raises ConfigError if there is no such setting (``others`` are known elsewhere), it cannot be changed during a run,
+    or a value is wrong.
     """
     cls = type(settings)
     free = changeable(cls)
@@ -220,7 +201,7 @@ def changed(settings: Any, changes: Mapping[str, str], others: Collection[str] =
 
 
 def shown(spec: dataclasses.Field[Any], value: Any) -> Any:
-    """Return a setting's value as people write it."""
+    """Return a setting's value as in a plan file."""
     return AUTO if spec.metadata["auto"] and value == 0 else value
 
 

@@ -54,8 +54,8 @@ def begins(tensor: Tensor) -> list[int]:
     return starts
 
 
-def layout(tensor: Tensor) -> str:
-    """Return in words how a tensor is distributed; empty if it is not."""
+def sharding_of(tensor: Tensor) -> str:
+    """Return a description of how a tensor is distributed; empty if it is not."""
     if not is_sharded(tensor):
         return ""
     placements = ", ".join(map(str, tensor.placements))  # type: ignore[attr-defined]
@@ -65,8 +65,7 @@ def layout(tensor: Tensor) -> str:
 def mesh_of(model: nn.Module) -> Any:
     """Return the mesh of processes that a model is sharded over; None if it is not sharded.
 
-    Raises:
-        ConfigError: it is sharded in a way that islands do not support.
+    Raises ConfigError if it is sharded in a way that islands do not support.
     """
     reshard(sharded_modules(model))
     named: list[tuple[str, Any]] = list(model.named_parameters())
@@ -83,9 +82,9 @@ def mesh_of(model: nn.Module) -> Any:
         placements = parameter.placements
         if len(placements) != 1 or not placements[0].is_shard() or parameter.device_mesh != mesh:
             raise ConfigError(
-                f"the parameter {name} is distributed as {layout(parameter)}; an island shards all parameters over one "
-                f"one-dimensional mesh: fully_shard(model, mesh=init_device_mesh(device, (processes,))), without "
-                f"tensor parallelism or replicas"
+                f"the parameter {name} is distributed as {sharding_of(parameter)}; an island shards all parameters "
+                f"over one one-dimensional mesh: fully_shard(model, mesh=init_device_mesh(device, (processes,))), "
+                f"without tensor parallelism or replicas"
             )
     return mesh
 
@@ -124,8 +123,7 @@ def _window(kept: Any, padded: Tensor) -> Tensor:
 def shards(model: nn.Module) -> dict[int, Any]:
     """Return torch's ``FSDPParam`` of each sharded parameter, by its identity; empty if torch's names differ.
 
-    Raises:
-        ConfigError: FSDP2 keeps the shards in host memory.
+    Raises ConfigError if FSDP2 keeps the shards in host memory.
     """
     try:
         found = {id(kept.sharded_param): kept for kept in _kept(model)}

@@ -25,11 +25,7 @@ def contribute(parameters: Flat, sums: Flat, round_id: int, *, finite: bool) -> 
 
 
 def divide(sums: Flat, models: int) -> bool:
-    """Turn sums over ``models`` models, including excluded ones, into means.
-
-    Returns:
-        Whether any model was finite; if none was, nothing changes.
-    """
+    """Turn sums over ``models`` models, including excluded ones, into means; return whether any was finite."""
     usable = models - int(sums[0][-1])
     for total in sums if usable else ():
         total.div_(usable)

@@ -48,8 +48,7 @@ class Algorithm:
     def is_finite(self, parameters: Flat, group: Group) -> bool:
         """Return whether the model that enters a round is finite in all processes of this member.
 
-        Call it once, in :meth:`before_forward`: it takes the worker's answer if there is one, else a pass over the
-        model.
+        Call it once, in :meth:`before_forward`: it takes the worker's answer if there is one, else a pass over it.
         """
         known, self.finite = self.finite, None
         return group.agree(all_finite(parameters)) if known is None else known

@@ -129,11 +129,7 @@ def rounding(default: str) -> Any:
 
 
 def rounding_codec(text: str, block: int, rounding: str) -> Codec:
-    """Return the codec for these settings.
-
-    Raises:
-        ConfigError: the codec is unknown or does not support this rounding.
-    """
+    """Return the codec for these settings; raise ConfigError if it is unknown or does not support this rounding."""
     codec = codec_of(text, block)
     if rounding == "stochastic" and not codec.stochastic:
         raise ConfigError(

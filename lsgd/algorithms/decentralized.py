@@ -118,16 +118,10 @@ class DecentralizedSGD(Delayed):
         return models
 
     def _between(self, units: Group | None, unit: int, sizes: Sequence[int], order: Round) -> int:
-        """Add up the sums of ``unit`` and its peer, or of all units; a unit is a node or a worker.
+        """Add up the sums of ``unit`` and its peer, or of all units; return the number of models in the result.
 
-        Args:
-            units: the members that exchange; None on a member that only receives the result.
-            unit: index of this member's unit.
-            sizes: models in the sum of each unit.
-            order: the round of the exchange.
-
-        Returns:
-            The number of models in the result.
+        A unit is a node or a worker, with a sum of ``sizes[unit]`` models. ``units`` is None on a member that only
+        receives the result.
         """
         if self.settings.peers == "all":
             if units is not None:

@@ -29,12 +29,7 @@ class Delayed(Algorithm):
         self._background, self._land = Background(), None
 
     def _begin(
-        self,
-        transfer: Callable[[], None],
-        land: Callable[[Flat], None],
-        parameters: Flat,
-        group: Group,
-        delay: int,
+        self, transfer: Callable[[], None], land: Callable[[Flat], None], parameters: Flat, group: Group, delay: int
     ) -> None:
         """Begin a transfer; ``land`` applies it to the parameters ``delay`` steps later, with 0 before this returns."""
         if not delay or not parameters:

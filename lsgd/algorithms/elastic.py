@@ -25,10 +25,7 @@ class ElasticSettings(Periodic):
     islands: ClassVar[bool] = True
 
     strength: float = setting(
-        0.43,
-        "beta: how far the master moves toward the mean; a worker moves by beta / workers",
-        low=0,
-        high=1,
+        0.43, "beta: how far the master moves toward the mean; a worker moves by beta / workers", low=0, high=1
     )
 
     def sent_nbytes(self, numel: int, workers: int) -> float:

@@ -21,11 +21,7 @@ class GradientSettings(AlgorithmSettings):
     islands: ClassVar[bool] = True
 
     bucket_mib: float = setting(
-        5.0,
-        "MiB of gradients per bucket; each bucket is exchanged as one message",
-        low=0.001,
-        high=65_536,
-        fixed=True,
+        5.0, "MiB of gradients per bucket; each bucket is exchanged as one message", low=0.001, high=65_536, fixed=True
     )
 
     def schedule(self) -> Schedule:
@@ -53,13 +49,11 @@ class GradientAlgorithm(Algorithm):
 
     The order of calls is :meth:`exchange_bucket` once for each bucket, in the same order on all members; then
     :meth:`complete`; then :meth:`finish`. The first two may run in a thread other than the backward pass's, one thread
-    at a time. The gradients stay unchanged until :meth:`finish`, so the next generation can exchange those of a failed
-    iteration again.
+    at a time. Each raises ExchangeError if the exchange failed. The gradients stay unchanged until :meth:`finish`, so
+    the next generation can exchange those of a failed iteration again.
 
-    Several buckets are in flight at a time (:class:`lsgd.collectives.pipeline.Pipeline`).
-
-    NaN or Inf in one member's gradient reaches all members, at least as NaN in its place, so GradScaler skips the
-    step on all of them.
+    Several buckets are in flight at a time (:class:`lsgd.collectives.pipeline.Pipeline`). NaN or Inf in one member's
+    gradient reaches all members, at least as NaN in its place, so GradScaler skips the step on all of them.
     """
 
     spans_backward: ClassVar[bool] = True
@@ -92,11 +86,7 @@ class GradientAlgorithm(Algorithm):
 
     @no_grad
     def exchange_bucket(self, gradient: Tensor, index: int, group: Group, order: Round) -> None:
-        """Begin to exchange one bucket, and advance earlier ones; the result is kept until :meth:`finish`.
-
-        Raises:
-            ExchangeError: the exchange failed; the gradients are unchanged.
-        """
+        """Begin to exchange one bucket, and advance earlier ones; the result is kept until :meth:`finish`."""
         result = self._results.get(index)
         if result is None or result.shape != gradient.shape:
             result = self._results[index] = torch.empty_like(gradient)
@@ -104,22 +94,14 @@ class GradientAlgorithm(Algorithm):
 
     @no_grad
     def complete(self) -> None:
-        """Complete all buckets in flight.
-
-        Raises:
-            ExchangeError: the exchange failed; the gradients are unchanged.
-        """
+        """Complete all buckets in flight."""
         self._pipeline.complete()
 
     @no_grad
     def finish(self, buckets: Flat, group: Group) -> bool:
         """Replace the gradients of all buckets, which have been exchanged, by the results.
 
-        Returns:
-            Whether these are finite; equal on all members and in all processes of a member.
-
-        Raises:
-            ExchangeError: the exchange failed in another process of this member; the gradients are unchanged.
+        It returns whether these are finite, equal on all members and in all processes of a member.
         """
         finite = group.agree(all_finite([self._results[index] for index in range(len(buckets))]))
         for index, gradient in enumerate(buckets):

@@ -21,14 +21,9 @@ OWN_BLOCK = -1
 
 
 def codec_of(text: str, block: int = OWN_BLOCK) -> Codec:
-    """Return the codec that a setting names: ``minmax8``, ``topk:k=64``.
+    """Return the codec that a setting names: ``minmax8``, ``topk:k=64,...``; ``block`` counts unless the text sets it.
 
-    Args:
-        text: the name; then, after a colon, parameters separated by commas.
-        block: the codec's parameter of this name, unless the text sets it.
-
-    Raises:
-        ConfigError: the codec, a parameter or a value does not exist.
+    Raises ConfigError if the codec, a parameter or a value does not exist.
     """
     name, colon, rest = text.partition(":")
     if name not in CODECS:

@@ -59,21 +59,14 @@ class Codec:
         raise NotImplementedError
 
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
-        """Write the payload of ``x``; see :meth:`begin`.
+        """Write the payload of ``x``, ``nbytes(x.numel())`` bytes aligned to 16 bytes; see :meth:`begin`.
 
-        Args:
-            x: the vector.
-            payload: uint8, ``nbytes(x.numel())`` bytes, aligned to 16 bytes; overwritten.
-            seed: 64-bit key of stochastic rounding; None: nearest. Codecs that are not ``stochastic`` ignore it.
+        ``seed`` is a 64-bit key of stochastic rounding; None: nearest. Codecs that are not ``stochastic`` ignore it.
         """
         raise NotImplementedError
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Write the vector to ``out``; see :meth:`body`.
-
-        Raises:
-            ProtocolError: the payload has another codec, other parameters, or not ``out.numel()`` elements.
-        """
+        """Write the vector to ``out``; see :meth:`body`, which raises ProtocolError for another payload."""
         raise NotImplementedError
 
     def decode_add(self, payload: Tensor, out: Tensor, alpha: float = 1.0) -> None:
@@ -145,11 +138,7 @@ class Codec:
         """Refuse a payload that is not what both sides agreed on.
 
         On a GPU this compares only the length, because reading the header would wait for the stream. Whatever the
-        payload contains, decoding reads nothing outside it.
-
-        Raises:
-            ProtocolError: the payload has another length, version, codec, or other parameters.
-            ConfigError: the tensor cannot contain a payload.
+        payload contains, decoding reads nothing outside it. Raises ProtocolError, or like :func:`check_payload`.
         """
         check_payload(payload)
         header, nbytes = _expected(self, numel)
@@ -190,11 +179,7 @@ def _header_of(codec: Codec, numel: int, dtype: torch.dtype, device: torch.devic
 
 
 def check_payload(payload: Tensor) -> None:
-    """Refuse a tensor that cannot contain a payload.
-
-    Raises:
-        ConfigError: it is not a contiguous one-dimensional uint8 tensor aligned to 16 bytes.
-    """
+    """Refuse a tensor that cannot contain a payload; raises ConfigError."""
     if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
         raise ConfigError(f"a payload must be a contiguous one-dimensional uint8 tensor, but is {_shown(payload)}")
     if payload.data_ptr() % ALIGNMENT or payload.storage_offset() % 4:

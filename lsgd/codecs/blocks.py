@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 from lsgd.codecs.base import Codec, check_vector
 from lsgd.errors import ConfigError
-from lsgd.kernels import Kernels, kernels_for
+from lsgd.kernels import Kernels, Sum, kernels_for
 from lsgd.kernels.arithmetic import dither
 from lsgd.lazy import Tensor, torch
 from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
@@ -94,7 +94,7 @@ class Blockwise(Codec):
         if kernels is None or not kernels.reduces or out.dtype != torch.float32:
             super().reduce(payloads, out, mean=mean)
         else:
-            kernels.reduce(payloads, self._places(payloads, taken), out, 1.0 / len(payloads) if mean else 1.0)
+            kernels.reduce(self._sum(payloads, taken, mean=mean), out)
 
     def reduce_encode(
         self, payloads: Sequence[Tensor], payload: Tensor, *, numel: int, mean: bool, seed: int | None = None
@@ -104,10 +104,9 @@ class Blockwise(Codec):
         if kernels is None or not kernels.reduces:
             super().reduce_encode(payloads, payload, numel=numel, mean=mean, seed=seed)
         else:
-            places = self._places(payloads, numel)
+            total = self._sum(payloads, numel, mean=mean)
             header, *parts = self._begin_parts(payload, numel, torch.float32)
-            weight = 1.0 / len(payloads) if mean else 1.0
-            kernels.reduce_encode(payloads, places, weight, header, parts, numel, self._key(seed))
+            kernels.reduce_encode(total, header, parts, self._key(seed))
 
     def _key(self, seed: int | None) -> int | None:
         """Return the key of stochastic rounding; None: nearest."""
@@ -145,12 +144,13 @@ class Blockwise(Codec):
         self.check(payload, numel)
         return self._split(payload, numel)[0][1:]
 
-    def _places(self, payloads: Sequence[Tensor], numel: int) -> list[int]:
-        """Check payloads of ``numel`` elements and return the bytes at which their parts begin."""
+    def _sum(self, payloads: Sequence[Tensor], numel: int, *, mean: bool) -> Sum:
+        """Check payloads of ``numel`` elements, and return what the kernels need to add them up."""
         for payload in payloads:
             self.check(payload, numel)
         sizes = (size + -size % self.alignment for size in self.sizes(numel)[:-1])
-        return list(itertools.accumulate(sizes, initial=HEADER_NBYTES))
+        places = list(itertools.accumulate(sizes, initial=HEADER_NBYTES))
+        return Sum(payloads, places, numel, 1.0 / len(payloads) if mean else 1.0)
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return the header and the parts of a payload, and what is between them."""

@@ -22,9 +22,7 @@ class ScaledBlocks(blocks.Blockwise):
 
     An element becomes plus or minus ``near`` times its block's scale or, beyond ``threshold`` times the block's root
     mean square, ``far`` times it.
-
-    Args:
-        block: elements that share a scale; a power of two, 8 … 65536.
+    ``block``, the elements that share a scale, is a power of two in 8 … 65536.
     """
 
     family: ClassVar[str] = "levels"

@@ -34,8 +34,7 @@ UNITS: Final = 15
 class MinMaxBlocks(Blockwise):
     """Base of the codecs that send two float32 for each block, then a code for each element.
 
-    Args:
-        block: elements that share one range of codes; 0: the whole vector.
+    ``block`` elements share one range of codes; 0: the whole vector.
     """
 
     bits: ClassVar[int]

@@ -21,9 +21,7 @@ class TopK(blocks.Blockwise):
     bits of the indices; their high 4 bits, the first of two in the low half of a byte; the sign bits (1: negative); the
     level bits (1: far). A chunk's elements are in the order of their indices. A chunk with NaN or Inf has the near
     level NaN.
-
-    Args:
-        k: elements kept per chunk; a power of two, 8 … 2048.
+    ``k`` is a power of two in 8 … 2048.
     """
 
     name: ClassVar[str] = "topk"

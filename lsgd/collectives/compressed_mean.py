@@ -28,12 +28,9 @@ def sent_nbytes(codec: Codec, numel: int, members: int) -> float:
 class CompressedMean:
     """The mean over the workers of a group, bit-identical on all.
 
-    Args:
-        group: the workers.
-        codec: what nodes send each other in.
-        hierarchical: the workers of a node first average at full precision, and one of them exchanges with the other
-            nodes; otherwise all workers exchange in the codec.
-        contributors: divide each element by the number of payloads in which it is not zero, not by that of all.
+    If ``hierarchical``, the workers of a node first average at full precision, and one of them exchanges with the other
+    nodes; otherwise all workers exchange in the codec. With ``contributors``, each element is divided by the number of
+    payloads in which it is not zero, not by that of all.
     """
 
     def __init__(self, group: Group, codec: Codec, *, hierarchical: bool, contributors: bool = False) -> None:
@@ -45,17 +42,7 @@ class CompressedMean:
         self._contributors = contributors
 
     def __call__(self, x: Tensor, seed: tuple[object, ...], feedback: ErrorFeedback, decay: float) -> None:
-        """Replace ``x`` by the mean.
-
-        Args:
-            x: float32, contiguous, one dimension, of the same size on all members.
-            seed: what the rounding's seed is derived from.
-            feedback: that of this tensor; the caller commits it.
-            decay: factor of the residual that is added to ``x``.
-
-        Raises:
-            ExchangeError: the network failed; ``x`` is undefined.
-        """
+        """Replace ``x``, float32, by the mean; arguments and errors are those of :class:`QuantizedAllReduce`."""
         if self._node is not None:
             x.mul_(self._number / self._group.size)
             self._node.all_reduce(x).wait()

@@ -13,10 +13,6 @@ class ErrorFeedback:
     An exchange writes new residuals beside the current ones, and :meth:`commit` swaps them in. So a failed exchange
     changes nothing.
 
-    Args:
-        numel: elements of the tensor.
-        device: the tensor's.
-
     Attributes:
         residual: what this member's own contributions have lost, float32, shape (numel,).
         results: what the results that this member rounded for all have lost, by where in the tensor each begins.
@@ -42,11 +38,7 @@ class ErrorFeedback:
         return result
 
     def commit(self, unless: Tensor | None = None) -> None:
-        """Replace the residuals by those of the completed exchange.
-
-        Args:
-            unless: a boolean on the tensor's device; if true, the residuals stay unchanged.
-        """
+        """Replace the residuals by those of the completed exchange, unless a boolean on the tensor's device is true."""
         if self._next_residual is None:
             return
         if unless is None:

@@ -17,20 +17,13 @@ class Transfer:
     """Tensors in flight. They belong to the group until :meth:`wait` returns.
 
     Wait once for each transfer, in the order in which they began, and before the next blocking operation of the group.
-
-    Args:
-        wait: waits until all tensors are sent and received; raises the group's error if that fails.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
 
     def wait(self) -> None:
-        """Wait until all tensors are sent and received.
-
-        Raises:
-            ExchangeError: the transfer failed; its outputs are undefined, and the group is unusable.
-        """
+        """Wait until all tensors are sent and received; after an ExchangeError, outputs are undefined."""
         self._wait()
 
 
@@ -45,8 +38,6 @@ class Group:
     unusable.
 
     Attributes:
-        rank: this member's rank in the group, 0 to ``size - 1``.
-        size: number of members.
         node_sizes: number of members on each node, in rank order; ranks of a node are consecutive.
         poll: for a member of several processes, each with a part of the model and a group of its own: returns the
             values that all of them pass; None for one process.
@@ -82,10 +73,8 @@ class Group:
 
         Algorithms call it where they judge numbers, because a process may have only a part of them, and after an
         exchange's last operation, before they change anything: all processes commit the exchange, or none. They call it
-        in the thread that calls their hooks, because all processes of a member have to vote in the same order.
-
-        Raises:
-            ExchangeError: the exchange failed in another process.
+        in the thread that calls their hooks, because all processes of a member have to vote in the same order. It
+        raises ExchangeError if the exchange failed in another process.
         """
         return ok if self.poll is None else all(self.poll(ok))
 

@@ -13,27 +13,19 @@ class Pipeline:
 
     An exchange is an iterator that yields whenever it can only wait for a transfer, equally often on all members.
     Starting an exchange advances all earlier ones by one stage. So members that start the same exchanges in the same
-    order issue their collectives in the same order, whatever their speed.
+    order issue their collectives in the same order, whatever their speed. If one raises, all in flight are lost.
     """
 
     def __init__(self) -> None:
         self._in_flight: list[Iterator[None]] = []
 
     def begin(self, stages: Iterator[None]) -> None:
-        """Begin an exchange, and advance all earlier ones.
-
-        Raises:
-            ExchangeError: one of them failed on the network; all exchanges in flight are lost.
-        """
+        """Begin an exchange, and advance all earlier ones."""
         self._in_flight.append(stages)
         self._advance()
 
     def complete(self) -> None:
-        """Complete all exchanges in flight.
-
-        Raises:
-            ExchangeError: one of them failed on the network.
-        """
+        """Complete all exchanges in flight."""
         while self._in_flight:
             self._advance()
 

@@ -8,39 +8,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lsgd.collectives.group import Transfer
 
-class Exchange:
-    """Messages in flight, with every receive posted before the first send. Empty tensors do not travel.
 
-    Args:
-        group: the process group.
-        sends: tensors by the rank that they go to.
-        receives: tensors by the rank that they come from.
-        batch: NCCL's GPU; None for other backends. NCCL runs messages one after the other, so two members would wait
-            for each other's first one, unless NCCL gets all of them in one batch.
+def begin_exchange(
+    group: dist.ProcessGroup,
+    sends: Mapping[int, Tensor],
+    receives: Mapping[int, Tensor],
+    batch: torch.device | None = None,
+) -> Transfer:
+    """Begin to exchange tensors by rank, with every receive posted before the first send. Empty ones do not travel.
+
+    ``batch`` is NCCL's GPU; None for other backends. NCCL runs messages one after the other, so two members would wait
+    for each other's first one, unless NCCL gets all of them in one batch.
     """
+    sends, receives = ({rank: x for rank, x in some.items() if x.numel()} for some in (sends, receives))
+    if not sends and not receives:
+        return Transfer(lambda: None)
+    if batch is not None:
+        group._start_coalescing(batch)
+    works = [group.recv([x], rank, 0) for rank, x in receives.items()]
+    works += [group.send([x], rank, 0) for rank, x in sends.items()]
+    if batch is not None:
+        works = [group._end_coalescing(batch)]
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        batch: torch.device | None = None,
-    ) -> None:
-        self._works: list[dist.Work] = []
-        sends, receives = ({rank: x for rank, x in some.items() if x.numel()} for some in (sends, receives))
-        if not sends and not receives:
-            return
-        if batch is not None:
-            group._start_coalescing(batch)
-        for rank, tensor in receives.items():
-            self._works.append(group.recv([tensor], rank, 0))
-        for rank, tensor in sends.items():
-            self._works.append(group.send([tensor], rank, 0))
-        if batch is not None:
-            self._works = [group._end_coalescing(batch)]
-
-    def wait(self) -> None:
-        """Wait until all messages are sent and received."""
-        for work in self._works:
+    def wait() -> None:
+        for work in works:
             work.wait()
+
+    return Transfer(wait)

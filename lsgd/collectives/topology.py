@@ -72,10 +72,6 @@ def mixing_matrix(neighbors: Sequence[Sequence[int]], workers: Sequence[int]) ->
     Rows add up to 1, and ``workers[r] W[r][s] = workers[s] W[s][r]``, so averaging with W keeps the mean over all
     workers. If all nodes have the same number of workers, W is symmetric and doubly stochastic. A weight between
     neighbors is ``min(workers) / ((1 + max(degrees)) workers[r])``: 1/3 in a ring, 1/2 between two nodes.
-
-    Args:
-        neighbors: the neighbors of each node.
-        workers: the number of workers on each node.
     """
     size = len(neighbors)
     matrix = [[0.0] * size for _ in range(size)]

@@ -54,13 +54,8 @@ class QuantizedAllReduce:
     Error feedback covers both roundings (DoubleSqueeze, arXiv 1905.05957, algorithm 1): that of a member's own
     elements, and that of the results for the chunks that it owns, one per segment.
 
-    Args:
-        group: the members.
-        codec: of the payloads; if its block is the whole vector, that means a segment's chunk.
-        rounding: ``nearest`` or ``stochastic``.
-        average: whether to divide by the number of members.
-        contributors: with error feedback, divide each element by the number of members that sent another value than
-            zero.
+    If the codec's block is the whole vector, that means a segment's chunk. With error feedback and ``contributors``,
+    each element is divided by the number of members that sent another value than zero.
     """
 
     def __init__(
@@ -87,21 +82,15 @@ class QuantizedAllReduce:
         feedback: ErrorFeedback | None = None,
         decay: float = 1.0,
     ) -> Tensor:
-        """Write the sum or mean of all members' ``x`` to ``out``.
+        """Write the sum or mean of all members' ``x`` to ``out``, which may be ``x``.
 
-        Args:
-            x: contiguous, one dimension, float32, float16, bfloat16 or float64 (which is rounded to float32); the
-                same size and dtype on all members. Not changed, unless it is ``out``.
-            out: like ``x``, of any of these dtypes; may be ``x``.
-            seed: what the rounding's seed is derived from, besides segment, rank, stage and chunk.
-            feedback: for a tensor like ``x``; the caller commits it.
-            decay: factor of the residual that is added to ``x``.
+        Both are contiguous vectors of the same size on all members, float32, float16, bfloat16 or float64 (which is
+        rounded to float32). The seed of rounding depends on ``seed``, segment, rank, stage and chunk. The caller
+        commits ``feedback``, whose residual times ``decay`` is added to ``x``. After an ExchangeError, ``out`` is
+        undefined.
 
         Returns:
             int32, shape (1,): non-zero if a member's ``x`` had NaN or Inf, equal on all members; 0 with one member.
-
-        Raises:
-            ExchangeError: the network failed; ``out`` is undefined.
         """
         stages = self.stages(x, out, seed, feedback, decay)
         while True:

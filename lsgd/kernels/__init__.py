@@ -9,7 +9,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Container, Mapping, Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from lsgd.lazy import Tensor
 
@@ -27,6 +27,18 @@ _CLASSES: Final[Mapping[str, tuple[str, Container[int]]]] = {
 _log = logging.getLogger(__name__)
 
 
+class Sum(NamedTuple):
+    """``weight`` times the sum of vectors of ``numel`` elements, added in the order of their payloads.
+
+    ``places`` are the bytes of a payload at which its parts begin.
+    """
+
+    payloads: Sequence[Tensor]
+    places: Sequence[int]
+    numel: int
+    weight: float
+
+
 class Kernels:
     """The kernels of one codec on one device.
 
@@ -42,7 +54,7 @@ class Kernels:
 
     def takes(self, numel: int) -> int:
         """Return how many of ``numel`` elements, from the first, the kernels process: whole blocks, or all."""
-        raise NotImplementedError
+        return numel
 
     def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
         """Write the parts of ``x``."""
@@ -52,24 +64,12 @@ class Kernels:
         """Write the vector to ``out``, or add ``alpha`` times it."""
         raise NotImplementedError
 
-    def reduce(self, payloads: Sequence[Tensor], places: Sequence[int], out: Tensor, weight: float) -> None:
-        """Write ``weight`` times the sum of the vectors, added in this order, to float32 ``out``.
-
-        ``places`` are the bytes of a payload at which its parts begin.
-        """
+    def reduce(self, total: Sum, out: Tensor) -> None:
+        """Write the sum to float32 ``out``."""
         raise NotImplementedError
 
-    def reduce_encode(
-        self,
-        payloads: Sequence[Tensor],
-        places: Sequence[int],
-        weight: float,
-        header: Tensor,
-        parts: Sequence[Tensor],
-        numel: int,
-        seed: int | None = None,
-    ) -> None:
-        """Write the parts of ``weight`` times the sum."""
+    def reduce_encode(self, total: Sum, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
+        """Write the parts of the sum, without writing that out in between."""
         raise NotImplementedError
 
 
@@ -81,12 +81,11 @@ def kernels_for(device: str, family: str, block: int, *form: float | None) -> Ke
     if device not in modules or block not in blocks:
         return None
     try:
-        made: Kernels = getattr(importlib.import_module(modules[device]), name)(block, *form)
+        return getattr(importlib.import_module(modules[device]), name)(block, *form)  # type: ignore[no-any-return]
     except (ImportError, OSError, RuntimeError) as error:
         remedy = "; pip install llvmlite" if isinstance(error, ImportError) and device == "cpu" else ""
         _warn(device, f"{error}{remedy}")
         return None
-    return made
 
 
 @functools.cache

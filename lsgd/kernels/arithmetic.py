@@ -25,11 +25,9 @@ _MASK: Final = 0xFFFFFFFF
 
 
 def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four 32-bit words of each call, as int64.
+    """Return the four 32-bit words of each call, as int64; ``seed`` is the 64-bit key.
 
-    Args:
-        counter: int64, any shape, not negative; the upper two words of the 128-bit counter are zero.
-        seed: The 64-bit key.
+    ``counter`` is int64 and not negative; the upper two words of the 128-bit counter are zero.
     """
     words = (counter & _MASK, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter))
     keys = (seed & _MASK, seed >> 32)

@@ -1,16 +1,6 @@
 """Workers and their Group as threads of one process: for tests, and for more workers than cores.
 
-Four workers train with Leader SGD, without a server::
-
-    def member(group: SimulatedGroup) -> float:
-        model = nn.Linear(8, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        worker = SimulatedWorker.of_model(group, LeaderSettings(period=16), model, optimizer)
-        for x, y in batches(group.rank):
-            worker.step(lambda: mse_loss(model(x), y))
-        return worker.mean_loss()
-
-    losses = simulate((2, 2), member)  # two nodes of two workers
+docs/contributing/extending.md has an example.
 """
 
 import math
@@ -180,8 +170,7 @@ def generation_of(node_sizes: Sequence[int], number: int = 1) -> Generation:
 def steps_at(speed: float, steps: int) -> int:
     """Return how many steps a worker takes while the mean worker takes ``steps``, given its speed over the mean.
 
-    Raises:
-        ConfigError: it is not a positive whole number, but all workers must reach a round at the same time.
+    Raises ConfigError for a fraction, because all workers must reach a round at the same time.
     """
     own = speed * steps
     if own < 1 or own != int(own):
@@ -200,11 +189,8 @@ class SimulatedWorker:
     ``steps`` is given, the period has the same ramps as with servers.
 
     Args:
-        group: all workers.
-        settings: the algorithm's settings.
         parameters: the model's parameters as one-dimensional tensors; see :meth:`of_model`.
         gradients: tensors of the same shapes, to which the backward pass adds.
-        optimizer: the parameters' optimizer.
         buffers: the model's buffers that global rounds average (batch-norm's statistics).
         steps: the mean worker's steps in the whole run; 0: unknown.
         run: what the seeds of stochastic rounding and of elections are derived from.
@@ -283,8 +269,7 @@ class SimulatedWorker:
     def step(self, compute_loss: Callable[[], Tensor]) -> float:
         """Take one step, after a round if one is due, and return its loss.
 
-        Args:
-            compute_loss: runs the forward pass on the next batch and returns its loss, one number.
+        ``compute_loss`` runs the forward pass on the next batch and returns its loss, one number.
         """
         order, since = None, self.steps - self._stretch_began
         if since % self._local_period == 0 or since % self._period == 0:

@@ -21,7 +21,7 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Members, Traffic, WorkerGroup
 from lsgd.client.groups.store import store_of
 from lsgd.collectives.group import Transfer
-from lsgd.collectives.point_to_point import Exchange
+from lsgd.collectives.point_to_point import begin_exchange
 from lsgd.protocol.messages import Generation
 
 END_WITHIN_S = 5.0
@@ -207,7 +207,7 @@ class TorchGroup(WorkerGroup):
         batch = self.device if self.transport == "nccl" else None
         return self._begin(
             f"exchange with {peers}",
-            lambda group: Exchange(group, sends, receives, batch),
+            lambda group: begin_exchange(group, sends, receives, batch),
             sent=sum(tensor.nbytes for tensor in sends.values()),
             received=sum(tensor.nbytes for tensor in receives.values()),
         )

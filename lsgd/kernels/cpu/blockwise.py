@@ -135,9 +135,7 @@ def each_block(body: Emit) -> Emit:
 class BlockKernels(Kernels):
     """Compiled kernels that process one block after the other, on torch's threads; each codec emits its own.
 
-    Args:
-        block: elements per block, at most ``ITEM_ELEMENTS``.
-        parts: the job's arrays that hold a payload's parts.
+    A block has at most ``ITEM_ELEMENTS``; ``parts`` are the job's arrays that hold a payload's parts.
     """
 
     def __init__(self, block: int, *parts: str) -> None:

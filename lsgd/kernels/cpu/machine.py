@@ -31,9 +31,7 @@ _CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def usable_host() -> tuple[str, str]:
     """Return LLVM's name of this machine's processor and its list of features.
 
-    Raises:
-        ImportError: llvmlite is not installed, or too old.
-        RuntimeError: the processor is an x86 from before 2013, without AVX2, F16C or FMA.
+    Raises ImportError without llvmlite, and RuntimeError on an x86 from before 2013, without AVX2, F16C or FMA.
     """
     import llvmlite.binding as llvm
 
@@ -47,10 +45,7 @@ def usable_host() -> tuple[str, str]:
 def compiled(text: str, cpu: str, features: str) -> Callable[[str], int]:
     """Compile LLVM assembly and return what gives the address of each function by name; the code stays for good.
 
-    Args:
-        text: LLVM assembly.
-        cpu: LLVM's name of the processor to compile for.
-        features: LLVM's list of its features.
+    ``cpu`` and ``features`` are LLVM's name of the processor to compile for, and its list of features.
     """
     import llvmlite.binding as llvm
 

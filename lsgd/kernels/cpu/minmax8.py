@@ -16,7 +16,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from lsgd.kernels import Kernels
+from lsgd.kernels import Kernels, Sum
 from lsgd.kernels.arithmetic import BIG, LANES, LEVELS, SMALLEST_UNIT
 from lsgd.kernels.cpu import machine
 from lsgd.kernels.cpu.blockwise import ITEM_ELEMENTS, Job, JobView, add_entry, each_block
@@ -32,15 +32,10 @@ STREAM_NBYTES: Final = 8 << 20  # outputs from this size bypass the caches, whic
 
 
 class Source(NamedTuple):
-    """Where elements are read from; in decoding, what they are written as.
+    """Where elements are read from; in decoding, what they are written as."""
 
-    Attributes:
-        stride: bytes of an element; 0: the weighted sum of the vectors in payloads, computed tile by tile.
-        half: whether elements of two bytes are float16; otherwise they are bfloat16.
-    """
-
-    stride: int
-    half: bool = False
+    stride: int  # bytes of an element; 0: the weighted sum of the vectors in payloads, computed tile by tile
+    half: bool = False  # whether elements of two bytes are float16; otherwise they are bfloat16
 
 
 PAYLOADS: Final = Source(0)
@@ -238,11 +233,9 @@ def _entry(target: tuple[str, str], source: Source, name: str, **variant: bool) 
 
 
 class MinMax8Kernels(Kernels):
-    """The kernels for one block size; those for a dtype and a way of rounding are compiled at their first use.
+    """The kernels for one block size (0: the vector); those for a dtype and a rounding are compiled at their first use.
 
-    Args:
-        block: elements per block; 0: the whole vector.
-        cpu: LLVM's name of the processor to compile for (``haswell``: AVX2 without AVX-512); by default the host's.
+    ``cpu`` is LLVM's name of the processor to compile for (``haswell``: AVX2 without AVX-512); by default the host's.
     """
 
     narrow: ClassVar[bool] = True
@@ -251,10 +244,6 @@ class MinMax8Kernels(Kernels):
     def __init__(self, block: int, cpu: str | None = None) -> None:
         self._block = block
         self._target = machine.usable_host() if cpu is None else (cpu, "")
-
-    def takes(self, numel: int) -> int:
-        """Return ``numel``."""
-        return numel
 
     def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
         """Write the parts of ``x``."""
@@ -269,22 +258,13 @@ class MinMax8Kernels(Kernels):
         stream = large and not add and out.data_ptr() % 64 == 0 and self._block % 16 == 0
         self._write("decode", job, out, add=add, stream=stream)
 
-    def reduce(self, payloads: Sequence[Tensor], places: Sequence[int], out: Tensor, weight: float) -> None:
-        """Write ``weight`` times the sum of the vectors to ``out``."""
-        self._write("reduce", _reading(payloads, places, weight), out)
+    def reduce(self, total: Sum, out: Tensor) -> None:
+        """Write the sum to ``out``."""
+        self._write("reduce", _reading(total), out)
 
-    def reduce_encode(
-        self,
-        payloads: Sequence[Tensor],
-        places: Sequence[int],
-        weight: float,
-        header: Tensor,
-        parts: Sequence[Tensor],
-        numel: int,
-        seed: int | None = None,
-    ) -> None:
-        """Write the parts of ``weight`` times the sum, without writing that out in between."""
-        self._encode(_reading(payloads, places, weight), PAYLOADS, numel, header, parts, seed)
+    def reduce_encode(self, total: Sum, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
+        """Write the parts of the sum."""
+        self._encode(_reading(total), PAYLOADS, total.numel, header, parts, seed)
 
     def _encode(
         self, job: Job, source: Source, numel: int, header: Tensor, parts: Sequence[Tensor], seed: int | None
@@ -323,10 +303,10 @@ class MinMax8Kernels(Kernels):
         job.run(_entry(self._target, SOURCES[out.dtype], name, **variant), numel)
 
 
-def _reading(payloads: Sequence[Tensor], places: Sequence[int], weight: float) -> Job:
-    """Return a job that reads payloads, whose scales and codes begin at these bytes."""
-    addresses = [payload.data_ptr() + place for payload in payloads for place in places]
+def _reading(total: Sum) -> Job:
+    """Return a job that reads payloads."""
+    addresses = [payload.data_ptr() + place for payload in total.payloads for place in total.places]
     array = (ctypes.c_int64 * len(addresses))(*addresses)
-    job = Job(payloads=ctypes.addressof(array), members=len(payloads), alpha=weight)
+    job = Job(payloads=ctypes.addressof(array), members=len(total.payloads), alpha=total.weight)
     job.kept_alive = array
     return job

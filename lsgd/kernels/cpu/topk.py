@@ -26,12 +26,7 @@ _NAN: Final = 0x7FC00000
 
 
 class TopKKernels(BlockKernels):
-    """The kernels for one ``k``.
-
-    Args:
-        chunk: elements per chunk; a power of two, at most 4096.
-        k: elements kept per chunk; a power of two from 8 to half a chunk.
-    """
+    """The kernels for chunks of a power of two, at most 4096, and a power of two ``k`` from 8 to half a chunk."""
 
     def __init__(self, chunk: int, k: int) -> None:
         self._kept = k

@@ -10,15 +10,15 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lsgd.kernels import Kernels
+from lsgd.kernels import Kernels, Sum
 from lsgd.payload import FLAGS_OFFSET
 
 FEW_BITS: Final = Path(__file__).with_name("few_bits.cu")
@@ -35,14 +35,10 @@ CHUNKS: Final = 4  # of ELEMENTS that a thread can keep in registers
 MAX_SEGMENTS: Final = 1024
 ELEMENTS_PER_DECODER: Final = 16
 
-_Arguments: TypeAlias = Sequence[int | float]
+_Arguments: TypeAlias = Sequence[int | float]  # to the kernel, a ``long long`` and a ``float``
 
-
-class Launch(Protocol):
-    """Queues a kernel on the current stream of a device; every int is a ``long long``, every float a ``float``."""
-
-    def __call__(self, device: torch.device, kernel: str, grid: int, threads: int, arguments: _Arguments) -> None:
-        """Queue the kernel."""
+Launch: TypeAlias = Callable[[torch.device, str, int, int, _Arguments], None]
+"""Queues a kernel (by name, with grid, threads and arguments) on the current stream of a device."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +52,9 @@ class _Stream:
 
 
 class CupyLaunch:
-    """Launches through CuPy.
+    """Launches kernels through CuPy that are ``extern "C"`` and take only ``long long`` and ``float``.
 
-    Args:
-        source: CUDA C++ whose kernels are ``extern "C"`` and take only ``long long`` and ``float``.
-
-    Raises:
-        ImportError: CuPy is not installed.
-        RuntimeError: CuPy is built for a CUDA version other than torch's, or finds no GPU.
+    Raises ImportError without CuPy, and RuntimeError if it is built for another CUDA than torch's or finds no GPU.
     """
 
     def __init__(self, source: str) -> None:
@@ -113,13 +104,9 @@ def cupy_launch(source: Path) -> Launch:
 
 
 class _FewBitsKernels(Kernels):
-    """Launches the kernels of a low-bit codec.
+    """Launches the kernels of a low-bit codec, by default with CuPy; a thread block works on ``elements``.
 
-    Args:
-        encoder: the kernel, and its arguments besides arrays and their length.
-        decoder: the same for decoding.
-        elements: elements per thread block.
-        launch: how to launch kernels; by default with CuPy.
+    ``encoder`` and ``decoder`` are a kernel's name, and its arguments besides arrays and their length.
     """
 
     def __init__(
@@ -128,10 +115,6 @@ class _FewBitsKernels(Kernels):
         self._encoder, self._decoder = encoder, decoder
         self._elements = elements
         self._launch = launch or cupy_launch(FEW_BITS)
-
-    def takes(self, numel: int) -> int:
-        """Return ``numel``."""
-        return numel
 
     def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
         """Write the parts of ``x``."""
@@ -194,10 +177,6 @@ class MinMax8Kernels(Kernels):
         self._block = block
         self._launch = launch or cupy_launch(MINMAX8)
 
-    def takes(self, numel: int) -> int:
-        """Return ``numel``."""
-        return numel
-
     def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
         """Write the parts of ``x``."""
         source = (x.data_ptr(), 0, 0, 1, 0, 0, 1.0)
@@ -211,26 +190,17 @@ class MinMax8Kernels(Kernels):
         grid = -(-numel // (THREADS * ELEMENTS_PER_DECODER))
         self._launch(out.device, f"{verb}_{_name(out.dtype)}", grid, THREADS, (*where, *more))
 
-    def reduce(self, payloads: Sequence[Tensor], places: Sequence[int], out: Tensor, weight: float) -> None:
-        """Write ``weight`` times the sum of the vectors to ``out``."""
-        source, keep = self._payloads(payloads, places, weight, out.numel())
+    def reduce(self, total: Sum, out: Tensor) -> None:
+        """Write the sum to ``out``."""
+        source, keep = self._payloads(total)
         grid = -(-out.numel() // (THREADS * ELEMENTS))
         self._launch(out.device, "dequantize_reduce", grid, THREADS, (*source, out.data_ptr(), out.numel()))
         del keep  # the stream reuses it only after the kernel
 
-    def reduce_encode(
-        self,
-        payloads: Sequence[Tensor],
-        places: Sequence[int],
-        weight: float,
-        header: Tensor,
-        parts: Sequence[Tensor],
-        numel: int,
-        seed: int | None = None,
-    ) -> None:
-        """Write the parts of ``weight`` times the sum, without writing that out in between."""
-        source, keep = self._payloads(payloads, places, weight, numel)
-        self._encode("payloads", source, header, parts, numel, seed)
+    def reduce_encode(self, total: Sum, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
+        """Write the parts of the sum."""
+        source, keep = self._payloads(total)
+        self._encode("payloads", source, header, parts, total.numel, seed)
         del keep  # the stream reuses it only after the kernels
 
     def _encode(
@@ -269,19 +239,17 @@ class MinMax8Kernels(Kernels):
         block = self._block or numel
         return block, block.bit_length() - 1 if block & (block - 1) == 0 else -1
 
-    def _payloads(
-        self, payloads: Sequence[Tensor], places: Sequence[int], weight: float, numel: int
-    ) -> tuple[tuple[int | float, ...], Tensor | None]:
+    def _payloads(self, total: Sum) -> tuple[tuple[int | float, ...], Tensor | None]:
         """Return a source's seven arguments for payloads, and a tensor to keep alive for them.
 
         The kernels need payloads at equal distances, like rows of a receive buffer. Others are first copied together.
         """
+        payloads, (scales, codes), numel, weight = total
         addresses, together = [payload.data_ptr() for payload in payloads], None
         stride = addresses[1] - addresses[0] if len(payloads) > 1 else 0
         if any(b - a != stride for a, b in itertools.pairwise(addresses)):
             together = torch.stack(list(payloads))
             addresses[0], stride = together.data_ptr(), payloads[0].numel()
-        scales, codes = places
         return (addresses[0] + scales, stride, len(payloads), *self._divisor(numel), codes - scales, weight), together
 
 
