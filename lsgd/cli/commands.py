@@ -28,9 +28,8 @@ from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.run_folder import CHECKPOINTS, find_run
 from lsgd.run_folder import runs as runs_with_checkpoints
 from lsgd.settings import fields, shown, span
-from lsgd.watch import terminal
+from lsgd.watch import require, terminal
 from lsgd.watch.curves import LOGGERS
-from lsgd.watch.dashboard.page import require
 from lsgd.watch.reader import ask
 from lsgd.watch.view import RunView
 
@@ -163,7 +162,7 @@ def launch_command(
     if not command:
         raise click.UsageError("say what each worker runs: lsgd launch -- python my_script.py")
     if dashboard is not None:
-        require("lsgd launch --dashboard", *watching.DASHBOARD_NEEDS)
+        require("lsgd launch --dashboard", "dashboard", *watching.DASHBOARD_NEEDS)
     place = find_place(node, nodes, address, os.environ)
     if port is None:
         port = DEFAULT_PORT if place.nodes > 1 else 0

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command once for each device; return the exit code, or die of the signal that killed one."""
     devices, _, *command = arguments
     names = devices.split(",")
-    told = {
+    shared = {
         "WORLD_SIZE": str(len(names)),
         "LOCAL_WORLD_SIZE": str(len(names)),
         "MASTER_ADDR": "127.0.0.1",
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     processes = [
         subprocess.Popen(
             command,
-            env={**os.environ, **told, "RANK": str(rank), "LOCAL_RANK": str(rank), "LSGD_DEVICE": device},
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LSGD_DEVICE": device},
         )
         for rank, device in enumerate(names)
     ]

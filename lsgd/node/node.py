@@ -50,7 +50,6 @@ class _Step:
     """A step toward the end: wait for processes of these roles to end, after a signal perhaps.
 
     Args:
-        patience_s: how long they have.
         clean: the workers complete their last round and save, as the servers tell them.
     """
 
@@ -66,16 +65,12 @@ class Node:
     The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) ends the run, or this node's part of it: the servers tell the
     workers. A second one kills all processes at once. If a process fails, the run is stopped the same way. But a
     process that was killed by a signal or evicted is restarted first: after one second, then two, four, ..., as often
-    as its command allows within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server can tell, are
-    told to save and leave. Then the processes are ended by role, in the order of :class:`Role`.
+    as its command allows within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server can reach, are
+    asked to save and leave. Then the processes are ended by role, in the order of :class:`Role`.
 
     Args:
-        name: of the node.
-        commands: what to start, in this order; one server at most, the global one.
-        local: the node's local server.
-        screen: shows all output.
-        reading: reads it.
-        panel: shows the run's progress; None: nothing does.
+        name: name of the node.
+        commands: processes to start, in this order; one server at most, the global one.
         outlives: the global server may outlive the workers, because other nodes need it.
 
     Attributes:
@@ -182,7 +177,7 @@ class Node:
                 continue
             self._children.remove(dead)
             if dead.role is Role.SERVER and self._step and self._step.clean:
-                self._leave_run()  # its predecessor, which was told, is gone
+                self._leave_run()  # its predecessor, which knew, is gone
 
     def _schedule_restart(self, child: Child) -> bool:
         """Schedule the restart of a process that was killed or evicted; return False if it may not restart."""
@@ -228,15 +223,15 @@ class Node:
             if child.role.auxiliary:
                 self._lose(child)
                 continue
-            if child.status == 0 and child.role is Role.WORKER and not child.was_told:
+            if child.status == 0 and child.role is Role.WORKER and not child.is_ending:
                 self._judge(child)
-            is_news = not child.was_told or (child.killed_from_outside and self._is_wanted(child))
+            is_news = not child.is_ending or (child.killed_from_outside and self._is_wanted(child))
             if child.status and is_news and not self._schedule_restart(child):
                 self._fail(child)
 
     def _lose(self, child: Child) -> None:
         """Restart a relay that was killed, or say that the run continues without this process."""
-        if child.status and not child.was_told and not (child.role.serves and self._schedule_restart(child)):
+        if child.status and not child.is_ending and not (child.role.serves and self._schedule_restart(child)):
             log = child.command.log
             self._screen.say(f"{child.name} {child.how_it_ended}; the run continues without it (see {log})")
 
@@ -296,7 +291,7 @@ class Node:
         elif not self._is_over:
             self._local.stop_run(why)
         for child in self._alive(Role.SERVER):
-            child.was_told = True
+            child.is_ending = True
 
     def _ends(self) -> Iterator[_Step]:
         """Yield the steps that end all processes."""
@@ -339,8 +334,8 @@ class Node:
             return not self._is_needed or (self._server_is_gone and not self._is_over)
         if self._alive(*step.roles):
             return False
-        is_told = Role.SERVER in step.roles and step.number is not signal.SIGKILL
-        return not is_told or self._server_is_gone or self._local.finished
+        says_so = Role.SERVER in step.roles and step.number is not signal.SIGKILL
+        return not says_so or self._server_is_gone or self._local.finished
 
     def _take_step(self) -> bool:
         """Take the next step; return False if there is none."""
@@ -367,10 +362,10 @@ class Node:
 
     def _give_up(self, workers: Sequence[Child]) -> None:
         names = ", ".join(child.name for child in workers)
-        self._screen.say(f"{names}: told to save a checkpoint and leave within {SAVE_PATIENCE_S:g} s")
+        self._screen.say(f"{names}: asked to save a checkpoint and leave within {SAVE_PATIENCE_S:g} s")
         self._local.give_up()
         for child in workers:
-            child.was_told = True
+            child.is_ending = True
 
     def _end_servers(self) -> None:
         """Leave the run, which continues although the workers of this node have ended."""

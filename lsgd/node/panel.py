@@ -52,7 +52,6 @@ class Panel:
             self._screen.panel([])
 
     def _follow(self) -> None:
-        """Draw until the run is over."""
         run = RunView()
         shown_at = -math.inf
         keys = connector_keys(self._address, None, OPERATOR, insecure=self._insecure)

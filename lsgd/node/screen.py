@@ -38,7 +38,7 @@ class Screen:
     nothing to restore.
 
     Args:
-        plain: write as if there were no terminal; also with ``TERM=dumb``, and in continuous integration (``CI``).
+        plain: whether to write as if there were no terminal; also with ``TERM=dumb``, and where ``CI`` is set.
 
     Attributes:
         is_terminal: whether lines can be overwritten.
@@ -97,7 +97,7 @@ class Screen:
         self._output.flush(FLUSH_WITHIN_S, FLUSHES)
 
     def _erase(self) -> str:
-        """Return the text that removes the moving line and the panel."""
+        """Return the text that removes what :meth:`_below` returns."""
         if not self._panel:
             return _CLEAR_LINE if self._live else ""
         columns, _ = self.size()  # lines take several rows if the terminal was narrowed

@@ -38,13 +38,7 @@ _COLOURS = (36, 33, 35, 32, 34)
 
 
 class Log:
-    """Lines in a file. Lines that cannot be written are counted; each new line is another attempt.
-
-    Args:
-        path: of the file.
-        say: shows a line to the user.
-        again: append to the file.
-    """
+    """Lines in a file. Lines that cannot be written are counted; each new line is another attempt."""
 
     def __init__(self, path: Path, say: Callable[[str], None], *, again: bool) -> None:
         self._path = path
@@ -102,16 +96,14 @@ class Transcript:
     """The output of one process: bytes in, lines out to the screen and to its log.
 
     Args:
-        screen: where to show it.
         name: name of the process, used as prefix.
-        log: file to write.
         number: position of the process, which picks its color.
-        live: show its unfinished line as the moving line.
-        again: append to the log.
+        live: whether its unfinished line is shown as the moving line.
+        again: whether to append to the log.
 
     Attributes:
         tail: its last lines.
-        closed: is set when all of it is written.
+        closed: event that is set when all of it is written.
     """
 
     def __init__(self, screen: Screen, name: str, log: Path, number: int, live: bool, *, again: bool = False) -> None:

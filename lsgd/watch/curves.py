@@ -1,12 +1,10 @@
 """A run's curves, computed only from its events; the loggers that write them; the process of ``lsgd log``."""
 
 import csv
-import importlib.util
 import json
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,6 +17,7 @@ from typing import NamedTuple
 from lsgd.errors import ConfigError, JoinError
 from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered, RunProgress
 from lsgd.protocol.sockets import ConnectorKeys
+from lsgd.watch import require
 from lsgd.watch.reader import Batch, Reader
 from lsgd.watch.results import CURVES, METRICS, read
 from lsgd.watch.view import RunView, mean
@@ -124,8 +123,8 @@ class Logger(ABC):
         run: identity of the run.
     """
 
-    package = ""
-    """Required package, which the extra with the logger's name installs; empty: none."""
+    packages: tuple[str, ...] = ()
+    """Required packages, which the extra with the logger's name installs."""
 
     @abstractmethod
     def __init__(self, folder: Path, run: str) -> None: ...
@@ -183,7 +182,7 @@ def _last_time(path: Path, run: str) -> float:
 class _TensorBoard(Logger):
     """Writes event files into ``tensorboard/RUN``, over the run's iterations."""
 
-    package = "tensorboardX"
+    packages = ("tensorboardX",)
 
     def __init__(self, folder: Path, run: str) -> None:
         from tensorboardX import SummaryWriter
@@ -204,7 +203,7 @@ class _TensorBoard(Logger):
 class _Wandb(Logger):
     """Writes a run of Weights & Biases into ``wandb/``: offline, unless ``WANDB_MODE`` says something else."""
 
-    package = "wandb"
+    packages = ("wandb",)
 
     def __init__(self, folder: Path, run: str) -> None:
         import wandb
@@ -236,9 +235,7 @@ LOGGERS: dict[str, type[Logger]] = {"csv": _Csv, "tensorboard": _TensorBoard, "w
 def check(names: Iterable[str]) -> None:
     """Raise ConfigError if a logger's package is missing."""
     for name in names:
-        cls = LOGGERS[name]
-        if cls.package and importlib.util.find_spec(cls.package) is None:
-            raise ConfigError(f"{name} needs {cls.package}: {sys.executable} -m pip install 'lsgd[{name}]'")
+        require(name, name, *LOGGERS[name].packages)
 
 
 AWAY_FOR_S = 600.0
