@@ -70,9 +70,9 @@ class Doctor:
     """Examines one node and, together with the other nodes, the network between them.
 
     Args:
-        place: which node of how many, and the address of node 0.
+        place: index of this node, number of nodes, and address of node 0.
         port: port of the global server.
-        say: is called with each line for people.
+        say: callback for each line of the report.
     """
 
     def __init__(self, place: Place, port: int, say: Callable[[str], None]) -> None:
@@ -276,7 +276,6 @@ class Doctor:
         )
 
     def _suggest(self, links: list[Link], parameters: int, step_ms: float) -> None:
-        """Print a suggested period for the slowest link."""
         slowest = min(link.mbit_per_s for link in links)
         self._say(
             f"the slowest link has {slowest:.0f} Mbit/s; with {parameters:,} parameters and {step_ms:g} ms an iteration"

@@ -174,7 +174,6 @@ class LsgdCallback(Integration, Callback):
         return True
 
     def _log(self, trainer: Trainer) -> None:
-        """Log the numbers in the run's state."""
         numbers = {name: x for name, x in state_of_run(self.worker).items() if isinstance(x, int | float)}
         for each in trainer.loggers:
             each.log_metrics(numbers, step=trainer.global_step)

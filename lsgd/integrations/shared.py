@@ -142,10 +142,10 @@ class ShardStream(Sampler[int]):
 
     Args:
         length: length of the dataset.
-        per_pass: indices in one pass.
-        place: returns this worker's current (rank, world size).
+        per_pass: number of indices in one pass.
+        place: callback that returns this worker's current (rank, world size).
         seed: seed of the shards; the same on all workers.
-        shuffle: whether to shuffle each shard.
+        shuffle: whether each shard is shuffled.
 
     Raises:
         ConfigError: the dataset has fewer samples than there are workers (when it is iterated).

@@ -74,7 +74,10 @@ class LsgdCallback(Integration, TrainerCallback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        self._muted.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         if self.worker is not None:
             self.worker.__exit__(kind, error, trace)
 
@@ -233,12 +236,6 @@ class LsgdCallback(Integration, TrainerCallback):
     def _let_save(self, args: TrainingArguments, saves: bool) -> None:
         """Allow or prevent saving until the next step; the Trainer also checks this after an evaluation."""
         args.save_strategy = self._save_strategy if saves else SaveStrategy.NO
-
-    def _close(self) -> None:
-        self._muted.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Exchange gradients only in the backward pass of a step's last micro-batch."""

@@ -25,7 +25,7 @@ from lsgd.node.panel import Panel
 from lsgd.node.place import NAME_WITHIN_S, Place, claim_port, resolve
 from lsgd.node.process import LSGD, Command, Role
 from lsgd.node.screen import LAUNCHER, Screen, show
-from lsgd.node.transcript import OwnLines, Reading, Transcript
+from lsgd.node.transcript import Reading, Transcript, own_lines
 from lsgd.plan import plan
 from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import (
@@ -131,7 +131,8 @@ def launch(settings: LaunchSettings) -> int:
         _show_tokens(lines, settings.run_dir)
         status, *end = _run(settings, network, keys, servers, environ)
         if place.node == 0:
-            show(results.finish(settings.run_dir, status, *end))
+            lines = results.finish(settings.run_dir, status, *end)
+            show("".join(f"{LAUNCHER}{line}\n" for line in lines), sys.stdout)
         return status
 
 
@@ -148,7 +149,7 @@ def _run(
     environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
     commands = [*_servers(settings, servers, environ), *_workers(settings, local, environ)]
     screen, reading = Screen(plain=settings.plain), Reading()
-    say = OwnLines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading).say
+    say = own_lines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading)
     panel = None
     if settings.place.node == 0:
         commands += _observers(settings, network, environ)

@@ -51,11 +51,8 @@ REFUSED_FOR_S = 10.0
 FROZEN_S = 1.0
 """If a wait takes this much longer than planned, this process was frozen."""
 
-LEAVE_WITHIN_S = 15.0
-"""How long the workers have to leave once the run or the node ends."""
-
-LAST_LEAVE_WITHIN_S = 3.0
-"""How long this server tries to tell the global server that the node has left, once its workers have."""
+LEAVE_WITHIN_S, LAST_LEAVE_WITHIN_S = 15.0, 3.0
+"""How long the workers have to leave once the run or the node ends; then, this server to tell the global server so."""
 
 GATHER_S = 2.0
 """How long a server that got a signal before it could serve waits for its workers to find it."""
@@ -206,7 +203,7 @@ class LocalServer:
         return NodeHello(PROTOCOL, self._node, self._incarnation, host, __version__, self._own_workers)
 
     def _upward(self, now: float) -> None:
-        """Forward the workers' messages, in one batch."""
+        """Forward the workers' messages in one batch."""
         batch: list[bytes] = []
         senders: dict[bytes, bytes] = {}
         hopeless = self._given_up or (self.over and now > self._ends_at)

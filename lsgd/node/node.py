@@ -11,9 +11,8 @@ from lsgd.errors import EvictedError, ServerLostError
 from lsgd.node.local_server import LocalServer
 from lsgd.node.panel import Panel
 from lsgd.node.process import NOT_TRAINED, Child, Command, Role
-from lsgd.node.screen import FLUSH_WITHIN_S, FLUSHES, Screen
+from lsgd.node.screen import Screen, show
 from lsgd.node.transcript import Reading
-from lsgd.output import Output
 from lsgd.protocol.sockets import Poller
 from lsgd.server.daemon import TICK_S, Signals
 
@@ -23,11 +22,8 @@ STOP_PATIENCE_S = 120.0
 SAVE_PATIENCE_S = 30.0
 """How long workers may take to save when no server will answer them."""
 
-TERM_PATIENCE_S = 5.0
-"""How long a process may take to end after SIGTERM."""
-
-KILL_PATIENCE_S = 10.0
-"""How long the system may take to kill a process after SIGKILL."""
+TERM_PATIENCE_S, KILL_PATIENCE_S = 5.0, 10.0
+"""How long a process may take to end after SIGTERM, and the system to kill it after SIGKILL."""
 
 OBSERVE_PATIENCE_S = 15.0
 """How long observing processes may keep writing after the run's end."""
@@ -163,7 +159,6 @@ class Node:
         self._local.processes.watch(child.name, child.pid)
 
     def _start_again(self) -> None:
-        """Restart the processes that are due."""
         now = time.monotonic()
         for name in [name for name, due_s in self._due.items() if due_s <= now]:
             del self._due[name]
@@ -211,7 +206,6 @@ class Node:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the run has ended."""
         return self._local.over or any(child.role is Role.SERVER and child.status == 0 for child in self._children)
 
     # -- watching ----------------------------------------------------------------------------------------------
@@ -294,7 +288,6 @@ class Node:
             child.is_ending = True
 
     def _ends(self) -> Iterator[_Step]:
-        """Yield the steps that end all processes."""
         waits = {Role.WORKER: SAVE_PATIENCE_S, Role.SERVER: LINGER_S, Role.OBSERVER: OBSERVE_PATIENCE_S}
         for role in Role:
             yield _Step((role,), waits.get(role, 0.0))
@@ -377,12 +370,12 @@ class Node:
     def _outcome(self) -> tuple[int, str, str]:
         """Return the exit status, and how the run ended (:attr:`end`); print the report of a process that failed."""
         if failed := self._failed:
-            _complain(failed.report())
+            show(failed.report(), sys.stderr)
             assert failed.status is not None
             status = failed.status if failed.status > 0 else 128 - failed.status
             return status, "failed", f"{failed.name} {failed.how_it_ended}"
         if self._local.failure:
-            _complain(f"\nlsgd launch: {self._name}: {self._local.failure}\n")
+            show(f"\nlsgd launch: {self._name}: {self._local.failure}\n", sys.stderr)
             return 1, "failed", self._local.failure
         if self._signalled and any(child.status != 0 for child in self._children if not child.role.auxiliary):
             return 128 + self._signalled, "stopped", f"{self._signalled.name}; not all processes ended in time"
@@ -390,9 +383,3 @@ class Node:
         if self._early and self._early == workers:
             return NOT_TRAINED, "failed", "all workers left before the end of the run, so there is no consensus"
         return (1, "failed", "some processes did not end") if self._alive() else (0, "", "")
-
-
-def _complain(text: str) -> None:
-    output = Output(lambda lines: "")
-    output.put(sys.stderr.fileno(), text)
-    output.flush(FLUSH_WITHIN_S, FLUSHES)

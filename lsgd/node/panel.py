@@ -23,27 +23,25 @@ _TRAINS = ("live", "held")
 _UNTOLD = ("busy", "nobody")  # reasons of a run that trains normally, which are not shown
 
 
-class Panel:
+class Panel(threading.Thread):
     """Shows the run of the global server at ``address`` at the bottom of the screen, from :meth:`start` on."""
 
     def __init__(self, screen: Screen, address: str, *, insecure: bool) -> None:
+        super().__init__(name="lsgd-panel", daemon=True)
         self._screen = screen
         self._address = address
         self._insecure = insecure
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="lsgd-panel", daemon=True)
-
-    def start(self) -> None:
-        """Begin to follow the run."""
-        self._thread.start()
 
     def close(self) -> None:
         """End the thread, and remove the lines."""
         self._closing.set()
-        self._thread.join(2 * EVERY_S)
+        if self.is_alive():
+            self.join(2 * EVERY_S)
         self._screen.panel([])
 
-    def _serve(self) -> None:
+    def run(self) -> None:
+        """Follow the run until its end."""
         try:
             self._follow()
         except LsgdError as error:

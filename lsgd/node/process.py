@@ -226,7 +226,6 @@ class Child:
 
 
 def _environment(command: Command) -> Mapping[str, str]:
-    """Return the variables for a restart."""
     names = (command.name, f"{command.name}.*")  # of one process, and of several
     if command.checkpoints is None or not any(runs(command.checkpoints, name) for name in names):
         return command.environment

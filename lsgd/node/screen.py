@@ -4,7 +4,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import TextIO
 
 from lsgd.output import Output
 
@@ -23,10 +24,10 @@ _CLEAR_LINE = "\r\x1b[2K"
 _COLUMNS, _ROWS = 80, 24
 
 
-def show(lines: Iterable[str]) -> None:
-    """Print the launcher's own lines, after those of its children; give up if nobody reads them."""
+def show(text: str, stream: TextIO) -> None:
+    """Print a text of the launcher, after the lines of its children; give up if nobody reads it."""
     output = Output(lambda lost: "")
-    output.put(sys.stdout.fileno(), "".join(f"{LAUNCHER}{line}\n" for line in lines))
+    output.put(stream.fileno(), text)
     output.flush(FLUSH_WITHIN_S, FLUSHES)
 
 

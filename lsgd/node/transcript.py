@@ -176,20 +176,6 @@ class Transcript:
         self._shown_s = time.monotonic()
 
 
-class OwnLines:
-    """The lines of this process itself, with a transcript like those of the others; writing never waits for a disk."""
-
-    def __init__(self, transcript: Transcript, reading: "Reading") -> None:
-        descriptor, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        reading.add(descriptor, transcript)
-
-    def say(self, text: str) -> None:
-        """Print a line with the time of day, or lose it if too many wait."""
-        with suppress(OSError):
-            os.write(self._writing, f"{time.strftime('%H:%M:%S')} {text}\n".encode(errors="replace"))
-
-
 class Reading:
     """The thread that reads the output of all processes into their transcripts."""
 
@@ -257,3 +243,16 @@ class Reading:
     def _close(self, descriptor: int) -> None:
         self._selector.unregister(descriptor).data.close()
         os.close(descriptor)
+
+
+def own_lines(transcript: Transcript, reading: Reading) -> Callable[[str], None]:
+    """Return a function that prints a line of this process with the time of day, or loses it if too many wait."""
+    descriptor, writing = os.pipe()
+    os.set_blocking(writing, False)
+    reading.add(descriptor, transcript)
+
+    def say(text: str) -> None:
+        with suppress(OSError):
+            os.write(writing, f"{time.strftime('%H:%M:%S')} {text}\n".encode(errors="replace"))
+
+    return say

@@ -29,9 +29,9 @@ class Point(NamedTuple):
     """Values at one moment of a run.
 
     Args:
-        time: in seconds since the epoch.
-        iterations: of all workers so far.
-        values: by name: ``loss/consensus``, ``loss/node0/worker1``, ``user/accuracy``, ...; all finite.
+        time: time in seconds since the epoch.
+        iterations: iterations of all workers so far.
+        values: finite values by name: ``loss/consensus``, ``loss/node0/worker1``, ``user/accuracy``, ...
     """
 
     time: float
@@ -40,11 +40,7 @@ class Point(NamedTuple):
 
 
 class Curves:
-    """Turns batches into points, each once, even if a restarted server repeats events.
-
-    Attributes:
-        view: the run's view.
-    """
+    """Turns batches into points, each once, even if a restarted server repeats events."""
 
     def __init__(self) -> None:
         self.view = RunView()
@@ -116,12 +112,7 @@ _TAIL_NBYTES = 1 << 16
 
 
 class Logger(ABC):
-    """Writes the points of one run into its folder. The constructor and all methods may raise OSError.
-
-    Args:
-        folder: run folder.
-        run: identity of the run.
-    """
+    """Writes the points of the run with an identity into its folder. All methods may raise OSError."""
 
     packages: tuple[str, ...] = ()
     """Required packages, which the extra with the logger's name installs."""
@@ -303,7 +294,6 @@ def _follow(reader: Reader, curves: Curves, folder: Path, ended: threading.Event
 
 
 def _is_over(folder: Path, run: str) -> bool:
-    """Whether ``result.json`` says that the run is over."""
     document = read(folder)
     return bool(run) and document.get("run") == run and document.get("state") not in ("waiting", "running", "stopping")
 

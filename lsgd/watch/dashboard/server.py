@@ -62,8 +62,8 @@ class Dashboard:
         address, keys: address of the global server, and keys for it.
         host: address that this server listens on.
         token: token that visitors need; empty: none.
-        control: visitors may stop and change the run.
-        metrics: returns the run's metrics in Prometheus's text format.
+        control: whether visitors may stop and change the run.
+        metrics: callback that returns the run's metrics in Prometheus's text format.
     """
 
     address: str
@@ -318,9 +318,9 @@ def open_dashboard(
         host: address to listen on; if other machines can reach it, the page needs a token.
         port: TCP port; None: the default port, or else any free one.
         folder: run folder, for the older rounds, and to keep the final page if ``parent`` is set; None: unknown.
-        say: is called with the page's address once it is open.
-        private: always require a token.
-        parent: process id; 0: watch none.
+        say: callback for the page's address once it is open.
+        private: whether a token is always required.
+        parent: process id; 0: none.
 
     Raises:
         ConfigError: the port or the host cannot be used.
