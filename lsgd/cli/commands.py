@@ -16,7 +16,7 @@ from rich.live import Live
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
 from lsgd.cli import options, quickstart, runs, watching
-from lsgd.cli.options import Group, Main, first_steps
+from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.node import gpus
 from lsgd.node.launch import LaunchSettings, launch
 from lsgd.node.place import find_place
@@ -378,7 +378,7 @@ def completion_command(shell: str | None) -> None:
         click.echo("\n".join(options.SHELLS.values()))
 
 
-@main.group(cls=Group)
+@main.group(cls=Commands)
 def config() -> None:
     """Show the settings of the plan."""
 

@@ -53,8 +53,6 @@ PING_COUNT, PING_NBYTES = 20, 4
 CLOCK_WARNING_S = 1.0
 MIN_DESCRIPTORS = 1024
 
-_PING, _DATA = b"p", b"d"
-
 
 @dataclass(frozen=True)
 class Link:

@@ -73,7 +73,7 @@ FIRST_STEPS = (
 )
 
 
-class Group(click.Group):
+class Commands(click.Group):
     """Commands that print lsgd's errors as one line, and suggest the nearest name for an unknown command."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -95,7 +95,7 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class Main(Group):
+class Main(Commands):
     """``lsgd`` itself."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

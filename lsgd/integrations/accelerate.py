@@ -40,9 +40,9 @@ class LsgdLoop(Integration):
     part in the next global round. Gradients are exchanged in the micro-batch that accelerate synchronizes.
 
     Args:
-        accelerator: of one process.
-        model: as prepared by accelerate.
-        optimizer: as prepared by accelerate; one or several.
+        accelerator: accelerator of one process.
+        model: model as prepared by accelerate.
+        optimizer: optimizer as prepared by accelerate; one or several.
         loader: training data, as prepared by accelerate. Each worker draws its shard, if the dataset has a length.
         shard: whether to deal the training data to the workers; False if each has its own data.
         seed: seed of the shards; the same on all workers.

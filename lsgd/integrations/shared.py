@@ -25,7 +25,7 @@ class Integration:
     """Joins the run with a worker's shards of a trainer's data, and skips exchanges while gradients accumulate.
 
     Args:
-        trainer: what sets up distributed training if the variables of torchrun are there.
+        trainer: name of what sets up distributed training if the variables of torchrun are there.
         shards: whether to deal the training data to the workers.
         options: options of :meth:`lsgd.client.Worker.join`.
 
@@ -64,7 +64,6 @@ class Integration:
         batches.sampler = self._stream
 
     def _join(self, model: nn.Module, optimizers: Any) -> Worker:
-        """Join the run; its checkpoints have the position in the shards."""
         options = dict(self._options)
         if self._stream is not None:
             options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": self._stream}

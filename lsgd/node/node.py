@@ -45,8 +45,7 @@ SERVER_BACKOFF_S = 4.0
 class _Step:
     """A step toward the end: wait for processes of these roles to end, after a signal perhaps.
 
-    Args:
-        clean: the workers complete their last round and save, as the servers tell them.
+    In a ``clean`` one the workers complete their last round and save, because the servers end the run.
     """
 
     roles: Sequence[Role]
@@ -67,10 +66,10 @@ class Node:
     Args:
         name: name of the node.
         commands: processes to start, in this order; one server at most, the global one.
-        outlives: the global server may outlive the workers, because other nodes need it.
+        outlives: whether the global server may outlive the workers, because other nodes need it.
 
     Attributes:
-        end: how the run ended for this node, ``failed`` or ``stopped``, and why; empty: what its servers say.
+        end: end of the run for this node, ``failed`` or ``stopped``, and why; empty: what its servers say.
     """
 
     def __init__(

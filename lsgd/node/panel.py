@@ -20,7 +20,7 @@ EVERY_S = 0.5
 """Time between frames."""
 
 _TRAINS = ("live", "held")
-_UNTOLD = ("busy", "nobody")  # reasons of a run that trains normally, which are not shown
+_UNREMARKABLE = ("busy", "nobody")  # reasons of a run that trains normally, which are not shown
 
 
 class Panel(threading.Thread):
@@ -69,7 +69,7 @@ def frame(run: RunView, columns: int, rows: int) -> str:
     lines = []
     if not run.connected:
         lines.append(Text("the global server does not answer; training continues as far as it can", "yellow"))
-    elif run.state != "running" or run.code.partition(".")[0] not in _UNTOLD:
+    elif run.state != "running" or run.code.partition(".")[0] not in _UNREMARKABLE:
         lines.append(Text(f"{run.state}: {run.reason}", "yellow"))
     workers = list(run.workers.values())
     most = max(1, rows // 2 - 3)

@@ -104,9 +104,7 @@ def _ask_slurm(nodes: int | None, address: str | None, environ: Mapping[str, str
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(
-            f"scontrol does not tell the first of {hosts} ({error}); say it: IP_ADDR=... (--address)"
-        ) from None
+        raise ConfigError(f"scontrol cannot name the first of {hosts} ({error}); set IP_ADDR (--address)") from None
     return node, nodes, done.stdout.split()[0]
 
 

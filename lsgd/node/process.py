@@ -61,14 +61,12 @@ class Command:
 
     Args:
         name: prefix of its output.
-        environment: all of its variables.
         log: file for its output.
-        on_terminal: its output is a terminal if ours is, so that it can draw a progress bar.
-        restarts: how many times to restart it after a signal has killed it.
-        appends: it appends to the log.
+        on_terminal: whether its output is a terminal if ours is, so that it can draw a progress bar.
+        restarts: number of restarts after a signal has killed it.
+        appends: whether it appends to the log.
         checkpoints: folder of checkpoints; a restart resumes from its own there, if there is one.
-        restart_arguments: further arguments for a restart.
-        ignores_term: it ignores SIGTERM, which a scheduler sends to all processes of a job; SIGINT ends it instead.
+        ignores_term: whether it ignores SIGTERM, which a scheduler sends to all of a job; SIGINT ends it instead.
     """
 
     name: str
@@ -112,13 +110,11 @@ class Child:
     Attributes:
         status: exit code, or minus the number of the signal that killed it; None while it runs.
         pid: number of the process, and of the group that it leads.
-        is_ending: it was asked to end, so no exit status is a failure.
+        is_ending: whether it was asked to end, so that no exit status is a failure.
 
     Args:
-        command: what to run.
         number: position in the launch, which picks its color.
-        screen, reading: for its output.
-        again: this is a restart.
+        again: whether this is a restart.
 
     Raises:
         OSError: it cannot be started.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lsgd.errors import ConfigError, JoinError
 from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered, RunProgress
@@ -116,6 +116,7 @@ class Logger(ABC):
 
     packages: tuple[str, ...] = ()
     """Required packages, which the extra with the logger's name installs."""
+    _sink: Any
 
     @abstractmethod
     def __init__(self, folder: Path, run: str) -> None: ...
@@ -124,13 +125,13 @@ class Logger(ABC):
     def write(self, point: Point) -> None:
         """Add a point; points come in order of time."""
 
-    @abstractmethod
     def flush(self) -> None:
         """Make what was written visible to readers."""
+        self._sink.flush()
 
-    @abstractmethod
     def close(self) -> None:
         """Write what is left and close."""
+        self._sink.close()
 
 
 class _Csv(Logger):
@@ -139,21 +140,15 @@ class _Csv(Logger):
     def __init__(self, folder: Path, run: str) -> None:
         path, self._run = folder / CURVES, run
         self._after = _last_time(path, run)
-        self._file = path.open("a", encoding="utf-8", newline="")
-        self._rows = csv.writer(self._file, lineterminator="\n")
-        if not self._file.tell():
+        self._sink = path.open("a", encoding="utf-8", newline="")
+        self._rows = csv.writer(self._sink, lineterminator="\n")
+        if not self._sink.tell():
             self._rows.writerow(["run", "time", "iterations", "name", "value"])
 
     def write(self, point: Point) -> None:
         if point.time > self._after:
             rows = ((self._run, point.time, point.iterations, name, value) for name, value in point.values.items())
             self._rows.writerows(rows)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _last_time(path: Path, run: str) -> float:
@@ -178,17 +173,11 @@ class _TensorBoard(Logger):
     def __init__(self, folder: Path, run: str) -> None:
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard" / run.replace("/", "-")))
+        self._sink = SummaryWriter(str(folder / "tensorboard" / run.replace("/", "-")))
 
     def write(self, point: Point) -> None:
         for name, value in point.values.items():
-            self._writer.add_scalar(name, value, point.iterations, walltime=point.time)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+            self._sink.add_scalar(name, value, point.iterations, walltime=point.time)
 
 
 class _Wandb(Logger):
