@@ -18,11 +18,12 @@ TIME_OF_DAY = {
 }
 FOR_PEOPLE = {
     ("server/daemon.py", "strftime"),  # before each line that a server prints
+    ("node/transcript.py", "strftime"),  # before each line of the servers in a node
     ("cli/commands.py", "strftime"),  # the name of a run's folder
     ("cli/runs.py", "datetime"),  # when a run began
     ("cli/runs.py", "strftime"),
-    ("server/record.py", "datetime"),  # when a run began
-    ("server/record.py", "now"),
+    ("server/report.py", "datetime"),  # when a run began
+    ("server/report.py", "now"),
     ("cli/doctor.py", "time"),  # compared between two machines
     ("watch/curves.py", "time"),  # beside each point of a curve
     ("server/stream.py", "time"),  # beside each event

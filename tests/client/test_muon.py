@@ -19,9 +19,9 @@ import lsgd.client
 from lsgd.algorithms.local import LocalSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import Island
-from lsgd.client.iteration.progress import Schedule
 from lsgd.errors import ConfigError
 from lsgd.flat import FlatParameters, describe
+from lsgd.learning_rate import factor, set_rates
 from lsgd.shards import load_optimizer, local, local_state
 from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
 
@@ -235,7 +235,7 @@ def test_a_resumed_training_has_the_same_bits(tmp_path: Path) -> None:
 
 def test_schedules_set_both_rates() -> None:
     optimizer = lsgd.client.muon(mlp(), lr=0.5)
-    Schedule("linear", 0.0, 0.2).set(optimizer, 0.5)
+    set_rates(optimizer, factor("linear", 0.5, 0.0, 0.2))
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
     optimizer = lsgd.client.muon(mlp(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -313,7 +313,7 @@ def final_loss(made: Callable[..., torch.optim.Optimizer]) -> float:
         worker = SimulatedWorker.of_model(group, settings, model, made(model), steps=128)
         numbers = torch.Generator().manual_seed(group.rank)
         for step in range(128):
-            Schedule("wsd", 0.05, 0.2).set(worker.optimizer, (step + 0.5) / 128)
+            set_rates(worker.optimizer, factor("wsd", (step + 0.5) / 128, 0.05, 0.2))
             x = torch.randint(16, (16, 2), generator=numbers)
             worker.step(lambda x=x: cross_entropy(model(x), x.sum(1) % 16))
         return cross_entropy(model(every), every.sum(1) % 16).item()

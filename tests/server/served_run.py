@@ -82,7 +82,7 @@ class ServedRun(SimulatedRun):
         self.coordinator = coordinator
         self.listener = MemoryListener(self)
         self.journal.open()
-        self.server = GlobalDaemon(coordinator, cast(Listener, self.listener), self.journal)
+        self.server = GlobalDaemon(coordinator, cast(Listener, self.listener), self.journal, watches_memory=False)
         decide = self.server._act
 
         def act(decision: Decision) -> None:
