@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import click
+from click.shell_completion import get_completion_class
 from rich.console import Console
 from rich.live import Live
 
@@ -373,7 +374,9 @@ def algorithms(name: str | None, parameters: int, workers: int) -> None:
 def completion_command(shell: str | None) -> None:
     """Print the script that completes commands and options in your shell; without SHELL, the line that loads it."""
     if shell:
-        click.echo(options.script(main, shell))
+        kind = get_completion_class(shell)
+        assert kind is not None
+        click.echo(kind(main, {}, "lsgd", "_LSGD_COMPLETE").source())
     else:
         click.echo("\n".join(options.SHELLS.values()))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
+from click.shell_completion import CompletionItem
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.errors import LsgdError
@@ -23,13 +23,6 @@ SHELLS = {
     "fish": "lsgd completion fish | source           # in ~/.config/fish/config.fish",
 }
 """How each shell loads its script."""
-
-
-def script(main: click.Command, shell: str) -> str:
-    """Return the script that completes ``lsgd`` in a shell."""
-    kind = get_completion_class(shell)
-    assert kind is not None
-    return kind(main, {}, "lsgd", "_LSGD_COMPLETE").source()
 
 
 Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]

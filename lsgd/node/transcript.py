@@ -176,22 +176,22 @@ class Transcript:
         self._shown_s = time.monotonic()
 
 
-class Reading:
+class Reading(threading.Thread):
     """The thread that reads the output of all processes into their transcripts."""
 
     def __init__(self) -> None:
+        super().__init__(name="lsgd-reading", daemon=True)
         self._selector = selectors.EpollSelector()
         self._wakeup = Wakeup()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._new: deque[tuple[int, Transcript]] = deque()
         self._ended: deque[Transcript] = deque()
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="lsgd-reading", daemon=True)
 
     def add(self, descriptor: int, transcript: Transcript) -> None:
         """Read from a descriptor until its end, and close it then."""
-        if not self._thread.ident:
-            self._thread.start()
+        if not self.ident:
+            self.start()
         self._new.append((descriptor, transcript))
         self._wakeup.set()
 
@@ -204,10 +204,11 @@ class Reading:
         """Read what is there, and end the thread."""
         self._closing = True
         self._wakeup.set()
-        if self._thread.ident:
-            self._thread.join(CLOSE_WITHIN_S)
+        if self.ident:
+            self.join(CLOSE_WITHIN_S)
 
-    def _serve(self) -> None:
+    def run(self) -> None:
+        """Read until :meth:`close`."""
         while True:
             for key, _ in self._selector.select():
                 if key.data is None:
