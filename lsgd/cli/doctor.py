@@ -38,10 +38,7 @@ from lsgd.errors import ConfigError, ExchangeError
 from lsgd.node.place import Place, claim_port, resolve
 from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, node_name, token_path
 
-MEET_WITHIN_S = 60.0
-"""How long a node waits for the others."""
-
-CONNECT_WITHIN_S = 5.0
+MEET_WITHIN_S, CONNECT_WITHIN_S = 60.0, 5.0
 SMALLEST_NBYTES, LARGEST_NBYTES = 256 << 10, 64 << 20
 LINK_FOR_S, LINK_TRIES = 0.25, 3
 """A link is timed with messages of 256 KiB to 64 MiB: the best of three of the first size that takes this long."""

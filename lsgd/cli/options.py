@@ -22,7 +22,6 @@ SHELLS = {
     "zsh": 'eval "$(lsgd completion zsh)"           # in ~/.zshrc, after compinit',
     "fish": "lsgd completion fish | source           # in ~/.config/fish/config.fish",
 }
-"""How each shell loads its script."""
 
 
 Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]

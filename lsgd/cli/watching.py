@@ -10,7 +10,6 @@ from lsgd.watch import curves, metrics, require
 from lsgd.watch.curves import LOGGERS
 
 DASHBOARD_NEEDS = ("tornado", "plotly")
-"""The libraries of the dashboard."""
 
 
 @click.command("log", short_help="Write the curves of a running run: CSV, TensorBoard, W&B.")

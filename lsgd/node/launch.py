@@ -55,7 +55,6 @@ RESTARTS = 5
 """How often a process killed by a signal is restarted within ten minutes."""
 
 JOURNAL = "journal.sqlite"
-"""The global server's journal, in the run folder."""
 
 
 @dataclass(frozen=True)

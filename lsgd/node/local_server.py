@@ -40,7 +40,6 @@ from lsgd.server import daemon
 from lsgd.server.daemon import EXIT_AT_ONCE, LAST_WORDS_S, TICK_S, Ending, Refusals
 
 HELLO_EVERY_S = 1.0
-"""How often the local server greets the global server."""
 
 SILENT_AFTER_S = 4.0
 """A global server that has answered no greeting for this long counts as away."""

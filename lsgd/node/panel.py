@@ -17,7 +17,6 @@ from lsgd.watch.terminal import duration
 from lsgd.watch.view import RunView, WorkerView
 
 EVERY_S = 0.5
-"""Time between frames."""
 
 _TRAINS = ("live", "held")
 _UNREMARKABLE = ("busy", "nobody")  # reasons of a run that trains normally, which are not shown

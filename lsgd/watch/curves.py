@@ -209,7 +209,6 @@ class _Wandb(Logger):
 
 
 LOGGERS: dict[str, type[Logger]] = {"csv": _Csv, "tensorboard": _TensorBoard, "wandb": _Wandb}
-"""By name."""
 
 
 def check(names: Iterable[str]) -> None:

@@ -16,8 +16,6 @@ ASK_EVERY_S = 0.25
 """How often to ask the server while it has nothing new, in seconds."""
 
 RESEND_S = 1.0
-"""How often to repeat an unanswered question."""
-
 REFUSED_AFTER_S = 0.5
 """How long a reader must have been refused before it raises an error."""
 

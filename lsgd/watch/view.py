@@ -33,7 +33,6 @@ MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
 """How many points of a worker's curve, rounds, log lines, and gaps of a worker to keep."""
 
 RATE_OVER_S = 30.0
-"""Seconds over which the rate is measured."""
 
 SHARED = (
     *("run", "state", "code", "reason", "algorithm", "period", "period_reason", "count", "iterations"),

@@ -40,8 +40,6 @@ from lsgd.watch.results import METRICS, read_rounds
 
 DEFAULT_PORT = 8484
 MAX_BROWSERS = 32
-"""Most pages open at once."""
-
 SAY_ALIVE_EVERY_S, SEND_WITHIN_S, MAX_BODY_NBYTES = 5.0, 10.0, 1 << 16
 """Time between keep-alives; how long a page may take to receive; the longest request."""
 
@@ -60,7 +58,6 @@ class Dashboard:
 
     Args:
         address, keys: address of the global server, and keys for it.
-        host: address that this server listens on.
         token: token that visitors need; empty: none.
         control: whether visitors may stop and change the run.
         metrics: callback that returns the run's metrics in Prometheus's text format.
