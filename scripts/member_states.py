@@ -14,7 +14,7 @@ def table() -> str:
     rows = ["| state | live | means | left by |", "|---|---|---|---|"]
     for state in MemberState:
         ways = "; ".join(f"{upon} → {after.name}" for before, after, upon in TRANSITIONS if before is state)
-        rows.append(f"| {state.name} | {'yes' if state.live else 'no'} | {state.value} | {ways} |")
+        rows.append(f"| {state.name} | {'yes' if state.live else 'no'} | {state.means} | {ways} |")
     rows.append("| (gone) | | left, silent past its lease, name taken over, refused | another process joins |\n")
     return "\n".join(rows)
 

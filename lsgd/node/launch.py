@@ -27,7 +27,6 @@ from lsgd.node.process import LSGD, Command, Role
 from lsgd.node.screen import LAUNCHER, Screen, show
 from lsgd.node.transcript import Reading, Transcript, own_lines
 from lsgd.plan import plan
-from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import (
     OPERATOR,
     TOKEN_VARIABLE,
@@ -40,6 +39,7 @@ from lsgd.protocol.keys import (
     token_path,
 )
 from lsgd.protocol.messages import worker_name
+from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener
 from lsgd.run_folder import CHECKPOINTS, claimed, runs

@@ -171,7 +171,7 @@ def table_of(settings: AlgorithmSettings) -> dict[str, Any]:
 
 
 def _shown_table(settings: AlgorithmSettings) -> dict[str, Any]:
-    """Return the table as people write it."""
+    """Return the table as a plan file has it."""
     known = fields(type(settings))
     return {n: shown(known[n], value) if n in known else value for n, value in table_of(settings).items()}
 

@@ -24,11 +24,7 @@ def run_certificate(secret: bytes, run: str) -> bytes:
     """Return the key and the certificate of a run as PEM text: always the same for the same arguments.
 
     So a restarted global server hands out the same one, and no file contains it. All members of a run share this
-    certificate and trust no other.
-
-    Args:
-        secret: known to the global server alone; nobody can derive the certificate's key without it.
-        run: identity of the run.
+    certificate and trust no other. Only the global server knows ``secret``, without which nobody can derive the key.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
@@ -71,9 +67,7 @@ class Ticket:
     """Says whose bytes a connection carries: in which run and generation, from which rank, to which one.
 
     Args:
-        run: identity of the run, at most 16 bytes.
-        source: rank of the member that the bytes come from.
-        target: rank of the member that they go to.
+        run: at most 16 bytes.
         of_target: whether the target presents it; else the source does.
     """
 

@@ -1,8 +1,8 @@
 """The events of a run, which the global server sends to whoever asks, and their MessagePack form.
 
 A happening is a small record of one fact. The server's stream numbers happenings from 1 and stamps them with the time,
-which makes each an :class:`Event`. They travel in :class:`lsgd.protocol.messages.Events`. Reasons are words for people
-with a code for programs (lsgd/server/reasons.py); states of workers and of the run are those of ``lsgd status --json``.
+which makes each an :class:`Event`. They travel in :class:`lsgd.protocol.messages.Events`. Reasons are sentences with a
+code for programs (lsgd/server/reasons.py); states of workers and of the run are those of ``lsgd status --json``.
 """
 
 from dataclasses import dataclass, field
@@ -55,9 +55,9 @@ class RoundOrdered:
     Args:
         scope: ``local`` or ``global``.
         node: of a local round; -1: the round is global.
-        worker: who leads it.
+        worker: leader of the round.
         count: the run's iterations when it was ordered.
-        seconds: since the run's first round.
+        seconds: time since the run's first round.
         losses: by worker at that time, of the first workers in rank order and the leader.
     """
 
@@ -75,8 +75,8 @@ class RoundCompleted:
     """All members have completed a round.
 
     Args:
-        took_s: since it was ordered; None if another server ordered it.
-        sent_nbytes: what its members have sent, each since its previous round; None if one did not report it.
+        took_s: time since it was ordered; None if another server ordered it.
+        sent_nbytes: bytes that its members have sent, each since its previous round; None if one did not report it.
     """
 
     round: int
@@ -147,12 +147,9 @@ class WorkerProgress:
         state: as in :class:`WorkerChanged`; ``held``: its request waits for an answer.
         done: iterations it has made, including those of its earlier processes.
         loss: as it last reported it; None: there is none, or it is non-finite.
-        heard_s: seconds since it was last heard.
-        compute_s: seconds in its steps.
-        waiting_s: seconds of waiting for the servers and the others.
-        exchange_s: seconds in rounds.
-        sent_nbytes: bytes of tensors that it has sent.
-        received_nbytes: bytes of tensors that it has received.
+        heard_s: time since it was last heard.
+        waiting_s: time of waiting for the servers and the others.
+        sent_nbytes: bytes of tensors, like the next.
     """
 
     worker: str
@@ -173,13 +170,13 @@ class RunProgress:
     """How far the run is, every second (less often with more than 1,000 workers).
 
     Args:
-        seconds: since the first round; 0 before it.
-        state: of the run, as in :class:`RunChanged`.
-        reason: what it waits for, or why it ends.
+        seconds: time since the first round; 0 before it.
+        state: as in :class:`RunChanged`.
+        reason: obstacle that it waits for, or reason why it ends.
         count: iterations made by all.
-        iterations: the limit; 0: there is none.
-        share: of the run that is made, 0 to 1.
-        workers: those in the run, in rank order; at most 4,096.
+        iterations: limit; 0: there is none.
+        share: completed part of the run, 0 to 1.
+        workers: at most 4,096, in rank order.
         logged: numbers that scripts have logged (``worker.log``), by name: the mean over live workers that have one.
     """
 

@@ -43,19 +43,11 @@ def unpack(parts: Sequence[bytes]) -> list[bytes]:
 
 def _unpacked(part: bytes) -> Sequence[bytes]:
     try:
-        frames = msgpack.unpackb(
-            part[len(PACKED) :],
-            use_list=False,
-            max_array_len=MAX_ITEMS,
-            max_map_len=0,
-            max_str_len=0,
-            max_ext_len=0,
-        )
+        bounds = {"max_array_len": MAX_ITEMS, "max_map_len": 0, "max_str_len": 0, "max_ext_len": 0}
+        frames = msgpack.unpackb(part[len(PACKED) :], use_list=False, **bounds)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
         return (part,)
-    if type(frames) is not tuple:
-        return (part,)
-    if any(type(frame) is not bytes or frame.startswith(PACKED) for frame in frames):
+    if type(frames) is not tuple or any(type(frame) is not bytes or frame.startswith(PACKED) for frame in frames):
         return (part,)
     return frames
 

@@ -1,4 +1,4 @@
-"""Who may connect to a listener: known keys, each under its name, and a bounded number of strangers."""
+"""Who may connect to a listener: known keys, each under its name, and a bounded number of unknown peers."""
 
 import errno
 import os
@@ -90,18 +90,17 @@ _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 class Monitor:
     """Reads libzmq's reports about one TCP socket, in the thread that uses the socket.
 
-    The reports say how handshakes end, and which connections are still strangers'. If nobody reads them, libzmq blocks
-    when their queue is full, and serves nobody. So the queue has no limit, and the socket's owner empties it at every
-    turn.
+    The reports say how handshakes end, and which connections no known peer has used. If nobody reads them, libzmq
+    blocks when their queue is full, and serves nobody. So the queue has no limit, and the socket's owner empties it at
+    every turn.
 
-    Args:
-        watched: the socket, before it binds or connects.
+    ``watched`` is the socket before it binds or connects.
 
     Attributes:
-        handshake: the event that the last handshake ended with; 0 if there was none, or if the peer was silent until
-            the handshake's deadline: it may be frozen, and has refused nobody.
-        refused: handshakes that failed.
-        cut: connections of strangers that were cut because there were too many.
+        handshake: event that the last handshake ended with; 0 if there was none, or if the peer was silent until the
+            handshake's deadline: it may be frozen, and has refused nobody.
+        refused: number of handshakes that failed.
+        cut: number of connections of unknown peers that were cut because there were too many.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", watched: "zmq.Socket[bytes]") -> None:
@@ -134,7 +133,7 @@ class Monitor:
             self.take()
 
     def take(self) -> None:
-        """Read the reports since the last call, and cut the oldest connections of strangers if there are too many."""
+        """Read the reports since the last call, and cut the oldest connections of unknown peers beyond the limit."""
         for _ in range(MAX_REPORTS):
             if not int(self._reports.get(_EVENTS)) & _READABLE:
                 break
@@ -160,7 +159,7 @@ class Monitor:
 
 
 def max_strangers() -> int:
-    """Return how many connections strangers may hold: at most half of the descriptors that this process may have."""
+    """Return how many connections unknown peers may hold: at most half of the descriptors of this process."""
     return min(MAX_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 

@@ -57,7 +57,7 @@ class KeyRing:
         ConfigError: there is no key ring, it is damaged, or others can read or write it.
 
     Attributes:
-        trouble: why the file ``allowed`` cannot be used, so that an older list is in use; empty if it can.
+        trouble: reason why the file ``allowed`` cannot be used, so that an older list is in use; empty if it can.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -166,10 +166,7 @@ def parse_token(text: str, origin: str) -> ConnectorKeys:
 def listener_keys(address: str, folder: Path | None, *, insecure: bool) -> KeyRing | None:
     """Return the keys that a listener on ``address`` needs; None if it needs none, or with ``insecure``.
 
-    Args:
-        address: to listen on.
-        folder: of a key ring to use for any address; None: the default one, if keys are needed.
-        insecure: anybody who reaches the address may connect.
+    ``folder``: of a key ring to use for any address; None: the default one, if keys are needed.
 
     Raises:
         ConfigError: others can reach the address and there are no keys; the message has the line to type.
@@ -189,12 +186,8 @@ def listener_keys(address: str, folder: Path | None, *, insecure: bool) -> KeyRi
 def connector_keys(address: str, path: Path | None, name: str, *, insecure: bool) -> ConnectorKeys | None:
     """Return the keys that a connection to ``address`` needs; None if it needs none, or with ``insecure``.
 
-    Args:
-        address: to connect to.
-        path: of a token to use for any address; None: ``LSGD_TOKEN``, else the file in the default key ring, if keys
-            are needed.
-        name: of the node or operator that connects.
-        insecure: trust the network.
+    ``path``: of a token to use for any address; None: ``LSGD_TOKEN``, else the file in the default key ring, if keys
+    are needed. ``name``: of the node or operator that connects.
 
     Raises:
         ConfigError: the address is another machine's and there is no token, or the token is another node's.

@@ -42,9 +42,8 @@ class WorkerHello:
     """A worker's first message to its local server; answered by :class:`WorkerHelloReply` or :class:`Refused`.
 
     Args:
-        incarnation: a random number that identifies this process.
-        pid: process id, so that the local server sees at once when the process ends; 0: unknown.
-        pid_namespace: where the process id is valid (the inode of ``/proc/self/ns/pid``).
+        pid: of the process, so that the local server sees at once when it ends; 0: unknown.
+        pid_namespace: inode of ``/proc/self/ns/pid``, where the process id is valid.
     """
 
     protocol: int
@@ -75,21 +74,18 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker asks to join the run.
-
-    Answered by :class:`Welcome` once the run can start, :class:`Refused` or :class:`Over`.
+    """A worker asks to join; answered by :class:`Welcome` once the run can start, :class:`Refused` or :class:`Over`.
 
     Args:
-        worker: its name, unique in the run: ``node0/worker1``.
-        incarnation: a random number that tells this process from an earlier one of the same name.
-        node: index of its machine.
-        index: its number on the machine.
-        versions: those of lsgd, torch, cuda and nccl (empty if there is none).
+        worker: name, unique in the run: ``node0/worker1``.
+        incarnation: random number that tells this process from an earlier one of the same name.
+        index: number on the machine ``node``.
+        versions: releases of lsgd, torch, cuda and nccl (empty if there is none).
         model: digest of names, shapes and dtypes in the model; must be equal on all workers.
-        gpu: the unique name of its GPU, or empty.
-        address: the address on which it exchanges tensors.
+        gpu: unique name of its GPU, or empty.
+        address: where it exchanges tensors.
         resumed: iterations of the run at the checkpoint that it resumes from; 0: it has none.
-        resumed_run: the run that wrote this checkpoint; empty if it has none.
+        resumed_run: run that wrote this checkpoint; empty if it has none.
     """
 
     protocol: int
@@ -112,32 +108,36 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
-    """Digest of the first batch that a worker drew; it reveals two workers with the same data."""
+class FromWorker:
+    """What a worker sends once it has asked to join: its name, and the number that identifies its process."""
 
     worker: str
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Data(FromWorker):
+    """Digest of the first batch that a worker drew; it reveals two workers with the same data."""
+
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(FromWorker):
     """A worker asks for one iteration.
 
     Args:
-        seq: number of the request, from 1; the same number repeats the request.
+        seq: number from 1; the same number repeats the request.
         done: iterations that this incarnation has made.
         committed: id of the last round that it completed; 0: none.
         dropped: id of the last round that it was given and could not complete; 0: none.
         loss: mean of its last batch losses, or that of its probe where this elects; None before the first.
-        ahead: it still has iterations to make. Such a request is granted at once or forgotten, never held: a worker
-            that has none left asks again, with the same number.
-        last: it wants no iteration but a round, after which it leaves.
-        rate: its learning rate, if it has fallen; None: it has not, or the request is ahead.
+        ahead: whether it still has iterations to make. Such a request is granted at once or forgotten, never held: a
+            worker that has none left asks again, with the same number.
+        last: whether it wants no iteration but a round, after which it leaves.
+        rate: learning rate, if it has fallen; None: it has not, or the request is ahead.
     """
 
-    worker: str
-    incarnation: int
     seq: int
     done: int
     committed: int
@@ -149,14 +149,12 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(FromWorker):
     """A worker's process is alive, whatever it is doing; not answered.
 
     The other fields are the totals of its ``timings`` and the last numbers that its script logged, by name.
     """
 
-    worker: str
-    incarnation: int
     compute_s: float = 0.0
     waiting_s: float = 0.0
     exchange_s: float = 0.0
@@ -166,7 +164,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Done(FromWorker):
     """A worker has completed a round, or failed to do so; ``error`` says why.
 
     ``broken``: ranks of the round's generation that cannot reach each other, one pair after the other;
@@ -174,8 +172,6 @@ class Done:
     cannot dial each other, as in :class:`Generation`; None if that is unknown.
     """
 
-    worker: str
-    incarnation: int
     round: int
     ok: bool
     error: str
@@ -185,15 +181,13 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(FromWorker):
     """A worker pauses (to evaluate, for example) after its request ``seq``, until the next; an unused grant goes back.
 
     Answered by :class:`Paused`. ``committed`` is as in :class:`Request`, in case its :class:`Done` comes later or
     never.
     """
 
-    worker: str
-    incarnation: int
     seq: int
     done: int
     committed: int = 0
@@ -207,14 +201,12 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(FromWorker):
     """A worker leaves the run; unused grants go back. ``failed``: because of an error, which ``reason`` names.
 
     ``committed`` is as in :class:`Request`, in case its :class:`Done` comes later or never.
     """
 
-    worker: str
-    incarnation: int
     done: int
     failed: bool
     reason: str
@@ -227,22 +219,18 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class Put(FromWorker):
     """Publish a value (an address, for example) to the members of a generation, for building process groups."""
 
-    worker: str
-    incarnation: int
     generation: int
     key: str
     value: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Get:
+class Get(FromWorker):
     """Ask for the value that a member of the generation publishes under ``key``; answered once it exists."""
 
-    worker: str
-    incarnation: int
     generation: int
     key: str
 
@@ -319,10 +307,10 @@ class Events:
     """Events of a run, as many as fit into a message.
 
     Args:
-        epoch: identifies the stream; a restarted server has a new one, whose numbers begin at 1 again.
+        epoch: name of the stream; a restarted server has a new one, whose numbers begin at 1 again.
         first: number of the first event in ``items``.
-        lost: how many of the requested events before ``first`` are no longer kept.
-        items: the events in order, each as :func:`lsgd.protocol.events.encode_event` returns it.
+        lost: number of requested events before ``first`` that are no longer kept.
+        items: events in order, each as :func:`lsgd.protocol.events.encode_event` returns it.
     """
 
     epoch: str
@@ -337,12 +325,10 @@ class Generation:
     """A fixed set of members in rank order, with process groups of its own.
 
     Args:
-        number: counts generations of the run, from 1.
         nodes: indices of the machines that have members, in rank order. Empty, like ``node_sizes`` and ``indices``, in
             an answer to a worker that has completed a round of this generation, and so knows them.
-        node_sizes: number of members on each.
         indices: each member's index on its machine, in rank order.
-        transport: what carries tensors: ``tcp`` or ``nccl``.
+        transport: ``tcp`` or ``nccl``.
         missed: pairs of nodes, one after the other: the first cannot dial the second. Empty when ``nodes`` is.
     """
 
@@ -393,14 +379,12 @@ class Round:
     """An exchange that the global server orders; the same for all members that take part.
 
     Args:
-        id: counts rounds of the run, from 1.
         generation: its members take part in global rounds; those of one node in a local round.
         scope: ``local`` (one node) or ``global`` (all; begins with a local round in every node).
         leader: rank elected among all that take part.
-        leaders: for each node of the generation, the rank elected there; -1 if the node takes no part.
+        leaders: rank elected on each node of the generation; -1 if the node takes no part.
         exchanges: number of global rounds before this one; the same on all members, also after failures.
         new: ranks of newcomers, which receive the state of ``source`` before the exchange.
-        source: rank of the member that sends its state to newcomers.
         algorithm: the algorithm's name and settings from this round on, as JSON; empty: unchanged.
         count: iterations of the run when the round was ordered; exact in global rounds.
         checkpoint: each member saves the state in which it enters this round or, if it is final, leaves it.
@@ -427,14 +411,12 @@ class Welcome:
     """The worker may take part.
 
     Args:
-        run: identity of the run.
-        rank: its expected rank in its first generation.
-        world_size: the expected number of workers there.
+        rank: expected rank in its first generation.
+        world_size: expected number of workers there.
         warnings: differences between versions that are not fatal.
-        certificate: the run's key and certificate (PEM), for connections that carry tensors; empty: these are not
-            encrypted.
+        certificate: key and certificate (PEM) for connections that carry tensors; empty: these are not encrypted.
         relay: address of the relay; empty: there is none.
-        relay_secret: by which members prove to the relay that they are members.
+        relay_secret: proof for the relay that the worker is a member.
     """
 
     run: str

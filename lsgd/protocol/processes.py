@@ -1,7 +1,11 @@
-"""Watches the processes of a machine's workers."""
+"""The ends of a machine's processes, and how many descriptors this one may have open."""
 
 import os
+import resource
 import selectors
+
+MAX_DESCRIPTORS = 1 << 20
+"""More is useless, and some programs that inherit the limit loop over all numbers below it."""
 
 
 def pid_namespace() -> int:
@@ -26,10 +30,7 @@ class Processes:
     def watch(self, name: bytes | str, pid: int, namespace: int | None = None) -> None:
         """Watch a process from now on; ignore one that cannot be watched, such as one in a container.
 
-        Args:
-            name: what :meth:`ended` returns.
-            pid: number of the process, which is alive.
-            namespace: PID namespace of that number; None: ours.
+        :meth:`ended` returns ``name``. ``namespace``: of the number ``pid``; None: ours.
         """
         if name in self._descriptors or not pid or namespace not in (None, pid_namespace()):
             return
@@ -53,3 +54,16 @@ class Processes:
         for name in names:
             self.forget(name)
         return names
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open descriptors to the hard one and return it, because 1,024 is too few for a server."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # a sandbox may forbid it
+        return soft
+    return wanted

@@ -1,7 +1,7 @@
 """Every ZeroMQ socket of lsgd: a listener for many peers, a link to one, and the poll over them.
 
 All calls return at once except :meth:`Poller.wait`. Frames are whole messages (messages.py); several travel together,
-packed into one (packing.py). A socket belongs to the thread that uses it; :class:`Wakeup` is for the others.
+packed into one (frames.py). A socket belongs to the thread that uses it; :class:`Wakeup` is for the others.
 
 With keys a connection is encrypted and authenticated at both ends (CurveZMQ, https://rfc.zeromq.org/spec/26/), and
 the listener knows each peer by the name of its key. :mod:`lsgd.protocol.keys` decides where keys are needed.
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import zmq
 from zmq.utils import z85
@@ -28,6 +28,8 @@ from lsgd.protocol.gate import Gate, Monitor, max_strangers, property_of
 from lsgd.protocol.messages import MAX_NBYTES
 
 if TYPE_CHECKING:
+    from _typeshed import HasFileno
+
     from lsgd.protocol.keys import KeyRing
 
 DEFAULT_PORT = 47400
@@ -56,11 +58,7 @@ _BACKLOG = 512
 
 @dataclass(frozen=True)
 class ConnectorKeys:
-    """What a link needs: the listener's public key, and a pair of its own, as bytes.
-
-    Args:
-        name: the listener's name for the public key.
-    """
+    """What a link needs: the listener's public key, and a pair of its own, which the listener knows as ``name``."""
 
     name: str
     server: bytes
@@ -138,7 +136,7 @@ class Listener(_Socket):
     Args:
         address: ``tcp://host:port`` (port 0: a free one) or ``ipc://path``, whose folder is created if needed, for
             this user alone.
-        keys: who may connect; None: whoever can reach the address.
+        keys: those of peers that may connect; None: whoever can reach the address may.
 
     Raises:
         ConfigError: the address is wrong, taken, or another machine's.
@@ -270,8 +268,7 @@ class Connector(_Socket):
     """A socket that connects to one listener, and reconnects whenever the connection is lost.
 
     Args:
-        address: as the listener's.
-        name: the listener's name for this peer; unique. With keys, it begins with their name and a ``#``.
+        name: unique at the listener. With keys, it begins with their name and a ``#``.
         keys: for a listener that requires them.
 
     Raises:
@@ -367,17 +364,10 @@ class Wakeup:
         os.close(self._event)
 
 
-class Source(Protocol):
-    """What a :class:`Poller` waits for, beside sockets."""
-
-    def fileno(self) -> int:
-        """Return the descriptor to poll."""
-
-
 class Poller:
     """Waits until one of several sockets has something to receive."""
 
-    def __init__(self, *sources: Listener | Connector | Source) -> None:
+    def __init__(self, *sources: "Listener | Connector | HasFileno") -> None:
         self._poller = zmq.Poller()
         self._listeners = [source for source in sources if isinstance(source, Listener)]
         for source in sources:

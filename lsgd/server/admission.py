@@ -100,9 +100,6 @@ def end_waiting(state: RunState) -> None:
     state.welcoming = False
 
 
-# -- leaving ---------------------------------------------------------------------------------------------------
-
-
 def refuse(state: RunState, member: Member, reason: Reason) -> None:
     """Remove a member that cannot take part."""
     state.answer(member, Refused(reason))

@@ -11,10 +11,7 @@ _TOKEN = Why.TOKEN()
 
 
 def give(state: RunState, member: Member, seq: int, most: int = 1) -> bool:
-    """Answer the request ``seq`` with up to ``most`` iterations and no round, if both queues have a token.
-
-    Returns whether they had.
-    """
+    """Answer the request ``seq`` with up to ``most`` iterations; return whether both queues had a token."""
     queue = state.roster.queue_of(member)
     if queue is None or not member.synced or member.last or not state.ledger.has_token(queue):
         return False

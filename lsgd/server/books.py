@@ -24,14 +24,14 @@ class Ledger:
     exceeds the limit less what is made and granted.
 
     Args:
-        count: iterations of the run.
-        base: those of them that no incarnation has reported: a checkpoint's, or, if negative, those that were lost.
+        count: iterations made.
+        base: those that no incarnation has reported: a checkpoint's, or, if negative, those that were lost.
         unheard: iterations that may have been made but not reported before the server was restarted.
 
     Attributes:
         tokens: iterations that the run may grant until its next global round.
         lent: members that may have more than their next iteration, in order.
-        released: tokens came back, so held requests may be granted now.
+        released: whether tokens came back, so that held requests may be granted now.
     """
 
     def __init__(self, count: int = 0, base: int = 0, unheard: int = 0) -> None:
@@ -145,13 +145,13 @@ class RoundBook:
     answer is the one that ordered the round. While the final round is open, no other is.
 
     Args:
-        ordered: how many so far, by scope.
-        failures: failed rounds since the last completed global one.
-        final: the round that makes the consensus has been ordered.
+        ordered: number of rounds so far, by scope.
+        failures: number of failed rounds since the last completed global one.
+        final: whether the round that makes the consensus has been ordered.
 
     Attributes:
-        open: the rounds that some members have not completed, by id.
-        fresh: no round of the generation has been ordered yet.
+        open: rounds that some members have not completed, by id.
+        fresh: whether no round of the generation has been ordered yet.
         elections: the last rounds.
     """
 
@@ -173,7 +173,7 @@ class RoundBook:
 
     @property
     def next_id(self) -> int:
-        """The id of the next round."""
+        """Id of the next round."""
         return self.ordered["local"] + self.ordered["global"] + 1
 
     @property

@@ -17,8 +17,8 @@ from lsgd.plan.options import plan_options
 from lsgd.plan.plan import Plan, read
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.credentials import place_of, run_certificate, secret_of_relay, secret_of_run
-from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
+from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import Signals, complain, say

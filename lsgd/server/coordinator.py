@@ -27,7 +27,7 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
 12. A request for a last round gets no iteration, and its worker leaves after the next global round. If all members
     ask so, that round makes the consensus; where models are identical by definition, nobody waits for the others.
 13. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Any
-    later request is told to leave, and so is every request if there can be no consensus.
+    later request is answered with the end, and so is every request if there can be no consensus.
 """
 
 import math
@@ -66,17 +66,12 @@ class Coordinator:
     """Decides for one run; :meth:`handle`, :meth:`tick`, :meth:`stop` and :meth:`change` are the only ways in.
 
     What arrives goes one way: here its facts enter the state, in admission and endings what follows from them for
-    others; then the scheduler decides what is next, and answers.
-
-    Args:
-        state: of the run, new or from a journal. From now on only the coordinator changes it.
+    others; then the scheduler decides what is next, and answers. Only the coordinator changes the state from then on.
     """
 
     def __init__(self, state: RunState) -> None:
         self.state = state
         self._stage = state.stage  # as last published
-
-    # -- ways in -----------------------------------------------------------------------------------------------
 
     def handle(self, message: Upward | NodeHello | NodeLeave | StopRun, now: float) -> Decision:
         """Take in one message and return what to do; ``now``: seconds of any clock that never goes back."""
@@ -148,17 +143,12 @@ class Coordinator:
         state, happened = self.state, self.state.roster.happened
         if happened or state.over:
             state.forget_words()
-            self._tell_stage()
+            if state.stage != self._stage:
+                self._stage, reason = state.stage, state.stopping or state.joined()
+                state.happened(RunChanged(self._stage, reason.code, str(reason)))
             state.decision.happened, state.roster.happened = happened, []
         decision, state.decision = state.decision, Decision()
         return decision
-
-    def _tell_stage(self) -> None:
-        """Publish the stage of the run if it has changed."""
-        state = self.state
-        if (stage := state.stage) != self._stage:
-            self._stage, reason = stage, state.stopping or state.joined()
-            state.happened(RunChanged(stage, reason.code, str(reason)))
 
     def _sender(self, message: Upward) -> Member | None:
         """Return the member that sent a message; an evicted worker may become a member again."""
@@ -170,8 +160,6 @@ class Coordinator:
                 state.changes += 1
                 state.note(Why.BACK(worker=member.worker))
         return member
-
-    # -- messages of members -----------------------------------------------------------------------------------
 
     def _from_member(self, member: Member, message: Upward) -> None:
         match message:

@@ -6,6 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from lsgd.algorithms.common import least_period
@@ -106,11 +107,10 @@ class Stretch:
     """A part of the plan from one global round to the next.
 
     Args:
-        number: of its phase, from 0.
-        planned: the algorithm as the plan has it; its period may be ``auto``.
+        number: index of its phase, from 0.
+        planned: algorithm as the plan has it; its period may be ``auto``.
         algorithm: with the settings of this stretch.
-        pace: how long steps and rounds take.
-        why: the reason for the period.
+        why: reason for the period.
     """
 
     number: int
@@ -124,18 +124,17 @@ class Course:
     """The algorithm of the current phase, with its current settings.
 
     Attributes:
-        phases: of the plan.
-        number: of the current phase, from 0.
+        ends: counts of the run at which the phases end.
+        number: index of the current phase, from 0.
         algorithm: as of the last global round.
-        schedule: when that algorithm needs rounds.
         next_algorithm: as planned from the next global round on; its period may be ``auto``.
-        pace: how long steps and rounds take.
-        why: the reason for the period.
-        said_period: the last one that people were told.
+        why: reason for the period.
+        said_period: the last one in the log.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         self.phases = phases
+        self.ends = [*accumulate(phase.iterations for phase in phases[:-1]), math.inf]
         self.said_period = 0
         algorithm = phases[0].algorithm
         self.begin(Stretch(0, algorithm, algorithm, Pace(), Why.PLANNED()))
@@ -154,7 +153,7 @@ class Course:
         run, granted ones included; ``progress``: None if it has no end; ``rate``: of its members, if it has fallen.
         """
         number, planned, pace = self.number, self.next_algorithm, self.pace.at(now, count)
-        while self.end_of(number) - given < (members if planned.schedule().lockstep else 1):
+        while self.ends[number] - given < (members if planned.schedule().lockstep else 1):
             number += 1
             planned = self.phases[number].algorithm
         if number != self.number:
@@ -176,15 +175,9 @@ class Course:
 
     def rewind(self, count: int) -> None:
         """Return to the phase that the run was in after ``count`` iterations."""
-        while count < sum(phase.iterations for phase in self.phases[: self.number]):
+        while self.number and count < self.ends[self.number - 1]:
             self.number -= 1
             self.next_algorithm = self.phases[self.number].algorithm
-
-    def end_of(self, number: int) -> float:
-        """Return the run's count at which a phase ends; infinite for the last one."""
-        if number == len(self.phases) - 1:
-            return math.inf
-        return sum(phase.iterations for phase in self.phases[: number + 1])
 
     def to_json(self) -> str:
         """Return the algorithm's name and settings as JSON text."""

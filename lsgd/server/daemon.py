@@ -1,4 +1,4 @@
-"""What the daemons share: signals, lines for people, and watches over memory and refused connections."""
+"""What the daemons share: signals, log lines, and watches over memory and refused connections."""
 
 import atexit
 import signal
@@ -79,8 +79,8 @@ class Ending:
     """How often a daemon was asked to end: the first time cleanly, the second time at once.
 
     Attributes:
-        wakeup: a source for pollers that shows when it is asked.
-        received: what asked, in order.
+        wakeup: source for pollers that shows when it is asked.
+        received: names of the signals or others that asked, in order.
     """
 
     def __init__(self) -> None:

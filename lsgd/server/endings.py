@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lsgd.protocol.events import RoundCompleted, RoundFailed
 from lsgd.protocol.messages import GenerationOver
 from lsgd.server import answers
-from lsgd.server.links import MAX_NAMED, connected, pairs_of, told, whole_nodes
+from lsgd.server.links import connected, named_pairs, pairs_of, unreachable, whole_nodes
 from lsgd.server.reasons import CHECK, Reason, Why
 from lsgd.server.roster import Member, MemberState, OpenRound, named
 from lsgd.server.state import RunState
@@ -41,9 +41,6 @@ def settle(state: RunState, member: Member, done: int) -> None:
     state.ledger.settle(member, done, state.roster.queue_of(member), stopping=bool(state.stopping))
 
 
-# -- rounds ----------------------------------------------------------------------------------------------------
-
-
 def committed(state: RunState, member: Member, round_id: int, sent_nbytes: int | None = None) -> None:
     """Note that a member has completed a round; ``sent_nbytes``: in all its rounds, None if it did not say."""
     opened = state.book.complete(member, round_id, state.now, sent_nbytes)
@@ -71,9 +68,7 @@ def found(state: RunState, member: Member, round_id: int, missed: Sequence[int])
     nodes = opened.round.generation.nodes
     state.changes += 1
     if pairs := state.ways.found(nodes, missed):
-        words = ", ".join(f"node{a} and node{b}" for a, b in pairs[:MAX_NAMED])
-        more = f" (and {len(pairs) - MAX_NAMED} more pairs)" if len(pairs) > MAX_NAMED else ""
-        state.note(Why.RELAYED(pairs=words, more=more))
+        state.note(Why.RELAYED(**named_pairs([f"node{a} and node{b}" for a, b in pairs])))
 
 
 def dropped(state: RunState, member: Member, round_id: int, error: str, broken: Sequence[int] = ()) -> None:
@@ -101,7 +96,7 @@ def _cut_off(state: RunState, opened: OpenRound, pairs: Sequence[tuple[int, int]
     holders = holders or {rank for rank, m in members.items() if m.committed}
     kept = connected(len(names), pairs, holders)
     cut = [rank for rank in range(len(names)) if rank not in kept]
-    reason = told(names, pairs)
+    reason = unreachable(names, pairs)
     state.book.failures = 0  # so that this failure ends no run
     _fail(state, opened, reason)
     state.book.failures = 0
@@ -123,14 +118,11 @@ def _fail(state: RunState, opened: OpenRound, reason: Reason) -> None:
 
 
 def end_generation(state: RunState, reason: Reason) -> None:
-    """End the generation and tell its members, unless it is over already."""
+    """End the generation and notify its members, unless it is over already."""
     state.course.pace.interrupted()
     for member in state.roster.end_generation(reason):
         assert state.roster.generation is not None
         state.answer(member, GenerationOver(state.roster.generation.number, reason))
-
-
-# -- rounds that wait for too long -----------------------------------------------------------------------------
 
 
 def evict_stragglers(state: RunState) -> None:

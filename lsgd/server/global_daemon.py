@@ -38,20 +38,10 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, Poller
+from lsgd.server import daemon
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.daemon import (
-    EXIT_AT_ONCE,
-    GUARD_EVERY_S,
-    LAST_WORDS_S,
-    MAX_GROWTH_NBYTES,
-    TICK_S,
-    Ending,
-    Memory,
-    Refusals,
-    complain,
-    say,
-)
+from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, TICK_S, Ending, complain, say
 from lsgd.server.journal import Journal
 from lsgd.server.reasons import Why
 from lsgd.server.report import Record, progress, report
@@ -120,10 +110,7 @@ class GlobalDaemon:
     A frame from a local server is a worker's message. Pairs of frames go back: the name of the worker's socket at the
     local server, empty for the local server itself, and the answer.
 
-    Args:
-        journal: keeps the run, so that another process can continue it; None: nothing does.
-        record: writes the run's results; None: nothing does.
-        watches_memory: drop all connections if the process grows too much; not in a script's own process.
+    ``watches_memory``: it drops all connections if the process grows too much; not in a script's own process.
     """
 
     def __init__(
@@ -149,8 +136,8 @@ class GlobalDaemon:
         self._stream = Stream()
         self._happened: list[Happening] = list(self._state.book.elections)  # for the stream, after the answers
         self._progress_at = self._ticked_at = self._guarded_at = 0.0
-        self._memory = Memory() if watches_memory else None
-        self._refusals = Refusals()
+        self._memory = daemon.Memory() if watches_memory else None
+        self._refusals = daemon.Refusals()
 
     def run(self, signals: Ending) -> int:
         """Serve until the run is over and return the exit code."""
@@ -180,7 +167,7 @@ class GlobalDaemon:
 
         Args:
             now: time on a clock that never goes back, in seconds.
-            got: signal that asks for the end of the run, if any.
+            got: name of the signal that asks for the end of the run, if any.
 
         Returns:
             Whether all connections were dropped, so that pollers have to be rebuilt.
@@ -208,8 +195,8 @@ class GlobalDaemon:
         if self._memory is None or not self._memory.overgrown():
             return False
         complain(
-            f"memory has grown by {MAX_GROWTH_NBYTES >> 20} MiB: a peer is sending an endless message. All connections "
-            f"are dropped; those of the run reconnect by themselves"
+            f"memory has grown by {daemon.MAX_GROWTH_NBYTES >> 20} MiB: a peer is sending an endless message. All "
+            f"connections are dropped; those of the run reconnect by themselves"
         )
         self._listener.reopen()
         self._memory.begin_anew()

@@ -49,13 +49,10 @@ _TABLES = (
 class Journal:
     """Keeps the last state of a run and its rounds, each write durable before it returns.
 
-    The file belongs to one server at a time. If it is deleted meanwhile, the next write creates it again.
-
-    Args:
-        path: of the file; created if it does not exist.
+    The file belongs to one server at a time. It is created if it does not exist, or was deleted meanwhile.
 
     Attributes:
-        resumed: :meth:`load` has found a run.
+        resumed: whether :meth:`load` has found a run.
 
     Raises:
         ConfigError: the file cannot be used, is not a journal, or is another server's.
@@ -127,29 +124,24 @@ class Journal:
         except (sqlite3.Error, OSError) as error:
             self.remove()
             self._retry_at = now + RETRY_EVERY_S
-            return "" if failing else _unkept(self.path, error)
+            trouble = (
+                f"the journal {self.path} cannot be written: {error}; it is removed, and rewritten as soon as "
+                f"possible. If this server dies before that, the run cannot continue: free space there"
+            )
+            return "" if failing else trouble
         self._version, self._kept_at, self._retry_at = version, now, 0.0
         return f"the journal {self.path} is written again" if failing else ""
 
     def finish(self) -> None:
         """Leave nothing to continue from: the run is over, and all know."""
         try:
-            self.forget()
+            with self._connection:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.execute("DELETE FROM rounds")
+                self._connection.execute("DELETE FROM state")
             self.close()
         except (sqlite3.Error, OSError):
             self.remove()
-
-    def forget(self) -> None:
-        """Forget the run that the file holds, because it has ended.
-
-        Raises:
-            sqlite3.Error: it cannot be written.
-        """
-        with self._connection:
-            self._connection.execute("BEGIN IMMEDIATE")
-            self._connection.execute("DELETE FROM rounds")
-            self._connection.execute("DELETE FROM state")
-        self._kept = 0
 
     def save(self, state: dict[str, Any], elections: list[RoundOrdered]) -> None:
         """Write the state, and the rounds that are not in the file yet.
@@ -187,10 +179,9 @@ class Journal:
 
     def _there(self) -> int | None:
         """Return the inode of the file at the path, None if there is none."""
-        try:
+        with suppress(OSError):
             return os.stat(self.path).st_ino
-        except OSError:
-            return None
+        return None
 
 
 def _digest(document: str) -> str:
@@ -205,13 +196,6 @@ def _unusable(path: Path, error: sqlite3.Error) -> str:
     return (
         f"the journal {path} cannot be written: {error}; check its folder, its permissions and the space on the disk, "
         f"or give another --journal"
-    )
-
-
-def _unkept(path: Path, error: Exception) -> str:
-    return (
-        f"the journal {path} cannot be written: {error}; it is removed, and rewritten as soon as possible. If this "
-        f"server dies before that, the run cannot continue: free space there"
     )
 
 

@@ -1,6 +1,6 @@
 """Links between members: which cannot be used, whom the run continues without, and for how long.
 
-A collective needs every pair of its members. So if two cannot reach each other, one of them has to step aside: it keeps
+A collective needs every pair of its members. So if two cannot reach each other, the run evicts one of them: it keeps
 its process and its place in the run, and joins a later round, which is probed first.
 """
 
@@ -77,12 +77,16 @@ def connected(size: int, broken: Iterable[Pair], holders: Collection[int]) -> fr
     return frozenset(rank for first in found for rank in parts[first])
 
 
-def told(names: Sequence[str], broken: Sequence[Pair]) -> Reason:
+def named_pairs(pairs: Sequence[str]) -> dict[str, str]:
+    """Return the values of a sentence about ``pairs``: the first few, and how many more there are."""
+    more = f" (and {len(pairs) - MAX_NAMED} more pairs)" if len(pairs) > MAX_NAMED else ""
+    return {"pairs": ", ".join(pairs[:MAX_NAMED]), "more": more}
+
+
+def unreachable(names: Sequence[str], broken: Sequence[Pair]) -> Reason:
     """Say which members cannot reach each other; or which nodes, if no member of one can reach any of the other.
 
-    Args:
-        names: of the generation's members, in rank order.
-        broken: the pairs, in order.
+    ``names``: of the generation's members, in rank order.
     """
     homes = [name.partition("/")[0] for name in names]
     between: dict[tuple[str, str], list[Pair]] = {}
@@ -94,8 +98,7 @@ def told(names: Sequence[str], broken: Sequence[Pair]) -> Reason:
             words.append(f"{one} and {other}")
         else:
             words += [f"{names[a]} and {names[b]}" for a, b in pairs]
-    more = f" (and {len(words) - MAX_NAMED} more pairs)" if len(words) > MAX_NAMED else ""
-    return Why.UNREACHABLE(pairs=", ".join(words[:MAX_NAMED]), more=more)
+    return Why.UNREACHABLE(**named_pairs(words))
 
 
 def whole_nodes(names: Sequence[str], some: Collection[int]) -> str:
@@ -116,10 +119,9 @@ class _Cut:
 
 
 class Links:
-    """The workers evicted because of a broken link. Times are seconds of the coordinator's clock.
+    """The workers evicted because of a broken link, the first time for ``retry_s`` or :data:`RETRY_AFTER_S`.
 
-    Args:
-        retry_s: how long a worker is evicted the first time.
+    Times are seconds of the coordinator's clock.
     """
 
     def __init__(self, retry_s: float) -> None:
@@ -177,11 +179,7 @@ class Ways:
     """Which nodes have tried to dial each other, and which cannot.
 
     If one of two nodes can dial the other, they exchange directly, in both directions. If neither can, they exchange
-    through the relay.
-
-    Args:
-        tried: nodes.
-        missed: pairs of them of which the first cannot dial the second.
+    through the relay. ``missed``: pairs of nodes of which the first cannot dial the second.
     """
 
     def __init__(self, tried: Iterable[int] = (), missed: Iterable[Sequence[int]] = ()) -> None:
@@ -189,11 +187,9 @@ class Ways:
         self._missed: set[Pair] = {(a, b) for a, b in missed}
 
     def found(self, nodes: Collection[int], missed: Sequence[int]) -> list[Pair]:
-        """Store what the members on some nodes have found; return the pairs that are new to the relay.
+        """Store what members have found on ``nodes`` that tried each other; return the pairs that are new to the relay.
 
-        Args:
-            nodes: that have tried each other.
-            missed: one pair after the other: a node, and another one that it could not dial.
+        ``missed``: one pair after the other, a node and another one that it could not dial.
         """
         before = set(self._relayed())
         pairs = zip(missed[::2], missed[1::2], strict=False)

@@ -36,7 +36,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndRun:
     """The run stops for ``reason``; ``stretch``: which begins all the same."""
 
     reason: Reason
@@ -45,7 +45,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Every request is told to leave."""
+    """Every request is answered with the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Train:
     tokens: float
 
 
-Step = Wait | GoBack | Lost | End | Close | Final | Serve | Train
+Step = Wait | GoBack | Lost | EndRun | Close | Final | Serve | Train
 
 
 def choose(state: RunState) -> Step:
@@ -90,9 +90,9 @@ def choose(state: RunState) -> Step:
     out = [m for m in state.roster.members.values() if m.granted]  # stragglers: nobody is busy now
     given = state.ledger.count + sum(m.granted for m in out)
     if given >= state.limit:
-        return End(state.all_made(out))
+        return EndRun(state.all_made(out))
     if all(m.last for m in members):  # those that stay must get the run's model first
-        return Wait() if state.roster.away() else End(Why.ALL_LEAVE(count=state.ledger.count))
+        return Wait() if state.roster.away() else EndRun(Why.ALL_LEAVE(count=state.ledger.count))
     return _training(state, members, given)
 
 
@@ -110,17 +110,18 @@ def held(state: RunState) -> list[Member]:
 
 def _training(state: RunState, members: list[Member], given: int) -> Step:
     """Return the next step of a run that continues after ``given`` iterations, granted ones included."""
-    count, progress = state.ledger.count, state.progress(state.now) if state.ends else None
+    count, run = state.ledger.count, state.plan.run
+    progress = state.progress(state.now) if run.iterations or run.seconds else None
     stretch = state.course.following(state.now, count, given, len(members), progress, _rate_of(members))
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
         leaving, members = [m for m in members if m.last], [m for m in members if not m.last]
         if any(m.synced for m in leaving) and not any(m.synced for m in members):
-            return End(Why.HOLDERS_LEAVE(count=count), stretch)
-    left = min(state.limit, state.course.end_of(stretch.number)) - given
+            return EndRun(Why.HOLDERS_LEAVE(count=count), stretch)
+    left = min(state.limit, state.course.ends[stretch.number]) - given
     if left < len(members):
         if schedule.lockstep:
-            return End(Why.REST_TOO_SMALL(count=count, limit=state.limit), stretch)
+            return EndRun(Why.REST_TOO_SMALL(count=count, limit=state.limit), stretch)
         if any(m.synced and m.rank >= 0 and not m.last for m in members):
             return Serve(stretch, leaving, left)
         # No member has the run's model (a checkpoint may): as many members as there are iterations take part.

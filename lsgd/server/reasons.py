@@ -1,11 +1,11 @@
-"""Every reason that the global server gives: a short code for programs, and words for people."""
+"""Every reason that the global server gives: a short code for programs, and a sentence."""
 
 import enum
 from typing import Self
 
 
 class Reason(str):
-    """A text for people, with a code for programs, such as ``leaves.silent``.
+    """A sentence, with a code for programs, such as ``leaves.silent``.
 
     Attributes:
         code: names of :class:`Why` in lower case, from the outermost to the innermost, joined by dots.
@@ -32,7 +32,7 @@ CHECK = "check the cable, the route and the firewall between them (lsgd doctor)"
 
 @enum.unique
 class Why(enum.Enum):
-    """The codes, and their words with places for values. A call fills the places.
+    """The codes, and their sentences with places for values. A call fills the places.
 
     If one of the values is called ``reason``, its code is appended: ``leaves.silent``.
     """
@@ -170,7 +170,7 @@ class Why(enum.Enum):
         return self.name.lower()
 
     def __call__(self, **values: object) -> Reason:
-        """Return the reason with these values in its words."""
+        """Return the reason with these values in its sentence."""
         codes = (self.code, getattr(values.get("reason"), "code", ""))
         return Reason(self.value.format(**values), ".".join(filter(None, codes)))
 

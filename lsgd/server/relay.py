@@ -16,7 +16,7 @@ from itertools import chain
 
 from lsgd.errors import ConfigError
 from lsgd.protocol.credentials import MET, TICKET_NBYTES, Ticket, new_greeting
-from lsgd.protocol.descriptors import raise_descriptor_limit
+from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.server.daemon import Signals, complain, say
 
 GREET_WITHIN_S = 5.0
@@ -56,16 +56,13 @@ _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 @dataclass(slots=True, eq=False, repr=False)
 class End:
-    """One connection: of a stranger, then of a member that waits, then of one that has met the other.
+    """One connection: without a ticket, then of a member that waits, then of one that has met the other.
 
     Args:
-        connection: which it owns.
-        came_from: the peer's address, for people.
-        deadline: when it is closed unless it makes progress; None: never.
-        greeting: that the relay sent.
-        said: what the peer has said before it met the other.
-        ticket: that it has presented.
-        other: the connection that it exchanges bytes with.
+        came_from: address of the peer.
+        deadline: time when it is closed unless it makes progress; None: never.
+        said: bytes from the peer before it met the other.
+        other: connection that it exchanges bytes with.
         pending: bytes that it has yet to accept.
         ended: whether nothing more comes from it.
     """
@@ -82,12 +79,7 @@ class End:
 
 
 class Relay:
-    """Listens at an address until a signal comes.
-
-    Args:
-        host: to listen on.
-        port: the same; 0: any.
-        secret: of this relay, from which the secrets of runs are derived.
+    """Listens at an address, port 0 being any, until a signal comes. The secrets of runs derive from ``secret``.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -139,8 +131,6 @@ class Relay:
             end.connection.close()
         self._listener.close()
         return 0
-
-    # -- until two have met ------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         for _ in range(BACKLOG):
@@ -221,8 +211,6 @@ class Relay:
             if end.other:  # the first may have failed, and with it the second
                 self._give(end, memoryview(MET))
 
-    # -- from then on ------------------------------------------------------------------------------------------
-
     def _serve(self, end: End, mask: int) -> None:
         if end in self._closed:
             return
@@ -285,8 +273,6 @@ class Relay:
             self._selector.register(end.connection, wanted, end)
         elif known is not None and known.events != wanted:
             self._selector.modify(end.connection, wanted, end)
-
-    # -- the end of connections --------------------------------------------------------------------------------
 
     def _close(self, end: End) -> None:
         """Close a connection, and the other one of its pair."""

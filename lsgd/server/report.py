@@ -170,8 +170,7 @@ class Record:
         self._round: int | None = None  # id of the last one in the file; None: not read yet
         self._started = self._started_before() or datetime.now().astimezone().isoformat(timespec="seconds")
         self._written_at = -math.inf
-        self._retry_at = -math.inf
-        self._failing = False
+        self._retry_at = 0.0  # when to try again to write; 0: the last write succeeded
 
     def keep(self, state: RunState, now: float, *, last: bool = False) -> str:
         """Write new rounds, and the state if it is due or this is the last call.
@@ -181,6 +180,7 @@ class Record:
         """
         if now < self._retry_at and not last:
             return ""
+        failing = self._retry_at > 0
         try:
             self._append(state)
             if last or now - self._written_at >= RESULT_EVERY_S:
@@ -188,11 +188,10 @@ class Record:
                 self._written_at = now
         except OSError as error:
             self._retry_at = now + RETRY_EVERY_S
-            said, self._failing = self._failing, True
             where = f"{self._metrics} and {RESULT} cannot be written: {error.strerror}"
-            return "" if said else f"{where}; the run continues, and the server tries again: free space there"
-        said, self._failing = self._failing, False
-        return f"{self._metrics} is written again" if said else ""
+            return "" if failing else f"{where}; the run continues, and the server tries again: free space there"
+        self._retry_at = 0.0
+        return f"{self._metrics} is written again" if failing else ""
 
     def _append(self, state: RunState) -> None:
         if self._round is None:

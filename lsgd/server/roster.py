@@ -4,7 +4,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from operator import attrgetter
 
 from lsgd.election import standing
 from lsgd.plan.run import RunSettings
@@ -16,12 +16,8 @@ from lsgd.server.reasons import NO_REASON, Reason, Why
 class MemberState(enum.Enum):
     """The state of a worker. Rounds wait for *live* workers; :attr:`next` has the states that can follow.
 
-    People see it as :attr:`shown`; a worker that has left the run is ``left``.
+    Reports and events name it :attr:`shown`; a worker that has left the run is ``left``.
     """
-
-    live: bool
-    shown: str
-    next: "tuple[MemberState, ...]"
 
     JOINED = ("welcome, or waiting to be", False, "away")
     HELD = ("its request has no answer yet", True, "held")
@@ -35,11 +31,9 @@ class MemberState(enum.Enum):
     PAUSED = ("stepped aside until its next request", False, "away")
     ENDED = ("was told to stop, and has only to leave", False, "away")
 
-    def __new__(cls, means: str, live: bool, shown: str) -> Self:
-        """Return the state, whose value is its meaning."""
-        state = object.__new__(cls)
-        state._value_, state.live, state.shown, state.next = means, live, shown, ()
-        return state
+    def __init__(self, means: str, live: bool, shown: str) -> None:
+        self.means, self.live, self.shown = means, live, shown
+        self.next: tuple[MemberState, ...] = ()
 
 
 _AT_ONCE = "the same, while others cannot reach it"
@@ -88,27 +82,24 @@ class Member:
     """One incarnation of a worker, from its join to its leave.
 
     Args:
-        join: its greeting.
-        heard_at: when it last said anything, in seconds of the coordinator's clock.
-        state: where it stands; changed by :meth:`Roster.move` only.
+        heard_at: time of its last message, in seconds of the coordinator's clock.
+        state: changed by :meth:`Roster.move` only.
         rank: in the current generation; -1 outside it.
-        held_at: since when its last request is held.
+        held_at: time of its last held request.
         granted: iterations granted and not yet reported done; for a STRAGGLER that has been silent since the server
             was restarted, as many as it may have made. Only the ledger changes this and ``done``.
-        done: iterations it has reported.
-        synced: it has completed the last global round, so it has the run's model.
-        leaving: why it must leave, although the run continues.
-        last: its request is for a round without an iteration, after which it leaves.
+        synced: whether it has completed the last global round, and so has the run's model.
+        leaving: reason why it must leave, although the run continues.
+        last: whether its request is for a round without an iteration, after which it leaves.
         seq: number of its last request.
         answer: to that request; None while there is none.
-        round: the round it is in, until it completes the round or the round fails.
-        committed: the last round it has completed.
-        rate: its learning rate, if its last request said that the rate has fallen.
-        usual: its usual loss at the rounds so far, see :func:`lsgd.election.usual_loss`.
+        round: until it completes the round or the round fails.
+        committed: id of the last round it has completed.
+        rate: learning rate, if its last request said that the rate has fallen.
+        usual: loss at the rounds so far, see :func:`lsgd.election.usual_loss`.
         met: number of the last generation in which it has completed a round, and so knows the members.
-        times_leader: rounds that it led.
-        spent: its last heartbeat, with its totals; None before the first.
-        sent_nbytes: its total when it completed its last round.
+        spent: last heartbeat, with its totals; None before the first.
+        sent_nbytes: total when it completed its last round.
         challenger: incarnation of another process that claims its name, and since when.
     """
 
@@ -173,10 +164,10 @@ class NodeQueue:
     """The members of the generation on one node, and their queue of tokens.
 
     Args:
-        index: the node's place among the generation's nodes.
+        index: place among the generation's nodes.
         members: in rank order.
         tokens: iterations until the next local round; infinite if there are no local rounds.
-        held: how many of the members are held.
+        held: number of members that are held.
     """
 
     node: int
@@ -192,8 +183,8 @@ class OpenRound:
 
     Args:
         waiting: members that have not completed it.
-        opened_at: when it was ordered; None if an earlier server did so.
-        sent_nbytes: sent by the members that have completed it, each since its round before; None if one did not say.
+        opened_at: time of its order; None if an earlier server did so.
+        sent_nbytes: bytes from the members that have completed it, each since its round before; None: one did not say.
     """
 
     round: Round
@@ -217,18 +208,18 @@ class Roster:
     lasts, only its members have the run's model.
 
     Args:
-        left: the last incarnation of each departed worker, at most :data:`MAX_LEFT`.
+        left: last incarnation of each departed worker, at most :data:`MAX_LEFT`.
         made: iterations of departed incarnations, by name; as many workers as in ``left``.
         generation: the current one, or the last.
-        broken: why the generation is over; none while it lasts.
-        digests: of the first batches, each with the member that reported it first.
+        broken: reason why the generation is over; none while it lasts.
+        digests: those of the first batches, each with the member that reported it first.
 
     Attributes:
-        queues: of the generation's nodes, by node.
-        live: how many members are HELD or BUSY.
-        held: how many are HELD.
-        absent: how many of the generation's members are not live, departed ones included.
-        spared: the members that have the run's model, while all of them are silent and the run waits for them.
+        queues: those of the generation's nodes, by node.
+        live: number of members that are HELD or BUSY.
+        held: number of members that are HELD.
+        absent: number of the generation's members that are not live, departed ones included.
+        spared: members that have the run's model, while all of them are silent and the run waits for them.
         happened: events that the coordinator has yet to publish.
     """
 
@@ -266,8 +257,6 @@ class Roster:
         queue.members.append(member)
         return queue
 
-    # -- who is who --------------------------------------------------------------------------------------------
-
     def find(self, worker: str, incarnation: int) -> Member | None:
         """Return the member with this name and incarnation."""
         member = self.members.get(worker)
@@ -286,17 +275,15 @@ class Roster:
         return self.within(MemberState.JOINED, MemberState.STRAGGLER, MemberState.CUT, MemberState.PAUSED)
 
     def holders(self) -> list[Member]:
-        """Return the members that have the run's model and have not been told to stop."""
+        """Return the members that have the run's model and have not ended."""
         return [m for m in self.members.values() if m.synced and m.state is not MemberState.ENDED]
 
     def queue_of(self, member: Member) -> NodeQueue | None:
         """Return the queue of the member's node in the current generation, None outside it."""
         return self.queues[member.join.node] if member.rank >= 0 else None
 
-    # -- states ------------------------------------------------------------------------------------------------
-
     def move(self, member: Member, state: MemberState, reason: Reason = NO_REASON) -> None:
-        """Change a member's state; ``reason``: why, for people.
+        """Change a member's state.
 
         Raises:
             RuntimeError: the new state cannot follow the present one.
@@ -319,8 +306,6 @@ class Roster:
         if member.rank >= 0:
             self.queues[member.join.node].held += held
             self.absent -= live
-
-    # -- joining and leaving -----------------------------------------------------------------------------------
 
     def add(self, member: Member) -> None:
         """Add a worker that has joined."""
@@ -358,8 +343,6 @@ class Roster:
         self.move(member, MemberState.STRAGGLER, Why.BACK(worker=worker))
         return member
 
-    # -- leases ------------------------------------------------------------------------------------------------
-
     def expired(self, now: float, run: RunSettings, *, trained: bool) -> list[Member]:
         """Return the members whose lease is over, at first without the last ones with the model of a ``trained`` run.
 
@@ -374,8 +357,6 @@ class Roster:
         self.spared = set(holders) if spared else set()
         return [m for m in self.members.values() if now - m.heard_at > run.lease_s and m not in self.spared]
 
-    # -- generations -------------------------------------------------------------------------------------------
-
     def begin_generation(self, members: Sequence[Member], transport: str, missed: tuple[int, ...] = ()) -> Generation:
         """Make ``members``, all held and in rank order, the generation; ``transport`` and ``missed`` are its fields."""
         for member in self.members.values():
@@ -384,12 +365,8 @@ class Roster:
         for rank, member in enumerate(members):
             member.rank = rank
             self._to_queue(member).held += 1
-        self.generation = Generation.of(
-            self.generation.number + 1 if self.generation else 1,
-            [m.place for m in members],
-            transport,
-            missed,
-        )
+        number = self.generation.number + 1 if self.generation else 1
+        self.generation = Generation.of(number, [m.place for m in members], transport, missed)
         return self.generation
 
     def end_generation(self, reason: Reason) -> list[Member]:
@@ -400,9 +377,8 @@ class Roster:
         return [m for m in self.members.values() if m.rank >= 0 and m.state is not MemberState.ENDED]
 
 
-def by_place(member: Member) -> tuple[int, int]:
-    """Sort key: the order of ranks."""
-    return member.place
+by_place = attrgetter("place")
+"""Sort key: the order of ranks."""
 
 
 def elect(members: list[Member], rule: str, lot: str) -> Member:

@@ -61,10 +61,10 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
         case next_step.GoBack():
             _go_back(state, step)
             _carry_out(state, next_step.choose(state))
-        case next_step.End(reason, None):
+        case next_step.EndRun(reason, None):
             stop(state, reason)
             _carry_out(state, next_step.last(state))
-        case next_step.End(reason, Stretch() as stretch):
+        case next_step.EndRun(reason, Stretch() as stretch):
             _begin_stretch(state, stretch)
             stop(state, reason)
             _let_back(state)
@@ -80,9 +80,6 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
             _serve_held(state)
         case next_step.Train():
             _train(state, step)
-
-
-# -- iterations and rounds -------------------------------------------------------------------------------------
 
 
 def _serve_held(state: RunState) -> None:
@@ -231,9 +228,6 @@ def _doubts(state: RunState, members: Iterable[Member]) -> bool:
     assert generation is not None
     untried = generation.transport == "tcp" and state.ways.unknown(generation.nodes)
     return untried or state.book.failures > 0 or state.links.suspects((m.worker for m in members), state.now)
-
-
-# -- the run's model -------------------------------------------------------------------------------------------
 
 
 def _go_back(state: RunState, step: next_step.GoBack) -> None:

@@ -22,8 +22,8 @@ class Decision:
     """What to do now, and what has happened.
 
     Args:
-        answers: by (worker, incarnation), in order.
-        notes: lines for people.
+        answers: messages by (worker, incarnation), in order.
+        notes: lines of the log.
         happened: facts for the stream of events, the notes among them, in order.
     """
 
@@ -37,32 +37,27 @@ class RunState:
     """What the servers know about a run.
 
     Args:
-        run: its identity.
-        certificate: which members show each other; empty if no keys are needed. Not in the journal, like the next two.
-        relay: its address; empty: there is none.
-        relay_secret: by which members prove to the relay that they are members.
+        certificate: proof that members show each other; empty if no keys are needed. Not in the journal, like the next
+            two.
+        relay: address; empty: there is none.
+        relay_secret: proof for the relay that a process is a member.
         now: seconds of a clock that never goes back, as of the last message or tick.
-        ledger: granted and completed iterations.
-        started_at: when the first round was ordered.
-        stopping: why the run ends; none until then.
-        failed: why it ends without what it has learned; usually none.
-        closed_at: since when every request is told to leave; infinite before.
+        started_at: time of the first round's order.
+        stopping: reason why the run ends; none until then.
+        failed: reason why it ends without what it has learned; usually none.
+        closed_at: time from which every request is answered with the end; infinite before.
 
     Attributes:
-        plan_json: the plan that workers get when they join.
-        welcoming: enough workers have joined for the run to begin.
-        few_since: since when workers wait for others to join.
-        announced: how many workers each node has, according to its local server.
-        course: the run's place in the plan.
+        welcoming: whether enough workers have joined for the run to begin.
+        few_since: time from which workers wait for others to join.
+        announced: number of workers on each node, according to its local server.
         links: members that the run continues without, because others cannot reach them.
-        ways: how nodes reach each other.
-        over: the run waits for nobody any more.
-        changes: counts changes that the journal must have before the answers leave.
-        moved_at: when a member last asked, or completed a round.
-        final_due_at: since when the last round waits for members that are away; infinite: it does not.
-        lost_at: when the run's model was found to be lost, checkpoints included; 0: never.
-        events: how often this server has noted each, by its code.
-        decision: what to do, as decided so far.
+        over: whether the run waits for nobody any more.
+        changes: number of changes that the journal must have before the answers leave.
+        moved_at: time at which a member last asked, or completed a round.
+        final_due_at: time from which the last round waits for members that are away; infinite: it does not.
+        lost_at: time at which the run's model was found to be lost, checkpoints included; 0: never.
+        events: number of times that this server has noted each, by its code.
     """
 
     plan: Plan
@@ -103,7 +98,7 @@ class RunState:
 
     @property
     def closed(self) -> bool:
-        """Whether every request is told to leave."""
+        """Whether every request is answered with the end."""
         return self.closed_at < math.inf
 
     @property
@@ -141,11 +136,6 @@ class RunState:
         run = self.plan.run
         return self.course.algorithm.elects or "leader" in (run.consensus, run.buffers)
 
-    @property
-    def ends(self) -> bool:
-        """Whether the run has a length."""
-        return bool(self.plan.run.iterations or self.plan.run.seconds)
-
     def progress(self, now: float) -> float:
         """Return the completed share of the run, 0 to 1; 0 for one without an end."""
         run = self.plan.run
@@ -154,10 +144,8 @@ class RunState:
         by_time = elapsed_s / run.seconds if run.seconds else 0.0
         return min(1.0, max(by_count, by_time))
 
-    # -- what leaves -------------------------------------------------------------------------------------------
-
     def note(self, event: Reason) -> None:
-        """Report an event to people, and count it."""
+        """Add an event to the log, and count it."""
         self.decision.notes.append(event)
         self.happened(Note(event.code, str(event)))
         self.events[event.code] += 1
@@ -173,8 +161,6 @@ class RunState:
     def answer(self, member: Member, message: Downward) -> None:
         """Send a message to a member."""
         self.decision.answers.append((member.worker, member.join.incarnation, message))
-
-    # -- in words ----------------------------------------------------------------------------------------------
 
     def joined(self) -> Reason:
         """Say how many workers have joined; once the run has started, how many there are."""

@@ -309,4 +309,4 @@ def test_nothing_of_the_module_is_left_out_of_this_test() -> None:
     declared = {
         value for value in vars(messages).values() if dataclasses.is_dataclass(value) and isinstance(value, type)
     }
-    assert declared == {*CLASSES, Generation, Round}
+    assert declared == {*CLASSES, Generation, Round, messages.FromWorker}

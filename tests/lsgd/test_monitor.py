@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from lsgd.protocol import gate, sockets
-from lsgd.protocol.descriptors import raise_descriptor_limit
 from lsgd.protocol.gate import max_strangers
 from lsgd.protocol.keys import KeyRing, parse_token
 from lsgd.protocol.messages import Heartbeat, encode
+from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener, Poller, new_key_pair
 
 from ..integration.running import until

@@ -451,7 +451,7 @@ class SimulatedRun:
             assert sorted(worker for worker, _ in pairs) == sorted(members)
             if round.scope == "global":
                 live = {m.worker for m in self.state.roster.members.values() if m.live}
-                end = min(self.plan.run.iterations, self.state.course.end_of(self.state.course.number))
+                end = min(self.plan.run.iterations, self.state.course.ends[self.state.course.number])
                 out = sum(m.granted for m in self.state.roster.members.values() if not m.live)
                 left = end - self.state.ledger.count - out
                 assert set(members) == live or len(members) == left < len(live)

@@ -66,8 +66,9 @@ def test_it_keeps_as_many_rounds_as_the_coordinator(path) -> None:
 
 def test_a_run_that_is_over_is_forgotten(path) -> None:
     write(path)
+    Journal(path).finish()
     journal = Journal(path)
-    journal.forget()
+    assert journal.load() is None
     journal.save({"count": 2}, elections(1))  # of another run: its rounds begin anew
     journal.close()
     assert Journal(path).load() == ({"count": 2}, elections(1))

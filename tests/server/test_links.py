@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsgd.protocol.messages import Go, NodeLeave, Stop, StopRun, Waiting
-from lsgd.server.links import MAX_EXACT, Links, connected, pairs_of, told, whole_nodes
+from lsgd.server.links import MAX_EXACT, Links, connected, pairs_of, unreachable, whole_nodes
 from lsgd.server.reasons import CHECK
 from lsgd.server.report import report
 from lsgd.server.roster import MemberState
@@ -120,7 +120,7 @@ def test_what_cannot_be_a_pair_of_the_generation_is_passed_over(broken, pairs) -
     ],
 )
 def test_the_words_name_nodes_where_no_worker_of_one_reaches_the_other(broken, words) -> None:
-    assert told(NAMES, broken) == words
+    assert unreachable(NAMES, broken) == words
 
 
 def test_those_evicted_are_named_by_their_node_if_all_of_it_are() -> None:

@@ -9,7 +9,7 @@ from lsgd.protocol.messages import Request
 from lsgd.server import next_step, scheduler
 from lsgd.server.books import MAX_FAILED_ROUNDS
 from lsgd.server.journal import capture
-from lsgd.server.next_step import Close, End, Final, GoBack, Lost, Serve, Step, Train, Wait
+from lsgd.server.next_step import Close, EndRun, Final, GoBack, Lost, Serve, Step, Train, Wait
 
 from .helpers import Bench, Lockstep, started
 
@@ -55,7 +55,7 @@ def test_a_resumed_run_goes_back_to_its_checkpoint(monkeypatch) -> None:
 def test_a_run_that_has_made_its_iterations_ends(monkeypatch, settings, code) -> None:
     bench = started("00", "01", period=1, local_period=1, **settings)
     step = step_after(bench, monkeypatch, "00", "01")
-    assert isinstance(step, End) and step.reason.code == code
+    assert isinstance(step, EndRun) and step.reason.code == code
 
 
 def test_the_last_iterations_are_served_without_a_round(monkeypatch) -> None:
@@ -68,7 +68,7 @@ def test_the_last_iterations_are_served_without_a_round(monkeypatch) -> None:
 def test_a_run_that_all_leave_ends(monkeypatch, name) -> None:
     bench = started("00", "01", algorithm=ALGORITHMS[name]())
     step = step_after(bench, monkeypatch, "00", "01", last=True)
-    assert isinstance(step, End) and step.reason.code == "all_leave"
+    assert isinstance(step, EndRun) and step.reason.code == "all_leave"
 
 
 def test_a_run_that_stops_makes_the_final_round_unless_rounds_keep_failing(monkeypatch) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from lsgd.errors import JoinError
-from lsgd.protocol.descriptors import MAX_DESCRIPTORS, raise_descriptor_limit
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
 from lsgd.protocol.messages import (
     PROTOCOL,
@@ -24,6 +23,7 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
+from lsgd.protocol.processes import MAX_DESCRIPTORS, raise_descriptor_limit
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller, new_key_pair
 from lsgd.server.daemon import GUARD_EVERY_S
 from lsgd.watch.reader import Reader, ask
