@@ -45,7 +45,7 @@ if (($#)); then
 fi
 
 if ((!${#node[@]})) && [[ -z ${SLURM_STEP_ID:-} ]]; then
-    fail "which node is this? Say its index, from 0: train.sh 0 (under srun it is known)"
+    fail "cannot tell which node this is; pass its index, from 0: train.sh 0 (srun sets it)"
 fi
 
 use_environment examples

@@ -252,7 +252,7 @@ class TestTrain:
             (("x",), {}, "not 'x'; usage: train.sh <node_idx>"),
             (("0", "python"), {}, "usage: train.sh <node_idx>"),
             (("0", "--"), {}, "usage: train.sh <node_idx>"),
-            ((), {}, "which node is this?"),
+            ((), {}, "cannot tell which node this is; pass its index"),
             (("1",), {}, "there is no node 1 among 1"),
             (("0",), {"NUM_GROUPS": "2"}, "IP_ADDR="),
             (("0",), {"NUM_GROUPS": "two"}, "'two' is not a valid integer"),

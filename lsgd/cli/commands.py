@@ -10,13 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import click
+from click.shell_completion import get_completion_class
 from rich.console import Console
 from rich.live import Live
 
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
 from lsgd.cli import options, quickstart, runs, watching
-from lsgd.cli.options import Group, Main, first_steps
+from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.node import gpus
 from lsgd.node.launch import LaunchSettings, launch
 from lsgd.node.place import find_place
@@ -28,9 +29,8 @@ from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.run_folder import CHECKPOINTS, find_run
 from lsgd.run_folder import runs as runs_with_checkpoints
 from lsgd.settings import fields, shown, span
-from lsgd.watch import terminal
+from lsgd.watch import require, terminal
 from lsgd.watch.curves import LOGGERS
-from lsgd.watch.dashboard.page import require
 from lsgd.watch.reader import ask
 from lsgd.watch.view import RunView
 
@@ -163,7 +163,7 @@ def launch_command(
     if not command:
         raise click.UsageError("say what each worker runs: lsgd launch -- python my_script.py")
     if dashboard is not None:
-        require("lsgd launch --dashboard", *watching.DASHBOARD_NEEDS)
+        require("lsgd launch --dashboard", "dashboard", *watching.DASHBOARD_NEEDS)
     place = find_place(node, nodes, address, os.environ)
     if port is None:
         port = DEFAULT_PORT if place.nodes > 1 else 0
@@ -374,12 +374,14 @@ def algorithms(name: str | None, parameters: int, workers: int) -> None:
 def completion_command(shell: str | None) -> None:
     """Print the script that completes commands and options in your shell; without SHELL, the line that loads it."""
     if shell:
-        click.echo(options.script(main, shell))
+        kind = get_completion_class(shell)
+        assert kind is not None
+        click.echo(kind(main, {}, "lsgd", "_LSGD_COMPLETE").source())
     else:
         click.echo("\n".join(options.SHELLS.values()))
 
 
-@main.group(cls=Group)
+@main.group(cls=Commands)
 def config() -> None:
     """Show the settings of the plan."""
 

@@ -38,10 +38,7 @@ from lsgd.errors import ConfigError, ExchangeError
 from lsgd.node.place import Place, claim_port, resolve
 from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, node_name, token_path
 
-MEET_WITHIN_S = 60.0
-"""How long a node waits for the others."""
-
-CONNECT_WITHIN_S = 5.0
+MEET_WITHIN_S, CONNECT_WITHIN_S = 60.0, 5.0
 SMALLEST_NBYTES, LARGEST_NBYTES = 256 << 10, 64 << 20
 LINK_FOR_S, LINK_TRIES = 0.25, 3
 """A link is timed with messages of 256 KiB to 64 MiB: the best of three of the first size that takes this long."""
@@ -52,8 +49,6 @@ REDUCE_NUMEL = 1 << 18
 PING_COUNT, PING_NBYTES = 20, 4
 CLOCK_WARNING_S = 1.0
 MIN_DESCRIPTORS = 1024
-
-_PING, _DATA = b"p", b"d"
 
 
 @dataclass(frozen=True)
@@ -70,9 +65,9 @@ class Doctor:
     """Examines one node and, together with the other nodes, the network between them.
 
     Args:
-        place: which node of how many, and the address of node 0.
+        place: index of this node, number of nodes, and address of node 0.
         port: port of the global server.
-        say: is called with each line for people.
+        say: callback for each line of the report.
     """
 
     def __init__(self, place: Place, port: int, say: Callable[[str], None]) -> None:
@@ -276,7 +271,6 @@ class Doctor:
         )
 
     def _suggest(self, links: list[Link], parameters: int, step_ms: float) -> None:
-        """Print a suggested period for the slowest link."""
         slowest = min(link.mbit_per_s for link in links)
         self._say(
             f"the slowest link has {slowest:.0f} Mbit/s; with {parameters:,} parameters and {step_ms:g} ms an iteration"

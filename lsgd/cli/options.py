@@ -2,12 +2,12 @@
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
+from click.shell_completion import CompletionItem
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.errors import LsgdError
@@ -22,43 +22,31 @@ SHELLS = {
     "zsh": 'eval "$(lsgd completion zsh)"           # in ~/.zshrc, after compinit',
     "fish": "lsgd completion fish | source           # in ~/.config/fish/config.fish",
 }
-"""How each shell loads its script."""
 
 
-def script(main: click.Command, shell: str) -> str:
-    """Return the script that completes ``lsgd`` in a shell."""
-    kind = get_completion_class(shell)
-    assert kind is not None
-    return kind(main, {}, "lsgd", "_LSGD_COMPLETE").source()
+Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
-def algorithms(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the matching algorithms."""
-    return [CompletionItem(name) for name in ALGORITHMS if name.startswith(incomplete)]
+def _completion(names: Callable[[], Iterable[str]], otherwise: str = "") -> Completion:
+    """Complete these names; if none matches, let the shell complete names of files or folders (``otherwise``)."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in names() if name.startswith(incomplete)]
+        return found or [CompletionItem(incomplete, type=otherwise)] * bool(otherwise)
+
+    return complete
 
 
-def settings(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the settings that may change during a run, as ``NAME=``."""
-    names = {*LENGTH_SETTINGS, *(name for cls in ALGORITHMS.values() for name in changeable(cls))}
-    return [CompletionItem(f"{name}=") for name in sorted(names) if f"{name}=".startswith(incomplete)]
+def _changeable() -> list[str]:
+    return sorted({*LENGTH_SETTINGS, *(name for cls in ALGORITHMS.values() for name in changeable(cls))})
 
 
-def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Let the shell complete file names."""
-    return [CompletionItem(incomplete, type="file")]
-
-
-def devices(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the matching devices."""
-    return [CompletionItem(name) for name in ("auto", "cpu", "cuda") if name.startswith(incomplete)]
-
-
-def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the matching run folders in runs/, newest first; if there are none, the shell completes folder names."""
-    found = sorted((str(path) for path in Path("runs").glob("*/")), reverse=True)
-    return [CompletionItem(name) for name in found if name.startswith(incomplete)] or [
-        CompletionItem(incomplete, type="dir")
-    ]
+algorithms = _completion(lambda: ALGORITHMS)
+settings = _completion(lambda: (f"{name}=" for name in _changeable()))
+files = _completion(list, "file")
+devices = _completion(lambda: ("auto", "cpu", "cuda"))
+runs = _completion(lambda: sorted((str(path) for path in Path("runs").glob("*/")), reverse=True), "dir")
+"""Completions of arguments; of run folders, those in runs/ come first, the newest before the others."""
 
 
 SECTIONS = {
@@ -77,7 +65,7 @@ FIRST_STEPS = (
 )
 
 
-class Group(click.Group):
+class Commands(click.Group):
     """Commands that print lsgd's errors as one line, and suggest the nearest name for an unknown command."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -99,7 +87,7 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class Main(Group):
+class Main(Commands):
     """``lsgd`` itself."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -28,7 +28,7 @@ class RelayAccess:
     secret: bytes
 
     def published(self) -> str:
-        """Return this as text."""
+        """Return the text for the other nodes."""
         return json.dumps([self.address, self.secret.hex()])
 
     @staticmethod

@@ -6,12 +6,10 @@ import click
 
 from lsgd.cli import options
 from lsgd.protocol.sockets import ConnectorKeys
-from lsgd.watch import curves, metrics
+from lsgd.watch import curves, metrics, require
 from lsgd.watch.curves import LOGGERS
-from lsgd.watch.dashboard.page import require
 
 DASHBOARD_NEEDS = ("tornado", "plotly")
-"""The libraries of the dashboard."""
 
 
 @click.command("log", short_help="Write the curves of a running run: CSV, TensorBoard, W&B.")
@@ -63,7 +61,7 @@ def dashboard_command(
     Only this machine can open it; from another one: ssh -L 8484:localhost:8484 THIS-MACHINE. With --host, others can
     open it with the token in the printed address; traffic is not encrypted.
     """
-    require("lsgd dashboard", *DASHBOARD_NEEDS)
+    require("lsgd dashboard", "dashboard", *DASHBOARD_NEEDS)
     from lsgd.watch.dashboard.server import open_dashboard
 
     folder = click.get_current_context().meta.get(options.FOLDER)
@@ -80,7 +78,7 @@ def report_command(folder: Path, output: Path | None) -> None:
 
     After lsgd launch --dashboard it also has the timeline, the throughput and the log.
     """
-    require("lsgd report", "plotly")
+    require("lsgd report", "dashboard", "plotly")
     from lsgd.watch.dashboard.page import report
 
     output = output or folder / "report.html"

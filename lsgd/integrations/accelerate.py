@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +11,7 @@ from torch.utils.data import RandomSampler
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
-from lsgd.integrations.shared import ShardStream, place, refuse_distributed, shard
+from lsgd.integrations.shared import Integration
 
 try:
     from accelerate import Accelerator
@@ -22,7 +21,7 @@ except ImportError as missing:
 logger = logging.getLogger("lsgd")
 
 
-class LsgdLoop:
+class LsgdLoop(Integration):
     """Makes a loop with accelerate a worker of a run.
 
     ::
@@ -41,9 +40,9 @@ class LsgdLoop:
     part in the next global round. Gradients are exchanged in the micro-batch that accelerate synchronizes.
 
     Args:
-        accelerator: of one process.
-        model: as prepared by accelerate.
-        optimizer: as prepared by accelerate; one or several.
+        accelerator: accelerator of one process.
+        model: model as prepared by accelerate.
+        optimizer: optimizer as prepared by accelerate; one or several.
         loader: training data, as prepared by accelerate. Each worker draws its shard, if the dataset has a length.
         shard: whether to deal the training data to the workers; False if each has its own data.
         seed: seed of the shards; the same on all workers.
@@ -64,7 +63,7 @@ class LsgdLoop:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        refuse_distributed("accelerate")
+        super().__init__("accelerate", shard, options)
         if accelerator.use_distributed:
             raise ConfigError(
                 f"accelerate has set up {accelerator.num_processes} processes ({accelerator.distributed_type}), and "
@@ -72,9 +71,7 @@ class LsgdLoop:
                 f"`lsgd launch -- python SCRIPT`, without torchrun, accelerate launch or mpirun"
             )
         self._accelerator, self._model, self._optimizer, self._loader = accelerator, model, optimizer, loader
-        self._shard, self._seed, self._options = shard, seed, options
-        self._worker: Worker | None = None
-        self._muted = ExitStack()
+        self._seed = seed
 
     def __enter__(self) -> Self:
         if "accelerate.local_sgd" in sys.modules:
@@ -82,11 +79,9 @@ class LsgdLoop:
                 "the script imports accelerate's LocalSGD: remove it, because lsgd replaces it; LocalSGD replaces the "
                 "parameters with new tensors, which lsgd could not exchange"
             )
-        options = dict(self._options)
-        self._stream = self._sharded() if self._shard else None
-        if self._stream is not None:
-            options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": self._stream}
-        self._worker = Worker.join(self._model, self._optimizer, **options)
+        shuffled = isinstance(getattr(getattr(self._loader, "batch_sampler", None), "sampler", None), RandomSampler)
+        self._shard(self._loader, self._seed, shuffled)
+        self._join(self._model, self._optimizer)
         self._hook = self._model.register_forward_pre_hook(self._before_forward)
         return self
 
@@ -123,19 +118,9 @@ class LsgdLoop:
         """Report the loss of a batch, before it is divided by the number of micro-batches in a step."""
         self.worker.report(loss.detach() if isinstance(loss, Tensor) else loss)
 
-    def _sharded(self) -> ShardStream | None:
-        shuffled = isinstance(getattr(getattr(self._loader, "batch_sampler", None), "sampler", None), RandomSampler)
-        return shard(self._loader, lambda: place(self._worker), self._seed, shuffled, "LsgdLoop")
-
-    def _consume(self) -> None:
-        if self._stream is not None:
-            self._stream.consume(self._loader.batch_sampler.batch_size)
-
     def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Exchange gradients only in the backward pass of a step's last micro-batch."""
-        self._muted.close()
-        if model.training and not self._accelerator.sync_gradients:
-            self._muted.enter_context(self.worker.no_sync())
+        self._mute(model.training and not self._accelerator.sync_gradients)
 
 
 class _Counted:

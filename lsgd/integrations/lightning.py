@@ -1,7 +1,6 @@
 """A callback that makes any Lightning Trainer a worker of a run."""
 
 import logging
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +8,7 @@ from torch.utils.data import RandomSampler
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
-from lsgd.integrations.shared import ShardStream, is_saver, place, refuse_distributed, say_who_ends, shard, state_of_run
+from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_of_run
 
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -23,7 +22,7 @@ except ImportError as missing:
 logger = logging.getLogger("lsgd")
 
 
-class LsgdCallback(Callback):
+class LsgdCallback(Integration, Callback):
     """Makes a Trainer a worker of a run: ``Trainer(..., callbacks=[LsgdCallback()])``.
 
     The worker joins when training begins, with the module and its optimizers. A batch is a step of the worker, and an
@@ -43,18 +42,12 @@ class LsgdCallback(Callback):
     """
 
     def __init__(self, *, shard: bool = True, seed: int = 0, **options: Any) -> None:
-        refuse_distributed("the Trainer")
-        self._worker: Worker | None = None
-        self._shard = shard
+        super().__init__("the Trainer", shard, options)
         self._seed = seed
-        self._options = options
-        self._stream: ShardStream | None = None
         self._restored: dict[str, int] = {}  # the stream's state in a checkpoint of Lightning
-        self._batch_size = 0
         self._in_step = False
         self._away = False  # paused in this step
         self._closed = False
-        self._muted = ExitStack()
 
     @property
     def worker(self) -> Worker:
@@ -65,22 +58,26 @@ class LsgdCallback(Callback):
     @property
     def rank(self) -> int:
         """This worker's rank in the run, 0 before training: ``if callback.rank == 0: trainer.save_checkpoint(...)``."""
-        return place(self._worker)[0]
+        return self._place()[0]
 
     # -- the hooks of a Trainer, in their order ----------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reject a Trainer that cannot be a worker."""
         if stage == "fit":
-            check(trainer, shards=self._shard)
+            check(trainer, shards=self._shards)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run."""
-        options = dict(self._options)
-        if self._shard and (stream := self._sharded(trainer)):
-            options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": stream}
+        loader = trainer.train_dataloader
+        self._shard(loader, self._seed, isinstance(getattr(loader, "sampler", None), RandomSampler))
+        if self._stream is not None:
+            if self._restored:
+                self._stream.load_state_dict(self._restored)
+            if loader.num_workers:
+                iter(trainer.fit_loop._data_fetcher)  # its processes have already prefetched
         self._in_step = self._away = self._closed = False
-        self._worker = worker = Worker.join(pl_module, trainer.optimizers, **options)
+        worker = self._join(pl_module, trainer.optimizers)
         rank_zero_only.rank = worker.rank
         if worker.rank != 0 and trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.disable()
@@ -104,8 +101,7 @@ class LsgdCallback(Callback):
             trainer.should_stop = True
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0  # they would delay the stop
             raise StopIteration  # ends the epoch, as -1 from the module's hook does
-        if pl_module.automatic_optimization and accumulates(trainer, batch_idx):
-            self._muted.enter_context(worker.no_sync())
+        self._mute(pl_module.automatic_optimization and accumulates(trainer, batch_idx))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -113,8 +109,7 @@ class LsgdCallback(Callback):
         """Report the loss, and log the run's state on rank 0; the next batch, or a pause before it, ends the step."""
         worker = self.worker
         self._muted.close()
-        if self._stream is not None:
-            self._stream.consume(self._batch_size)
+        self._consume()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):  # of a micro-batch: its share of the step's
             worker.report(loss.detach() * (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1))
@@ -179,29 +174,9 @@ class LsgdCallback(Callback):
         return True
 
     def _log(self, trainer: Trainer) -> None:
-        """Log the numbers in the run's state."""
         numbers = {name: x for name, x in state_of_run(self.worker).items() if isinstance(x, int | float)}
         for each in trainer.loggers:
             each.log_metrics(numbers, step=trainer.global_step)
-
-    def _sharded(self, trainer: Trainer) -> ShardStream | None:
-        """Replace the training data's sampler with shards; return None if it has no sampler."""
-        loader = trainer.train_dataloader
-        self._stream = shard(
-            loader,
-            lambda: place(self._worker),
-            self._seed,
-            isinstance(getattr(loader, "sampler", None), RandomSampler),
-            "LsgdCallback",
-        )
-        if self._stream is None:
-            return None
-        self._batch_size = loader.batch_sampler.batch_size
-        if self._restored:
-            self._stream.load_state_dict(self._restored)
-        if loader.num_workers:
-            iter(trainer.fit_loop._data_fetcher)  # its processes have already prefetched
-        return self._stream
 
 
 class _OneSaves(CheckpointIO):

@@ -4,9 +4,11 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
+from torch import nn
 from torch.utils.data import BatchSampler, Sampler
 
 from lsgd.client.loader import ShardSampler
@@ -19,23 +21,70 @@ DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 """Variables that make trainers use DistributedDataParallel."""
 
 
-def refuse_distributed(trainer: str) -> None:
-    """Reject an environment in which a trainer would set up distributed training.
+class Integration:
+    """Joins the run with a worker's shards of a trainer's data, and skips exchanges while gradients accumulate.
+
+    Args:
+        trainer: name of what sets up distributed training if the variables of torchrun are there.
+        shards: whether to deal the training data to the workers.
+        options: options of :meth:`lsgd.client.Worker.join`.
 
     Raises:
-        ConfigError: it has the variables of torchrun.
+        ConfigError: the environment has the variables of torchrun.
     """
-    if found := [name for name in DISTRIBUTED if name in os.environ]:
-        raise ConfigError(
-            f"with {', '.join(found)} in the environment {trainer} uses DistributedDataParallel, and lsgd takes "
-            f"its place: start the script by `lsgd launch -- python SCRIPT` instead of torchrun or accelerate "
-            f"launch; or `unset {' '.join(DISTRIBUTED)}`, and set LSGD_LOCAL_RANK"
-        )
 
+    def __init__(self, trainer: str, shards: bool, options: dict[str, Any]) -> None:
+        if found := [name for name in DISTRIBUTED if name in os.environ]:
+            raise ConfigError(
+                f"with {', '.join(found)} in the environment {trainer} uses DistributedDataParallel, and lsgd takes "
+                f"its place: start the script by `lsgd launch -- python SCRIPT` instead of torchrun or accelerate "
+                f"launch; or `unset {' '.join(DISTRIBUTED)}`, and set LSGD_LOCAL_RANK"
+            )
+        self._worker: Worker | None = None
+        self._shards = shards
+        self._options = options
+        self._stream: ShardStream | None = None
+        self._batch_size = 0
+        self._muted = ExitStack()
 
-def place(worker: Worker | None) -> tuple[int, int]:
-    """Return a worker's current (rank, world size); (0, 1) before it has joined."""
-    return (0, 1) if worker is None else (worker.rank, worker.world_size)
+    def _shard(self, loader: Any, seed: int, shuffle: bool) -> None:
+        """Replace a DataLoader's sampler with this worker's shards; a pass keeps its number of batches, all full."""
+        if not self._shards:
+            return
+        self._stream, batches = None, getattr(loader, "batch_sampler", None)
+        if not isinstance(batches, BatchSampler) or not hasattr(batches, "sampler"):
+            logger.warning(
+                "the training data has no sampler that could be sharded, so each worker draws from all of it: pass one "
+                "DataLoader of a dataset with a length, or give each worker data of its own and pass %s(shard=False)",
+                type(self).__name__,
+            )
+            return
+        self._batch_size = batches.batch_size
+        self._stream = ShardStream(len(loader.dataset), len(batches) * self._batch_size, self._place, seed, shuffle)
+        batches.sampler = self._stream
+
+    def _join(self, model: nn.Module, optimizers: Any) -> Worker:
+        options = dict(self._options)
+        if self._stream is not None:
+            options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": self._stream}
+        self._worker = Worker.join(model, optimizers, **options)
+        return self._worker
+
+    def _place(self) -> tuple[int, int]:
+        """Return the worker's current (rank, world size); (0, 1) before it has joined."""
+        return (0, 1) if self._worker is None else (self._worker.rank, self._worker.world_size)
+
+    def _consume(self) -> None:
+        """Count a batch that was trained on."""
+        if self._stream is not None:
+            self._stream.consume(self._batch_size)
+
+    def _mute(self, accumulates: bool) -> None:
+        """Exchange no gradients until the next call if the next backward pass only accumulates them."""
+        self._muted.close()
+        if accumulates:
+            assert self._worker is not None
+            self._muted.enter_context(self._worker.no_sync())
 
 
 def is_saver(worker: Worker) -> bool:
@@ -92,10 +141,10 @@ class ShardStream(Sampler[int]):
 
     Args:
         length: length of the dataset.
-        per_pass: indices in one pass.
-        place: returns this worker's current (rank, world size).
+        per_pass: number of indices in one pass.
+        place: callback that returns this worker's current (rank, world size).
         seed: seed of the shards; the same on all workers.
-        shuffle: whether to shuffle each shard.
+        shuffle: whether each shard is shuffled.
 
     Raises:
         ConfigError: the dataset has fewer samples than there are workers (when it is iterated).
@@ -145,28 +194,3 @@ class ShardStream(Sampler[int]):
             yield from shard[skip:]
             skip = 0
             self._shards.epoch += 1
-
-
-def shard(
-    loader: Any, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool, integration: str
-) -> ShardStream | None:
-    """Replace a DataLoader's sampler with a worker's shards; if it has no sampler, log that and return None.
-
-    Args:
-        loader: changed in place; a pass keeps its number of batches, all of them full.
-        place: returns this worker's current (rank, world size).
-        seed: seed of the shards; the same on all workers.
-        shuffle: whether to shuffle each shard.
-        integration: name of the class whose ``shard=False`` leaves the data as it is.
-    """
-    batches = getattr(loader, "batch_sampler", None)
-    if not isinstance(batches, BatchSampler) or not hasattr(batches, "sampler"):
-        logger.warning(
-            "the training data has no sampler that could be sharded, so each worker draws from all of it: pass one "
-            "DataLoader of a dataset with a length, or give each worker data of its own and pass %s(shard=False)",
-            integration,
-        )
-        return None
-    stream = ShardStream(len(loader.dataset), len(batches) * batches.batch_size, place, seed, shuffle)
-    batches.sampler = stream
-    return stream

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
-from lsgd.integrations.shared import ShardStream, is_saver, place, refuse_distributed, say_who_ends, shard, state_of_run
+from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_of_run
 
 try:
     from accelerate.state import GradientState
@@ -26,7 +26,7 @@ except ImportError as missing:
 logger = logging.getLogger("lsgd")
 
 
-class LsgdCallback(TrainerCallback):
+class LsgdCallback(Integration, TrainerCallback):
     """Makes a Trainer a worker of a run: ``Trainer(..., callbacks=[LsgdCallback()])``.
 
     The worker joins when training begins, with the objects that accelerate has prepared. Each optimizer step is an
@@ -49,26 +49,24 @@ class LsgdCallback(TrainerCallback):
     """
 
     def __init__(self, *, shard: bool = True, **options: Any) -> None:
-        refuse_distributed("the Trainer")
-        self.worker: Worker | None = None
-        """The worker; None before training begins."""
-        self._shard = shard
-        self._options = options
-        self._stream: ShardStream | None = None
-        self._batch_size = 0
+        super().__init__("the Trainer", shard, options)
         self._in_step = False
         self._at_end: dict[str, Tensor] | None = None  # the model, if the run ended while the worker paused
         self._losses: list[Tensor] = []  # of the step's micro-batches
         self._has_losses = False  # the model has returned one
         self._summed = False  # whether they add up to the step's loss
-        self._muted = ExitStack()
         self._hooks: list[Any] = []
         self._save_strategy = SaveStrategy.NO
 
     @property
+    def worker(self) -> Worker | None:
+        """The worker; None before training begins."""
+        return self._worker
+
+    @property
     def rank(self) -> int:
         """This worker's rank in the run, 0 before training: ``if callback.rank == 0: trainer.save_model()``."""
-        return 0 if self.worker is None else self.worker.rank
+        return self._place()[0]
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +74,10 @@ class LsgdCallback(TrainerCallback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        self._muted.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         if self.worker is not None:
             self.worker.__exit__(kind, error, trace)
 
@@ -100,10 +101,11 @@ class LsgdCallback(TrainerCallback):
     ) -> None:
         """Join the run."""
         check(args)
-        options = dict(self._options)
-        if self._shard and (stream := self._sharded(args, train_dataloader)):
-            options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": stream}
-        self.worker = worker = Worker.join(model, optimizer, **options)
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        self._shard(train_dataloader, args.seed if args.data_seed is None else args.data_seed, strategy != "sequential")
+        if self._stream is not None and strategy not in ("random", "sequential"):
+            logger.warning("train_sampling_strategy = %r is not used: shards are dealt at random", str(strategy))
+        worker = self._join(model, optimizer)
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward, with_kwargs=True),
@@ -204,8 +206,8 @@ class LsgdCallback(TrainerCallback):
 
     @property
     def _joined(self) -> Worker:
-        assert self.worker is not None
-        return self.worker
+        assert self._worker is not None
+        return self._worker
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
@@ -235,38 +237,9 @@ class LsgdCallback(TrainerCallback):
         """Allow or prevent saving until the next step; the Trainer also checks this after an evaluation."""
         args.save_strategy = self._save_strategy if saves else SaveStrategy.NO
 
-    def _close(self) -> None:
-        self._muted.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    def _sharded(self, args: TrainingArguments, loader: Any) -> ShardStream | None:
-        """Replace the training data's sampler with shards; return None if it has no sampler."""
-        strategy = getattr(args, "train_sampling_strategy", "random")
-        self._stream = shard(
-            loader,
-            lambda: place(self.worker),
-            args.seed if args.data_seed is None else args.data_seed,
-            strategy != "sequential",
-            "LsgdCallback",
-        )
-        if self._stream is None:
-            return None
-        if strategy not in ("random", "sequential"):
-            logger.warning("train_sampling_strategy = %r is not used: shards are dealt at random", str(strategy))
-        self._batch_size = loader.batch_sampler.batch_size
-        return self._stream
-
-    def _consume(self) -> None:
-        if self._stream is not None:
-            self._stream.consume(self._batch_size)
-
     def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Exchange gradients only in the backward pass of a step's last micro-batch."""
-        self._muted.close()
-        if model.training and not GradientState().sync_gradients:
-            self._muted.enter_context(self._joined.no_sync())
+        self._mute(model.training and not GradientState().sync_gradients)
 
     def _after_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         """Record the loss: with ``num_items_in_batch`` a share of the step's, else the micro-batch's."""

@@ -27,7 +27,7 @@ _BUILDS = ((580, "cu130"), (525, "cu126"))
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices of the workers (``cpu``, ``cuda:0``, ...), and a warning for the user."""
+    """Devices of the workers (``cpu``, ``cuda:0``, ...), and a warning to print."""
 
     names: tuple[str, ...]
     warning: str = ""
@@ -39,8 +39,8 @@ def choose(wanted: str, workers: int | None, processes: int = 1) -> Devices:
     Args:
         wanted: ``auto`` (GPUs if torch can use them), ``cpu``, ``cuda`` (the workers take turns over all GPUs),
             or ``cuda:1`` (all workers on this one).
-        workers: how many; None: one for each GPU (or for each ``processes`` GPUs), or :data:`CPU_WORKERS`.
-        processes: processes per worker.
+        workers: number of workers; None: one for each ``processes`` GPUs, or :data:`CPU_WORKERS`.
+        processes: number of processes per worker.
 
     Raises:
         ConfigError: ``wanted`` is something else, or torch cannot use it; the message says what to install.
@@ -72,7 +72,7 @@ def own(devices: Sequence[str], visible: str) -> tuple[tuple[str, ...], str]:
     """Return a worker's devices, renumbered as if no others were visible, and the ``CUDA_VISIBLE_DEVICES`` for that.
 
     Args:
-        devices: the devices of its processes.
+        devices: devices of its processes.
         visible: ``CUDA_VISIBLE_DEVICES`` of this process; empty: not set.
     """
     if not devices[0].startswith("cuda"):

@@ -9,15 +9,15 @@ import os
 import resource
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 from lsgd.errors import EvictedError
 from lsgd.node.place import claim_port
+from lsgd.server.daemon import Signals
 
 OTHERS_WITHIN_S = 15.0
 """How long the others have to end after one has failed: they save what they have, or notice its end."""
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command once for each device; return the exit code, or die of the signal that killed one."""
     devices, _, *command = arguments
     names = devices.split(",")
-    told = {
+    shared = {
         "WORLD_SIZE": str(len(names)),
         "LOCAL_WORLD_SIZE": str(len(names)),
         "MASTER_ADDR": "127.0.0.1",
@@ -39,12 +39,12 @@ def main(arguments: Sequence[str]) -> int:
     processes = [
         subprocess.Popen(
             command,
-            env={**os.environ, **told, "RANK": str(rank), "LOCAL_RANK": str(rank), "LSGD_DEVICE": device},
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LSGD_DEVICE": device},
         )
         for rank, device in enumerate(names)
     ]
-    with received() as signals:  # only now, so that the processes inherit which signals are ignored
-        status = _wait(processes, signals)
+    signals = Signals(signal.SIGHUP, signal.SIGCHLD)  # only now: the processes inherit which signals are ignored
+    status = _wait(processes, signals)
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status != signal.SIGKILL:
@@ -53,27 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     return status
 
 
-@contextmanager
-def received() -> Iterator[socket.socket]:
-    """Deliver signals, including SIGCHLD, as bytes on a socket; SIGHUP stays ignored if it was."""
-    reading, writing = socket.socketpair()
-    writing.setblocking(False)
-    numbers = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    try:
-        yield reading
-    finally:
-        signal.set_wakeup_fd(-1)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        reading.close()
-        writing.close()
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: socket.socket) -> int:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: Signals) -> int:
     """Wait for all processes; return the status of the first that fails, or 0."""
     failed = 0
     deadline_s = float("inf")
@@ -88,8 +68,10 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: socket.socket) 
                 with suppress(ProcessLookupError):
                     process.kill()
             left_s = 1.0
-        readable, _, _ = select.select([signals], [], [], min(left_s, LOOK_EVERY_S))
-        if readable and any(number != signal.SIGCHLD for number in signals.recv(64)):
+        select.select([signals.wakeup], [], [], min(left_s, LOOK_EVERY_S))
+        signals.wakeup.clear()
+        received, signals.received = signals.received, []
+        if set(received) - {"SIGCHLD"}:
             deadline_s = float("inf")  # the launcher ends the whole group, in its own time
     return failed or next((p.returncode for p in processes if p.returncode), 0)
 

@@ -25,7 +25,7 @@ from lsgd.node.panel import Panel
 from lsgd.node.place import NAME_WITHIN_S, Place, claim_port, resolve
 from lsgd.node.process import LSGD, Command, Role
 from lsgd.node.screen import LAUNCHER, Screen, show
-from lsgd.node.transcript import OwnLines, Reading, Transcript
+from lsgd.node.transcript import Reading, Transcript, own_lines
 from lsgd.plan import plan
 from lsgd.protocol.keys import (
     OPERATOR,
@@ -55,7 +55,6 @@ RESTARTS = 5
 """How often a process killed by a signal is restarted within ten minutes."""
 
 JOURNAL = "journal.sqlite"
-"""The global server's journal, in the run folder."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +62,16 @@ class LaunchSettings:
     """What one node runs.
 
     Args:
-        place: which node this is.
         port: TCP port of the global server; 0: any free port (one node only).
         devices: device of each process, grouped by worker.
-        plan_path: the plan, a TOML file, or None; only node 0's counts.
-        run_dir: folder for the logs, the plan as used, and what the workers save.
-        command: what each worker runs.
-        insecure: use no keys, on a network where everybody is trusted.
+        plan_path: the plan; only node 0's counts.
+        command: program of each worker, and its arguments.
         join_line: command that starts another node, to print; NODE stands for its index.
-        resume: continue from the checkpoints in ``run_dir``, with the plan there unless another is given.
+        resume: whether to continue from the checkpoints in ``run_dir``, with the plan there if no other is given.
         log_to: loggers that write the run's curves, on node 0.
         dashboard: port of the run's page, on node 0; 0: any; None: no page.
-        plain: print lines only, even on a terminal.
-        processes: per worker; several share a model that the script shards.
+        plain: whether to print lines only, even on a terminal.
+        processes: number of processes per worker; several share a model that the script shards.
     """
 
     place: Place
@@ -94,7 +90,7 @@ class LaunchSettings:
 
     @property
     def workers(self) -> int:
-        """Workers of this node."""
+        """Number of workers on this node."""
         return len(self.devices) // self.processes
 
 
@@ -134,7 +130,8 @@ def launch(settings: LaunchSettings) -> int:
         _show_tokens(lines, settings.run_dir)
         status, *end = _run(settings, network, keys, servers, environ)
         if place.node == 0:
-            show(results.finish(settings.run_dir, status, *end))
+            lines = results.finish(settings.run_dir, status, *end)
+            show("".join(f"{LAUNCHER}{line}\n" for line in lines), sys.stdout)
         return status
 
 
@@ -145,13 +142,13 @@ def _run(
     servers: Mapping[str, Sequence[str]],
     environ: dict[str, str],
 ) -> tuple[int, str, str]:
-    """Run the node; return its exit status, and how the run ended (``Node.end``)."""
+    """Return the node's exit status, and how the run ended (``Node.end``)."""
     name, folder = node_name(settings.place.node), socket_folder()
     local, incarnation = f"ipc://{folder / SOCKET_NAME}", secrets.randbits(63)
     environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
     commands = [*_servers(settings, servers, environ), *_workers(settings, local, environ)]
     screen, reading = Screen(plain=settings.plain), Reading()
-    say = OwnLines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading).say
+    say = own_lines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading)
     panel = None
     if settings.place.node == 0:
         commands += _observers(settings, network, environ)
@@ -171,7 +168,6 @@ def _run(
 def _servers(
     settings: LaunchSettings, servers: Mapping[str, Sequence[str]], environ: Mapping[str, str]
 ) -> Iterator[Command]:
-    """Yield the commands of the servers with these arguments."""
     for name, arguments in servers.items():
         yield Command(
             name,
@@ -317,7 +313,7 @@ def _workers(settings: LaunchSettings, local: str, environ: Mapping[str, str]) -
 
 
 def _worker(settings: LaunchSettings, index: int) -> tuple[Sequence[str], dict[str, str]]:
-    """Return a worker's command, and the variables with its devices."""
+    """Return the arguments of a worker's command, and the variables with its devices."""
     devices = settings.devices[index * settings.processes : (index + 1) * settings.processes]
     if settings.processes == 1:
         return settings.command, {"LSGD_DEVICE": devices[0]}
@@ -327,7 +323,6 @@ def _worker(settings: LaunchSettings, index: int) -> tuple[Sequence[str], dict[s
 
 
 def _observers(settings: LaunchSettings, network: str, environ: Mapping[str, str]) -> Iterator[Command]:
-    """Yield the commands of the processes that write the curves and show the run's page."""
     insecure = ["--insecure"] * settings.insecure
     if settings.log_to:
         arguments = [*LSGD, "log", "--connect", network, "--out", str(settings.run_dir), *insecure]

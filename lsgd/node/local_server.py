@@ -40,7 +40,6 @@ from lsgd.server import daemon
 from lsgd.server.daemon import EXIT_AT_ONCE, LAST_WORDS_S, TICK_S, Ending, Refusals
 
 HELLO_EVERY_S = 1.0
-"""How often the local server greets the global server."""
 
 SILENT_AFTER_S = 4.0
 """A global server that has answered no greeting for this long counts as away."""
@@ -51,14 +50,11 @@ REFUSED_FOR_S = 10.0
 FROZEN_S = 1.0
 """If a wait takes this much longer than planned, this process was frozen."""
 
-LEAVE_WITHIN_S = 15.0
-"""How long the workers have to leave once the run or the node ends."""
-
-LAST_LEAVE_WITHIN_S = 3.0
-"""How long this server tries to tell the global server that the node has left, once its workers have."""
+LEAVE_WITHIN_S, LAST_LEAVE_WITHIN_S = 15.0, 3.0
+"""How long the workers have to leave once the run or the node ends; then, this server to tell the global server so."""
 
 GATHER_S = 2.0
-"""How long a server that was told to end before it could serve waits for its workers to find it."""
+"""How long a server that got a signal before it could serve waits for its workers to find it."""
 
 _ASKING = (Join, Request, Pause, Leave, StatusQuery)
 """Messages of workers that wait for an answer: if one cannot be forwarded, the local server says why."""
@@ -73,18 +69,15 @@ class LocalServer:
     an empty name and a message for this server.
 
     Args:
-        node: index of this machine.
-        incarnation: a random number that this process drew.
-        listener: where the workers connect.
-        link: to the global server, under the name ``node0#incarnation``.
-        workers: how many this node has.
-        say: prints a line.
-        complain: prints a line about something wrong.
+        incarnation: random number that this process drew.
+        listener: socket where the workers connect.
+        link: connection to the global server, under the name ``node0#incarnation``.
+        workers: number of workers on this node.
 
     Attributes:
-        processes: tells when a worker's process ends; it may watch others too.
-        over: the run is over.
-        failure: why this node cannot take part in the run; empty while it can.
+        processes: watch over the ends of the workers' processes; it may watch others too.
+        over: whether the run is over.
+        failure: reason why this node cannot take part in the run; empty while it can.
         joined: names of the workers that have asked to join.
         ended: names of those that heard of the run's end, or left it in order.
     """
@@ -175,7 +168,7 @@ class LocalServer:
             self._listener.send(peer, [encode(GivenUp())])
 
     def close(self) -> None:
-        """Say how it ended."""
+        """Print how it ended."""
         if self._workers:
             self._complain(f"ended although {', '.join(sorted(self._workers.values()))} did not leave")
         if self._ending:
@@ -209,7 +202,7 @@ class LocalServer:
         return NodeHello(PROTOCOL, self._node, self._incarnation, host, __version__, self._own_workers)
 
     def _upward(self, now: float) -> None:
-        """Forward the workers' messages, in one batch."""
+        """Forward the workers' messages in one batch."""
         batch: list[bytes] = []
         senders: dict[bytes, bytes] = {}
         hopeless = self._given_up or (self.over and now > self._ends_at)
@@ -234,7 +227,6 @@ class LocalServer:
             self._hold(peer, frame, away or self._silence(now))
 
     def _greet(self, peer: bytes, frame: bytes) -> None:
-        """Tell a worker its node and the global server's address."""
         try:
             where = decode(frame)
         except ProtocolError as error:
@@ -253,7 +245,6 @@ class LocalServer:
         self._listener.send(peer, [encode(WorkerHelloReply(self._node, self._global.address))])
 
     def _dismiss(self, peer: bytes, frame: bytes) -> None:
-        """Tell a worker that joins too late that the run is over."""
         with contextlib.suppress(ProtocolError):
             join = decode(frame)
             assert isinstance(join, Join)
@@ -297,7 +288,7 @@ class LocalServer:
                 self._listener.send(peer, [encode(Left())])
 
     def _hold(self, peer: bytes, frame: bytes, reason: str) -> None:
-        """Tell a worker why it has to wait: its message could not be forwarded, and it will send it again."""
+        """Tell a worker why its message could not be forwarded; it will send it again."""
         try:
             message = decode(frame)
         except ProtocolError:

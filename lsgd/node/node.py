@@ -11,9 +11,8 @@ from lsgd.errors import EvictedError, ServerLostError
 from lsgd.node.local_server import LocalServer
 from lsgd.node.panel import Panel
 from lsgd.node.process import NOT_TRAINED, Child, Command, Role
-from lsgd.node.screen import FLUSH_WITHIN_S, FLUSHES, Screen
+from lsgd.node.screen import Screen, show
 from lsgd.node.transcript import Reading
-from lsgd.output import Output
 from lsgd.protocol.sockets import Poller
 from lsgd.server.daemon import TICK_S, Signals
 
@@ -23,11 +22,8 @@ STOP_PATIENCE_S = 120.0
 SAVE_PATIENCE_S = 30.0
 """How long workers may take to save when no server will answer them."""
 
-TERM_PATIENCE_S = 5.0
-"""How long a process may take to end after SIGTERM."""
-
-KILL_PATIENCE_S = 10.0
-"""How long the system may take to kill a process after SIGKILL."""
+TERM_PATIENCE_S, KILL_PATIENCE_S = 5.0, 10.0
+"""How long a process may take to end after SIGTERM, and the system to kill it after SIGKILL."""
 
 OBSERVE_PATIENCE_S = 15.0
 """How long observing processes may keep writing after the run's end."""
@@ -49,9 +45,7 @@ SERVER_BACKOFF_S = 4.0
 class _Step:
     """A step toward the end: wait for processes of these roles to end, after a signal perhaps.
 
-    Args:
-        patience_s: how long they have.
-        clean: the workers complete their last round and save, as the servers tell them.
+    In a ``clean`` one the workers complete their last round and save, because the servers end the run.
     """
 
     roles: Sequence[Role]
@@ -66,20 +60,16 @@ class Node:
     The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) ends the run, or this node's part of it: the servers tell the
     workers. A second one kills all processes at once. If a process fails, the run is stopped the same way. But a
     process that was killed by a signal or evicted is restarted first: after one second, then two, four, ..., as often
-    as its command allows within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server can tell, are
-    told to save and leave. Then the processes are ended by role, in the order of :class:`Role`.
+    as its command allows within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server can reach, are
+    asked to save and leave. Then the processes are ended by role, in the order of :class:`Role`.
 
     Args:
-        name: of the node.
-        commands: what to start, in this order; one server at most, the global one.
-        local: the node's local server.
-        screen: shows all output.
-        reading: reads it.
-        panel: shows the run's progress; None: nothing does.
-        outlives: the global server may outlive the workers, because other nodes need it.
+        name: name of the node.
+        commands: processes to start, in this order; one server at most, the global one.
+        outlives: whether the global server may outlive the workers, because other nodes need it.
 
     Attributes:
-        end: how the run ended for this node, ``failed`` or ``stopped``, and why; empty: what its servers say.
+        end: end of the run for this node, ``failed`` or ``stopped``, and why; empty: what its servers say.
     """
 
     def __init__(
@@ -168,7 +158,6 @@ class Node:
         self._local.processes.watch(child.name, child.pid)
 
     def _start_again(self) -> None:
-        """Restart the processes that are due."""
         now = time.monotonic()
         for name in [name for name, due_s in self._due.items() if due_s <= now]:
             del self._due[name]
@@ -182,7 +171,7 @@ class Node:
                 continue
             self._children.remove(dead)
             if dead.role is Role.SERVER and self._step and self._step.clean:
-                self._leave_run()  # its predecessor, which was told, is gone
+                self._leave_run()  # its predecessor, which knew, is gone
 
     def _schedule_restart(self, child: Child) -> bool:
         """Schedule the restart of a process that was killed or evicted; return False if it may not restart."""
@@ -216,7 +205,6 @@ class Node:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the run has ended."""
         return self._local.over or any(child.role is Role.SERVER and child.status == 0 for child in self._children)
 
     # -- watching ----------------------------------------------------------------------------------------------
@@ -228,15 +216,15 @@ class Node:
             if child.role.auxiliary:
                 self._lose(child)
                 continue
-            if child.status == 0 and child.role is Role.WORKER and not child.was_told:
+            if child.status == 0 and child.role is Role.WORKER and not child.is_ending:
                 self._judge(child)
-            is_news = not child.was_told or (child.killed_from_outside and self._is_wanted(child))
+            is_news = not child.is_ending or (child.killed_from_outside and self._is_wanted(child))
             if child.status and is_news and not self._schedule_restart(child):
                 self._fail(child)
 
     def _lose(self, child: Child) -> None:
         """Restart a relay that was killed, or say that the run continues without this process."""
-        if child.status and not child.was_told and not (child.role.serves and self._schedule_restart(child)):
+        if child.status and not child.is_ending and not (child.role.serves and self._schedule_restart(child)):
             log = child.command.log
             self._screen.say(f"{child.name} {child.how_it_ended}; the run continues without it (see {log})")
 
@@ -296,10 +284,9 @@ class Node:
         elif not self._is_over:
             self._local.stop_run(why)
         for child in self._alive(Role.SERVER):
-            child.was_told = True
+            child.is_ending = True
 
     def _ends(self) -> Iterator[_Step]:
-        """Yield the steps that end all processes."""
         waits = {Role.WORKER: SAVE_PATIENCE_S, Role.SERVER: LINGER_S, Role.OBSERVER: OBSERVE_PATIENCE_S}
         for role in Role:
             yield _Step((role,), waits.get(role, 0.0))
@@ -339,8 +326,8 @@ class Node:
             return not self._is_needed or (self._server_is_gone and not self._is_over)
         if self._alive(*step.roles):
             return False
-        is_told = Role.SERVER in step.roles and step.number is not signal.SIGKILL
-        return not is_told or self._server_is_gone or self._local.finished
+        says_so = Role.SERVER in step.roles and step.number is not signal.SIGKILL
+        return not says_so or self._server_is_gone or self._local.finished
 
     def _take_step(self) -> bool:
         """Take the next step; return False if there is none."""
@@ -367,10 +354,10 @@ class Node:
 
     def _give_up(self, workers: Sequence[Child]) -> None:
         names = ", ".join(child.name for child in workers)
-        self._screen.say(f"{names}: told to save a checkpoint and leave within {SAVE_PATIENCE_S:g} s")
+        self._screen.say(f"{names}: asked to save a checkpoint and leave within {SAVE_PATIENCE_S:g} s")
         self._local.give_up()
         for child in workers:
-            child.was_told = True
+            child.is_ending = True
 
     def _end_servers(self) -> None:
         """Leave the run, which continues although the workers of this node have ended."""
@@ -382,12 +369,12 @@ class Node:
     def _outcome(self) -> tuple[int, str, str]:
         """Return the exit status, and how the run ended (:attr:`end`); print the report of a process that failed."""
         if failed := self._failed:
-            _complain(failed.report())
+            show(failed.report(), sys.stderr)
             assert failed.status is not None
             status = failed.status if failed.status > 0 else 128 - failed.status
             return status, "failed", f"{failed.name} {failed.how_it_ended}"
         if self._local.failure:
-            _complain(f"\nlsgd launch: {self._name}: {self._local.failure}\n")
+            show(f"\nlsgd launch: {self._name}: {self._local.failure}\n", sys.stderr)
             return 1, "failed", self._local.failure
         if self._signalled and any(child.status != 0 for child in self._children if not child.role.auxiliary):
             return 128 + self._signalled, "stopped", f"{self._signalled.name}; not all processes ended in time"
@@ -395,9 +382,3 @@ class Node:
         if self._early and self._early == workers:
             return NOT_TRAINED, "failed", "all workers left before the end of the run, so there is no consensus"
         return (1, "failed", "some processes did not end") if self._alive() else (0, "", "")
-
-
-def _complain(text: str) -> None:
-    output = Output(lambda lines: "")
-    output.put(sys.stderr.fileno(), text)
-    output.flush(FLUSH_WITHIN_S, FLUSHES)

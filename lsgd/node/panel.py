@@ -17,33 +17,30 @@ from lsgd.watch.terminal import duration
 from lsgd.watch.view import RunView, WorkerView
 
 EVERY_S = 0.5
-"""Time between frames."""
 
 _TRAINS = ("live", "held")
-_UNTOLD = ("busy", "nobody")  # reasons of a run that trains normally, which are not shown
+_UNREMARKABLE = ("busy", "nobody")  # reasons of a run that trains normally, which are not shown
 
 
-class Panel:
+class Panel(threading.Thread):
     """Shows the run of the global server at ``address`` at the bottom of the screen, from :meth:`start` on."""
 
     def __init__(self, screen: Screen, address: str, *, insecure: bool) -> None:
+        super().__init__(name="lsgd-panel", daemon=True)
         self._screen = screen
         self._address = address
         self._insecure = insecure
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="lsgd-panel", daemon=True)
-
-    def start(self) -> None:
-        """Begin to follow the run."""
-        self._thread.start()
 
     def close(self) -> None:
         """End the thread, and remove the lines."""
         self._closing.set()
-        self._thread.join(2 * EVERY_S)
+        if self.is_alive():
+            self.join(2 * EVERY_S)
         self._screen.panel([])
 
-    def _serve(self) -> None:
+    def run(self) -> None:
+        """Follow the run until its end."""
         try:
             self._follow()
         except LsgdError as error:
@@ -52,7 +49,6 @@ class Panel:
             self._screen.panel([])
 
     def _follow(self) -> None:
-        """Draw until the run is over."""
         run = RunView()
         shown_at = -math.inf
         keys = connector_keys(self._address, None, OPERATOR, insecure=self._insecure)
@@ -72,7 +68,7 @@ def frame(run: RunView, columns: int, rows: int) -> str:
     lines = []
     if not run.connected:
         lines.append(Text("the global server does not answer; training continues as far as it can", "yellow"))
-    elif run.state != "running" or run.code.partition(".")[0] not in _UNTOLD:
+    elif run.state != "running" or run.code.partition(".")[0] not in _UNREMARKABLE:
         lines.append(Text(f"{run.state}: {run.reason}", "yellow"))
     workers = list(run.workers.values())
     most = max(1, rows // 2 - 3)

@@ -26,12 +26,8 @@ class Place:
 class _Starter:
     """A program that starts launchers, and the names of its variables for the place.
 
-    Args:
-        name: for people.
-        node: index of this node.
-        nodes: number of nodes.
-        address: address of node 0, or of all nodes, node 0 first.
-        index: index of this process among those started on this node; empty: it starts one.
+    ``address`` is that of node 0, or of all nodes, node 0 first; ``index`` is that of this process among those started
+    on this node (empty: it starts one).
     """
 
     name: str
@@ -59,14 +55,14 @@ def find_place(node: int | None, nodes: int | None, address: str | None, environ
     Raises:
         ConfigError: something is missing or impossible.
     """
-    told_by = ""
+    starter = ""
     if node is None:
         starters = [one for one in _STARTERS if environ.get(one.node) and (nodes or environ.get(one.nodes))]
         if "SLURM_STEP_ID" in environ:
-            told_by = "Slurm"
+            starter = "Slurm"
             node, nodes, address = _ask_slurm(nodes, address, environ)
         elif starters:
-            told_by = starters[0].name
+            starter = starters[0].name
             node, nodes, address = _read(starters[0], nodes, address, environ)
         elif nodes in (None, 1):
             node = 0
@@ -85,7 +81,7 @@ def find_place(node: int | None, nodes: int | None, address: str | None, environ
         raise ConfigError(
             "every node needs the address of node 0: set IP_ADDR (--address), for example IP_ADDR=10.0.0.1"
         )
-    return Place(node, nodes, address or "127.0.0.1", told_by)
+    return Place(node, nodes, address or "127.0.0.1", starter)
 
 
 def _indices(nodes: int) -> str:
@@ -108,9 +104,7 @@ def _ask_slurm(nodes: int | None, address: str | None, environ: Mapping[str, str
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(
-            f"scontrol does not tell the first of {hosts} ({error}); say it: IP_ADDR=... (--address)"
-        ) from None
+        raise ConfigError(f"scontrol cannot name the first of {hosts} ({error}); set IP_ADDR (--address)") from None
     return node, nodes, done.stdout.split()[0]
 
 

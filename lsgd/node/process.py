@@ -61,16 +61,12 @@ class Command:
 
     Args:
         name: prefix of its output.
-        arguments: program and its arguments.
-        environment: all of its variables.
         log: file for its output.
-        role: what it is there for.
-        on_terminal: its output is a terminal if ours is, so that it can draw a progress bar.
-        restarts: how many times to restart it after a signal has killed it.
-        appends: append to the log.
+        on_terminal: whether its output is a terminal if ours is, so that it can draw a progress bar.
+        restarts: number of restarts after a signal has killed it.
+        appends: whether it appends to the log.
         checkpoints: folder of checkpoints; a restart resumes from its own there, if there is one.
-        restart_arguments: further arguments for a restart.
-        ignores_term: it ignores SIGTERM, which a scheduler sends to all processes of a job; SIGINT ends it instead.
+        ignores_term: whether it ignores SIGTERM, which a scheduler sends to all of a job; SIGINT ends it instead.
     """
 
     name: str
@@ -112,17 +108,13 @@ class Child:
     """The running process of a :class:`Command`. It leads a process group, which gets its signals and ends with it.
 
     Attributes:
-        command: what it runs.
         status: exit code, or minus the number of the signal that killed it; None while it runs.
-        number: position in the launch, which picks its color.
-        was_told: it was told to end, so no exit status is a failure.
+        pid: number of the process, and of the group that it leads.
+        is_ending: whether it was asked to end, so that no exit status is a failure.
 
     Args:
-        command: what to run.
-        number: position in the launch.
-        screen: shows its output.
-        reading: reads its output.
-        again: this is a restart.
+        number: position in the launch, which picks its color.
+        again: whether this is a restart.
 
     Raises:
         OSError: it cannot be started.
@@ -130,9 +122,10 @@ class Child:
 
     def __init__(self, command: Command, number: int, screen: Screen, reading: Reading, *, again: bool = False) -> None:
         self.command = command
+        self.name, self.role = command.name, command.role
         self.number = number
         self.status: int | None = None
-        self.was_told = False
+        self.is_ending = False
         self._sent: set[signal.Signals] = set()
         self._reading = reading
         self._ended_at = 0.0
@@ -157,6 +150,7 @@ class Child:
             raise
         finally:
             os.close(writing)
+        self.pid = self._process.pid
         again = again or command.appends
         self._transcript = Transcript(screen, command.name, command.log, number, on_terminal, again=again)
         reading.add(output, self._transcript)
@@ -166,21 +160,6 @@ class Child:
         self._lifeline.hold()
         if self.command.ignores_term:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    @property
-    def name(self) -> str:
-        """Name of the command."""
-        return self.command.name
-
-    @property
-    def role(self) -> Role:
-        """Role of the command."""
-        return self.command.role
-
-    @property
-    def pid(self) -> int:
-        """Number of the process, and of the group that it leads."""
-        return self._process.pid
 
     @property
     def restartable(self) -> bool:
@@ -214,7 +193,7 @@ class Child:
         """Send its group a signal; SIGINT instead of SIGTERM if it ignores that."""
         if number == signal.SIGTERM and self.command.ignores_term:
             number = signal.SIGINT
-        self.was_told = True
+        self.is_ending = True
         self._sent.add(number)
         if self._process.returncode is None:  # else the number may be another's
             with suppress(ProcessLookupError):
@@ -243,7 +222,6 @@ class Child:
 
 
 def _environment(command: Command) -> Mapping[str, str]:
-    """Return the variables for a restart."""
     names = (command.name, f"{command.name}.*")  # of one process, and of several
     if command.checkpoints is None or not any(runs(command.checkpoints, name) for name in names):
         return command.environment
@@ -251,7 +229,7 @@ def _environment(command: Command) -> Mapping[str, str]:
 
 
 def _open_terminal(columns: int) -> tuple[int, int]:
-    """Return both ends of a new terminal of this width: the one to read from, and the one to write to."""
+    """Return both ends of a new terminal: the one to read from, and the one to write to."""
     reading, writing = pty.openpty()
     termios.tcsetwinsize(writing, (_TERMINAL_ROWS, max(20, columns)))
     return reading, writing

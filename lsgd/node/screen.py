@@ -4,7 +4,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import TextIO
 
 from lsgd.output import Output
 
@@ -23,10 +24,10 @@ _CLEAR_LINE = "\r\x1b[2K"
 _COLUMNS, _ROWS = 80, 24
 
 
-def show(lines: Iterable[str]) -> None:
-    """Print the launcher's own lines, after those of its children; give up if nobody reads them."""
+def show(text: str, stream: TextIO) -> None:
+    """Print a text of the launcher, after the lines of its children; give up if nobody reads it."""
     output = Output(lambda lost: "")
-    output.put(sys.stdout.fileno(), "".join(f"{LAUNCHER}{line}\n" for line in lines))
+    output.put(stream.fileno(), text)
     output.flush(FLUSH_WITHIN_S, FLUSHES)
 
 
@@ -38,7 +39,7 @@ class Screen:
     nothing to restore.
 
     Args:
-        plain: write as if there were no terminal; also with ``TERM=dumb``, and in continuous integration (``CI``).
+        plain: whether to write as if there were no terminal; also with ``TERM=dumb``, and where ``CI`` is set.
 
     Attributes:
         is_terminal: whether lines can be overwritten.
@@ -97,7 +98,7 @@ class Screen:
         self._output.flush(FLUSH_WITHIN_S, FLUSHES)
 
     def _erase(self) -> str:
-        """Return the text that removes the moving line and the panel."""
+        """Return the text that removes what :meth:`_below` returns."""
         if not self._panel:
             return _CLEAR_LINE if self._live else ""
         columns, _ = self.size()  # lines take several rows if the terminal was narrowed

@@ -38,13 +38,7 @@ _COLOURS = (36, 33, 35, 32, 34)
 
 
 class Log:
-    """Lines in a file. Lines that cannot be written are counted; each new line is another attempt.
-
-    Args:
-        path: of the file.
-        say: shows a line to the user.
-        again: append to the file.
-    """
+    """Lines in a file. Lines that cannot be written are counted; each new line is another attempt."""
 
     def __init__(self, path: Path, say: Callable[[str], None], *, again: bool) -> None:
         self._path = path
@@ -102,16 +96,14 @@ class Transcript:
     """The output of one process: bytes in, lines out to the screen and to its log.
 
     Args:
-        screen: where to show it.
         name: name of the process, used as prefix.
-        log: file to write.
         number: position of the process, which picks its color.
-        live: show its unfinished line as the moving line.
-        again: append to the log.
+        live: whether its unfinished line is shown as the moving line.
+        again: whether to append to the log.
 
     Attributes:
         tail: its last lines.
-        closed: is set when all of it is written.
+        closed: event that is set when all of it is written.
     """
 
     def __init__(self, screen: Screen, name: str, log: Path, number: int, live: bool, *, again: bool = False) -> None:
@@ -184,36 +176,22 @@ class Transcript:
         self._shown_s = time.monotonic()
 
 
-class OwnLines:
-    """The lines of this process itself, with a transcript like those of the others; writing never waits for a disk."""
-
-    def __init__(self, transcript: Transcript, reading: "Reading") -> None:
-        descriptor, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        reading.add(descriptor, transcript)
-
-    def say(self, text: str) -> None:
-        """Print a line with the time of day, or lose it if too many wait."""
-        with suppress(OSError):
-            os.write(self._writing, f"{time.strftime('%H:%M:%S')} {text}\n".encode(errors="replace"))
-
-
-class Reading:
+class Reading(threading.Thread):
     """The thread that reads the output of all processes into their transcripts."""
 
     def __init__(self) -> None:
+        super().__init__(name="lsgd-reading", daemon=True)
         self._selector = selectors.EpollSelector()
         self._wakeup = Wakeup()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._new: deque[tuple[int, Transcript]] = deque()
         self._ended: deque[Transcript] = deque()
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="lsgd-reading", daemon=True)
 
     def add(self, descriptor: int, transcript: Transcript) -> None:
         """Read from a descriptor until its end, and close it then."""
-        if not self._thread.ident:
-            self._thread.start()
+        if not self.ident:
+            self.start()
         self._new.append((descriptor, transcript))
         self._wakeup.set()
 
@@ -226,10 +204,11 @@ class Reading:
         """Read what is there, and end the thread."""
         self._closing = True
         self._wakeup.set()
-        if self._thread.ident:
-            self._thread.join(CLOSE_WITHIN_S)
+        if self.ident:
+            self.join(CLOSE_WITHIN_S)
 
-    def _serve(self) -> None:
+    def run(self) -> None:
+        """Read until :meth:`close`."""
         while True:
             for key, _ in self._selector.select():
                 if key.data is None:
@@ -265,3 +244,16 @@ class Reading:
     def _close(self, descriptor: int) -> None:
         self._selector.unregister(descriptor).data.close()
         os.close(descriptor)
+
+
+def own_lines(transcript: Transcript, reading: Reading) -> Callable[[str], None]:
+    """Return a function that prints a line of this process with the time of day, or loses it if too many wait."""
+    descriptor, writing = os.pipe()
+    os.set_blocking(writing, False)
+    reading.add(descriptor, transcript)
+
+    def say(text: str) -> None:
+        with suppress(OSError):
+            os.write(writing, f"{time.strftime('%H:%M:%S')} {text}\n".encode(errors="replace"))
+
+    return say

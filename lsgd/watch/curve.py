@@ -28,12 +28,8 @@ Rounds = Sequence[dict[str, Any]]
 def draw(result: dict[str, Any], rounds: Rounds, path: Path) -> None:
     """Draw each worker's loss over the run's iterations, and below it the leader over time, to a PNG file.
 
-    Leaders are shown if the algorithm sends the elected worker's model to the others.
-
-    Args:
-        result: the content of ``result.json``.
-        rounds: at least one.
-        path: where to write the picture.
+    Leaders are shown if the algorithm sends the elected worker's model to the others. ``result`` is the content of
+    ``result.json``; there is at least one round.
     """
     workers = sorted({worker for e in rounds for worker in e["losses"]}, key=place)
     many = len(workers) > len(COLORS)
@@ -59,7 +55,6 @@ def draw(result: dict[str, Any], rounds: Rounds, path: Path) -> None:
 
 
 def _title(result: dict[str, Any]) -> str:
-    """Return what the run was and how it ended."""
     members = len(result.get("members", []))
     facts = [
         str(result.get("algorithm", "")),
@@ -104,7 +99,6 @@ def _draw_losses(axes: Axes, rounds: Rounds, colors: dict[str, str], *, many: bo
 def _draw_leaders(
     axes: Axes, rounds: Rounds, levels: Sequence[tuple[str, int]], colors: dict[str, str], end: int
 ) -> None:
-    """Draw a bar for each level of leaders, in the leading worker's color."""
     for height, (scope, node) in enumerate(levels):
         elections = [e for e in rounds if (e["scope"], e["node"]) == (scope, node)]
         starts = [e["count"] for e in elections]

@@ -1,12 +1,10 @@
 """A run's curves, computed only from its events; the loggers that write them; the process of ``lsgd log``."""
 
 import csv
-import importlib.util
 import json
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -14,11 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lsgd.errors import ConfigError, JoinError
 from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered, RunProgress
 from lsgd.protocol.sockets import ConnectorKeys
+from lsgd.watch import require
 from lsgd.watch.reader import Batch, Reader
 from lsgd.watch.results import CURVES, METRICS, read
 from lsgd.watch.view import RunView, mean
@@ -30,9 +29,9 @@ class Point(NamedTuple):
     """Values at one moment of a run.
 
     Args:
-        time: in seconds since the epoch.
-        iterations: of all workers so far.
-        values: by name: ``loss/consensus``, ``loss/node0/worker1``, ``user/accuracy``, ...; all finite.
+        time: time in seconds since the epoch.
+        iterations: iterations of all workers so far.
+        values: finite values by name: ``loss/consensus``, ``loss/node0/worker1``, ``user/accuracy``, ...
     """
 
     time: float
@@ -41,11 +40,7 @@ class Point(NamedTuple):
 
 
 class Curves:
-    """Turns batches into points, each once, even if a restarted server repeats events.
-
-    Attributes:
-        view: the run's view.
-    """
+    """Turns batches into points, each once, even if a restarted server repeats events."""
 
     def __init__(self) -> None:
         self.view = RunView()
@@ -117,15 +112,11 @@ _TAIL_NBYTES = 1 << 16
 
 
 class Logger(ABC):
-    """Writes the points of one run into its folder. The constructor and all methods may raise OSError.
+    """Writes the points of the run with an identity into its folder. All methods may raise OSError."""
 
-    Args:
-        folder: run folder.
-        run: identity of the run.
-    """
-
-    package = ""
-    """Required package, which the extra with the logger's name installs; empty: none."""
+    packages: tuple[str, ...] = ()
+    """Required packages, which the extra with the logger's name installs."""
+    _sink: Any
 
     @abstractmethod
     def __init__(self, folder: Path, run: str) -> None: ...
@@ -134,13 +125,13 @@ class Logger(ABC):
     def write(self, point: Point) -> None:
         """Add a point; points come in order of time."""
 
-    @abstractmethod
     def flush(self) -> None:
         """Make what was written visible to readers."""
+        self._sink.flush()
 
-    @abstractmethod
     def close(self) -> None:
         """Write what is left and close."""
+        self._sink.close()
 
 
 class _Csv(Logger):
@@ -149,21 +140,15 @@ class _Csv(Logger):
     def __init__(self, folder: Path, run: str) -> None:
         path, self._run = folder / CURVES, run
         self._after = _last_time(path, run)
-        self._file = path.open("a", encoding="utf-8", newline="")
-        self._rows = csv.writer(self._file, lineterminator="\n")
-        if not self._file.tell():
+        self._sink = path.open("a", encoding="utf-8", newline="")
+        self._rows = csv.writer(self._sink, lineterminator="\n")
+        if not self._sink.tell():
             self._rows.writerow(["run", "time", "iterations", "name", "value"])
 
     def write(self, point: Point) -> None:
         if point.time > self._after:
             rows = ((self._run, point.time, point.iterations, name, value) for name, value in point.values.items())
             self._rows.writerows(rows)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _last_time(path: Path, run: str) -> float:
@@ -183,28 +168,22 @@ def _last_time(path: Path, run: str) -> float:
 class _TensorBoard(Logger):
     """Writes event files into ``tensorboard/RUN``, over the run's iterations."""
 
-    package = "tensorboardX"
+    packages = ("tensorboardX",)
 
     def __init__(self, folder: Path, run: str) -> None:
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard" / run.replace("/", "-")))
+        self._sink = SummaryWriter(str(folder / "tensorboard" / run.replace("/", "-")))
 
     def write(self, point: Point) -> None:
         for name, value in point.values.items():
-            self._writer.add_scalar(name, value, point.iterations, walltime=point.time)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+            self._sink.add_scalar(name, value, point.iterations, walltime=point.time)
 
 
 class _Wandb(Logger):
     """Writes a run of Weights & Biases into ``wandb/``: offline, unless ``WANDB_MODE`` says something else."""
 
-    package = "wandb"
+    packages = ("wandb",)
 
     def __init__(self, folder: Path, run: str) -> None:
         import wandb
@@ -230,15 +209,12 @@ class _Wandb(Logger):
 
 
 LOGGERS: dict[str, type[Logger]] = {"csv": _Csv, "tensorboard": _TensorBoard, "wandb": _Wandb}
-"""By name."""
 
 
 def check(names: Iterable[str]) -> None:
     """Raise ConfigError if a logger's package is missing."""
     for name in names:
-        cls = LOGGERS[name]
-        if cls.package and importlib.util.find_spec(cls.package) is None:
-            raise ConfigError(f"{name} needs {cls.package}: {sys.executable} -m pip install 'lsgd[{name}]'")
+        require(name, name, *LOGGERS[name].packages)
 
 
 AWAY_FOR_S = 600.0
@@ -306,7 +282,6 @@ def _follow(reader: Reader, curves: Curves, folder: Path, ended: threading.Event
 
 
 def _is_over(folder: Path, run: str) -> bool:
-    """Whether ``result.json`` says that the run is over."""
     document = read(folder)
     return bool(run) and document.get("run") == run and document.get("state") not in ("waiting", "running", "stopping")
 

@@ -12,11 +12,7 @@ T = TypeVar("T")
 
 
 class Series(Generic[T]):
-    """Keeps at most ``most`` points of all that were added, evenly spaced, and the last one.
-
-    Attributes:
-        step: every ``step``-th point is kept.
-    """
+    """Keeps at most ``most`` points: every ``step``-th of all that were added, and the last one."""
 
     def __init__(self, most: int) -> None:
         self.step = 1
@@ -79,12 +75,12 @@ class Counters:
     """Counts since the first event that the server still had. The view reports the ends of rounds.
 
     Attributes:
-        iterations: of all workers; iterations repeated after the run went back to a checkpoint count again.
+        iterations: iterations of all; those repeated after the run went back to a checkpoint count again.
         done: iterations by worker.
-        took: duration of rounds from order to completion, by scope.
+        took: durations of rounds from order to completion, by scope.
         failed: failed rounds, by reason.
-        joins: how often workers joined, counting each of their processes.
-        departures: how often a worker entered a state in which rounds do not wait for it, by state and reason.
+        joins: joins of workers, of each of their processes.
+        departures: changes of a worker to a state in which rounds do not wait for it, by state and reason.
         restarts: restarts of the global server that were seen.
     """
 

@@ -1,8 +1,6 @@
 """A run's metrics in Prometheus's text format, computed only from the run's view; the server of ``lsgd metrics``."""
 
-import importlib.util
 import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lsgd.errors import ConfigError
 from lsgd.protocol.sockets import ConnectorKeys
+from lsgd.watch import require
 from lsgd.watch.history import BOUNDS_S
 from lsgd.watch.reader import Reader
 from lsgd.watch.view import RunView, WorkerView
@@ -29,7 +28,6 @@ MAX_WORKERS = 1024
 
 RUN_STATES = ("waiting", "running", "stopping", "over")
 WORKER_STATES = ("held", "live", "straggler", "cut", "away", "left")
-"""All states."""
 
 Samples = Mapping[Any, float]
 """A metric's values, by the tuple of its labels' values."""
@@ -37,8 +35,7 @@ Samples = Mapping[Any, float]
 
 def check() -> None:
     """Raise ConfigError where prometheus_client is missing."""
-    if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError(f"metrics need prometheus_client: {sys.executable} -m pip install 'lsgd[metrics]'")
+    require("the metrics page", "metrics", "prometheus_client")
 
 
 def exposition(view: RunView) -> bytes:
@@ -71,9 +68,9 @@ class _Families:
 
 def _run(view: RunView) -> Iterator["Metric"]:
     info = {(view.run, view.algorithm): 1}
-    yield _gauges("run_info", "The run, and the algorithm of its current phase.", ["run", "algorithm"], info)
+    yield _gauge("run_info", "The run, and the algorithm of its current phase.", info, "run", "algorithm")
     states = {(state,): state == view.state for state in RUN_STATES}
-    yield _gauges("run_state", "State of the run.", ["state"], states)
+    yield _gauge("run_state", "State of the run.", states, "state")
     yield _gauge("run_progress_ratio", "Share of the run that is made.", view.share)
     yield _gauge("run_elapsed_seconds", "Time since the first round.", view.seconds)
     yield _gauge("run_remaining_seconds", "Time that is left at the present pace.", view.left_s)
@@ -86,40 +83,40 @@ def _run(view: RunView) -> Iterator["Metric"]:
     yield _counter("server_restarts", "How often the global server was started again.", view.counters.restarts)
     yield _counter("events_lost", "Events that were gone before they were read.", view.lost)
     logged = {(name,): number for name, number in view.logged.items()}
-    yield _gauges("user", "What scripts log by name: the mean over live workers.", ["name"], logged)
+    yield _gauge("user", "What scripts log by name: the mean over live workers.", logged, "name")
 
 
 def _rounds(view: RunView) -> Iterator["Metric"]:
     from prometheus_client.core import HistogramMetricFamily
 
     ordered = {("local",): view.rounds_local, ("global",): view.rounds_global}
-    yield _counters("rounds", "Rounds that were ordered.", ["scope"], ordered)
+    yield _counter("rounds", "Rounds that were ordered.", ordered, "scope")
     took = HistogramMetricFamily("lsgd_round_seconds", "Time from a round's order to its completion.", labels=["scope"])
     for scope, histogram in view.counters.took.items():
         bounds = [*map(str, BOUNDS_S), "+Inf"]
         took.add_metric([scope], list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total_s)
     yield took
     failed = {(reason,): times for reason, times in view.counters.failed.items()}
-    yield _counters("round_failures", "Rounds that a member could not complete.", ["reason"], failed)
+    yield _counter("round_failures", "Rounds that a member could not complete.", failed, "reason")
 
 
 def _workers(view: RunView, workers: list[WorkerView]) -> Iterator["Metric"]:
     counts = Counter(worker.state for worker in view.workers.values())
-    yield _gauges("workers", "Workers in each state.", ["state"], {(each,): counts[each] for each in WORKER_STATES})
+    yield _gauge("workers", "Workers in each state.", {(each,): counts[each] for each in WORKER_STATES}, "state")
     states = {(worker.worker, each): each == worker.state for worker in workers for each in WORKER_STATES}
-    yield _gauges("worker_state", "State of each worker.", ["worker", "state"], states)
+    yield _gauge("worker_state", "State of each worker.", states, "worker", "state")
     losses = {(worker.worker,): worker.loss for worker in workers if worker.loss is not None}
-    yield _gauges("worker_loss", "Loss, as the worker last reported it.", ["worker"], losses)
+    yield _gauge("worker_loss", "Loss, as the worker last reported it.", losses, "worker")
     silence = {(worker.worker,): worker.heard_s for worker in workers if worker.state != "left"}
-    yield _gauges("worker_silence_seconds", "Time since the worker was heard.", ["worker"], silence)
+    yield _gauge("worker_silence_seconds", "Time since the worker was heard.", silence, "worker")
     yield _counter("joins", "How often workers have joined.", view.counters.joins)
     departures = view.counters.departures
-    yield _counters("departures", "How often rounds went on without a worker.", ["state", "reason"], departures)
+    yield _counter("departures", "How often rounds went on without a worker.", departures, "state", "reason")
 
 
 def _totals(view: RunView, workers: list[WorkerView]) -> Iterator["Metric"]:
     done = {(worker.worker,): view.counters.done[worker.worker] for worker in workers}
-    yield _counters("worker_iterations", "Iterations that the worker has made.", ["worker"], done)
+    yield _counter("worker_iterations", "Iterations that the worker has made.", done, "worker")
     last = {(worker.worker,): worker.totals.last for worker in workers if worker.totals.last is not None}
     for name, of, help_ in (
         ("sent_bytes", "sent_nbytes", "Bytes of tensors that the worker has sent."),
@@ -128,33 +125,26 @@ def _totals(view: RunView, workers: list[WorkerView]) -> Iterator["Metric"]:
         ("wait_seconds", "waiting_s", "Time of waiting for the servers and the others."),
         ("exchange_seconds", "exchange_s", "Time in rounds."),
     ):
-        yield _counters(name, help_, ["worker"], {who: getattr(totals, of) for who, totals in last.items()})
+        yield _counter(name, help_, {who: getattr(totals, of) for who, totals in last.items()}, "worker")
 
 
-def _gauge(name: str, help_: str, value: float | None) -> "Metric":
-    """Return a gauge, without a sample if there is no value."""
-    return _gauges(name, help_, [], {} if value is None else {(): value})
-
-
-def _counter(name: str, help_: str, value: float) -> "Metric":
-    return _counters(name, help_, [], {(): value})
-
-
-def _gauges(name: str, help_: str, labels: list[str], samples: Samples) -> "Metric":
+def _gauge(name: str, help_: str, value: Samples | float | None, *labels: str) -> "Metric":
     from prometheus_client.core import GaugeMetricFamily
 
-    return _filled(GaugeMetricFamily(f"lsgd_{name}", help_, labels=labels), samples)
+    return _filled(GaugeMetricFamily(f"lsgd_{name}", help_, labels=labels), value)
 
 
-def _counters(name: str, help_: str, labels: list[str], samples: Samples) -> "Metric":
+def _counter(name: str, help_: str, value: Samples | float, *labels: str) -> "Metric":
     from prometheus_client.core import CounterMetricFamily
 
-    return _filled(CounterMetricFamily(f"lsgd_{name}", help_, labels=labels), samples)
+    return _filled(CounterMetricFamily(f"lsgd_{name}", help_, labels=labels), value)
 
 
-def _filled(family: "GaugeMetricFamily | CounterMetricFamily", samples: Samples) -> "Metric":
-    for labels, value in samples.items():
-        family.add_metric(labels, value)
+def _filled(family: "GaugeMetricFamily | CounterMetricFamily", value: Samples | float | None) -> "Metric":
+    """Add the samples, or the only one of a metric without labels; None: there is none."""
+    samples = value if isinstance(value, Mapping) else {} if value is None else {(): value}
+    for labels, number in samples.items():
+        family.add_metric(labels, number)
     return family
 
 

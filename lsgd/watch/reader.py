@@ -16,8 +16,6 @@ ASK_EVERY_S = 0.25
 """How often to ask the server while it has nothing new, in seconds."""
 
 RESEND_S = 1.0
-"""How often to repeat an unanswered question."""
-
 REFUSED_AFTER_S = 0.5
 """How long a reader must have been refused before it raises an error."""
 
@@ -30,13 +28,12 @@ class Batch:
     """The result of :meth:`Reader.read`.
 
     Args:
-        events: in order; may be empty.
         lost: number of earlier events that the server no longer has; after a loss a new ``report`` follows.
-        connected: the server has answered within the last 3 s.
+        connected: whether the server has answered within the last 3 s.
         report: state of the run as in ``lsgd status --json``, at the beginning, after a restart of the server and
             after a loss; None otherwise. It includes the events up to its ``["stream"]["last"]``.
-        restarted: a new server process has served the run since the last batch; its events are numbered from 1 again.
-        more: more can be read at once.
+        restarted: whether a new server process serves the run since the last batch; its events start at 1 again.
+        more: whether more can be read at once.
     """
 
     events: tuple[Event, ...] = ()
@@ -48,19 +45,14 @@ class Batch:
 
 
 class Reader:
-    """Follows one run. Use it from one thread.
+    """Follows the run of the global server at ``address``. Use it from one thread.
 
     The first connected batch has a report. Then come the events that the server still has, oldest first. While the
     server is away, each read tries to reach it.
-
-    Args:
-        address: address of the global server.
-        keys: for a server that requires them.
     """
 
     def __init__(self, address: str, keys: ConnectorKeys | None = None) -> None:
-        name = keys.name if keys else OPERATOR
-        self._link = Connector(address, f"{name}#{secrets.randbits(63)}".encode(), keys)
+        self._link = _connected(address, keys)
         self._poller = Poller(self._link)
         self._address = address
         self._made_at = time.monotonic()
@@ -105,7 +97,6 @@ class Reader:
                 return Batch(connected=connected)
 
     def _next_at(self) -> float:
-        """Return when to ask next, or to ask again."""
         return self._asked_at + (RESEND_S if self._awaits else ASK_EVERY_S)
 
     def _ask(self, now: float) -> None:
@@ -126,12 +117,12 @@ class Reader:
                 self._wants_report, self._asked_at = True, float("-inf")
                 return None
             case Events(_, first, last, _, items):
-                return self._told(first, last, items)
+                return self._new(first, last, items)
             case Refused(reason):
                 raise JoinError(f"the global server at {self._address} refuses us: {reason}")
         raise ProtocolError(f"the server at {self._address} answered {type(answer).__name__}")
 
-    def _told(self, first: int, last: int, items: tuple[bytes, ...]) -> Batch | None:
+    def _new(self, first: int, last: int, items: tuple[bytes, ...]) -> Batch | None:
         """Return the new events; a repeated question returns some twice."""
         known = max(0, self._after + 1 - first)
         events = tuple(decode_event(first + i, item) for i, item in enumerate(items) if i >= known)
@@ -177,8 +168,7 @@ def ask(
     started_at = time.monotonic()
     within_s = ANSWER_WITHIN_S if within_s is None else within_s
     sent = False
-    name = keys.name if keys else OPERATOR
-    with Connector(address, f"{name}#{secrets.randbits(63)}".encode(), keys) as link:
+    with _connected(address, keys) as link:
         poller = Poller(link)
         while (waited_s := time.monotonic() - started_at) < within_s:
             if waited_s > REFUSED_AFTER_S and (trouble := link.trouble()):
@@ -194,6 +184,10 @@ def ask(
                         raise ConfigError(answer.reason)
                     raise ProtocolError(f"the server at {address} answered {type(answer).__name__}")
     raise JoinError(silent(address, within_s))
+
+
+def _connected(address: str, keys: ConnectorKeys | None) -> Connector:
+    return Connector(address, f"{keys.name if keys else OPERATOR}#{secrets.randbits(63)}".encode(), keys)
 
 
 def silent(address: str, silent_s: float) -> str:

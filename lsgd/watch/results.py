@@ -22,7 +22,7 @@ ROUND_KEYS = {"round", "scope", "node", "worker", "count", "seconds", "losses"}
 MAX_POINTS = 2000
 """Most rounds in the picture; of more, only every second, third, ... is shown."""
 
-_STOPPED_CODE = "ordered"  # the global server's reason code for a run that was told to stop
+_STOPPED_CODE = "ordered"  # the global server's reason code for a run that an operator stopped
 
 
 def clear(folder: Path, *, resume: bool) -> None:
@@ -34,11 +34,7 @@ def clear(folder: Path, *, resume: bool) -> None:
 def finish(folder: Path, status: int, state: str = "", reason: str = "") -> list[str]:
     """Write how a run ended into ``result.json``, draw its curve, and return lines that say where both are.
 
-    Args:
-        folder: of the run.
-        status: the launcher's exit status.
-        state: ``failed`` or ``stopped``, if the launcher knows better than the global server; else empty.
-        reason: why.
+    ``state`` is ``failed`` or ``stopped``, with a ``reason``, if the launcher knows better than the global server.
     """
     document = read(folder)
     state, reason = state or ended(document), reason or str(document.get("reason", ""))

@@ -33,9 +33,8 @@ MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
 """How many points of a worker's curve, rounds, log lines, and gaps of a worker to keep."""
 
 RATE_OVER_S = 30.0
-"""Seconds over which the rate is measured."""
 
-TOLD = (
+SHARED = (
     *("run", "state", "code", "reason", "algorithm", "period", "period_reason", "count", "iterations"),
     *("loss", "seconds", "rounds_local", "rounds_global", "generation", "nodes"),
 )
@@ -45,7 +44,7 @@ _TAKES_PART = ("live", "held")
 
 
 class Line(NamedTuple):
-    """A log line: time in seconds since the epoch, code (may be empty), and words."""
+    """A line of the log; ``time`` is in seconds since the epoch, and ``code`` may be empty."""
 
     time: float
     code: str
@@ -74,8 +73,7 @@ class Gap:
 
     Args:
         state: ``straggler``, ``cut``, ``away`` or ``left``.
-        code, reason: why, as a code and as text.
-        begin, end: in seconds since the epoch; ``end`` is None while the gap lasts.
+        begin, end: times in seconds since the epoch; ``end`` is None while the gap lasts.
     """
 
     state: str
@@ -90,17 +88,12 @@ class WorkerView:
     """A worker, as of the last event.
 
     Args:
-        worker: its name.
-        node: index of its machine.
-        rank: in the generation; -1: outside it.
+        rank: rank in the generation; -1: outside it.
         state: ``held``, ``live``, ``straggler``, ``cut``, ``away`` or ``left``.
         code, reason: reason for its state, if known, as a code and as text.
-        done: iterations it has completed.
-        loss: last reported loss.
-        times_leader: rounds that it led.
+        done: number of iterations it has completed.
         heard_s: seconds since its last message, at the last progress.
-        totals: its curve, about one point a second at first, at most :data:`MAX_POINTS`.
-        gaps: the last :data:`MAX_GAPS`.
+        totals: curve of about one point a second at first, of at most :data:`MAX_POINTS`.
     """
 
     worker: str
@@ -143,16 +136,13 @@ class RoundView:
     """A round.
 
     Args:
-        round: its id.
         scope: ``local`` or ``global``.
-        leader: the worker that leads it.
-        count: the run's iterations when it was ordered.
-        seconds: from the run's first round to its order.
-        losses: by worker, when it was ordered.
+        count: number of the run's iterations when it was ordered.
+        seconds: time from the run's first round to its order.
+        losses: losses when it was ordered, by worker.
         state: ``open``, ``completed`` or ``failed``; stays ``open`` if its end is unknown.
-        reason: why it failed.
-        took_s: from its order to its completion; None: unknown.
-        sent_nbytes: by its members; None: unknown.
+        took_s: time from its order to its completion; None: unknown.
+        sent_nbytes: bytes that its members sent; None: unknown.
     """
 
     round: int
@@ -176,25 +166,19 @@ class RunView:
         report: content of ``lsgd status --json`` or ``result.json``; None: it comes with the first batch.
 
     Attributes:
-        run: identity; empty before the first report.
+        run: identity of the run; empty before the first report.
         state: ``waiting``, ``running``, ``stopping`` or ``over``; empty before the first report.
-        code, reason: what it waits for or why it ends, as a code and as text.
-        algorithm: its name.
+        code, reason: reason for its waiting or its end, as a code and as text.
         period: iterations of a worker between global rounds; ``period_reason``: why this period.
         count: completed iterations; ``iterations``: the limit, 0 without one; ``share``: the run's progress, 0 to 1.
-        seconds: since the first round.
+        seconds: time since the first round.
         loss: mean of the finite losses at the last global round; None: there are none.
-        rounds_local, rounds_global, generation, nodes: as in the report.
-        workers: by name, in the order of node and index, including those that have left.
+        workers: workers by name, in the order of node and index, including those that have left.
         ways: pairs of nodes that do not simply dial each other, as in the report.
-        rounds: the history, thinned.
-        log: the last lines.
         logged: numbers that scripts log, by name: the mean over the live workers that have one.
-        counters: counts of events.
         settings: settings that operators have changed since this view began, by name.
-        connected: whether the last batch was connected.
         lost: total number of lost events.
-        time: of the last event, in seconds since the epoch by the server's clock; 0: no event yet.
+        time: time of the last event, in seconds since the epoch by the server's clock; 0: no event yet.
     """
 
     def __init__(self, report: Mapping[str, Any] | None = None) -> None:
@@ -262,7 +246,7 @@ class RunView:
         """Take the state and new rounds from a report; reset for another run."""
         if self.run and self.run != report["run"]:
             RunView.__init__(self)
-        for name in TOLD:
+        for name in SHARED:
             setattr(self, name, report.get(name, getattr(self, name)))
         self.share = report.get("progress", self.share)
         self.ways = report.get("ways", [])
@@ -316,7 +300,7 @@ class RunView:
                     self._progress = deque([self._progress[-1]])
 
     def _open(self, number: int) -> RoundView | None:
-        """Return a round that is still open; a restarted server may report its end twice."""
+        """Return a round that is open still; a restarted server may report its end twice."""
         known = self._recent.get(number)
         return known if known and known.state == "open" else None
 
@@ -367,7 +351,6 @@ class RunView:
                     worker.loss, worker.heard_s = each.loss, each.heard_s
 
     def _worker(self, name: str, node: int | None = None) -> WorkerView:
-        """Return the worker, created if it is new."""
         if name not in self.workers:
             self.workers[name] = WorkerView(name, place(name)[0] if node is None else node)
             self.workers = dict(sorted(self.workers.items(), key=lambda item: place(item[0])))

@@ -16,7 +16,7 @@ from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import RunProgress
 from lsgd.settings import changeable
 from lsgd.watch.reader import Batch
-from lsgd.watch.view import RATE_OVER_S, TOLD, RoundView, RunView, Totals, WorkerView, mean
+from lsgd.watch.view import RATE_OVER_S, SHARED, RoundView, RunView, Totals, WorkerView, mean
 
 RECENT_S = 240.0
 """How many seconds of the workers' reports are kept in full."""
@@ -34,10 +34,9 @@ class Story:
         older: lines of ``metrics.jsonl``; only those before the view's first round are used.
 
     Attributes:
-        view: the run's view.
         recent: totals in the last :data:`RECENT_S`, by worker.
         started_at: time of the first round, in seconds since the epoch; None: no round yet.
-        problem: why nothing can be read; empty: no problem.
+        problem: reason why nothing can be read; empty: no problem.
     """
 
     def __init__(self, older: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -214,10 +213,7 @@ def setting_names(algorithm: str) -> list[str]:
 def losses(story: Story, workers: Sequence[str], now: tuple[int, Mapping[str, float | None]] | None) -> dict[str, Any]:
     """Return the curves: of each worker, of the mean at global rounds, and where the leader changes, if leaders matter.
 
-    Args:
-        story: the run's history.
-        workers: names of the workers to include.
-        now: the run's current count and losses, for the last point; None: omit it.
+    The last point is ``now``, if given: the run's current count and losses.
     """
     rounds = story.loss_rounds()
     most = min(MAX_POINTS, max(MIN_POINTS, MAX_LOSSES // max(1, len(workers))))
@@ -235,7 +231,7 @@ def losses(story: Story, workers: Sequence[str], now: tuple[int, Mapping[str, fl
 
 
 def _head(view: RunView) -> dict[str, Any]:
-    names = (*TOLD, "share", "lost", "time", "left_s", "rate", "elects")
+    names = (*SHARED, "share", "lost", "time", "left_s", "rate", "elects")
     return {name: getattr(view, name) for name in names} | {"loss": _number(view.loss)}
 
 
@@ -252,7 +248,7 @@ def _worker(story: Story, worker: WorkerView) -> dict[str, Any]:
 
 
 def _window(story: Story, shown: Sequence[WorkerView], *, recent: bool) -> dict[str, Any] | None:
-    """Return the timeline of the last minutes, or of the whole known history."""
+    """Return the timeline of the last minutes, or of all that is known."""
     points = {w.worker: list(story.recent.get(w.worker, ()) if recent else w.totals) for w in shown}
     begins = [each[0].time for each in points.values() if each]
     end = story.view.time
@@ -271,9 +267,8 @@ def _window(story: Story, shown: Sequence[WorkerView], *, recent: bool) -> dict[
     return over._asdict() | traffic(points.values(), over) | drawn
 
 
-def _mark(time: float, round_: RoundView) -> list[Any]:
+def _mark(time: float, r: RoundView) -> list[Any]:
     """Return a round as a list: time, scope, leader, duration, bytes, state, id."""
-    r = round_
     return [round(time, 2), r.scope, r.leader, _number(r.took_s), r.sent_nbytes, r.state, r.round]
 
 

@@ -32,11 +32,11 @@ class Follower(threading.Thread):
     """Follows a run until :meth:`stop`.
 
     Args:
-        reader: reader of the run's events; this thread closes it at its end.
-        story: the run's history so far; from now on only this thread uses it.
-        tell: is called with the page's data as JSON, on this thread.
-        seen: returns whether a page is open.
-        folder: where to write :data:`KEPT` at the end; None: nowhere.
+        reader: reader of the run's events, which this thread closes at its end.
+        story: history so far; from now on only this thread uses it.
+        tell: callback for the page's data as JSON, on this thread.
+        seen: callback that returns whether a page is open.
+        folder: folder for :data:`KEPT` at the end; None: it is not written.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Follower(threading.Thread):
         self._stop_asked.set()
 
     def run(self) -> None:
-        """Read events and update the page's data."""
+        """Serve the page's data until the end."""
         with self._reader:
             changed, told_at, wait_s, state = True, float("-inf"), 0.0, ""
             while not self._stop_asked.is_set():

@@ -2,9 +2,7 @@
 
 import functools
 import html
-import importlib.util
 import json
-import sys
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -19,19 +17,6 @@ PARTS = {"page.css": "text/css", "charts.js": "text/javascript", "page.js": "tex
 """The page's files besides plotly.js, with their types."""
 
 PLOTLY = "plotly.js"
-
-
-def require(command: str, *modules: str) -> None:
-    """Check that these modules are installed.
-
-    Raises:
-        ConfigError: one is not; the message has the command to type.
-    """
-    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
-        raise ConfigError(
-            f"{command} needs {' and '.join(missing)}, which the extra `dashboard` installs: "
-            f"{sys.executable} -m pip install 'lsgd[dashboard]'"
-        )
 
 
 @functools.cache
@@ -49,8 +34,8 @@ def live_page(csrf: str, address: str, *, control: bool) -> str:
 
     Args:
         csrf: secret that the page sends with its changes to the run.
-        address: shown address of the global server.
-        control: the page may stop and change the run.
+        address: address of the global server, which it shows.
+        control: whether the page may stop and change the run.
     """
     head = '<link rel="stylesheet" href="page.css">'
     scripts = "".join(f'<script src="{name}" defer></script>' for name in (PLOTLY, "charts.js", "page.js"))
@@ -59,16 +44,12 @@ def live_page(csrf: str, address: str, *, control: bool) -> str:
 
 
 def report_page(data: str, folder: str) -> str:
-    """Return the self-contained page of a finished run.
-
-    Args:
-        data: the page's data, as JSON that is safe inside a script element.
-        folder: shown name of the run folder.
-    """
+    """Return the self-contained page of a finished run; ``data`` is JSON that is safe inside a script element."""
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{part("page.css")}</style>'
     scripts = [f'<script id="data" type="application/json">{data}</script>']
-    scripts += [f"<script>{_inline(part(name))}</script>" for name in (PLOTLY, "charts.js", "page.js")]
+    parts = [part(name).replace("</script", "<\\/script") for name in (PLOTLY, "charts.js", "page.js")]
+    scripts += [f"<script>{text}</script>" for text in parts]
     return _filled(head, {"mode": "report", "address": folder, "control": "no"}, "".join(scripts))
 
 
@@ -78,11 +59,6 @@ def _filled(head: str, about: dict[str, str], end: str) -> str:
     before, mark, after = text.rpartition("<!--end-->")
     assert mark
     return before + end + after
-
-
-def _inline(script: str) -> str:
-    """Return a script that is safe inside a script element: its end tags are escaped."""
-    return script.replace("</script", "<\\/script")
 
 
 def report(folder: Path) -> str:
@@ -109,7 +85,6 @@ def report(folder: Path) -> str:
 
 
 def _kept(folder: Path, run: str) -> dict[str, Any]:
-    """Return the data that a dashboard of this run kept; empty if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
         if kept["head"]["run"] == run:

@@ -40,8 +40,6 @@ from lsgd.watch.results import METRICS, read_rounds
 
 DEFAULT_PORT = 8484
 MAX_BROWSERS = 32
-"""Most pages open at once."""
-
 SAY_ALIVE_EVERY_S, SEND_WITHIN_S, MAX_BODY_NBYTES = 5.0, 10.0, 1 << 16
 """Time between keep-alives; how long a page may take to receive; the longest request."""
 
@@ -60,10 +58,9 @@ class Dashboard:
 
     Args:
         address, keys: address of the global server, and keys for it.
-        host: address that this server listens on.
         token: token that visitors need; empty: none.
-        control: visitors may stop and change the run.
-        metrics: returns the run's metrics in Prometheus's text format.
+        control: whether visitors may stop and change the run.
+        metrics: callback that returns the run's metrics in Prometheus's text format.
     """
 
     address: str
@@ -318,9 +315,9 @@ def open_dashboard(
         host: address to listen on; if other machines can reach it, the page needs a token.
         port: TCP port; None: the default port, or else any free one.
         folder: run folder, for the older rounds, and to keep the final page if ``parent`` is set; None: unknown.
-        say: is called with the page's address once it is open.
-        private: always require a token.
-        parent: process id; 0: watch none.
+        say: callback for the page's address once it is open.
+        private: whether a token is always required.
+        parent: process id; 0: none.
 
     Raises:
         ConfigError: the port or the host cannot be used.
