@@ -336,10 +336,9 @@ def test_twenty_generations_leave_no_descriptor(switchboard) -> None:
     for number in range(2, 22):  # each of the members has one more channel
         assert run(switchboard, (2,), lambda g: bool(g.all_reduce(torch.ones(1)).wait()) or True, number=number)
     channels = switchboard._channels
-    per_channel = descriptors()
     while len(channels) > 2:
         channels.pop().close()
-    assert descriptors() <= before, per_channel
+    until(lambda: descriptors() <= before, "the descriptors of the last groups to be closed")  # by torch's own threads
 
 
 def test_no_thread_is_left_when_a_group_that_forms_is_cut(switchboard) -> None:
