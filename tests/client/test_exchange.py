@@ -1,5 +1,6 @@
 """Rounds on real groups: who takes what from whom, the consensus, and that a failed round changes nothing."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,8 @@ from .bench import Switchboard, generation, together
 
 @pytest.fixture
 def switchboard(tmp_path):
-    with Switchboard(tmp_path) as made:
+    """A switchboard; at its end all members leave their groups, so that the next tests find none of their threads."""
+    with Switchboard(tmp_path) as made, ExitStack() as made.members:
         yield made
 
 
@@ -84,6 +86,7 @@ class Members:
             self.channels.append(membership.channel)
             self.replicas.append(replica)
             self.rounds.append(Rounds(membership, replica, checkpoints))
+            switchboard.members.callback(self.rounds[-1].entry.leave, cut=True)
 
     def round(self, id: int = 1, *, number: int = 1, **changes: object) -> Round:
         made = Round(
