@@ -76,7 +76,7 @@ ROUND = Figure(
 )
 MEMBER = Figure(
     "The states of a worker, as the global server sees it",
-    {state.name: state.value for state in roster.MemberState},
+    {state.name: state.means for state in roster.MemberState},
     [(before.name, after.name) for before, after, _ in roster.TRANSITIONS],
     frozenset(state.name for state in roster.MemberState if not state.live and state.name != "JOINED"),
 )
