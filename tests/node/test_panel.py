@@ -15,7 +15,7 @@ import pytest
 
 from lsgd.node.panel import frame
 from lsgd.node.screen import Screen
-from lsgd.protocol.events import Event, RunProgress
+from lsgd.protocol.events import Event, RoundOrdered, RunProgress
 from lsgd.watch.reader import Batch
 from lsgd.watch.view import RunView
 
@@ -110,6 +110,15 @@ def test_a_frame_has_progress_rate_time_left_and_a_line_for_each_worker():
     assert progress.startswith("━") and progress.endswith("50%  1000/2000  50/s  20.0s left  loss 0.25")
     assert first.split() == ["node0/worker0", "trains", "500", "loss", "0.25"]
     assert second.startswith("node1/worker0  away ") and "evicted: nothing" in second and second.endswith("…")
+
+
+@pytest.mark.parametrize(("algorithm", "says"), [("leader", True), ("local", False)])
+def test_a_leader_is_named_where_leaders_matter(algorithm, says):
+    run = run_of(2)
+    run.algorithm = algorithm
+    order = RoundOrdered(1, "global", -1, "node0/worker0", 1000, 20.0, {"node0/worker0": 0.25})
+    run.take(Batch((Event(3, 21.0, order),), connected=True))
+    assert plain(frame(run, COLUMNS, ROWS))[1].endswith("leads") is says
 
 
 def test_a_frame_fits_the_terminal_and_keeps_the_worker_that_something_is_wrong_with():
