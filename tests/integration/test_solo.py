@@ -14,7 +14,7 @@ import pytest
 from lsgd.client.control.solo import Solo, is_alone
 from lsgd.errors import ConfigError
 
-from .running import LIGHT, until
+from .running import LIGHT, holders, until
 
 TRAIN = """
 import sys, time, torch
@@ -77,14 +77,7 @@ class Script:
         return code
 
     def left(self) -> list[int]:
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if self.token.encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-            except OSError:
-                continue
-        return found
+        return holders(self.token)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from lsgd.protocol.keys import KeyRing
 from lsgd.run_folder import is_live
 from lsgd.run_folder import runs as checkpoints
 
-from ..integration.running import LIGHT, free_port
+from ..integration.running import LIGHT, free_port, holders
 
 TRAIN = """
 import json, os, sys, torch
@@ -85,14 +85,7 @@ class Node:
 
     def left(self) -> list[int]:
         """Return the processes that are there."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if self.token.encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-            except OSError:
-                continue
-        return found
+        return holders(self.token)
 
     def lines(self) -> bytes:
         """Return the command lines of the processes that are there."""

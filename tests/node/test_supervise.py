@@ -19,6 +19,8 @@ from lsgd.node import transcript as module
 from lsgd.node.screen import CONTROL, Screen
 from lsgd.node.transcript import MAX_LINE_NCHARS, Transcript
 
+from ..integration.running import holders
+
 DRIVER = """
 import json, os, sys
 from pathlib import Path
@@ -102,14 +104,7 @@ class Supervised:
 
     def left(self) -> list[int]:
         """Return the processes that are there."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if self.token.encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-            except OSError:
-                continue
-        return found
+        return holders(self.token)
 
     def finish(self) -> tuple[int, str, str]:
         """Return exit status, output and errors, when it has ended and left nothing behind."""
