@@ -62,6 +62,12 @@ class ServerLostError(LsgdError):
     exit_code = 75  # EX_TEMPFAIL: try again later
 
 
+class NotTrainedError(LsgdError):
+    """This worker leaves as if it had trained, but has completed no iteration of the run."""
+
+    exit_code = 78  # EX_CONFIG: the script has to be changed
+
+
 class NonFiniteError(LsgdError):
     """The run ended, and its model is non-finite (NaN or infinite)."""
 

@@ -31,6 +31,7 @@ from lsgd.errors import (
     LsgdError,
     NoConsensusError,
     NonFiniteError,
+    NotTrainedError,
     ServerLostError,
 )
 from lsgd.flat import FlatParameters
@@ -40,6 +41,9 @@ from lsgd.settings import AlgorithmSettings
 from lsgd.shards import full_state_dict
 
 logger = logging.getLogger("lsgd")
+
+_EndingError = ServerLostError | EvictedError | NoConsensusError | NotTrainedError
+"""What ends a script that does not handle it with an exit code of its own."""
 
 T = TypeVar("T")
 
@@ -423,7 +427,8 @@ class Worker:
         of the plan. If others continue, the model stays as after that round. (Where gradients are exchanged, models
         are identical after each iteration, so there is no such round.)
 
-        Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches().
+        Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches(), and
+        a NotTrainedError (exit code 78) if this worker has completed no iteration, though its optimizers have stepped.
         """
         if self._open and not self.stopped and not self._steps.finish():
             self._end(reason="it has completed its last round")
@@ -461,12 +466,12 @@ class Worker:
         looks = error is None and self.stopped and (self._open or self._membership.island.size == 1)
         broken = self._checkpoints.non_finite_error() if looks else None
         self._end(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
-        if isinstance(error, ServerLostError | EvictedError | NoConsensusError):
+        if isinstance(error, _EndingError):
             self._exit(error)
         if broken is not None:
             self._exit(broken)
 
-    def _exit(self, error: ServerLostError | EvictedError | NoConsensusError | NonFiniteError) -> NoReturn:
+    def _exit(self, error: _EndingError | NonFiniteError) -> NoReturn:
         logger.error("%s ends with exit code %d: %s", self.name, error.exit_code, error)
         raise SystemExit(error.exit_code) from error
 

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lsgd.errors import EvictedError, ServerLostError
+from lsgd.errors import EvictedError, NotTrainedError, ServerLostError
 from lsgd.node.local_server import LocalServer
 from lsgd.node.panel import Panel
-from lsgd.node.process import NOT_TRAINED, Child, Command, Role
+from lsgd.node.process import Child, Command, Role
 from lsgd.node.screen import Screen, show
 from lsgd.node.transcript import Reading
 from lsgd.protocol.sockets import Poller
@@ -59,9 +59,10 @@ class Node:
 
     The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) ends the run, or this node's part of it: the servers tell the
     workers. A second one kills all processes at once. If a process fails, the run is stopped the same way. But a
-    process that was killed by a signal or evicted is restarted first: after one second, then two, four, ..., as often
-    as its command allows within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server can reach, are
-    asked to save and leave. Then the processes are ended by role, in the order of :class:`Role`.
+    process that was killed by a signal or evicted, or a server that failed in its own code, is restarted first: after
+    one second, then two, four, ..., as often as its command allows within :data:`RESTART_WINDOW_S`. Workers that do
+    not end, or that no server can reach, are asked to save and leave. Then the processes are ended by role, in the
+    order of :class:`Role`.
 
     Args:
         name: name of the node.
@@ -107,7 +108,7 @@ class Node:
 
         It is 0 if all processes ended by themselves without an error; else the status of the first that failed
         (128 + the signal's number, if a signal killed it), or 128 + the number of the signal that we got. It is
-        :data:`NOT_TRAINED` if a worker never joined, or if all workers left before the end of the run.
+        :class:`NotTrainedError`'s if a worker never joined, or if all workers left before the end of the run.
         """
         signals = Signals(signal.SIGHUP)
         poller = Poller(*self._local.sources, signals.wakeup)
@@ -234,7 +235,7 @@ class Node:
         if self._is_over or child.name in self._local.ended:
             return
         if child.name not in self._local.joined:
-            child.status = NOT_TRAINED
+            child.status = NotTrainedError.exit_code
             return
         self._early.add(child.name)
         self._screen.say(
@@ -380,5 +381,9 @@ class Node:
             return 128 + self._signalled, "stopped", f"{self._signalled.name}; not all processes ended in time"
         workers = {command.name for command in self._commands if command.role is Role.WORKER}
         if self._early and self._early == workers:
-            return NOT_TRAINED, "failed", "all workers left before the end of the run, so there is no consensus"
+            return (
+                NotTrainedError.exit_code,
+                "failed",
+                "all workers left before the end of the run, so there is no consensus",
+            )
         return (1, "failed", "some processes did not end") if self._alive() else (0, "", "")

@@ -129,7 +129,7 @@ class Course:
         algorithm: as of the last global round.
         next_algorithm: as planned from the next global round on; its period may be ``auto``.
         why: reason for the period.
-        said_period: the last one in the log.
+        said_period: the last one in the log, which has each change, but doublings only while the learning rate falls.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:

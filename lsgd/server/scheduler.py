@@ -123,7 +123,8 @@ def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] 
     period = course.schedule.period
     if (period, course.why) != before:
         state.happened(PeriodChosen(period, course.why.code, str(course.why)))
-    if period != before[0] and not course.said_period / 2 < period < course.said_period * 2:
+    gradual = course.why.code == Why.RATE.code and course.said_period / 2 < period < course.said_period * 2
+    if period != before[0] and not gradual:
         course.said_period = period
         state.note(Why.PERIOD(period=period, reason=course.why))
 
@@ -178,12 +179,12 @@ def _order(
         state.course.pace.ordered(state.now, state.ledger.count, len(members), first=state.book.fresh)
     state.book.order(order, members, state.now)
     state.changes += 1
-    leader.times_leader += 1
-    entry = election(order, leader, members, state.now - state.started_at)
+    leader.times_leader += state.leads
+    entry = election(order, leader if state.leads else None, members, state.now - state.started_at)
     state.book.elections.append(entry)
     state.happened(entry)
     if final or (not state.course.schedule.lockstep and state.book.line_due(order.id, state.now)):
-        state.note(line(entry, final=final, leads=state.leads))
+        state.note(line(entry, final=final))
     if scope == "local":
         reason = Why.LOCAL_ROUND(id=order.id, members=len(members), node=members[0].join.node)
     else:

@@ -167,6 +167,16 @@ def test_a_worker_that_fails_when_the_run_is_over_leaves_the_others_the_time_to_
     assert "[good] saved" in out
 
 
+def test_a_server_that_failed_in_its_own_code_is_started_again_a_bounded_number_of_times(start, tmp_path):
+    fails_once = f"[ -e $HERE/failed ] || {{ touch $HERE/failed; exit 70; }}; {SERVER}"
+    trains = "until [ -e $HERE/up ]; do sleep 0.05; done; echo trained; touch $HERE/stop"
+    status, out, _ = start(server=fails_once, worker=trains, restarts=5).finish()
+    assert status == 0 and "[worker] trained" in out
+    assert "server failed with exit code 70; restarting it in 1 s (4 more restarts" in out
+    status, out, _ = start(server="exit 70", worker=LEAVER, restarts=1).finish()
+    assert status == 70 and out.count("restarting it") == 1 and "[worker] saved" in out
+
+
 def test_workers_of_a_server_that_is_dead_for_good_are_told_to_save_and_leave(start):
     """Its restarts are used up, and nobody else can tell them."""
     status, out, err = start(server="kill -KILL $$", worker=LEAVER, patience={"SAVE_PATIENCE_S": 20}).finish()

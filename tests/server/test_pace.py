@@ -210,7 +210,8 @@ def test_auto_follows_a_link_that_changes_and_says_why() -> None:
     assert timed.periods == [1]
     assert timed.stretches(8) == 40  # 0.1 s, over a quarter of steps of 0.01 s
     assert timed.periods == [1, 1, 2, 4, 8, 16, 32, 40, 40]
-    assert timed.said[-1] == "period 32: a round takes 0.1 s, a step 0.01 s"  # 40 is no news
+    assert timed.said[-1] == "period 40: a round takes 0.1 s, a step 0.01 s"
+    assert [int(said.split()[1].rstrip(":")) for said in timed.said] == [2, 4, 8, 16, 32, 40]
 
     timed.round_s *= 10.0
     assert timed.stretches(2) == 40  # one late round changes nothing, as two do not yet count
