@@ -77,6 +77,7 @@ class LocalServer:
     Attributes:
         processes: watch over the ends of the workers' processes; it may watch others too.
         over: whether the run is over.
+        outcome: reason why the run is over; empty before that.
         failure: reason why this node cannot take part in the run; empty while it can.
         joined: names of the workers that have asked to join.
         ended: names of those that heard of the run's end, or left it in order.
@@ -102,7 +103,7 @@ class LocalServer:
         self._complain = complain
         self.processes = Processes()
         self.over = False
-        self.failure = ""
+        self.outcome = self.failure = ""
         self.joined: set[str] = set()
         self.ended: set[str] = set()
         self._workers: dict[bytes, str] = {}
@@ -323,7 +324,7 @@ class LocalServer:
             case Refused(reason):
                 self._refuse(reason)
             case RunOver(reason):
-                self.over = True
+                self.over, self.outcome = True, reason
                 self.end(f"the run is over: {reason}")
                 self._say_leave(now)
             case Left():

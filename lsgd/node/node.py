@@ -70,7 +70,7 @@ class Node:
         outlives: whether the global server may outlive the workers, because other nodes need it.
 
     Attributes:
-        end: end of the run for this node, ``failed`` or ``stopped``, and why; empty: what its servers say.
+        end: end of the run for this node, ``failed`` or ``stopped`` (empty: what its servers say), and why.
     """
 
     def __init__(
@@ -386,4 +386,4 @@ class Node:
                 "failed",
                 "all workers left before the end of the run, so there is no consensus",
             )
-        return (1, "failed", "some processes did not end") if self._alive() else (0, "", "")
+        return (1, "failed", "some processes did not end") if self._alive() else (0, "", self._local.outcome)

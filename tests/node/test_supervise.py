@@ -39,7 +39,7 @@ roles = {"server": Role.SERVER, "logger": Role.OBSERVER, "relay": Role.RELAY}
 
 class Local:
     # The local server: its words to the others are files.
-    failure, over, finished = "", False, "server" not in scripts
+    failure, outcome, over, finished = "", "", False, "server" not in scripts
     joined = ended = set(scripts)
     processes = Processes()
     sources = (processes,)
