@@ -25,7 +25,6 @@ from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings
 from lsgd.client.iteration.steps import Steps
 from lsgd.errors import (
-    EvictedError,
     ExchangeError,
     JoinError,
     LsgdError,
@@ -42,7 +41,7 @@ from lsgd.shards import full_state_dict
 
 logger = logging.getLogger("lsgd")
 
-_EndingError = ServerLostError | EvictedError | NoConsensusError | NotTrainedError
+_EndingError = ServerLostError | JoinError | NoConsensusError | NotTrainedError
 """What ends a script that does not handle it with an exit code of its own."""
 
 T = TypeVar("T")
@@ -238,12 +237,12 @@ class Worker:
 
         Raises:
             DetachedError: a parameter was replaced, or taken from its optimizer, since the join.
-            JoinError: the servers refuse this worker, for example because it trains on another worker's data.
+            JoinError: the servers refuse this worker, because it trains on another's data (exit code 77).
             EvictedError: the run continues without this worker (exit code 76: ``lsgd launch`` starts it again).
             ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).
             NoConsensusError: the run has ended for this worker without a consensus (exit code 74).
 
-        Before the last two are raised, this worker's state is saved. If the script does not handle the last three,
+        Before the last two are raised, this worker's state is saved. If the script does not handle the last four,
         the end of the ``with`` block ends the process with that exit code.
         """
         if self.stopped:

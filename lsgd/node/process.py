@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lsgd.errors import EvictedError, NotTrainedError, ServerLostError
+from lsgd.errors import EvictedError, JoinError, NotTrainedError, ServerLostError
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading, Transcript
 from lsgd.run_folder import runs
@@ -178,6 +178,8 @@ class Child:
             return "was evicted from the run"
         if self.status == ServerLostError.exit_code:
             return f"gave up waiting for its servers (exit code {self.status})"
+        if self.role is Role.WORKER and self.status == JoinError.exit_code:
+            return f"was refused by the run (exit code {self.status})"
         if self.status == NotTrainedError.exit_code:
             return (
                 f"ended without training in the run (exit code {self.status}): its script has to call Worker.join and "

@@ -12,7 +12,7 @@ from lsgd.server import answers, next_step
 from lsgd.server.admission import transport_of
 from lsgd.server.books import election, line, roles
 from lsgd.server.course import Stretch
-from lsgd.server.endings import close, stop
+from lsgd.server.endings import close, fail, stop
 from lsgd.server.reasons import Why, number_of
 from lsgd.server.roster import Member, MemberState, NodeQueue, named
 from lsgd.server.state import RunState
@@ -251,9 +251,7 @@ def _lose_model(state: RunState, *, fails: bool) -> None:
         state.lost_at = state.now
         state.note(reason)
     if fails:
-        state.failed = reason
-        stop(state, reason)
-        close(state)
+        fail(state, reason)
 
 
 def _model_of(members: Iterable[Member]) -> tuple[bool, bool]:

@@ -863,8 +863,22 @@ def test_only_so_many_of_those_who_have_left_are_remembered() -> None:
     assert next(iter(roster.left)) == "node0/worker2"
 
 
-def test_two_workers_with_the_same_batches() -> None:
+def test_two_workers_with_the_same_batches_end_a_run_that_has_learned_nothing() -> None:
     bench = started("00", "01", "02")
+    bench.data("00", "digest")
+    bench.ask("02")
+    bench.data("01", "digest")
+    assert bench.state.failed.code == "same_batches" and bench.state.stage == "over"
+    for place in ("00", "01", "02"):
+        (refused, *_) = [m for m in bench.got[place] if isinstance(m, Refused)]
+        assert refused.reason == bench.state.failed
+    assert bench.ask("00")["00"] == [Refused(bench.state.failed)]
+
+
+def test_a_worker_that_comes_later_with_the_same_batches_is_refused() -> None:
+    bench = started("00", "01", "02", period=1, local_period=1)
+    bench.ask_all("00", "01", "02")
+    bench.complete_all("00", "01", "02")
     bench.data("00", "digest")
     bench.data("00", "digest")
     assert not bench.got
