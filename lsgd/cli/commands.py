@@ -173,9 +173,10 @@ def launch_command(
             raise click.UsageError("--resume-if-any needs the run's folder: --run-dir DIR, the same at each start")
         resume = bool(runs_with_checkpoints(run_dir / CHECKPOINTS))
     elif resume:
-        run_dir = find_run(run_dir or Path("runs"), place.node)
-    if resume:
-        click.echo(f"[launch] resumes from the checkpoints in {run_dir}")
+        run_dir = find_run(run_dir or Path("runs"), place.node, place.nodes)
+    if resume and run_dir:
+        source = "checkpoints" if runs_with_checkpoints(run_dir / CHECKPOINTS) else "journal"
+        click.echo(f"[launch] resumes from the {source} in {run_dir}")
     run_dir = (run_dir or _new_run_dir()).absolute()
     if devices.warning:
         click.echo(f"[launch] {devices.warning}", err=True)

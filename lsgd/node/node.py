@@ -13,6 +13,7 @@ from lsgd.node.panel import Panel
 from lsgd.node.process import Child, Command, Role
 from lsgd.node.screen import Screen, show
 from lsgd.node.transcript import Reading
+from lsgd.protocol.processes import Orphans
 from lsgd.protocol.sockets import Poller
 from lsgd.server.daemon import TICK_S, Signals
 
@@ -24,6 +25,9 @@ SAVE_PATIENCE_S = 30.0
 
 TERM_PATIENCE_S, KILL_PATIENCE_S = 5.0, 10.0
 """How long a process may take to end after SIGTERM, and the system to kill it after SIGKILL."""
+
+ORPHAN_PATIENCE_S = 1.0
+"""How long what the workers have left behind may take to end after SIGTERM."""
 
 OBSERVE_PATIENCE_S = 15.0
 """How long observing processes may keep writing after the run's end."""
@@ -111,6 +115,7 @@ class Node:
         :class:`NotTrainedError`'s if a worker never joined, or if all workers left before the end of the run.
         """
         signals = Signals(signal.SIGHUP)
+        orphans = Orphans(lambda: [child.pid for child in self._children])
         poller = Poller(*self._local.sources, signals.wakeup)
         try:
             for number, command in enumerate(self._commands):
@@ -121,10 +126,13 @@ class Node:
                 poller.wait(TICK_S)
                 signals.wakeup.clear()
                 self._turn(signals)
+                orphans.reap()
             self._local.close()
         finally:
             for child in self._alive():
                 child.send(signal.SIGKILL)
+            if left := orphans.end(ORPHAN_PATIENCE_S):
+                self._screen.say(f"ended what the workers' scripts had left running: processes {left}")
             if self._panel:
                 self._panel.close()
             self._reading.close()

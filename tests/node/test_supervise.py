@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lsgd.node import transcript as module
@@ -370,6 +371,21 @@ def test_servers_that_other_nodes_need_go_on(start, tmp_path):
 
 def test_nothing_is_left_of_a_process_that_started_others(start, tmp_path):
     assert start(worker=f"bash -c '{FOREVER}' & echo started").finish()[0] == 0
+
+
+def test_nothing_is_left_of_what_left_its_session(start, tmp_path):
+    daemon = f"(setsid bash -c 'touch $HERE/1.ready; {FOREVER}' &); (setsid true &)"
+    ready = "until [ -e $HERE/1.ready ]; do sleep 0.05; done"
+    supervised = start(worker=f"{daemon}; {ready}; echo started; until [ -e $HERE/go ]; do sleep 0.05; done")
+    until((tmp_path / "1.ready").exists, "the daemon is up")
+    until(lambda: not zombies(supervised.process.pid), "who has ended is let go")
+    (tmp_path / "go").touch()
+    status, out, _ = supervised.finish()
+    assert status == 0 and "ended what the workers' scripts had left running: processes [" in out
+
+
+def zombies(parent: int) -> list[int]:
+    return [each.pid for each in psutil.Process(parent).children() if each.status() == psutil.STATUS_ZOMBIE]
 
 
 def test_killed_launcher_leaves_no_process(start, tmp_path):
