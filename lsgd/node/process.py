@@ -108,6 +108,7 @@ class Child:
     Attributes:
         status: exit code, or minus the number of the signal that killed it; None while it runs.
         pid: number of the process, and of the group that it leads.
+        started_at: when it was started, in seconds of a clock that never goes back.
         is_ending: whether it was asked to end, so that no exit status is a failure.
 
     Args:
@@ -126,7 +127,7 @@ class Child:
         self.is_ending = False
         self._sent: set[signal.Signals] = set()
         self._reading = reading
-        self._ended_at = 0.0
+        self._ended_at, self.started_at = 0.0, time.monotonic()
         self._lifeline = Lifeline()
         on_terminal = command.on_terminal and screen.is_terminal
         width = len(f"[{command.name}] ")

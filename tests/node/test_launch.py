@@ -447,7 +447,7 @@ class TestEnds:
         node = start("--node", "0", "--port", str(free_port()))
         self.train(node)
         os.kill(self.pid(node, "lsgd.server --global"), signal.SIGKILL)
-        assert any("restarting it in" in line for line in node.process.stdout)  # the launcher has seen that it is gone
+        assert any("restarting it" in line for line in node.process.stdout)  # the launcher has seen that it is gone
         node.process.send_signal(signal.SIGINT)
         status, output = node.finish()
         assert status == 0, output

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from lsgd.node import transcript as module
+from lsgd.node.restarts import MOST_RESTARTS, RESTART_WINDOW_S, Restarts
 from lsgd.node.screen import CONTROL, Screen
 from lsgd.node.transcript import MAX_LINE_NCHARS, Transcript
 
@@ -26,7 +27,7 @@ DRIVER = """
 import json, os, sys
 from pathlib import Path
 from lsgd import output
-from lsgd.node import node
+from lsgd.node import node, restarts
 from lsgd.node.process import Command, Role
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading
@@ -34,6 +35,7 @@ from lsgd.protocol.processes import Processes
 
 here, scripts, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 vars(node).update(options["patience"])
+vars(restarts).update(options["patience"])
 vars(output).update(options["output"])
 roles = {"server": Role.SERVER, "logger": Role.OBSERVER, "relay": Role.RELAY}
 
@@ -42,6 +44,7 @@ class Local:
     # The local server: its words to the others are files.
     failure, outcome, over, finished = "", "", False, "server" not in scripts
     joined = ended = set(scripts)
+    heard_at, rounds_at = None, {}
     processes = Processes()
     sources = (processes,)
 
@@ -238,6 +241,21 @@ def test_a_worker_that_is_started_again_goes_on_from_its_checkpoint(start, tmp_p
     assert status == 0
     shown = [line for line in out.splitlines() if "resume=" in line]
     assert sorted(shown) == ["[has] resume=", f"[has] resume={folder}", "[none] resume=", "[none] resume="]
+
+
+def test_a_process_that_worked_before_it_died_is_started_again_at_once_and_more_often():
+    known = Restarts()
+    assert [known.died("worker", 1.0, 2, worked=False, serves=False) for _ in range(3)] == [(1.0, 1), (2.0, 0), None]
+    known = Restarts()
+    waits = [known.died("worker", 10.0 * n, 2, worked=n != 3, serves=False) for n in range(8)]
+    assert [restart.wait_s for restart in waits] == [0.0] * 3 + [1.0] + [0.0] * 4
+    assert waits[2].left == 2 and waits[7].left == 1
+    for _ in range(MOST_RESTARTS - 8):
+        assert known.died("worker", 80.0, 2, worked=True, serves=False)
+    assert known.died("worker", 80.0, 2, worked=True, serves=False) is None
+    assert known.died("worker", 80.0 + RESTART_WINDOW_S, 2, worked=True, serves=False)
+    assert Restarts().died("worker", 1.0, 0, worked=True, serves=False) is None
+    assert "worker" in known and "global" not in known
 
 
 def test_process_that_is_killed_too_often_is_a_failure(start):
