@@ -18,7 +18,7 @@ COLUMNS = (
 
 def name_of(row: Mapping[str, Any]) -> str:
     """Return what a reader finds a method under, with its optimizer if that is not the task's own."""
-    label = LABELS.get(row["method"], row["method"])
+    label: str = LABELS.get(row["method"], row["method"])
     rate = f", rate times {row['learning_rate_times']:g}" if row["learning_rate_times"] != 1 else ""
     return label + (f", Muon{rate}" if row["optimizer"] == "muon" else rate)
 
