@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,9 +116,13 @@ class Run:
         return Measured(kills, took_s, iterations, sum(shares) / max(1, len(shares)), self._end())
 
     def _count(self) -> int:
-        counts: list[int] = []
-        self._until(lambda: counts.append(self.state()["count"]) or counts[-1], STARTS_WITHIN_S, "the server answers")
-        return counts[-1]
+        deadline = time.monotonic() + STARTS_WITHIN_S
+        while not (count := self.state()["count"]):
+            self._check()
+            if time.monotonic() > deadline:
+                raise RunFailedError(f"the server has not answered for {STARTS_WITHIN_S:g} s")
+            time.sleep(_ASK_EVERY_S)
+        return int(count)
 
     def _rounds(self) -> list[dict[str, Any]]:
         """Return all global rounds so far."""
@@ -162,7 +166,7 @@ class Run:
                 launcher.wait(ENDS_WITHIN_S)
         return (self._folder / "node0.log").read_text().rstrip().rpartition("\n")[2]
 
-    def _until(self, true: Any, within_s: float, what: str) -> None:
+    def _until(self, true: Callable[[], bool], within_s: float, what: str) -> None:
         deadline = time.monotonic() + within_s
         while not true():
             self._check()
