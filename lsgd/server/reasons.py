@@ -112,10 +112,11 @@ class Why(enum.Enum):
     CUT = "{why}the run continues without {worker}; {check}; it is tried again {when}"
     ENDED = "the run is over: {reason}"
     FIRST_REQUESTS = "the first round waits for the first request of {who}"
-    CONSENSUS = "the last round waits for {who} to complete it"
+    CONSENSUS = "the last round waits for {who} to complete it{transfer}"
     BUSY = "the next round waits {waited_s:.1f} s for {who}{open_round}"
     AWAY = "the next round waits for {who}, which paused"
     MODEL_AWAY = "the next round waits for {who}: nobody else has the run's model"
+    UNDER_WAY = "round {id} has been under way for {for_s:.0f} s at {who}{transfer}"
     NOBODY = "all workers are training; {joined}"
 
     # A request is granted.

@@ -11,7 +11,10 @@ from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.course import Course
 from lsgd.server.links import Links, Ways
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
-from lsgd.server.roster import Member, MemberState, Roster, named
+from lsgd.server.roster import Member, MemberState, OpenRound, Roster, named, transfer_of
+
+LONG_ROUND_S = 3.0
+"""After how long a round that nobody waits for is mentioned."""
 
 WAIT_WORDS_S = 0.2
 """How long the sentence is cached that says what requests wait for."""
@@ -191,19 +194,29 @@ class RunState:
             return Why.FIRST_REQUESTS(who=named(self.roster.within(MemberState.JOINED)))
         if self.lost_at:
             return Why.MODEL_LOST(count=self.ledger.count)
+        opened = next(iter(self.book.open.values()), None)
         if self.book.final:
-            return Why.CONSENSUS(who=named(m for m in members if m.round is not None))
+            who = [m for m in members if m.round is not None]
+            return Why.CONSENSUS(who=named(who), transfer=transfer_of(who))
         if not self.roster.held:
-            return Why.NOBODY(joined=self.joined())
+            return self._at_work(opened, now)
         if busy := self.roster.within(MemberState.BUSY):
             waited_s = now - min(m.held_at for m in members if m.held)
-            unfinished = f" (round {max(self.book.open)} is not completed yet)" if self.book.open else ""
+            transfer = transfer_of(opened.waiting) if opened else ""
+            unfinished = f" (round {opened.round.id} is not completed yet{transfer})" if opened else ""
             return Why.BUSY(waited_s=waited_s, who=named(busy), open_round=unfinished)
         if (away := self.roster.away()) and all(m.last for m in members if m.held):
             return Why.LAST_HOLDERS(who=named(away))
         if paused := self.roster.within(MemberState.PAUSED):
             return Why.AWAY(who=named(paused))
         return Why.MODEL_AWAY(who=named(self.roster.within(MemberState.STRAGGLER)))
+
+    def _at_work(self, opened: OpenRound | None, now: float) -> Reason:
+        """Say what all workers do while nobody waits; ``opened``: the oldest round that is open."""
+        if opened is None or opened.opened_at is None or now - opened.opened_at < LONG_ROUND_S:
+            return Why.NOBODY(joined=self.joined())
+        for_s, who = now - opened.opened_at, named(opened.waiting)
+        return Why.UNDER_WAY(id=opened.round.id, for_s=for_s, who=who, transfer=transfer_of(opened.waiting))
 
     def all_made(self, out: list[Member]) -> Reason:
         """Say that no iteration is left to grant: the members in ``out`` still have the last ones."""

@@ -40,7 +40,7 @@ SAY_EVERY_S = 10.0
 MAX_OUTBOX = 1000
 """How many messages are kept while the local server is away; the oldest are dropped first."""
 
-Totals = tuple[float, float, float, int, int, dict[str, float]]
+Totals = tuple[float, float, float, int, int, dict[str, float], str]
 """The last six fields of a :class:`Heartbeat`."""
 
 Message = Upward | WorkerHello | StatusQuery
@@ -84,7 +84,7 @@ class Channel:
         self.global_silence_s = math.inf
         self.run = ""
         self.given_up = False
-        self.totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {})
+        self.totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {}, "")
         self.when_over: Callable[[int], None] = lambda generation: None
         self.pass_down: Callable[[bytes], None] = lambda frame: None
         self._incarnation = incarnation
