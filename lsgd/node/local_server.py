@@ -199,7 +199,7 @@ class LocalServer:
             self._forget_gone()
             self._leave(now)
         elif self._away(now) and now - max(self._said_at, self._started_at) > SILENT_AFTER_S:
-            self._say(self._away(now))
+            self._complain(self._away(now))
             self._said_at = now + 5
 
     def _hello(self) -> NodeHello:

@@ -160,6 +160,7 @@ class RoundBook:
         open: rounds that some members have not completed, by id.
         fresh: whether no round of the generation has been ordered yet.
         elections: the last rounds.
+        unlisted: number of rounds without a line in the log.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class RoundBook:
         self.fresh = False
         self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
         self._shares: deque[float] = deque(maxlen=PARTICIPATION_ROUNDS)
+        self.unlisted = 0
         self._line_at = -math.inf
         self._has_saved = False
         self._saved_at = 0  # global rounds before the last one that was completed with a checkpoint
@@ -214,6 +216,7 @@ class RoundBook:
         """Whether a round that is ordered now gets a line in the log."""
         due = round_id <= FIRST_LINES or now - self._line_at >= LINES_EVERY_S
         self._line_at = now if due else self._line_at
+        self.unlisted += not due
         return due
 
     def order(self, order: Round, members: Iterable[Member], now: float) -> None:

@@ -101,10 +101,10 @@ class Why(enum.Enum):
     ROUND_FAILED = "its round failed"
 
     # A request waits.
-    JOINING = "{here} of {wanted} workers have joined"
+    JOINING = "{here} of {wanted} workers have joined{missing}"
     GOES_ON = "the others continue without it; it has their model as of its last iteration"
     LAST_HOLDERS = "the last round waits for {who}: all others leave"
-    JOINING_NODES = "joined so far: {workers}; {nodes} of {wanted} nodes have connected"
+    JOINING_NODES = "joined so far: {workers}; {nodes} of {wanted} nodes have connected{missing}"
     STARTED = "{here} worker{are} in the run"
     NAME_CONTESTED = (
         "another process was {worker} until {heard_s:.1f} s ago; this one takes its place if it stays silent"
@@ -143,6 +143,7 @@ class Why(enum.Enum):
     STOPPING = "stopping: {reason}"
     CHANGED = "{name} is set to {text}"
     ROUND = "{scope} round {id}{where}: {who}, {count} iterations"
+    FEWER_LINES = "from here on at most one round a second is listed"
     ROUND_FAILS = "round {id} failed: {reason}"
     EVICTED = "{who} {are} evicted from round {id}: the others waited {patience_s:g} s for {them}"
     EVICTED_LINK = "{who} evicted for {wait_s:g} s, the others continue: {reason}; {check}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lsgd.plan.plan import Plan
 from lsgd.protocol.events import Happening, Note
-from lsgd.protocol.messages import Downward, Join, Pause, Request
+from lsgd.protocol.messages import Downward, Join, Pause, Request, worker_name
 from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.course import Course
 from lsgd.server.links import Links, Ways
@@ -165,14 +165,26 @@ class RunState:
         """Send a message to a member."""
         self.decision.answers.append((member.worker, member.join.incarnation, message))
 
-    def joined(self) -> Reason:
-        """Say how many workers have joined; once the run has started, how many there are."""
+    def joined(self, *, names: bool = False) -> Reason:
+        """Say how many workers have joined, and who is missing with ``names``; once it runs, how many there are."""
         run, here, nodes = self.plan.run, len(self.roster.members), len(self.announced)
         if self.roster.generation is not None:
             return Why.STARTED(here=here, are="s are" if here != 1 else " is")
         if not run.workers and nodes < run.nodes:
-            return Why.JOINING_NODES(workers=number_of(here, "worker"), nodes=nodes, wanted=run.nodes)
-        return Why.JOINING(here=here, wanted=max(here, self.wanted))
+            words = {"workers": number_of(here, "worker"), "nodes": nodes, "wanted": run.nodes}
+            return Why.JOINING_NODES(**words, missing=self._missing() if names else "")
+        return Why.JOINING(here=here, wanted=max(here, self.wanted), missing=self._missing() if names else "")
+
+    def _missing(self, most: int = 4) -> str:
+        """Name the nodes that have not connected and the workers that have not joined, as far as that is known."""
+        expected = sorted(self.announced.items())
+        nodes = sum(count for _, count in expected)
+        missing = [f"node{node}" for node in range(self.plan.run.nodes) if node not in self.announced and expected]
+        if not self.plan.run.workers or nodes == self.plan.run.workers:
+            names = [worker_name(node, index) for node, count in expected for index in range(count)]
+            missing += [name for name in names if name not in self.roster.members]
+        more = f" and {len(missing) - most} more" if len(missing) > most else ""
+        return f"; missing: {', '.join(missing[:most])}{more}" if missing else ""
 
     def waits_for(self, now: float) -> Reason:
         """Say what the held requests wait for."""
@@ -190,7 +202,7 @@ class RunState:
             return Why.ENDED(reason=self.stopping)
         if self.roster.generation is None:
             if not self.suffices(len(members)):
-                return self.joined()
+                return self.joined(names=True)
             return Why.FIRST_REQUESTS(who=named(self.roster.within(MemberState.JOINED)))
         if self.lost_at:
             return Why.MODEL_LOST(count=self.ledger.count)

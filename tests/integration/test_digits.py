@@ -56,7 +56,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, report, tmp_path: Path) -> None:
     plan = tmp_path / "no_exchange.toml"
     plan.write_text(NO_EXCHANGE)
-    output = train(EXAMPLE.with_suffix(".toml"), tmp_path / "exchange", LSGD_ITERATIONS="900", DRAWS="1")
+    output = train(EXAMPLE.with_suffix(".toml"), tmp_path / "exchange", LSGD_ALGORITHM="leader", LSGD_ITERATIONS="900")
     train(plan, tmp_path / "none", workers=3)
 
     result, alone = result_of(tmp_path / "exchange"), result_of(tmp_path / "none")
