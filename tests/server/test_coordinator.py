@@ -29,7 +29,7 @@ from lsgd.protocol.messages import (
     StopRun,
     encode,
 )
-from lsgd.server.books import MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
+from lsgd.server.books import FIRST_LINES, MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
 from lsgd.server.coordinator import LINGER_S
 from lsgd.server.reasons import NO_REASON
 from lsgd.server.roster import MAX_LEFT, Member, MemberState, Roster
@@ -891,6 +891,16 @@ def test_a_worker_that_comes_later_with_the_same_batches_is_refused() -> None:
     bench.leave("00")
     bench.data("02", "digest")
     assert "02" not in bench.got
+
+
+def test_that_some_rounds_get_no_line_is_said_once() -> None:
+    bench = started("00", "01", period=1, local_period=1)
+    notes = list(bench.codes)
+    for _ in range(FIRST_LINES + 5):
+        bench.ask_all("00", "01")
+        notes += bench.codes
+        bench.complete_all("00", "01")
+    assert notes.count("fewer_lines") == 1 and notes.index("fewer_lines") == len(notes) - 1
 
 
 def test_participation_is_the_share_of_the_workers_in_global_rounds() -> None:
