@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lsgd.errors import ConfigError
-from lsgd.node import gpus
+from lsgd.node import gpus, storing
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Node
 from lsgd.node.panel import Panel
@@ -71,6 +71,7 @@ class LaunchSettings:
         dashboard: port of the run's page, on node 0; 0: any; None: no page.
         plain: whether to print lines only, even on a terminal.
         processes: number of processes per worker; several share a model that the script shards.
+        store: URL to which this node's files are uploaded; empty: none.
     """
 
     place: Place
@@ -86,6 +87,7 @@ class LaunchSettings:
     dashboard: int | None = None
     plain: bool = False
     processes: int = 1
+    store: str = ""
 
     @property
     def workers(self) -> int:
@@ -125,6 +127,8 @@ def launch(settings: LaunchSettings) -> int:
                 f"or name another folder with --run-dir (RUN_NAME)"
             )
         check(settings.log_to)
+    if settings.store:
+        storing.check(settings.store, new=place.node == 0 and not settings.resume)
     arguments, keys, lines = _access(settings, network)
     servers = _shared_servers(settings, network, arguments) if place.node == 0 else {}
     with claimed(settings.run_dir, place.node, network):
@@ -133,10 +137,13 @@ def launch(settings: LaunchSettings) -> int:
                 old.unlink()
             results.clear(settings.run_dir, resume=settings.resume)
         _show_tokens(lines, settings.run_dir)
-        status, *end = _run(settings, network, keys, servers, environ)
+        store = storing.Storing(settings.store, settings.run_dir, place.node, environ) if settings.store else None
+        status, *end = _run(settings, network, keys, servers, environ, store)
         if place.node == 0:
             lines = results.finish(settings.run_dir, status, *end)
             show("".join(f"{LAUNCHER}{line}\n" for line in lines), sys.stdout)
+        if store is not None:
+            store.finish()
         return status
 
 
@@ -146,6 +153,7 @@ def _run(
     keys: ConnectorKeys | None,
     servers: Mapping[str, Sequence[str]],
     environ: dict[str, str],
+    store: storing.Storing | None,
 ) -> tuple[int, str, str]:
     """Return the node's exit status, and how the run ended (``Node.end``)."""
     name, folder = node_name(settings.place.node), socket_folder()
@@ -153,6 +161,9 @@ def _run(
     environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
     commands = [*_servers(settings, servers, environ), *_workers(settings, local, environ)]
     screen, reading = Screen(plain=settings.plain), Reading()
+    if store is not None:
+        store.show = lambda line: screen.line("", line)
+        store.start()
     say = own_lines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading)
     panel = None
     if settings.place.node == 0:
