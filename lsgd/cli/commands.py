@@ -398,7 +398,7 @@ def algorithms(name: str | None, parameters: int, workers: int) -> None:
     for cls in ALGORITHMS.values() if name is None else [ALGORITHMS[name]]:
         settings = cls()
         megabytes = settings.sent_nbytes(parameters, workers) / 1e6
-        rarely = " (MB of one exchange: its period is auto)" if settings.time_share else ""
+        rarely = " (MB of one exchange: its period is auto)" if settings.period_is_auto else ""
         click.echo(f"{cls.name:28} {megabytes:10.3f}  {cls.summary}{rarely}")
     if name is None:
         return

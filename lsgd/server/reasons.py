@@ -129,9 +129,8 @@ class Why(enum.Enum):
     WARM = "the run begins with short periods"
     CLOSING = "the run ends with short periods"
     RATE = "the learning rate has fallen to {rate:.2g}"
-    UNMEASURED = "no round has been timed yet"
+    UNMEASURED = "too few rounds have been timed yet"
     MEASURED = "a round takes {round_s:.2g} s, a step {step_s:.2g} s"
-    SHORT_RUN = "a round takes {round_s:.2g} s, a step {step_s:.2g} s, and the run is short"
 
     # Something has happened.
     JOINS = "{worker} joins from {address}; {joined}"
