@@ -33,7 +33,8 @@ def bring(url: str, folder: Path, node: int, *, required: bool) -> bool:
         ConfigError: the store cannot be read, or has no checkpoint of node 0 although one is ``required``.
     """
     store = Store(url)
-    found = _patiently(lambda: restore(store, folder, node, lambda text: print(f"{PREFIX}{text}", flush=True)))
+    _print(f"looking for checkpoints of node {node} in {store.url}")
+    found = _patiently(lambda: restore(store, folder, node, _print))
     if not found and required and node == 0:
         raise ConfigError(
             f"there is nothing to resume: {store.url} has no intact checkpoint of node 0; name the store that the run "
@@ -55,6 +56,10 @@ def check(url: str, *, new: bool) -> None:
             f"{store.url} has the checkpoints of an earlier run: resume it with --resume {store.url}, or give this run "
             f"another store"
         )
+
+
+def _print(text: str) -> None:
+    print(f"{PREFIX}{text}", flush=True)
 
 
 def _patiently(read: Callable[[], bool]) -> bool:

@@ -48,11 +48,6 @@ class Manifest:
         return self._part(3)
 
     @property
-    def node(self) -> int:
-        """The worker's node."""
-        return int(self._part(4))
-
-    @property
     def processes(self) -> int:
         """Number of processes of the worker, each of which has a file."""
         return int(self._part(6) or 1)
@@ -85,16 +80,16 @@ def write(store: Store, manifest: Manifest) -> None:
     store.write(manifest.name + SUFFIX, json.dumps(asdict(manifest)).encode())
 
 
-def read_all(store: Store) -> list[Manifest]:
-    """Return the manifests in a store; damaged ones are left out, as are files without one.
+def read_all(store: Store, node: int | None = None) -> list[Manifest]:
+    """Return a node's manifests in a store, or all; damaged ones are left out, as are files without one.
 
     Raises:
         StoreError: the store cannot be read.
     """
-    names = store.names(CHECKPOINTS)
-    files = {name for name in names if is_checkpoint(name)}
+    names = set(store.names(CHECKPOINTS))
+    files = [name for name in sorted(names) if (matched := _NAME.fullmatch(name)) and node in (None, int(matched[4]))]
     wanted = (name for name in files if name + SUFFIX in names)
-    return [found for name in sorted(wanted) if (found := _parsed(name, store.read(name + SUFFIX))) is not None]
+    return [found for name in wanted if (found := _parsed(name, store.read(name + SUFFIX))) is not None]
 
 
 def _parsed(name: str, content: bytes) -> Manifest | None:

@@ -22,7 +22,7 @@ def restore(store: Store, folder: Path, node: int, say: Callable[[str], None]) -
     Raises:
         StoreError: the store cannot be read.
     """
-    found = [m for m in manifests.by_age(manifests.read_all(store)) if m.node == node]
+    found = manifests.by_age(manifests.read_all(store, node))
     workers = sorted({m.worker for m in found})
     restored = [_restore_worker(store, folder, [m for m in found if m.worker == worker], say) for worker in workers]
     if any(restored) and node == 0:

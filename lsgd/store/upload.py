@@ -78,7 +78,7 @@ class Uploads:
             StoreError: the store does not take it.
         """
         if self._there is None:
-            self._there = {m.name: m for m in manifests.read_all(self._store) if m.node == self._node}
+            self._there = {m.name: m for m in manifests.read_all(self._store, self._node)}
         name = next(self._wanted(final), None)
         if name is None:
             return False

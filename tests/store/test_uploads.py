@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 
+from lsgd.cli.commands import main
 from lsgd.client.checkpoint import model_files
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError
@@ -314,6 +316,12 @@ def test_a_new_run_does_not_mix_with_an_earlier_one(machine, fresh, capsys) -> N
 def test_a_url_that_cannot_work_is_an_error_before_the_run(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         storing.check(url, new=True)
+
+
+@pytest.mark.parametrize("options", [("--store", "/mnt/run"), ("--resume", "python", "x.py")])
+def test_what_is_no_url_is_wrong_use(options: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(main, ["launch", *options, "--", "python", "x.py"])
+    assert done.exit_code == 2 and f"'{options[1]}' is no URL such as s3://bucket/run" in done.output
 
 
 def test_a_store_that_is_away_for_a_moment_is_read_all_the_same(monkeypatch, capsys) -> None:

@@ -72,11 +72,11 @@ def save_to_store(model: nn.Module, url: str, file_nbytes: int, island: Island) 
     The files go there from a temporary folder, which must have room for the model, each tried several times. The last
     object is the index, or the only file.
     """
-    store = island.share("saves the model", lambda: Store(url) and url.rstrip("/"))
+    base = island.share("saves the model", lambda: Store(url).url)  # a wrong one is noticed before anything is written
     with tempfile.TemporaryDirectory(prefix="lsgd-model-") as folder:
         paths = save_model(model, Path(folder), file_nbytes, island)
         island.share("saves the model", lambda: _upload(Store(url), paths))
-    return [f"{store}/{path.name}" for path in paths]
+    return [f"{base}/{path.name}" for path in paths]
 
 
 def _upload(store: Store, paths: Iterable[Path]) -> None:
