@@ -88,7 +88,7 @@ class Clock:
         changed.wait(seconds)
 
 
-class Link(Protocol):
+class Carrier(Protocol):
     """What carries a channel's messages to the local server and back."""
 
     def send(self, frames: list[bytes]) -> bool:
@@ -123,7 +123,13 @@ class Channel:
     """
 
     def __init__(
-        self, address: str, incarnation: int, silence_s: float, *, clock: Clock | None = None, link: Link | None = None
+        self,
+        address: str,
+        incarnation: int,
+        silence_s: float,
+        *,
+        clock: Clock | None = None,
+        link: Carrier | None = None,
     ) -> None:
         self.address = address
         self.silence_s = silence_s
@@ -324,7 +330,7 @@ class Channel:
             self._introduced_at = now
         return self._flush(self._link)
 
-    def _flush(self, link: Link) -> bool:
+    def _flush(self, link: Carrier) -> bool:
         """Send what is queued as one message; if the local server is away, keep it and return False."""
         batch = list(self._outbox)
         if batch and not link.send(batch):
