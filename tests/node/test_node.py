@@ -191,6 +191,7 @@ def test_a_server_that_dies_before_it_could_stop_the_run_is_started_again_to_do_
     assert world.passes(0.5)
     world.ending.ask("SIGINT")
     assert world.finish() == 0, world.out
+    assert while_stopping or "restarting server now, to tell it that the run ends" in world.out
     assert world.lines.index("[server] stopped") < world.lines.index("[worker] saved")
 
 
