@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from lsgd.errors import ConfigError
@@ -85,44 +86,61 @@ class Storing(threading.Thread):
     def __init__(self, url: str, folder: Path, node: int, environ: Mapping[str, str]) -> None:
         super().__init__(name="lsgd-storing", daemon=True)
         self.url = url
-        self.show: Callable[[str], None] = lambda line: show(f"{line}\n", sys.stdout)
+        self.show: Callable[[str], None] = _show
         self._arguments = [sys.executable, "-P", "-m", "lsgd.store", "--url", url]
         self._arguments += ["--folder", str(folder), "--node", str(node)]
         self._environ, self._log = environ, folder / f"node{node}-store.log"
         self._folder = folder
-        self._ending, self._killed = threading.Event(), False
+        self._ending, self._pause = threading.Event(), threading.Event()
+        self._complete = self._killed = False
         self._lock = threading.Lock()  # of the process: it gets to know the end once, also if it is just starting
         self._process: subprocess.Popen[bytes] | None = None
 
+    def begin(self, show: Callable[[str], None]) -> None:
+        """Start, with a function that shows a line."""
+        self.show = show
+        self.start()
+
+    def detach(self) -> None:
+        """Show lines without that function from now on."""
+        self.show = _show
+
     def run(self) -> None:
         """Run the process until it has uploaded everything after the end."""
-        while not self._killed:
-            with self._begin() as process:
-                for line in process.stdout or ():
-                    self._say(line.decode(errors="replace").rstrip())
-            if process.returncode == 0 or self._killed:
-                return
-            self._say(f"the uploading process ended with code {process.returncode}; it starts again")
-            threading.Event().wait(RESTART_PAUSE_S)
+        while not (self._complete or self._killed):
+            try:
+                code = self._upload()
+            except OSError as error:
+                self._say(f"the uploading process cannot be started: {error.strerror}")
+            else:
+                self._complete = code == 0
+                if not (self._complete or self._killed):
+                    self._say(f"the uploading process ended with code {code}; it starts again")
+            if not self._complete:
+                self._pause.wait(RESTART_PAUSE_S)
 
     def finish(self, wait_s: float = WAIT_S) -> None:
         """Wait until the store has everything, or the time is up; a signal ends the wait."""
-        self.show = lambda line: show(f"{line}\n", sys.stdout)
         with self._lock:
             self._ending.set()
             self._tell_end()
-        self.join(1.0)
-        if self.is_alive():
-            self._launcher(f"waiting up to {wait_s:g} s until {self.url} has the rest; Ctrl-C ends the wait")
-        try:
-            self.join(wait_s)
-        except KeyboardInterrupt:
-            pass
-        if not self.is_alive():
-            self._launcher(f"{self.url} has the results and the newest checkpoints")
-            return
-        self._kill()
-        self._launcher(f"{self.url} lacks files of this run, which are in {self._folder}; see {self._log}")
+        with suppress(KeyboardInterrupt):
+            self.join(min(1.0, wait_s))
+            if self.is_alive():
+                _show(f"{LAUNCHER}waiting up to {wait_s:g} s until {self.url} has the rest; Ctrl-C ends the wait")
+                self.join(wait_s)
+        if self._complete:
+            _show(f"{LAUNCHER}{self.url} has the results and the newest checkpoints")
+        else:
+            self._kill()
+            _show(f"{LAUNCHER}{self.url} lacks files of this run, which are in {self._folder}; see {self._log}")
+
+    def _upload(self) -> int:
+        """Run the process once; return its exit code."""
+        with self._begin() as process:
+            for line in process.stdout or ():
+                self._say(line.decode(errors="replace").rstrip())
+        return process.returncode
 
     def _begin(self) -> subprocess.Popen[bytes]:
         with self._lock:
@@ -140,15 +158,14 @@ class Storing(threading.Thread):
 
     def _tell_end(self) -> None:
         if self._process is not None and self._process.stdin is not None:
-            try:
+            with suppress(OSError, ValueError):  # it has just died, and its successor is told
                 self._process.stdin.write(END)
                 self._process.stdin.flush()
-            except BrokenPipeError:  # it has just died, and its successor is told
-                pass
 
     def _kill(self) -> None:
         with self._lock:
             self._killed = True
+            self._pause.set()
             if self._process is not None:
                 self._process.kill()
 
@@ -156,5 +173,6 @@ class Storing(threading.Thread):
         append_line(self._log, text)
         self.show(f"{PREFIX}{text}")
 
-    def _launcher(self, text: str) -> None:
-        show(f"{LAUNCHER}{text}\n", sys.stdout)
+
+def _show(line: str) -> None:
+    show(f"{line}\n", sys.stdout)

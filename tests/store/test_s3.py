@@ -175,8 +175,7 @@ def uploading(tmp_path: Path, link: Link, monkeypatch) -> Iterator[Callable[...,
         lines: list[str] = []
         made = Storing(f"s3://{BUCKET}/{run}", tmp_path, 0, variables(link.port))
         made._arguments += arguments
-        made.show = lines.append
-        made.start()
+        made.begin(lines.append)
         started.append(made)
         return made, lines
 
