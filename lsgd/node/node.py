@@ -34,6 +34,9 @@ LINGER_S = 5.0
 RESTART_WINDOW_S = 600.0
 """Deaths longer ago than this do not count toward a process's restarts."""
 
+RESTART_WAIT_S = 1.0
+"""Wait before a process that was killed is restarted for the first time; each time it doubles."""
+
 EVICTED_WAIT_S = 1.0
 """Wait before an evicted worker is restarted; evictions do not count toward its restarts."""
 
@@ -59,9 +62,9 @@ class Node:
 
     The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) ends the run, or this node's part of it: the servers tell the
     workers. A second one kills all processes at once. If a process fails, the run is stopped the same way. But a
-    process that was killed by a signal or evicted is restarted first: after one second, then two, four, ..., as often
-    as its command allows within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server can reach, are
-    asked to save and leave. Then the processes are ended by role, in the order of :class:`Role`.
+    process that was killed by a signal or evicted is restarted first: after :data:`RESTART_WAIT_S`, then twice that,
+    ..., as often as its command allows within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server can
+    reach, are asked to save and leave. Then the processes are ended by role, in the order of :class:`Role`.
 
     Args:
         name: name of the node.
@@ -188,7 +191,8 @@ class Node:
         left = child.command.restarts - len(deaths)
         if left < 0:
             return False
-        wait_s = min(2.0 ** (len(deaths) - 1), SERVER_BACKOFF_S if child.role.serves else RESTART_WINDOW_S)
+        wait_s = RESTART_WAIT_S * 2 ** (len(deaths) - 1)
+        wait_s = min(wait_s, SERVER_BACKOFF_S if child.role.serves else RESTART_WINDOW_S)
         self._due[child.name] = now + wait_s
         self._screen.say(
             f"{child.name} {child.how_it_ended}; restarting it in {wait_s:g} s "

@@ -6,12 +6,14 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,9 +27,11 @@ SCRIPTS = HERE / "workers"
 DEADLINE_S = 60.0
 LOADED_BY_WORKERS = (
     *("torch", "torch._dynamo", "torch.profiler", "numpy.ctypeslib", "encodings.idna"),
-    *("lsgd.plan.options", "lsgd.client.worker", "warm"),
+    *("lsgd.plan.options", "lsgd.client.worker", "lsgd.cli.commands", "lsgd.server.cli", "warm"),
 )
 """Modules that workers use sooner or later. The first optimizer imports torch._dynamo, which takes as long as torch."""
+ROOM = 1 << 15
+"""For the command lines and variables of forks."""
 LIGHT = {"PYTHONPATH": os.pathsep.join([str(HERE / "light"), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
 """Variables of processes that train and compile nothing: they start in half the time (light/sitecustomize.py)."""
 
@@ -118,40 +122,84 @@ class Process:
         self.wait()
 
 
+class Fork(Process):
+    """A process of the server of forks with the interface of ``subprocess.Popen``. Its output is a pipe."""
+
+    def __init__(self, pid: int, poll: Callable[[], int | None], pipe: int) -> None:
+        super().__init__("fork", pid, Path(os.devnull), poll)
+        self.stdout = open(pipe)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def communicate(self, timeout: float = DEADLINE_S) -> tuple[str, None]:
+        """Return the rest of its output, when it has ended, and nothing as that of errors."""
+        output = "" if self.stdout.closed else self.stdout.read()
+        self.stdout.close()
+        self.wait(timeout)
+        return output, None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            self.send(number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class ForkServer:
-    """Starts programs by forks (forkserver.py); it starts itself with the first of them.
+    """Starts programs in Python by forks (forkserver.py); it starts itself with the first of them.
 
     Args:
         modules: to import before the first fork.
-        popen: starts the server of forks, on another host perhaps.
         variables: of the server of forks.
     """
 
-    def __init__(
-        self, *modules: str, popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen, **variables: str
-    ) -> None:
+    def __init__(self, *modules: str, **variables: str) -> None:
         self._modules = modules
-        self._popen = popen
         self._variables = variables
         self._process: subprocess.Popen[bytes] | None = None
         self._codes: dict[int, int] = {}
         self._started: list[int] = []
+        self._lock = threading.RLock()
 
-    def start(self, program: str, arguments: list[str], environ: Mapping[str, str], log: Path) -> Process:
-        """Start a module, or a script by its path."""
-        if self._process is None:
-            self._process = self._begin()
-        request = {"program": program, "arguments": arguments, "environ": dict(environ), "log": str(log)}
-        self._requests.write(json.dumps(request).encode() + b"\n")
-        self._requests.flush()
-        pid = until(self._take_started, f"{program} starts")
+    def start(
+        self, program: str, arguments: Sequence[str], environ: Mapping[str, str], log: Path, host: int = 0
+    ) -> Process:
+        """Start a module, or a script by its path, whose output goes to a file."""
+        command = [sys.executable, *(() if program.endswith(".py") else ("-m",)), program, *arguments]
+        pid = self._fork(command, environ=environ, log=str(log), cwd=os.getcwd(), host=host, launches=False)
         return Process(log.stem, pid, log, lambda: self._code(pid))
+
+    def popen(
+        self, command: Sequence[object], *, env: Mapping[str, str], cwd: Path | None = None, host: int = 0
+    ) -> Fork:
+        """Start a command of Python that starts others, here or on the host of a testbed with this first process."""
+        reading, writing = os.pipe()
+        log = f"/proc/{os.getpid()}/fd/{writing}"
+        folder = str(cwd or os.getcwd())
+        pid = self._fork(list(map(str, command)), environ=env, log=log, cwd=folder, host=host, launches=True)
+        os.close(writing)
+        return Fork(pid, lambda: self._code(pid), reading)
+
+    def _fork(self, command: list[str], *, environ: Mapping[str, str], **how: object) -> int:
+        request = {"command": command, "environ": dict(environ), **how}
+        with self._lock:
+            if self._process is None:
+                self._process = self._begin()
+            self._requests.write(json.dumps(request).encode() + b"\n")
+            self._requests.flush()
+            return int(until(self._take_started, f"{shlex.join(command)} starts"))
 
     def _begin(self) -> subprocess.Popen[bytes]:
         one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-        environ = {**os.environ, **one_thread, **self._variables}
-        process = self._popen(
-            [sys.executable, str(HERE / "forkserver.py"), *self._modules],
+        environ = {**os.environ, **one_thread, **self._variables, "ROOM": "-" * ROOM}
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "forkserver.py"), " ".join(self._modules), "-" * ROOM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,
@@ -179,12 +227,18 @@ class ForkServer:
         return self._codes.get(pid)
 
     def _read(self) -> None:
-        while line := self._answers.readline():
-            answer = json.loads(line)
-            if "started" in answer:
-                self._started.append(answer["started"])
-            else:
-                self._codes[answer["ended"]] = answer["code"]
+        with self._lock:
+            while line := self._answers.readline():
+                answer = json.loads(line)
+                if "started" in answer:
+                    self._started.append(answer["started"])
+                    self._codes.pop(answer["started"], None)  # of another with its number
+                else:
+                    self._codes[answer["ended"]] = answer["code"]
+
+
+FORKS = ForkServer(*LOADED_BY_WORKERS)
+"""Forks workers, and launchers with all that these start."""
 
 
 class Cluster:
@@ -195,7 +249,7 @@ class Cluster:
     """
 
     server_forks = ForkServer("lsgd.server.cli", "encodings.idna")
-    worker_forks = ForkServer(*LOADED_BY_WORKERS)
+    worker_forks = FORKS
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

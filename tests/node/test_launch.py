@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import tomllib
@@ -27,7 +26,7 @@ from lsgd.protocol.keys import KeyRing
 from lsgd.run_folder import is_live
 from lsgd.run_folder import runs as checkpoints
 
-from ..integration.running import LIGHT, free_port, holders
+from ..integration.running import FORKS, LIGHT, free_port, holders
 
 TRAIN = """
 import json, os, sys, torch
@@ -56,6 +55,15 @@ with Worker.join(model, optimizer) as worker:
 """
 
 
+SLOW_TO_RESTART = """
+from lsgd.cli.commands import main
+from lsgd.node import node
+node.RESTART_WAIT_S = node.SERVER_BACKOFF_S = 3600.0
+main(prog_name="lsgd")
+"""
+"""A launcher that restarts nothing as long as a test takes."""
+
+
 class Node:
     """A launcher in a process of its own; all that it starts is known by a variable."""
 
@@ -65,6 +73,7 @@ class Node:
         *arguments: str,
         program: tuple[str, ...] = (),
         script: str = TRAIN,
+        launcher: str = "",
         **variables: str,
     ) -> None:
         self.run_dir = folder / "run"
@@ -72,16 +81,12 @@ class Node:
         (folder / "train.py").write_text(script)
         if "--plan" not in arguments:  # a period that is known
             variables = {"LSGD_ALGORITHM": "leader", **variables}
-        environ = {**os.environ, **LIGHT, "LAUNCHED": self.token, **variables}
+        environ = {"LAUNCHED": self.token, **os.environ, **variables}
         options = ["--device", "cpu", "--run-dir", str(self.run_dir), *arguments]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lsgd.client", "launch", *options, "--", "python", "train.py", *program],
-            cwd=folder,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        (folder / "launcher.py").write_text(launcher)
+        lsgd = ("launcher.py",) if launcher else ("-m", "lsgd.client")
+        command = [sys.executable, *lsgd, "launch", *options, "--", "python", "train.py", *program]
+        self.process = FORKS.popen(command, cwd=folder, env=environ)
 
     def left(self) -> list[int]:
         """Return the processes that are there."""
@@ -421,7 +426,7 @@ class TestEnds:
         assert saved == {"node0-worker0.safetensors", "node0-worker1.safetensors"}
 
     def test_ctrl_c_while_the_global_server_waits_to_be_started_again(self, start):
-        node = start("--node", "0", "--port", str(free_port()))
+        node = start("--node", "0", "--port", str(free_port()), launcher=SLOW_TO_RESTART)
         self.train(node)
         os.kill(self.pid(node, "lsgd.server --global"), signal.SIGKILL)
         assert any("restarting it in" in line for line in node.process.stdout)  # the launcher has seen that it is gone
