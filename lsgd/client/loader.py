@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, LsgdError
 
 logger = logging.getLogger("lsgd")
 
@@ -132,7 +132,7 @@ class ShardLoader(DataLoader[Any]):
 
 
 def shard_loader(
-    dataset: Dataset[Any],
+    dataset: Any,
     place: Callable[[], tuple[int, int]],
     seed: int,
     shuffle: bool,
@@ -151,7 +151,10 @@ def shard_loader(
         )
     length = getattr(dataset, "__len__", None)
     if length is None:
-        raise ConfigError("loader() needs a dataset with a length; for a stream, pass your own iterable to batches()")
+        raise ConfigError(
+            f"loader() needs a dataset with a length or a stream, and a {type(dataset).__name__} is neither: it has "
+            f"no __len__, and no __iter__ either"
+        )
     _, size = place()
     if length() < size:
         raise ConfigError(f"the dataset has {length()} samples for {size} workers; some workers would have none")
@@ -178,10 +181,15 @@ def peek(batches: Iterator[T]) -> tuple[list[T], Iterator[T]]:
 
 
 class FirstData:
-    """Lets the servers compare the workers' first batches, if lsgd does not shard the data."""
+    """Lets the servers compare the workers' first batches, if lsgd does not shard the data, and looks whether any come.
+
+    Raises:
+        LsgdError: two passes in a row had no batch, so that the script would begin passes forever.
+    """
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell: Callable[[str], object] | None = tell
+        self._empty = 0  # passes in a row
 
     def of(self, loader: Iterable[T], world_size: int) -> Iterator[T]:
         """Return an iterator over a loader; at the first call, send the digest if lsgd does not shard the data."""
@@ -192,7 +200,17 @@ class FirstData:
             first, source = peek(source)
             if found := digest(first):
                 tell(found)
-        return source
+        return self._not_empty(source)
+
+    def _not_empty(self, source: Iterator[T]) -> Iterator[T]:
+        first, source = peek(source)
+        self._empty = 0 if first else self._empty + 1
+        if self._empty > 1:
+            raise LsgdError(
+                "two passes over the data had no batch: it has ended for good, as a generator does after one pass; "
+                "pass an object whose __iter__ begins again, or call worker.leave() after the last pass"
+            )
+        yield from source
 
 
 def warn_if_unsharded(loader: object, world_size: int) -> None:

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -19,18 +20,19 @@ from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model
 from lsgd.client.control.closing import on_error
 from lsgd.client.control.identity import Identity, identify
-from lsgd.client.control.island import island_of
+from lsgd.client.control.island import Island, island_of
 from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings
 from lsgd.client.iteration.steps import Steps
+from lsgd.client.streams import Part, StreamLoader, is_stream
 from lsgd.errors import (
-    EvictedError,
     ExchangeError,
     JoinError,
     LsgdError,
     NoConsensusError,
     NonFiniteError,
+    NotTrainedError,
     ServerLostError,
 )
 from lsgd.flat import FlatParameters
@@ -40,6 +42,9 @@ from lsgd.settings import AlgorithmSettings
 from lsgd.shards import full_state_dict
 
 logger = logging.getLogger("lsgd")
+
+_EndingError = ServerLostError | JoinError | NoConsensusError | NotTrainedError
+"""What ends a script that does not handle it with an exit code of its own."""
 
 T = TypeVar("T")
 
@@ -77,6 +82,7 @@ class Worker:
         self._replica = replica
         self._steps, self._checkpoints, self._open = steps, checkpoints, True
         self._data = loaders.FirstData(lambda digest: self._channel.send(Data(*membership.who, digest)))
+        self._parts = weakref.WeakSet[Part]()
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     @classmethod
@@ -192,38 +198,67 @@ class Worker:
 
     def loader(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | Iterable[Any],
         batch_size: int = 1,
         *,
         shuffle: bool = True,
         seed: int = 0,
         **options: Any,
-    ) -> loaders.ShardLoader:
+    ) -> loaders.ShardLoader | StreamLoader:
         """Return a DataLoader of this worker's shard of ``dataset``; each process of an island gets a part of it.
 
         Every epoch deals new shards, which are disjoint, cover the dataset, and follow the membership. The loader's
-        ``state_dict()`` says how far training is; it counts batches consumed, not prefetched.
+        ``state_dict()`` says how far training is; it counts batches consumed, not prefetched. A stream is divided as
+        by :meth:`shard`, and neither shuffled nor seeded here.
 
         Args:
-            dataset: object with a length and ``__getitem__``, the same on all workers.
+            dataset: object with a length and ``__getitem__``, or a stream; the same on all workers.
             batch_size: samples in a batch of this worker.
             shuffle: whether to shuffle the shard; either way every epoch deals new shards.
             seed: number for the shards and the shuffling, the same on all workers.
             options: any other argument of torch.utils.data.DataLoader except ``sampler`` and ``batch_sampler``.
 
         Raises:
-            ConfigError: the dataset has no length, or fewer samples than workers.
+            ConfigError: the dataset has fewer samples than workers, or is neither a dataset nor a stream.
         """
-        me, island = weakref.ref(self), self._membership.island
-
-        def place() -> tuple[int, int]:
-            worker = me()
-            assert worker is not None, "the loader has outlived its worker"
-            return worker.rank * island.size + island.rank, worker.world_size * island.size
-
-        options = {"batch_size": batch_size, **options}
-        loader = loaders.shard_loader(dataset, place, seed, shuffle, options, island.size)
+        island, options = self._membership.island, {"batch_size": batch_size, **options}
+        if is_stream(dataset):
+            agree = partial(_all_have_a_batch, island)
+            return self._checkpoints.attend(StreamLoader(self._part(dataset), agree, options))
+        loader = loaders.shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._checkpoints.attend(loader)
+
+    def shard(self, stream: Iterable[Any]) -> Part:
+        """Return this worker's part of a stream, for a loader of your own or for :meth:`batches`.
+
+        Each pass divides the stream anew, by the members of that time. Streams of ``datasets`` and webdataset are
+        divided by files where these suffice. Of any other, each worker reads all and takes every n-th element, and a
+        change of members counts at once. Checkpoints have its place, if nothing reads ahead; see :meth:`attend`.
+
+        Args:
+            stream: iterable, the same on all workers: shuffled with the same seed, if at all.
+
+        Raises:
+            ConfigError: it is no stream.
+        """
+        return self._checkpoints.attend(self._part(stream))
+
+    def attend(self, name: str, thing: Stateful) -> None:
+        """Save an object in checkpoints from now on; if the run resumes, restore it at once. As ``extra`` of the join.
+
+        Args:
+            name: text that no other such object has.
+            thing: object with ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader.
+
+        Raises:
+            ConfigError: the name is taken, or the object has no such methods.
+        """
+        self._checkpoints.attend_extra(name, thing)
+
+    def _part(self, stream: Iterable[Any]) -> Part:
+        part = Part(stream, partial(_place, weakref.ref(self)))
+        self._parts.add(part)
+        return part
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the loader's batches, each in its own step (:meth:`begin_step`, :meth:`end_step`).
@@ -234,12 +269,12 @@ class Worker:
 
         Raises:
             DetachedError: a parameter was replaced, or taken from its optimizer, since the join.
-            JoinError: the servers refuse this worker, for example because it trains on another worker's data.
+            JoinError: the servers refuse this worker, because it trains on another's data (exit code 77).
             EvictedError: the run continues without this worker (exit code 76: ``lsgd launch`` starts it again).
             ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).
             NoConsensusError: the run has ended for this worker without a consensus (exit code 74).
 
-        Before the last two are raised, this worker's state is saved. If the script does not handle the last three,
+        Before the last two are raised, this worker's state is saved. If the script does not handle the last four,
         the end of the ``with`` block ends the process with that exit code.
         """
         if self.stopped:
@@ -280,7 +315,10 @@ class Worker:
         """
         if not self.stopped:
             self._check_open()
-        return self._steps.begin()
+        begun = self._steps.begin()
+        for part in self._parts:
+            part.follow()
+        return begun
 
     def end_step(self, loss: Tensor | float | None = None) -> bool:
         """End a step, after the optimizer's: count it, get the next iteration, and carry out its round.
@@ -423,7 +461,8 @@ class Worker:
         of the plan. If others continue, the model stays as after that round. (Where gradients are exchanged, models
         are identical after each iteration, so there is no such round.)
 
-        Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches().
+        Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches(), and
+        a NotTrainedError (exit code 78) if this worker has completed no iteration, though its optimizers have stepped.
         """
         if self._open and not self.stopped and not self._steps.finish():
             self._end(reason="it has completed its last round")
@@ -461,12 +500,12 @@ class Worker:
         looks = error is None and self.stopped and (self._open or self._membership.island.size == 1)
         broken = self._checkpoints.non_finite_error() if looks else None
         self._end(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
-        if isinstance(error, ServerLostError | EvictedError | NoConsensusError):
+        if isinstance(error, _EndingError):
             self._exit(error)
         if broken is not None:
             self._exit(broken)
 
-    def _exit(self, error: ServerLostError | EvictedError | NoConsensusError | NonFiniteError) -> NoReturn:
+    def _exit(self, error: _EndingError | NonFiniteError) -> NoReturn:
         logger.error("%s ends with exit code %d: %s", self.name, error.exit_code, error)
         raise SystemExit(error.exit_code) from error
 
@@ -475,6 +514,18 @@ class Worker:
             calls = "batches(), begin_step(), status() and the save() of an island"
             where = f"{calls} belong inside the with block of Worker.join, before leave()"
             raise LsgdError(f"{self.name} has left the run; {where}")
+
+
+def _place(me: "weakref.ref[Worker]") -> tuple[int, int]:
+    """Return the rank and the number of this process among the processes of all workers."""
+    worker = me()
+    assert worker is not None, "the loader has outlived its worker"
+    island = worker._membership.island
+    return worker.rank * island.size + island.rank, worker.world_size * island.size
+
+
+def _all_have_a_batch(island: Island, has: bool) -> bool:
+    return all(island.gather("draws a batch", has))
 
 
 def _leave_at_exit(me: "weakref.ref[Worker]") -> None:

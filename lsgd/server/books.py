@@ -1,6 +1,7 @@
 """The books of a run: its ledger of iterations, and its rounds: who leads, what is open, completed and failed."""
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -131,6 +132,9 @@ MAX_FAILED_ROUNDS = 10
 MAX_ELECTIONS = 4096
 """How many of the last rounds the history keeps."""
 
+FIRST_CHECKPOINT_S = 60.0
+"""After this time the first checkpoint by time is due, if not earlier."""
+
 FIRST_LINES, LINES_EVERY_S = 20, 1.0
 """The first rounds each get a line in the log; later ones at most one line per interval."""
 
@@ -168,6 +172,7 @@ class RoundBook:
         self.fresh = False
         self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
         self._line_at = -math.inf
+        self._has_saved = False
         self._saved_at = 0  # global rounds before the last one that was completed with a checkpoint
         self._saved_at_s = -math.inf  # when that was; unknown after a restart of the server
 
@@ -189,7 +194,8 @@ class RoundBook:
         """Whether members write a checkpoint in a global round that is ordered now."""
         every, every_s = run.checkpoint_every, run.checkpoint_every_s
         by_rounds = every > 0 and self.ordered["global"] - self._saved_at >= every
-        return by_rounds or (every_s > 0 and now - self._saved_at_s >= every_s)
+        wait_s = every_s if self._has_saved else min(every_s, FIRST_CHECKPOINT_S)
+        return by_rounds or (every_s > 0 and now - self._saved_at_s >= wait_s)
 
     def line_due(self, round_id: int, now: float) -> bool:
         """Whether a round that is ordered now gets a line in the log."""
@@ -228,6 +234,7 @@ class RoundBook:
             if opened.round.scope == "global":
                 self.failures = 0
             if opened.round.checkpoint:
+                self._has_saved = True
                 self._saved_at, self._saved_at_s = opened.round.exchanges, now
         return opened
 
@@ -284,20 +291,22 @@ def roles(
     return Roles(elect(synced or [source], rule, lot), tuple(leaders), source, tuple(new))
 
 
-def election(order: Round, leader: Member, members: Sequence[Member], seconds: float) -> RoundOrdered:
-    """Return the history's entry for a new round."""
-    losses = {m.worker: m.loss for m in members[:MAX_LOSSES]} | {leader.worker: leader.loss}
-    node = leader.join.node if order.scope == "local" else -1
-    return RoundOrdered(order.id, order.scope, node, leader.worker, order.count, seconds, losses)
+def election(order: Round, leader: Member | None, members: Sequence[Member], seconds: float) -> RoundOrdered:
+    """Return the history's entry for a new round; ``leader``: None if nobody takes over what one has."""
+    losses = {m.worker: m.loss for m in [*members[:MAX_LOSSES], *([leader] if leader else [])]}
+    node = members[0].join.node if order.scope == "local" else -1
+    return RoundOrdered(order.id, order.scope, node, leader.worker if leader else "", order.count, seconds, losses)
 
 
-def line(entry: RoundOrdered, *, final: bool, leads: bool) -> Reason:
-    """Return the log line of a round; ``leads``: others take over what the leader has, so the line names it."""
+def line(entry: RoundOrdered, *, final: bool) -> Reason:
+    """Return the log line of a round, with its leader's training loss, or the mean of all if nobody leads."""
     where = f" of node{entry.node}" if entry.scope == "local" else " makes the consensus" if final else ""
-    loss = entry.losses[entry.worker]
-    if loss is not None and not math.isfinite(loss):
-        known = "nobody has a finite loss"
+    reported = [entry.losses[entry.worker]] if entry.worker else entry.losses.values()
+    known = [loss for loss in reported if loss is not None]
+    losses = [loss for loss in known if math.isfinite(loss)]
+    if not losses:
+        loss = "nobody has a finite loss" if known else "no loss yet"
     else:
-        known = "no loss yet" if loss is None else f"loss {loss:.4g}"
-    who = f"leader {entry.worker} ({known})" if leads else f"{known} ({entry.worker})" if loss is not None else known
+        loss = f"{'' if entry.worker else 'mean training '}loss {statistics.fmean(losses):.4g}"
+    who = f"leader {entry.worker} ({loss})" if entry.worker else loss
     return Why.ROUND(scope=entry.scope, id=entry.round, where=where, who=who, count=entry.count)

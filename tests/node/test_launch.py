@@ -21,7 +21,6 @@ from lsgd.cli.commands import main
 from lsgd.errors import ConfigError
 from lsgd.node import gpus, launch
 from lsgd.node.place import Place, find_place, resolve
-from lsgd.node.process import NOT_TRAINED
 from lsgd.protocol.keys import KeyRing
 from lsgd.run_folder import is_live
 from lsgd.run_folder import runs as checkpoints
@@ -57,8 +56,8 @@ with Worker.join(model, optimizer) as worker:
 
 SLOW_TO_RESTART = """
 from lsgd.cli.commands import main
-from lsgd.node import node
-node.RESTART_WAIT_S = node.SERVER_BACKOFF_S = 3600.0
+from lsgd.node.restarts import Restart, Restarts
+Restarts.died = lambda *_, **__: Restart(wait_s=3600.0, left=1)
 main(prog_name="lsgd")
 """
 """A launcher that restarts nothing as long as a test takes."""
@@ -240,18 +239,18 @@ class TestNode:
     def test_a_script_that_never_joins_is_said_with_a_code_of_its_own(self, start):
         node = start("--node", "0", "--workers", "1", script="print('trained alone')")
         status, output = node.finish()
-        assert status == NOT_TRAINED, output
-        assert (node.result["state"], node.result["exit_code"], node.result["rounds"]) == ("failed", NOT_TRAINED, [])
-        assert "ended without joining the run" in node.result["reason"]
+        assert status == 78, output
+        assert (node.result["state"], node.result["exit_code"], node.result["rounds"]) == ("failed", 78, [])
+        assert "ended without training in the run" in node.result["reason"]
         assert not (node.run_dir / "curve.png").exists()  # there is nothing to draw
-        assert "lsgd launch: node0/worker0 ended without joining the run (exit code 78): its script" in output
+        assert "lsgd launch: node0/worker0 ended without training in the run (exit code 78): its script" in output
         assert "    trained alone" in output
 
     def test_workers_that_leave_before_the_end_are_said_with_a_code_of_their_own(self, start):
         # Not so few that one leaves before the other has its model: that would be waited for.
         script = TRAIN.replace("while not worker.stopped:", "for epoch in range(50):")
         status, output = start("--node", "0", script=script, LSGD_ITERATIONS="100000").finish()
-        assert status == NOT_TRAINED, output
+        assert status == 78, output
         for worker in (0, 1):
             assert f"[launch] node0/worker{worker} left before the end of the run" in output
         assert "call worker.leave() after the loop" in output
@@ -291,6 +290,30 @@ class TestNode:
         (listed,) = json.loads(CliRunner().invoke(main, ["runs", str(node.run_dir), "--json"]).stdout)
         assert listed["state"] == "failed" and listed["reason"].startswith("its launcher was killed")
         assert listed["run"] == node.result["rounds"][0]["run"]  # what there was by then is there
+
+    def test_node_0_whose_launcher_was_killed_early_goes_on_with_its_journal(self, start):
+        common = ("--nodes", "2", "--address", "127.0.0.1", "--port", str(free_port()), "--workers", "1")
+        plan = {"LSGD_ITERATIONS": "0", "LSGD_LEASE_S": "2"}
+        first = start("--node", "0", *common, **plan)
+        second = start("--node", "1", *common)
+        until((first.run_dir / "metrics.jsonl").exists, "a round was ordered")
+        until(lambda: len(list(second.run_dir.glob("trains*"))) == 1, "node 1 trains")
+        first.process.kill()
+        until(lambda: not first.left(), "node 0 is gone")
+        assert checkpoints(first.run_dir / "checkpoints") == []
+        rounds = len(first.result["rounds"])
+        again = start("--node", "0", *common, "--run-dir", str(first.run_dir.parent), "--resume", **plan)
+        until(lambda: len(first.result["rounds"]) > rounds, "it goes on")
+        again.process.send_signal(signal.SIGINT)
+        status, output = again.finish()
+        assert status == 0, output
+        assert f"[launch] resumes from the journal in {first.run_dir}\n" in output
+        assert second.finish()[0] == 0
+        assert len({each["run"] for each in first.result["rounds"]}) == 1
+        numbers = [each["round"] for each in first.result["rounds"]]
+        assert numbers == list(range(1, len(numbers) + 1))
+        made = {member["worker"]: member["done"] for member in first.result["members"]}
+        assert first.result["count"] == sum(made.values()) and set(made) == {"node0/worker0", "node1/worker0"}
 
     def test_two_nodes_under_slurm_the_second_first(self, start, tmp_path):
         program(
@@ -429,7 +452,7 @@ class TestEnds:
         node = start("--node", "0", "--port", str(free_port()), launcher=SLOW_TO_RESTART)
         self.train(node)
         os.kill(self.pid(node, "lsgd.server --global"), signal.SIGKILL)
-        assert any("restarting it in" in line for line in node.process.stdout)  # the launcher has seen that it is gone
+        assert any("restarting it" in line for line in node.process.stdout)  # the launcher has seen that it is gone
         node.process.send_signal(signal.SIGINT)
         status, output = node.finish()
         assert status == 0, output
