@@ -15,7 +15,7 @@ from benchmarks.mixing import measure, mixing
 from benchmarks.network import tables as network_tables
 from benchmarks.transport.member import VERBS
 
-from .integration.running import FORKS
+from .integration.running import FORKS, LIGHT
 from .needs import to_install
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ def quick(name: str, folder: Path, *arguments: str, size: str = "--quick", **var
     """Run a benchmark with --quick, or in another size, and return what it has written."""
     result = folder / "result.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", size, "--json", str(result), *arguments]
-    environ = {**os.environ, "DRAWS": "1", "OMP_NUM_THREADS": "1", **variables}
+    environ = {**os.environ, **LIGHT, "DRAWS": "1", "OMP_NUM_THREADS": "1", **variables}
     done = FORKS.popen(command, cwd=ROOT, env=environ)
     output, _ = done.communicate(DEADLINE_S)
     assert done.returncode == 0, output

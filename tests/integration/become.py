@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import gc
 import io
+import itertools
 import os
 import re
 import runpy
@@ -86,8 +87,9 @@ def program_of(command: Sequence[str], environ: Mapping[str, str]) -> Program | 
     python, *rest = command
     if shutil.which(python, path=environ.get("PATH")) != sys.executable:
         return None
-    safe = rest[:1] == ["-P"]
-    match rest[safe:]:
+    options = [*itertools.takewhile(lambda word: word in ("-P", "-u"), rest)]
+    safe = "-P" in options
+    match rest[len(options) :]:
         case ["-m", name, *arguments]:
             launches = bool(LAUNCHERS.match(" ".join([name, *arguments[:1]])))
             return Program(command, name, arguments, safe, host, folder, launches)

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -17,9 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from lsgd.protocol.messages import Status, StatusQuery, decode, encode
+from lsgd.protocol.events import GenerationBegan, Happening, decode_event
+from lsgd.protocol.messages import PROTOCOL, Events, EventsQuery, Generation, Status, StatusQuery, decode, encode
 from lsgd.protocol.sockets import Connector, Poller
 
 HERE = Path(__file__).parent
@@ -36,8 +38,10 @@ LIGHT = {"PYTHONPATH": os.pathsep.join([str(HERE / "light"), os.environ.get("PYT
 """Variables of processes that train and compile nothing: they start in half the time (light/sitecustomize.py)."""
 
 
+H = TypeVar("H", bound=Happening)
+
 FIRST_PORT, PORTS = 30_000, 300
-_ports = itertools.cycle(range(PORTS))
+_ports = itertools.count(os.getpid())  # others who run these tests are at another one
 
 
 def free_port() -> int:
@@ -47,7 +51,7 @@ def free_port() -> int:
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw8").removeprefix("gw"))
     while True:
-        port = FIRST_PORT + PORTS * (worker % 9) + next(_ports)
+        port = FIRST_PORT + PORTS * (worker % 9) + next(_ports) % PORTS
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -241,6 +245,10 @@ FORKS = ForkServer(*LOADED_BY_WORKERS)
 """Forks workers, and launchers with all that these start."""
 
 
+def fields_of(what: Happening) -> dict[str, object]:
+    return {each.name: getattr(what, each.name) for each in dataclasses.fields(what)}
+
+
 class Cluster:
     """Servers and workers of one run on this machine, on free ports and sockets of their own.
 
@@ -325,6 +333,34 @@ class Cluster:
         answer = self.ask(StatusQuery(0))
         assert isinstance(answer, Status)
         return json.loads(answer.report)
+
+    def told(self) -> list[Happening]:
+        """Return what the global server has told since it was started, in order."""
+        found: list[Happening] = []
+        while True:
+            answer = self.ask(EventsQuery(PROTOCOL, len(found)))
+            assert isinstance(answer, Events) and answer.lost == 0
+            found += [decode_event(answer.first + i, item).what for i, item in enumerate(answer.items)]
+            if len(found) >= answer.last:
+                return found
+
+    def tells(self, kind: type[H], **values: object) -> H:
+        """Return the first of this kind with these values that the global server has told, when it has."""
+
+        def found() -> H | None:
+            of_kind = (what for what in self.told() if isinstance(what, kind))
+            return next((what for what in of_kind if values.items() <= fields_of(what).items()), None)
+
+        return cast(H, until(found, f"the global server tells {kind.__name__} {values}"))
+
+    def generation(self, number: int) -> Generation:
+        """Return a generation, when it has begun."""
+
+        def found() -> Generation | None:
+            generations = [what.generation for what in self.told() if isinstance(what, GenerationBegan)]
+            return next((each for each in generations if each.number == number), None)
+
+        return cast(Generation, until(found, f"generation {number} begins"))
 
     def result(self, node: int, index: int) -> dict[str, Any]:
         """Return what a worker has written down as its result."""
