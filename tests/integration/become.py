@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ _modules: dict[str, ModuleType] = {}
 """lsgd's, as they were imported."""
 _path: list[str] = []
 """Where from."""
+_finalizers: set[object] = set()
+"""Of what was imported."""
 _kept: list[object] = []
 """What must not be freed: it would write to a descriptor, or close one, that is another's now."""
 
@@ -82,8 +85,8 @@ class Program:
 def program_of(command: Sequence[str], environ: Mapping[str, str]) -> Program | None:
     """Return what a command runs with this Python; None if it does not, or not a script or a module."""
     host, folder = 0, ""
-    if prefix := PREFIX.match(" ".join(command[:6])):
-        host, folder, command = int(prefix[1]), prefix[2], command[6:]
+    if prefix := PREFIX.match(" ".join(command[:7])):
+        host, folder, command = int(prefix[1]), prefix[2], command[7:]
     python, *rest = command
     if shutil.which(python, path=environ.get("PATH")) != sys.executable:
         return None
@@ -102,6 +105,7 @@ def remember() -> None:
     """Let the programs begin with what is imported now."""
     _modules.update(lsgd_modules())
     _path.extend(sys.path)
+    _finalizers.update(weakref.finalize._registry)  # type: ignore[attr-defined]
 
 
 def enter(host: int, *kinds: str) -> None:
@@ -164,9 +168,11 @@ def output(number: int, at_once: bool, **options: Any) -> io.TextIOWrapper:
 
 
 def forget_exits() -> None:
-    """Call nothing at the end that a launcher wants to be called at its own."""
+    """Call nothing at the end that a launcher wants to be called at its own, such as what removes its folders."""
     for function in _registered:
         atexit.unregister(function)
+    for finalizer in set(weakref.finalize._registry) - _finalizers:  # type: ignore[attr-defined]
+        finalizer.detach()
     _registered.clear()
     atexit.register = _register
 

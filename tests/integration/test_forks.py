@@ -26,11 +26,12 @@ print(json.dumps({
 atexit.register(print, "ends")
 """
 STARTS = """
-import atexit, json, os, signal, subprocess, sys, threading
+import atexit, json, os, signal, subprocess, sys, tempfile, threading
 from lsgd.server import daemon
 daemon.seen = True
 atexit.register(print, "the end of who has started it")
 print("unwritten", end="")
+folder = tempfile.TemporaryDirectory()
 signal.signal(signal.SIGTERM, lambda *_: None)
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -41,7 +42,7 @@ with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, preexec_fn=lam
     output = child.communicate()[0]
 codes = [subprocess.run([sys.executable, "-P", sys.argv[1] + "/ends.py", how]).returncode for how in "abc"]
 again = subprocess.run([sys.executable, "-c", "print(1)"], stdout=subprocess.PIPE).stdout.decode()
-print()
+print("\\n", os.path.exists(folder.name))
 print(json.dumps([output, child.pid, os.getpid(), reading, codes, again]))
 """
 ENDS = """
@@ -66,7 +67,9 @@ def test_a_program_sees_what_python_would_have_made_for_it(tmp_path: Path) -> No
     said, _ = started.communicate()
     assert started.returncode == 0, said
     assert said.count("unwritten") == said.count("the end of who") == said.count("ValueError: it fails") == 1
-    output, pid, parent, passed, codes, again = json.loads(said.splitlines()[-2])
+    there, told = said.splitlines()[-3:-1]
+    assert there.endswith("True"), "a child has removed its parent's folder"
+    output, pid, parent, passed, codes, again = json.loads(told)
     assert (codes, again) == ([3, -signal.SIGKILL, 1], "1\n")
     line, ends = output.splitlines()
     saw = json.loads(line)
