@@ -5,6 +5,7 @@ import re
 import signal
 from pathlib import Path
 
+from lsgd.errors import JoinError
 from lsgd.protocol.events import Note, WorkerChanged
 
 from .running import Process, until
@@ -69,7 +70,7 @@ def test_a_run_that_has_lost_its_model_fails_and_says_what_to_do(cluster) -> Non
     trains(cluster)
     kill(*victims)
     again = [cluster.worker("crash", 0, index) for index in (0, 1)]
-    assert [worker.wait() for worker in again] == [1, 1]
+    assert [worker.wait() for worker in again] == [JoinError.exit_code] * 2
     assert "the run's model is lost after" in again[0].output and "RESUME=1" in again[0].output
     assert server.wait() == 1
     local.succeeds()
