@@ -5,12 +5,21 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from lsgd.errors import ConfigError
 
@@ -177,8 +186,63 @@ def peek(batches: Iterator[T]) -> tuple[list[T], Iterator[T]]:
     return first, chain(first, batches)
 
 
+class Pass(Generic[T]):
+    """One pass over a loader, as an iterable with the loader's length."""
+
+    def __init__(self, loader: object, begin: Callable[[], Iterator[T]]) -> None:
+        self._loader, self._begin = loader, begin
+
+    def __iter__(self) -> Iterator[T]:
+        return self._begin()
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+
+class EveryNth(Sampler[Any]):
+    """Every n-th of what a sampler yields, from this worker's rank on: an index, or a batch of indices."""
+
+    def __init__(self, sampler: Any, place: Callable[[], tuple[int, int]]) -> None:
+        self._sampler, self._place = sampler, place
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, size = self._place()
+        return islice(iter(self._sampler), rank, len(self) * size + rank, size)
+
+    def __len__(self) -> int:
+        return len(self._sampler) // self._place()[1]  # the same on all workers
+
+
+KEPT_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "in_order"),
+)
+"""What a sharded DataLoader takes over from the one that it replaces, beside its batches."""
+
+
+def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], processes: int = 1) -> DataLoader[T]:
+    """Return a DataLoader of a worker's shard of another one's dataset.
+
+    Raises:
+        ConfigError: it is no DataLoader of a dataset with a length, or the dataset is too small.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        kind = type(getattr(loader, "dataset", loader)).__name__
+        raise ConfigError(f"shard() takes a DataLoader of a dataset with a length, not a {kind}")
+    options = {name: getattr(loader, name) for name in KEPT_OPTIONS if hasattr(loader, name)}
+    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        return DataLoader(loader.dataset, batch_sampler=EveryNth(loader.batch_sampler, place), **options)
+    options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    sampler = loader.sampler
+    if isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler):
+        shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
+        seed = getattr(sampler, "seed", 0)
+        return shard_loader(loader.dataset, place, seed, shuffle, options, processes)
+    return DataLoader(loader.dataset, sampler=EveryNth(sampler, place), **options)
+
+
 class FirstData:
-    """Lets the servers compare the workers' first batches, if lsgd does not shard the data."""
+    """Lets the servers compare the workers' first batches, or first inputs, if lsgd does not shard the data."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell: Callable[[str], object] | None = tell
@@ -187,12 +251,20 @@ class FirstData:
         """Return an iterator over a loader; at the first call, send the digest if lsgd does not shard the data."""
         source = iter(loader)
         if self._tell is not None and not isinstance(loader, ShardLoader):
-            tell, self._tell = self._tell, None
             warn_if_unsharded(loader, world_size)
             first, source = peek(source)
-            if found := digest(first):
-                tell(found)
+            self.tell(first)
         return source
+
+    def tell(self, batch: object) -> None:
+        """At the first call, send the digest of a batch, unless lsgd shards the data."""
+        tell, self._tell = self._tell, None
+        if tell is not None and (found := digest(batch)):
+            tell(found)
+
+    def is_sharded(self) -> None:
+        """Compare nothing: lsgd shards the data."""
+        self._tell = None
 
 
 def warn_if_unsharded(loader: object, world_size: int) -> None:

@@ -35,8 +35,11 @@ class Steps:
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
         self.rounds = Rounds(membership, replica, checkpoints)
         run, self._grants = membership.plan.run, self.rounds.grants
-        endless = not (run.iterations or run.seconds)
-        self.schedules = RateSchedules(lambda: self._grants.middle, replica.optimizers, endless=endless)
+        self.schedules = RateSchedules(
+            lambda: self._grants.middle,
+            replica.optimizers,
+            has_end=lambda: bool(run.iterations or run.seconds or self._grants.steps),
+        )
         self._name = membership.join.worker
         self._whole = membership.island.size == 1
         self._replica = replica
@@ -90,8 +93,8 @@ class Steps:
             self._paused = self._begun or self._grants.granted
             self._grants.pause(self.rounds.committed)
 
-    def finish(self) -> bool:
-        """Take part in a last global round; return whether the model is the consensus."""
+    def finish(self, *, waits: bool = False) -> bool:
+        """Take part in a last global round, or with ``waits`` the run's last; return whether that is the consensus."""
         if not self._grants.stopped:
             self._replica.check()
             self.close_step()
@@ -101,8 +104,25 @@ class Steps:
             elif self.rounds.pending:
                 self.rounds.drop("leaves in the middle of an iteration")
             with self.rounds.saving():
-                self.rounds.finish()
+                self.rounds.finish(waits=waits)
         return self.rounds.has_consensus
+
+    def meet(self, numbers: dict[str, float]) -> dict[str, float]:
+        """Return the means over all workers, once all have made this call, between two iterations.
+
+        Raises:
+            LsgdError: another worker makes another call, or the iteration is not over.
+        """
+        self._count()
+        self._follow()
+        if self.rounds.pending:
+            self.rounds.drop("meets the others in the middle of an iteration")
+        self._paused = self._begun or self._grants.granted
+        with self.rounds.saving():
+            met = self.rounds.meet(numbers)
+        if met is not None and met.error:
+            raise LsgdError(met.error)
+        return numbers if met is None else met.values
 
     def close(self) -> None:
         """Count the last iteration, and remove the hooks."""
