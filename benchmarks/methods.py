@@ -70,6 +70,30 @@ ONE_MACHINE = "one-machine"
 ONE_MACHINE_SAMPLES = "one-machine-samples"
 """The same with as many steps as all workers make together, and so as many samples."""
 
+LABELS: Mapping[str, str] = {
+    ONE_MACHINE: "one machine",
+    ONE_MACHINE_SAMPLES: "one machine, all workers' steps",
+    ALONE: "no exchange",
+    "ddp": "DistributedDataParallel",
+    "ddp-float16": "DistributedDataParallel, float16",
+    "ddp-powersgd1": "PowerSGD, rank 1",
+    "ddp-powersgd2": "PowerSGD, rank 2",
+    "post-local-sgd": "PostLocalSGD of PyTorch",
+    "torchft-local-sgd": "torchft LocalSGD",
+    "torchft-diloco": "torchft DiLoCo",
+    "default": "lsgd with its defaults",
+    "local-2bit": "lsgd local, 2 bits",
+    "local-8bit": "lsgd local, 8 bits",
+    "leader": "lsgd leader",
+    "leader-8bit": "lsgd leader, 8 bits",
+    "leader-8bit-delay": "lsgd leader, 8 bits, delay",
+    "diloco": "lsgd diloco",
+    "sparse": "lsgd sparse",
+    "bytegrad": "lsgd bytegrad",
+    "low_precision_decentralized": "lsgd low_precision_decentralized",
+}
+"""What tables and pictures for readers call the methods."""
+
 SAME_MESSAGES = (
     *("leader-strong", "leader-progress", "leader-probe", "leader-probe-strong", "leader-loss"),
     *("local-warm", "local-closing", "local-ramps", "local-2bit-plain", "sparse-contributors"),

@@ -8,15 +8,19 @@ import errno
 import fcntl
 import os
 import socket
+import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from lsgd.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints, in the run folder."""
+
+JOURNAL = "journal.sqlite"
+"""Journal of the global server, in the run folder of its node."""
 
 LOOK_S = 1.0
 """How long to retry a taken lock, in seconds: :func:`find_live` briefly takes it to check it."""
@@ -53,13 +57,19 @@ def runs(folder: Path, worker: str = "*") -> list[str]:
     return sorted(written, key=lambda run: written[run], reverse=True)
 
 
-def find_run(folder: Path, node: int) -> Path:
-    """Return ``folder`` if it is a run folder with checkpoints of this node, else the newest such run folder in it.
+def find_run(folder: Path, node: int, nodes: int = 1) -> Path:
+    """Return ``folder`` if this node can resume it, else the newest such run folder in it.
 
-    Raises ConfigError if there is none.
+    A node can resume a run folder with checkpoints of its own. Of several ``nodes``, node 0 can also resume one whose
+    journal has an unfinished run. Raises ConfigError if there is none.
     """
-    found = {run: _written(run / CHECKPOINTS, f"node{node}/*") for run in (folder, *folder.glob("*/"))}
-    written = {run: max(times.values()) for run, times in found.items() if times}
+    written = {}
+    for run in (folder, *folder.glob("*/")):
+        times_s = [*_written(run / CHECKPOINTS, f"node{node}/*").values()]
+        if nodes > 1 and node == 0 and is_unfinished(run):
+            times_s.append((run / JOURNAL).stat().st_mtime)
+        if times_s:
+            written[run] = max(times_s)
     if not written:
         raise ConfigError(
             f"there is nothing to resume: no checkpoint of node {node} lies in {folder} or in a run folder in it; name "
@@ -143,6 +153,15 @@ def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()} {address}\n".encode(), 0)
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether the journal in a run folder has a run that has not ended, and that no global server serves now."""
+    if not (folder / JOURNAL).exists():
+        return False
+    with suppress(sqlite3.Error), closing(sqlite3.connect(folder / JOURNAL, timeout=LOOK_S)) as connection:
+        return bool(connection.execute("SELECT COUNT(*) FROM state").fetchone()[0])
+    return False
 
 
 def file_name(worker: str) -> str:

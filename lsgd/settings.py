@@ -86,9 +86,9 @@ class AlgorithmSettings:
         raise NotImplementedError
 
     @property
-    def time_share(self) -> float:
-        """Share of the time that exchanges may take, where the servers choose the period; 0: the plan has it."""
-        return 0.0
+    def period_is_auto(self) -> bool:
+        """Whether the servers choose the period."""
+        return False
 
     def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
         """Return the settings until the next global round.

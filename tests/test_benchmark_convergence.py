@@ -96,12 +96,21 @@ def test_bytes_are_those_of_the_formulas() -> None:
 
 def test_what_is_reported_has_no_trials_and_the_best_learning_rate() -> None:
     training = Training("vit", "local", 16, 0, None, 1.0)
-    assert [t.learning_rate_times for t in tuning.trials([training, replace(training, seed=1)])] == [0.5, 1.0, 2.0]
+    assert [t.learning_rate_times for t in tuning.trials([training, replace(training, seed=1)])] == [
+        0.5,
+        0.5,
+        1.0,
+        1.0,
+        2.0,
+        2.0,
+    ]
+    assert {t.learning_rate_times for t in tuning.trials([replace(training, learning_rate_times=4.0)])} == {2, 4, 8}
     trials = [
         {**asdict(trial), "final_loss": loss}
-        for trial, loss in zip(tuning.trials([training]), (0.5, math.nan, 0.4), strict=True)
+        for trial, loss in zip(tuning.trials([training]), (0.1, 0.8, 0.2, math.nan, 0.4, 0.4), strict=True)
     ]
-    assert tuning.tuned([training], trials[:2]) == []  # a trial has failed
+    assert {trial["seed"] for trial in trials} == set(tuning.SEEDS)
+    assert tuning.tuned([training], trials[:5]) == []  # a trial has failed
     (best,) = tuning.tuned([training], trials)
     assert best == replace(training, learning_rate_times=2.0)
     untuned = {**asdict(replace(training, method="leader")), "final_loss": 0.7}
@@ -135,10 +144,10 @@ def test_convergence_tunes_every_method_alike_and_remembers_it(tmp_path: Path) -
     assert found["settings"] == {"workers": 2}
     rows = found["results"]
     assert {row["shards"] for row in rows} == {"skewed"}
-    trials = [(row["method"], row["learning_rate_times"]) for row in rows if row["seed"] == tuning.SEED]
-    assert trials == [(method, times) for method in methods for times in tuning.TIMES]
+    trials = [(row["method"], row["learning_rate_times"]) for row in rows if row["seed"] in tuning.SEEDS]
+    assert trials == [(method, times) for method in methods for times in tuning.TIMES for _ in tuning.SEEDS]
     last = {row["method"]: row for row in rows if row["seed"] == 0}
-    assert len(rows) == len(trials) + len(last) == 16
+    assert len(rows) == len(trials) + len(last) == 28
     for method, row in last.items():
         losses = {r["learning_rate_times"]: r["final_loss"] for r in rows if r["seed"] and r["method"] == method}
         assert row["learning_rate_times"] == min(losses, key=losses.__getitem__)
@@ -200,6 +209,25 @@ def test_the_time_to_a_target_is_steps_times_the_time_of_a_step_of_the_same_peri
     assert convergence_tables.task_table(rows, "digits").splitlines()[-1] == (
         "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |"
     )
+
+
+def test_a_task_says_whether_it_can_show_what_exchanges_are_worth() -> None:
+    def table(**losses: tuple[float, ...]) -> list[str]:
+        rows = [
+            {"task": "text", "method": name.replace("_", "-"), "period": 0, "seed": seed, "final_loss": loss}
+            for name, of_seeds in losses.items()
+            for seed, loss in enumerate(of_seeds)
+        ]
+        return convergence_tables.worth_table(rows, "text", 2).splitlines()
+
+    one = {"one_machine": (2.0, 2.2), "one_machine_samples": (1.6, 1.8)}
+    lines = table(**one, allreduce=(1.6, 1.8), alone=(2.0, 2.2), bytegrad=(1.8,))
+    assert lines[2:5] == ["| alone |  | 1.00 ± 0.00 |", "| allreduce |  | 2.00 ± 0.00 |", "| bytegrad |  | 1.41 |"]
+    assert lines[-1].startswith("Synchronous training of 2 workers is worth 2.00 machines")
+    assert lines[-1].endswith("this one can show it.")
+    assert table(**one, allreduce=(1.8, 2.0))[-1].endswith("this one CANNOT show it.")
+    assert table(allreduce=(1.8,))[-1].startswith("One machine was not run")
+    assert table(**one, alone=(1.8, 2.0))[-1].startswith("Synchronous training was not run")
 
 
 def test_the_table_of_losses_has_bytes_and_computed_seconds() -> None:

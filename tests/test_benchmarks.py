@@ -215,10 +215,22 @@ def test_the_table_of_endtoend_has_medians_and_ratios_only_where_both_reached_th
         for m, s, steps, step_s in measured
     ]
     assert table_of(rows).splitlines()[-3:] == [
-        "| ddp | 1 | 80 | 40.0 |  | 1.00 | 64 | 500.0 | 1.00 | 2.100 | 0.070 | 0.9800 |",
-        "| leader | 3 | 80 | 5.0 | 4.0 to never | 8.00 | 72 | 100.0 | 5.00 | 2.100 | 0.070 | 0.9800 |",
-        "| alone | 1 | 80 | never |  |  |  | 50.0 | 10.00 | 2.100 | 0.070 | 0.9800 |",
+        "| DistributedDataParallel | 1 | 80 | 40.0 |  | 1.00 | 64 | 500.0 | 1.00 | 2.100 | 0.070 | 0.9800 |",
+        "| lsgd leader | 3 | 80 | 5.0 | 4.0 to never | 8.00 | 72 | 100.0 | 5.00 | 2.100 | 0.070 | 0.9800 |",
+        "| no exchange | 1 | 80 | never |  |  |  | 50.0 | 10.00 | 2.100 | 0.070 | 0.9800 |",
     ]
+
+
+def test_the_table_of_endtoend_names_the_optimizer_and_takes_another_target() -> None:
+    common = {"method": "ddp", "steps": 80, "sent_nbytes": 2.1e6, "step_s": 0.5, "final_accuracy": 0.98}
+    curve = [(8, 4.0, 2.0, 0.3), (16, 8.0, 1.0, 0.5)]
+    rows = [
+        {**common, "final_loss": 1.0, "curve": curve, "seconds_to_target": None, "steps_to_target": None, **learner}
+        for learner in ({}, {"optimizer": "muon", "learning_rate_times": 4.0})
+    ]
+    names = ["DistributedDataParallel", "DistributedDataParallel, Muon, rate times 4"]
+    assert [line.split(" | ")[0] for line in table_of(rows).splitlines()[-2:]] == [f"| {name}" for name in names]
+    assert [line.split(" | ")[3:7] for line in table_of(rows, 1.5).splitlines()[-2:]][1] == ["8.0", "", "1.00", "16"]
 
 
 def test_a_ratio_of_step_times_is_the_median_of_those_within_a_turn() -> None:

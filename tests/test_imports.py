@@ -29,7 +29,7 @@ LAYERS = (
     "server",
     "watch",
     "node",
-    "client/control client/loader",
+    "client/control client/loader client/streams",
     "client/groups",
     "client/checkpoint",
     "client/iteration",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.methods import ALL, PERIODIC
+from benchmarks.methods import ALL, ONE_MACHINE, ONE_MACHINE_SAMPLES, PERIODIC
 from benchmarks.report.tables import number, spread, table
 
 REFERENCES = ("ddp", "allreduce")  # the first that was run; simulated, the second is exactly the first
@@ -16,6 +16,10 @@ COLUMNS = (
     *("final accuracy", "points over DDP's"),
 )
 COLUMNS_OF_LOSS = ("method", "period", "learning rate times", "final loss", "over DDP's", "kB a step", "DDP's over it")
+COLUMNS_OF_WORTH = ("method", "period", "machines' worth")
+LEAST_WORTH = 0.6
+"""What each further worker must add, in machines, to synchronous training of a task that can show a gain."""
+
 LINKS_MBIT = {"1 Gbit": 1000, "100 Mbit": 100, "10 Mbit": 10}
 COLUMNS_OF_TIME = ("ms a step", "s to the target", "DDP's over it")
 Rows = Sequence[Mapping[str, Any]]
@@ -32,7 +36,48 @@ def tables(rows: Rows, network: Mapping[str, Any] | None, link: str, workers: in
     """
     tasks = dict.fromkeys(row["task"] for row in rows)
     return "\n\n".join(
-        f"**{task}**\n\n{task_table(rows, task, network, link, workers)}\n\n{loss_table(rows, task)}" for task in tasks
+        f"**{task}**\n\n{task_table(rows, task, network, link, workers)}\n\n{loss_table(rows, task)}"
+        f"\n\n{worth_table(rows, task, workers)}"
+        for task in tasks
+    )
+
+
+def worth_table(rows: Rows, task: str, workers: int) -> str:
+    """Return the table of what each method is worth in machines, and whether the task can show it.
+
+    A method is worth w machines if one machine needs w times the steps of a worker for its final loss. One machine was
+    run with as many steps as a worker and with as many as all of them. Between these, the loss is taken to fall in
+    proportion to the logarithm of the steps.
+    """
+    losses: dict[tuple[str, int], dict[int, float]] = {}
+    for row in rows:
+        if row["task"] == task:
+            losses.setdefault((row["method"], row["period"]), {})[row["seed"]] = row["final_loss"]
+    one, more = losses.pop((ONE_MACHINE, 0), {}), losses.pop((ONE_MACHINE_SAMPLES, 0), {})
+    worth = {}
+    for place in sorted(losses, key=_place):
+        seeds = sorted(losses[place].keys() & one.keys() & more.keys())
+        found = [workers ** ((one[s] - losses[place][s]) / (one[s] - more[s])) for s in seeds if more[s] < one[s]]
+        if found:
+            worth[place] = found
+    if not worth:
+        return (
+            "One machine was not run with the steps of one worker and of all, so nothing says what exchanges are worth."
+        )
+    lines = [(method, str(period or ""), spread(found, ".2f")) for (method, period), found in worth.items()]
+    return f"{table(COLUMNS_OF_WORTH, lines)}\n\n{_verdict(worth, workers)}"
+
+
+def _verdict(worth: Mapping[tuple[str, int], Sequence[float]], workers: int) -> str:
+    """Say whether synchronous training is so much better than one machine that exchanges can be worth something."""
+    machines = next((statistics.mean(worth[name, 0]) for name in REFERENCES if (name, 0) in worth), None)
+    if machines is None:
+        return "Synchronous training was not run, so nothing says how much exchanges can be worth here."
+    least = 1 + LEAST_WORTH * (workers - 1)
+    able = "can show" if machines >= least else "CANNOT show"
+    return (
+        f"Synchronous training of {workers} workers is worth {machines:.2f} machines. From {least:.1f} on a task can "
+        f"show what exchanges are worth: this one {able} it."
     )
 
 

@@ -1,15 +1,17 @@
-"""The same tuning budget for every method: three learning rates, on a seed that no table has."""
+"""The same tuning budget for every method: three learning rates on two seeds that no table has."""
 
+import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.convergence.runs import Training
 
-SEED = 1000
+SEEDS = (1000, 1001)
 TIMES = (0.5, 1.0, 2.0)
-"""What the task's learning rate is multiplied by."""
+"""What the learning rate is multiplied by."""
 
 PLACE = ("task", "method", "period", "steps", "shards", "optimizer")
 """What is tuned on its own."""
@@ -20,20 +22,25 @@ Rows = Sequence[Mapping[str, Any]]
 def trials(trainings: Sequence[Training]) -> Sequence[Training]:
     """Return the trainings that find the learning rates of these."""
     return [
-        replace(training, seed=SEED, learning_rate_times=times)
-        for training in dict.fromkeys(replace(t, seed=SEED, learning_rate_times=1.0) for t in trainings)
-        for times in TIMES
+        replace(training, seed=seed, learning_rate_times=times * training.learning_rate_times)
+        for training in dict.fromkeys(replace(t, seed=0) for t in trainings)
+        for times, seed in itertools.product(TIMES, SEEDS)
     ]
 
 
 def best_times(rows: Rows) -> Mapping[tuple[Any, ...], float]:
-    """Return the best multiple of the learning rate by what :data:`PLACE` names, of the lowest final loss."""
-    found: dict[tuple[Any, ...], dict[float, float]] = {}
+    """Return the best multiple of the learning rate by what :data:`PLACE` names, of the lowest mean final loss."""
+    found: dict[tuple[Any, ...], dict[float, list[float]]] = {}
     for row in rows:
-        if row["seed"] == SEED:
+        if row["seed"] in SEEDS:
             loss = row["final_loss"] if math.isfinite(row["final_loss"]) else math.inf
-            found.setdefault(_place(row), {})[row["learning_rate_times"]] = loss
-    return {place: min(losses, key=losses.__getitem__) for place, losses in found.items() if len(losses) == len(TIMES)}
+            found.setdefault(_place(row), {}).setdefault(row["learning_rate_times"], []).append(loss)
+    best = {}
+    for place, losses in found.items():
+        means = {times: statistics.fmean(each) for times, each in losses.items() if len(each) == len(SEEDS)}
+        if len(means) >= len(TIMES):
+            best[place] = min(means, key=means.__getitem__)
+    return best
 
 
 def tuned(trainings: Sequence[Training], rows: Rows) -> Sequence[Training]:
@@ -53,7 +60,7 @@ def reported(rows: Rows) -> Rows:
     return [
         row
         for row in rows
-        if row["seed"] != SEED and row["learning_rate_times"] == best.get(_place(row), row["learning_rate_times"])
+        if row["seed"] not in SEEDS and row["learning_rate_times"] == best.get(_place(row), row["learning_rate_times"])
     ]
 
 

@@ -7,7 +7,8 @@ Compute and bytes are real, and all processes share this machine's cores, so tha
 exchange costs it time too. First model, batches, optimizer and learning rate are the same for all; a seed chooses model
 and batches, and tables have medians over the seeds. ``--period`` is that of all methods that are given one. ``default``
 is a plan that says nothing: the servers choose its period. ``one-machine`` is one worker with all data, which makes
-the steps of one; ``one-machine-samples`` those of all.
+the steps of one; ``one-machine-samples`` those of all. ``--optimizer muon`` takes ``lsgd.client.muon`` instead of the
+task's optimizer, for all methods. A file may have the results of both; table and picture show all that it has.
 
 The clock starts with the first step, when processes have met and have the same model. Every eight steps each worker
 copies its model, while its clock stands; the average of the workers' models is tested after the run. That average
@@ -35,7 +36,7 @@ from benchmarks.methods import ALONE, BASELINES, ONE_MACHINE, ONE_MACHINE_SAMPLE
 from benchmarks.report.about import about, argument_parser, heading
 from benchmarks.report.results import Results, add_options
 from benchmarks.testbed import LINKS, Testbed, TestbedError
-from benchmarks.workloads import TASKS, WideDigits
+from benchmarks.workloads import OPTIMIZERS, TASKS, WideDigits
 
 METHODS = (
     *(ONE_MACHINE, ONE_MACHINE_SAMPLES),
@@ -62,15 +63,19 @@ def settings_of(options: argparse.Namespace) -> Settings:
 def run_all(options: argparse.Namespace, settings: Settings, pythons: Mapping[str, str], results: Results) -> None:
     """Make the runs that have no result yet."""
     for seed, (method, python) in itertools.product(range(options.seeds), pythons.items()):
-        make = partial(run_once, method, options.link, seed, settings, python)
-        results.keep(make, f"{method}, seed {seed}", link=options.link, method=method, seed=seed)
+        learner = {"optimizer": options.optimizer, "learning_rate_times": options.learning_rate_times}
+        make = partial(run_once, method, options.link, seed, settings, python, learner)
+        results.keep(make, f"{method}, seed {seed}", link=options.link, method=method, seed=seed, **learner)
 
 
-def run_once(method: str, link: str, seed: int, settings: Settings, python: str) -> Result:
+def run_once(
+    method: str, link: str, seed: int, settings: Settings, python: str, learner: Mapping[str, object]
+) -> Result:
     """Train with a method on a new testbed."""
     rate_mbit, delay_ms = LINKS[link]
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in learner.items()]
     with Testbed(settings.nodes, rate_mbit=rate_mbit, delay_ms=delay_ms) as testbed:
-        return run(testbed, method, link, seed, settings, python)
+        return run(testbed, method, link, seed, settings, python, arguments)
 
 
 def options_of() -> argparse.Namespace:
@@ -84,7 +89,14 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--link", choices=LINKS, default="100mbit", help="the network between the hosts")
     parser.add_argument("--nodes", type=int, choices=NODES, default=2, help="how many hosts")
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 0")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="task", help="the task's, or lsgd.client.muon in its place"
+    )
+    parser.add_argument(
+        "--learning-rate-times", type=float, default=1.0, metavar="X", help="of the task's learning rate"
+    )
     add_options(parser, METHODS)
+    parser.add_argument("--target-loss", type=float, help="of table and picture, instead of the task's")
     parser.add_argument("--plot", type=Path, help="draw the loss, or W4's accuracy, over seconds to this PNG file")
     options = parser.parse_args()
     options.methods = options.methods or (QUICK_METHODS if options.quick else METHODS)
@@ -100,19 +112,23 @@ def main() -> int:
     machine = about("benchmarks.endtoend")
     try:
         results = Results(options.json, machine, asdict(settings))
+        for row in results.rows:  # written before there was a choice
+            row.setdefault("optimizer", "task")
+            row.setdefault("learning_rate_times", 1.0)
         print(heading(machine) + "\n", flush=True)
         run_all(options, settings, pythons, results)
     except (TestbedError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     rows = [r for r in results.rows if r["link"] == options.link and r["method"] in options.methods]
-    print(f"\n{table_of(rows)}")
+    print(f"\n{table_of(rows, options.target_loss)}")
     if options.plot:
         from benchmarks.endtoend.plot import draw
 
         losses = settings.task != WideDigits.name
         title = f"{settings.task}, {settings.nodes} hosts, {options.link}, period {settings.period} where it is given"
         target = TASKS[settings.task].target_loss if losses else WideDigits.target_accuracy
+        target = options.target_loss or target
         draw([r for r in rows if r["seed"] < options.seeds], title, target, options.plot, losses=losses)
     return results.end(options.methods, pythons)
 

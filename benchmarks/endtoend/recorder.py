@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.testbed.interface import counters
-from benchmarks.workloads import TASKS, Task, WideDigits
+from benchmarks.workloads import OPTIMIZERS, TASKS, Task, WideDigits
 from lsgd.flat import floating_buffers
 
 SNAPSHOTS, MARKS = "snapshots.float32", "marks.json"
@@ -78,6 +78,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--width", type=int, required=True)
     found.add_argument("--steps", type=int, required=True)
     found.add_argument("--seed", type=int, required=True)
+    found.add_argument("--optimizer", choices=OPTIMIZERS, default="task")
+    found.add_argument("--learning-rate-times", type=float, default=1.0)
     return found
 
 
@@ -92,5 +94,7 @@ def prepare(given: argparse.Namespace) -> tuple[Task, nn.Module, torch.optim.Opt
     torch.manual_seed(given.seed)
     task = task_of(given.task, given.width)
     model = task.model()
-    optimizer = task.optimizer(model)
+    task.chosen_optimizer = given.optimizer
+    task.learning_rate *= given.learning_rate_times
+    optimizer = task.make_optimizer(model)
     return task, model, optimizer, Recorder(task, model, optimizer, given.steps)

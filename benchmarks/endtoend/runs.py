@@ -103,8 +103,12 @@ def nbytes_of(method: str, numel: int, nodes: int) -> float:
     return share * AllReduceSettings().sent_nbytes(numel, nodes)
 
 
-def run(testbed: Testbed, method: str, link: str, seed: int, settings: Settings, python: str) -> Result:
+def run(
+    testbed: Testbed, method: str, link: str, seed: int, settings: Settings, python: str, learner: Sequence[str] = ()
+) -> Result:
     """Train with a method in a Python of its own, and test what the workers have recorded.
+
+    ``learner`` has the workers' arguments of the optimizer.
 
     Raises:
         RunFailedError: a host failed.
@@ -114,6 +118,7 @@ def run(testbed: Testbed, method: str, link: str, seed: int, settings: Settings,
     with tempfile.TemporaryDirectory(prefix="lsgd-benchmark-") as name:
         folder, hosts = Path(name), testbed.hosts
         arguments = [f"--task={settings.task}", f"--width={settings.width}", f"--steps={steps}", f"--seed={seed}"]
+        arguments += learner
         if method in OURS or method == DEFAULT:
             processes = start_ours(testbed, method, steps, settings, folder, arguments)
         elif method in (ONE_MACHINE, ONE_MACHINE_SAMPLES):

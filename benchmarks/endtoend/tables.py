@@ -6,20 +6,33 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.methods import LABELS
 from benchmarks.report.tables import number, table
 
-REFERENCE = "ddp"
+REFERENCE = LABELS["ddp"]
 COLUMNS = (
     *("method", "seeds", "steps", "s to target", "range", "over DDP", "steps to target"),
     *("ms a step", "over DDP", "MB a step", "final loss", "final accuracy"),
 )
 
 
-def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the Markdown table of the runs on one link: medians over the seeds, and the range of the seconds."""
+def name_of(row: Mapping[str, Any]) -> str:
+    """Return what a reader finds a method under, with its optimizer if that is not the task's own."""
+    label: str = LABELS.get(row["method"], row["method"])
+    rate = f", rate times {row['learning_rate_times']:g}" if row["learning_rate_times"] != 1 else ""
+    return label + (f", Muon{rate}" if row["optimizer"] == "muon" else rate)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], target_loss: float | None = None) -> str:
+    """Return the Markdown table of the runs on one link: medians over the seeds, and the range of the seconds.
+
+    ``target_loss`` replaces the target of the task.
+    """
     if not rows:
         return table(COLUMNS, [])
-    runs = pd.DataFrame(rows).drop(columns=["link", "curve"], errors="ignore")
+    rows = [{"optimizer": "task", "learning_rate_times": 1.0, **row} for row in rows]
+    runs = pd.DataFrame([{**row, **_reached(row, target_loss), "method": name_of(row)} for row in rows])
+    runs = runs.drop(columns=["link", "curve", "optimizer", "learning_rate_times"], errors="ignore")
     never = ["seconds_to_target", "steps_to_target"]
     runs[never] = runs[never].astype(float).fillna(math.inf)
     runs["final_loss"] = runs["final_loss"].astype(float)  # older results have none
@@ -29,6 +42,14 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     medians["first"], medians["last"] = (of_method["seconds_to_target"].agg(how) for how in ("min", "max"))
     reference = medians.reindex([REFERENCE]).to_dict("records")[0]
     return table(COLUMNS, [_line(found, reference) for found in medians.reset_index().to_dict("records")])
+
+
+def _reached(row: Mapping[str, Any], target_loss: float | None) -> dict[str, Any]:
+    """Return when a run has reached a loss; nothing if the task's target counts, which the row has."""
+    if target_loss is None:
+        return {}
+    step, seconds, *_ = next((point for point in row["curve"] if point[2] <= target_loss), (None, None))
+    return {"steps_to_target": step, "seconds_to_target": seconds}
 
 
 def _line(found: Mapping[Any, Any], reference: Mapping[Any, Any]) -> Sequence[str]:

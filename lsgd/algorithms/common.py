@@ -11,8 +11,11 @@ from lsgd.codecs import CODECS, OWN_BLOCK, Codec, codec_of
 from lsgd.errors import ConfigError
 from lsgd.settings import AlgorithmSettings, Schedule, setting
 
-EXCHANGE_SHARE = 0.05
-"""Share of the time that exchanges may take, by default."""
+GAIN = 0.7
+"""How many machines' worth each further worker adds, if workers exchange in every step."""
+
+HALF_SHARE, LONGEST_HALF = 1 / 20, 256
+"""The period that halves this gain: this share of a worker's steps in the whole run, and at most so many."""
 
 LONGEST_PERIOD, SMALLEST_RATE = 1 << 20, 1e-30
 """Bounds of :func:`quadratic_period` when the learning rate falls to 0."""
@@ -34,9 +37,6 @@ class Periodic(AlgorithmSettings):
     closing_share: float = setting(
         0.0, "share of the run, at its end, in which the period halves down to 1; 0: none", low=0, high=0.5
     )
-    exchange_share: float = setting(
-        EXCHANGE_SHARE, "share of the time that exchanges may take when period is auto", low=0.001, high=0.9
-    )
     growth_coefficient: float = setting(
         0.0, "once the learning rate falls, keep the period at or above (this / learning rate) squared; 0: off", low=0
     )
@@ -46,9 +46,9 @@ class Periodic(AlgorithmSettings):
         return Schedule(self.period or 1, self.period or 1)
 
     @property
-    def time_share(self) -> float:
-        """The setting ``exchange_share`` if the period is ``auto``; otherwise 0."""
-        return 0.0 if self.period else self.exchange_share
+    def period_is_auto(self) -> bool:
+        """Whether the servers choose the period."""
+        return not self.period
 
     def with_period(self, period: int) -> Self:
         """Return the settings with this period, or the nearest valid one."""
@@ -81,9 +81,29 @@ def quadratic_period(coefficient: float, rate: float) -> int:
     return int(min((coefficient / max(rate, SMALLEST_RATE)) ** 2, LONGEST_PERIOD))
 
 
-def least_period(exchange_s: float, step_s: float, share: float) -> int:
-    """Return the fewest steps between exchanges that keep them below ``share`` of the time."""
-    return max(1, math.ceil(exchange_s / step_s / share))
+def period_cost(period: int, exchange_steps: float, workers: int, steps: float = math.inf) -> float:
+    """Return how long a run takes with this period, over workers that exchange in every step for nothing.
+
+    It is the product of two costs. An exchange that takes as long as ``exchange_steps`` steps makes a step longer, by
+    ``exchange_steps / period``. And with rare exchanges more steps are needed: of what N workers gain over one,
+    ``0.7 (N - 1)`` machines' worth, ``period / (period + h)`` is lost. So a period of h loses half of it, and an
+    endless one leaves N workers with what one machine learns. h is a twentieth of a worker's ``steps`` in the run.
+
+    The constants are fits to trainings of one to four workers (benchmarks/results/convergence.md).
+    """
+    half = half_period(steps)
+    return (1 + exchange_steps / period) * (1 + GAIN * (max(workers, 2) - 1) * period / (period + half))
+
+
+def half_period(steps: float) -> float:
+    """Return the period at which workers keep half of what they gain, in a run of so many steps each."""
+    return max(1.0, min(HALF_SHARE * steps, LONGEST_HALF))
+
+
+def best_period(exchange_steps: float, workers: int, steps: float = math.inf) -> int:
+    """Return the period of the least :func:`period_cost`, at most twice the one that halves the gain."""
+    periods = range(1, int(2 * half_period(steps)) + 1)
+    return min(periods, key=lambda period: period_cost(period, exchange_steps, workers, steps))
 
 
 def hierarchical() -> Any:

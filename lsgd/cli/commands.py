@@ -173,9 +173,10 @@ def launch_command(
             raise click.UsageError("--resume-if-any needs the run's folder: --run-dir DIR, the same at each start")
         resume = bool(runs_with_checkpoints(run_dir / CHECKPOINTS))
     elif resume:
-        run_dir = find_run(run_dir or Path("runs"), place.node)
-    if resume:
-        click.echo(f"[launch] resumes from the checkpoints in {run_dir}")
+        run_dir = find_run(run_dir or Path("runs"), place.node, place.nodes)
+    if resume and run_dir:
+        source = "checkpoints" if runs_with_checkpoints(run_dir / CHECKPOINTS) else "journal"
+        click.echo(f"[launch] resumes from the {source} in {run_dir}")
     run_dir = (run_dir or _new_run_dir()).absolute()
     if devices.warning:
         click.echo(f"[launch] {devices.warning}", err=True)
@@ -359,7 +360,7 @@ def algorithms(name: str | None, parameters: int, workers: int) -> None:
     for cls in ALGORITHMS.values() if name is None else [ALGORITHMS[name]]:
         settings = cls()
         megabytes = settings.sent_nbytes(parameters, workers) / 1e6
-        rarely = " (MB of one exchange: its period is auto)" if settings.time_share else ""
+        rarely = " (MB of one exchange: its period is auto)" if settings.period_is_auto else ""
         click.echo(f"{cls.name:28} {megabytes:10.3f}  {cls.summary}{rarely}")
     if name is None:
         return

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from lsgd.algorithms.common import EXCHANGE_SHARE, least_period
+from lsgd.algorithms.common import best_period
 from lsgd.cli.relay import RelayAccess, running_relay
 from lsgd.client.control.identity import Interface, interface_towards, versions
 from lsgd.client.groups.base import Members
@@ -275,12 +275,13 @@ class Doctor:
         self._say(
             f"the slowest link has {slowest:.0f} Mbit/s; with {parameters:,} parameters and {step_ms:g} ms an iteration"
         )
-        for how, nbytes in (("float32", 4 * parameters), ("minmax8", parameters)):
-            transfer_s = nbytes * 8 / (slowest * 1e6)
-            period = suggested_period(transfer_s, step_ms / 1e3)
+        for how, bits in (("levels2", 2), ("minmax8", 8), ("float32", 32)):
+            transfer_s = bits * parameters / (slowest * 1e6)
+            iterations = transfer_s / (step_ms / 1e3)
+            period = best_period(iterations, self._place.nodes)
             self._say(
-                f"      a model in {how} takes {transfer_s:.2f} s: --period {period} keeps exchanges below "
-                f"{EXCHANGE_SHARE:.0%} of the time"
+                f"      a model in {how} takes {transfer_s:.2f} s, as long as {iterations:.2g} iterations: "
+                f"a period of about {period}"
             )
 
     def _part(self, store: TCPStore) -> None:
@@ -292,11 +293,6 @@ class Doctor:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:120]
-
-
-def suggested_period(transfer_s: float, step_s: float) -> int:
-    """Return the smallest power-of-two period that keeps exchanges below :data:`EXCHANGE_SHARE` of the time."""
-    return 1 << (least_period(transfer_s, step_s, EXCHANGE_SHARE) - 1).bit_length()
 
 
 def _measure(group: TcpGroup, target: int) -> Link:

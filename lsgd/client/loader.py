@@ -13,15 +13,13 @@ from torch.utils import _pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
 )
 
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, LsgdError
 
 logger = logging.getLogger("lsgd")
 
@@ -59,6 +57,7 @@ class ShardSampler(Sampler[int]):
         self.consumed = 0  # samples of this epoch trained on
         self.dealt_for = place()  # rank and world size of this epoch's shard
         self._skip = 0
+        self._through = -1  # the last epoch of which all indices were drawn
 
     def shard(self) -> Tensor:
         """Return the indices of this worker's shard in the order of the current epoch."""
@@ -70,11 +69,16 @@ class ShardSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         skip, self._skip = self._skip, 0
-        if self.consumed > skip:  # an epoch left early is over: the next one has another order
+        # An epoch left early is over, and so is one that nobody counts: the next one has another order.
+        if self.consumed > skip or self._through == self.epoch:
             self.epoch += 1
         self.consumed = skip
         self.dealt_for = self.place()
-        return iter(self.shard()[skip:].tolist())
+        return self._draw(self.shard()[skip:].tolist(), self.epoch)
+
+    def _draw(self, indices: list[int], epoch: int) -> Iterator[int]:
+        yield from indices
+        self._through = epoch
 
     def __len__(self) -> int:
         """Samples of the next pass."""
@@ -92,7 +96,7 @@ class ShardSampler(Sampler[int]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from a :meth:`state_dict`: the next pass is the rest of that epoch."""
-        self.epoch, self.seed = state["epoch"], state["seed"]
+        self.epoch, self.seed, self._through = state["epoch"], state["seed"], -1
         self.consumed = self._skip = state["consumed"]
 
 
@@ -141,7 +145,7 @@ class ShardLoader(DataLoader[Any]):
 
 
 def shard_loader(
-    dataset: Dataset[Any],
+    dataset: Any,
     place: Callable[[], tuple[int, int]],
     seed: int,
     shuffle: bool,
@@ -160,7 +164,10 @@ def shard_loader(
         )
     length = getattr(dataset, "__len__", None)
     if length is None:
-        raise ConfigError("loader() needs a dataset with a length; for a stream, pass your own iterable to batches()")
+        raise ConfigError(
+            f"loader() needs a dataset with a length or a stream, and a {type(dataset).__name__} is neither: it has "
+            f"no __len__, and no __iter__ either"
+        )
     _, size = place()
     if length() < size:
         raise ConfigError(f"the dataset has {length()} samples for {size} workers; some workers would have none")
@@ -220,20 +227,22 @@ KEPT_OPTIONS = (
 """What a sharded DataLoader takes over from the one that it replaces, beside its batches."""
 
 
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of a DataLoader, but for its data and samplers."""
+    kept = {name: getattr(loader, name) for name in KEPT_OPTIONS if hasattr(loader, name)}
+    return kept | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+
+
 def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], processes: int = 1) -> DataLoader[T]:
     """Return a DataLoader of a worker's shard of another one's dataset.
 
     Raises:
-        ConfigError: it is no DataLoader of a dataset with a length, or the dataset is too small.
+        ConfigError: the dataset is too small.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        kind = type(getattr(loader, "dataset", loader)).__name__
-        raise ConfigError(f"shard() takes a DataLoader of a dataset with a length, not a {kind}")
-    options = {name: getattr(loader, name) for name in KEPT_OPTIONS if hasattr(loader, name)}
+    options, sampler = options_of(loader), loader.sampler
     if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
         return DataLoader(loader.dataset, batch_sampler=EveryNth(loader.batch_sampler, place), **options)
-    options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    sampler = loader.sampler
     if isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler):
         shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
         seed = getattr(sampler, "seed", 0)
@@ -242,10 +251,15 @@ def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], proces
 
 
 class FirstData:
-    """Lets the servers compare the workers' first batches, or first inputs, if lsgd does not shard the data."""
+    """Lets the servers compare first batches, or first inputs, where lsgd does not shard the data; looks if any come.
+
+    Raises:
+        LsgdError: two passes in a row had no batch, so that the script would begin passes forever.
+    """
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell: Callable[[str], object] | None = tell
+        self._empty = 0  # passes in a row
 
     def of(self, loader: Iterable[T], world_size: int) -> Iterator[T]:
         """Return an iterator over a loader; at the first call, send the digest if lsgd does not shard the data."""
@@ -254,7 +268,17 @@ class FirstData:
             warn_if_unsharded(loader, world_size)
             first, source = peek(source)
             self.tell(first)
-        return source
+        return self._not_empty(source)
+
+    def _not_empty(self, source: Iterator[T]) -> Iterator[T]:
+        first, source = peek(source)
+        self._empty = 0 if first else self._empty + 1
+        if self._empty > 1:
+            raise LsgdError(
+                "two passes over the data had no batch: it has ended for good, as a generator does after one pass; "
+                "pass an object whose __iter__ begins again, or call worker.leave() after the last pass"
+            )
+        yield from source
 
     def tell(self, batch: object) -> None:
         """At the first call, send the digest of a batch, unless lsgd shards the data."""

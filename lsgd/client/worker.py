@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -19,11 +20,12 @@ from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model
 from lsgd.client.control.closing import exit_at_once, exit_for, leave_on_errors, on_error
 from lsgd.client.control.identity import Identity, identify
-from lsgd.client.control.island import island_of
+from lsgd.client.control.island import Island, island_of
 from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings, numbers_of
 from lsgd.client.iteration.steps import Steps
+from lsgd.client.streams import Part, StreamLoader, is_stream
 from lsgd.errors import (
     ConfigError,
     EvictedError,
@@ -83,6 +85,7 @@ class Worker:
         self._steps, self._checkpoints, self._open = steps, checkpoints, True
         self._data = loaders.FirstData(lambda digest: self._channel.send(Data(*membership.who, digest)))
         leave_on_errors(self)
+        self._parts = weakref.WeakSet[Part]()
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     @classmethod
@@ -94,6 +97,7 @@ class Worker:
         timeout_s: float = 600.0,
         checkpoint_dir: Path | None = None,
         extra: Mapping[str, Stateful] | None = None,
+        step: int = 0,
         identity: Identity | None = None,
     ) -> Self:
         """Join the run of this machine's local server, and return when all expected workers have joined.
@@ -110,6 +114,7 @@ class Worker:
             checkpoint_dir: folder for this run's checkpoints. None: ``checkpoints`` in :attr:`run_dir`, if that is set.
             extra: objects to checkpoint by name, with ``state_dict`` and ``load_state_dict``, such as a GradScaler.
                 If the run resumes (``LSGD_RESUME``), this call restores them, like the model and the optimizers.
+            step: iteration at which the script's own loop begins, if it has resumed by itself; see :attr:`step`.
             identity: this worker's place in the run, instead of the variables: several workers can so join as
                 threads of one process. None: :func:`lsgd.client.control.identity.identify`.
 
@@ -128,7 +133,7 @@ class Worker:
                 checkpoint_dir = identity.run_dir / CHECKPOINTS
             checkpoints = Checkpoints(model, optimizers, extra or {}, checkpoint_dir, identity.resume, island)
             checkpoints.restarted = identity.restarted
-            membership = join_run(model, identity, timeout_s, checkpoints.load, island)
+            membership = join_run(model, identity, timeout_s, checkpoints.load, island, step)
             checkpoints.start(membership.welcome.run)
             flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
             replica = Replica(membership, flat, model, optimizers, checkpoints)
@@ -186,8 +191,8 @@ class Worker:
     def step(self) -> int:
         """Place of this worker in its script's own loop: iterations before the join, and those since.
 
-        It is 0 in a new run. A worker that resumes, joins later or is started again begins where the others are:
-        ``for step in range(worker.step, max_steps)``.
+        It is 0 in a new run, or what the join was told. A worker that resumes from a checkpoint of lsgd, joins later or
+        is started again begins where the others are: ``for step in range(worker.step, max_steps)``.
         """
         return self._membership.welcome.step + self._steps.rounds.grants.done
 
@@ -233,57 +238,79 @@ class Worker:
 
     def loader(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | Iterable[Any],
         batch_size: int = 1,
         *,
         shuffle: bool = True,
         seed: int = 0,
         **options: Any,
-    ) -> loaders.ShardLoader:
+    ) -> loaders.ShardLoader | StreamLoader:
         """Return a DataLoader of this worker's shard of ``dataset``; each process of an island gets a part of it.
 
         Every epoch deals new shards, which are disjoint, cover the dataset, and follow the membership. The loader's
-        ``state_dict()`` says how far training is; it counts batches consumed, not prefetched.
+        ``state_dict()`` says how far training is; it counts batches consumed, not prefetched. A stream is divided as
+        by :meth:`shard`, and neither shuffled nor seeded here.
 
         Args:
-            dataset: object with a length and ``__getitem__``, the same on all workers.
+            dataset: object with a length and ``__getitem__``, or a stream; the same on all workers.
             batch_size: samples in a batch of this worker.
             shuffle: whether to shuffle the shard; either way every epoch deals new shards.
             seed: number for the shards and the shuffling, the same on all workers.
             options: any other argument of torch.utils.data.DataLoader except ``sampler`` and ``batch_sampler``.
 
         Raises:
-            ConfigError: the dataset has no length, or fewer samples than workers.
+            ConfigError: the dataset has fewer samples than workers, or is neither a dataset nor a stream.
         """
-        island = self._membership.island
-        options = {"batch_size": batch_size, **options}
-        loader = loaders.shard_loader(dataset, self._place(), seed, shuffle, options, island.size)
+        island, options = self._membership.island, {"batch_size": batch_size, **options}
+        if is_stream(dataset):
+            agree = partial(_all_have_a_batch, island)
+            return self._checkpoints.attend(StreamLoader(self._part(dataset), agree, options))
+        loader = loaders.shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._checkpoints.attend(loader)
 
-    def _place(self) -> Callable[[], tuple[int, int]]:
-        """Return a function that returns this process's rank and the number of all processes, without the worker."""
-        me, island = weakref.ref(self), self._membership.island
+    def shard(self, data: Iterable[Any]) -> Any:
+        """Return this worker's part of data: of a DataLoader one like it, of a stream a stream.
 
-        def place() -> tuple[int, int]:
-            worker = me()
-            assert worker is not None, "the loader has outlived its worker"
-            return worker.rank * island.size + island.rank, worker.world_size * island.size
+        A DataLoader of a dataset with a length gets this worker's shard, and its length, as from :meth:`loader`, if it
+        draws at random, in order, or by torch's DistributedSampler. Of any other sampler, or batch sampler, each
+        worker takes every n-th index, or batch.
 
-        return place
+        Each pass divides a stream anew, by the members of that time. Streams of ``datasets`` and webdataset are
+        divided by files where these suffice. Of any other, each worker reads all and takes every n-th element, and a
+        change of members counts at once. Checkpoints have its place, if nothing reads ahead; see :meth:`attend`.
 
-    def shard(self, loader: DataLoader[T]) -> DataLoader[T]:
-        """Return a DataLoader like this one, of this worker's shard of its dataset, with the shard's length.
-
-        A sampler at random, in order, or torch's DistributedSampler is replaced as by :meth:`loader`. Of any other
-        sampler, or batch sampler, each worker takes every n-th index, or batch.
+        Args:
+            data: DataLoader or stream, the same on all workers; a stream shuffled with the same seed, if at all.
 
         Raises:
-            ConfigError: the dataset has no length, or fewer samples than workers.
+            ConfigError: it is neither, or a dataset has fewer samples than workers.
         """
+        if not isinstance(data, DataLoader):
+            return self._checkpoints.attend(self._part(data))
         island = self._membership.island
+        if is_stream(data.dataset):
+            stream, agree = self._part(data.dataset), partial(_all_have_a_batch, island)
+            return self._checkpoints.attend(StreamLoader(stream, agree, loaders.options_of(data)))
         self._data.is_sharded()
-        shard = loaders.shard_of(loader, self._place(), island.size)
+        shard = loaders.shard_of(data, partial(_place, weakref.ref(self)), island.size)
         return self._checkpoints.attend(shard) if isinstance(shard, loaders.ShardLoader) else shard
+
+    def attend(self, name: str, thing: Stateful) -> None:
+        """Save an object in checkpoints from now on; if the run resumes, restore it at once. As ``extra`` of the join.
+
+        Args:
+            name: text that no other such object has.
+            thing: object with ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader.
+
+        Raises:
+            ConfigError: the name is taken, or the object has no such methods.
+        """
+        self._checkpoints.attend_extra(name, thing)
+
+    def _part(self, stream: Iterable[Any]) -> Part:
+        part = Part(stream, partial(_place, weakref.ref(self)))
+        self._parts.add(part)
+        return part
 
     def batches(self, loader: Iterable[T]) -> "loaders.Pass[T]":
         """Return an iterable over the loader's batches, each in its own step (:meth:`begin_step`, :meth:`end_step`).
@@ -343,7 +370,10 @@ class Worker:
         """
         if not self.stopped:
             self._check_open()
-        return self._steps.begin()
+        begun = self._steps.begin()
+        for part in self._parts:
+            part.follow()
+        return begun
 
     def end_step(self, loss: Tensor | float | None = None) -> bool:
         """End a step, after the optimizer's: count it, get the next iteration, and carry out its round.
@@ -490,7 +520,7 @@ class Worker:
         """Write the whole model (after the run, the consensus) to a folder as safetensors files; return their paths.
 
         They have the names that Hugging Face's libraries expect: ``model.safetensors``, or several files and an index.
-        Tied parameters are written once, under their first name. One worker saves: ``if worker.rank == 0``. In an
+        Tied parameters are written once, under their first name. One worker saves: ``if worker.first``. In an
         island all processes call it, and the head writes.
 
         Args:
@@ -618,6 +648,18 @@ def check_steps(steps: int) -> None:
     """Raise a ConfigError if a number cannot be the length of a script's own loop."""
     if steps < 0:
         raise ConfigError(f"steps = {steps}: the length of the script's own loop in iterations is 0 or more")
+
+
+def _place(me: "weakref.ref[Worker]") -> tuple[int, int]:
+    """Return the rank and the number of this process among the processes of all workers."""
+    worker = me()
+    assert worker is not None, "the loader has outlived its worker"
+    island = worker._membership.island
+    return worker.rank * island.size + island.rank, worker.world_size * island.size
+
+
+def _all_have_a_batch(island: Island, has: bool) -> bool:
+    return all(island.gather("draws a batch", has))
 
 
 def _leave_at_exit(me: "weakref.ref[Worker]") -> None:

@@ -33,6 +33,7 @@ def wrap(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     steps: int = 0,
+    step: int = 0,
     accumulate: int = 1,
     **options: Any,
 ) -> "WrappedWorker":
@@ -54,6 +55,7 @@ def wrap(
         model: as for :meth:`Worker.join`. The loop must call this object, not its ``forward``.
         optimizer: as there. Of several optimizers each steps once in an iteration.
         steps: optimizer steps of the script's own loop. The run has those of all workers, if the plan has no length.
+        step: where that loop begins, if the script has resumed by itself; ``worker.step`` is where it is to begin.
         accumulate: micro-batches before a step; only algorithms that exchange gradients need to know.
         options: others of :meth:`Worker.join`.
 
@@ -65,7 +67,7 @@ def wrap(
     check_steps(steps)
     hooks = _Hooks(model, unwrapped(optimizer), accumulate)
     try:
-        worker = WrappedWorker.join(model, optimizer, **options)
+        worker = WrappedWorker.join(model, optimizer, step=step, **options)
     except BaseException:
         hooks.close()
         raise

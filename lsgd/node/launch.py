@@ -2,7 +2,8 @@
 
 This process is the node's local server. It starts the workers and, on node 0, the global server. The workers learn
 who they are from variables: ``LSGD_LOCAL`` (the local server's address), ``LSGD_NODE``, ``LSGD_LOCAL_RANK``,
-``LSGD_DEVICE``, ``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a resumed run. A worker of several processes has a parent
+``LSGD_RANK`` and ``LSGD_WORKERS`` (as if all nodes had as many workers), ``LSGD_DEVICE``, ``LSGD_RUN_DIR``, and
+``LSGD_RESUME`` for a resumed run. A worker of several processes has a parent
 process (:mod:`lsgd.node.island`), so each worker is one process here.
 """
 
@@ -42,7 +43,7 @@ from lsgd.protocol.messages import worker_name
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener
-from lsgd.run_folder import CHECKPOINTS, claimed, runs
+from lsgd.run_folder import CHECKPOINTS, JOURNAL, claimed, is_unfinished, runs
 from lsgd.watch import results
 from lsgd.watch.curves import check
 
@@ -53,8 +54,6 @@ _SERVER = (sys.executable, "-P", "-m", "lsgd.server")
 _ISLAND = (sys.executable, "-P", "-m", "lsgd.node.island")
 RESTARTS = 5
 """How often a process killed by a signal is restarted within ten minutes."""
-
-JOURNAL = "journal.sqlite"
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,8 @@ class LaunchSettings:
         plan_path: the plan; only node 0's counts.
         command: program of each worker, and its arguments.
         join_line: command that starts another node, to print; NODE stands for its index.
-        resume: whether to continue from the checkpoints in ``run_dir``, with the plan there if no other is given.
+        resume: whether to continue from the checkpoints in ``run_dir``, with the plan there if no other is given; on
+            node 0 without any, from the journal there.
         log_to: loggers that write the run's curves, on node 0.
         dashboard: port of the run's page, on node 0; 0: any; None: no page.
         plain: whether to print lines only, even on a terminal.
@@ -92,6 +92,12 @@ class LaunchSettings:
     def workers(self) -> int:
         """Number of workers on this node."""
         return len(self.devices) // self.processes
+
+    @property
+    def continues(self) -> bool:
+        """Whether it resumes from the journal: other nodes may still have the model, and there is no checkpoint."""
+        saved = runs(self.run_dir / CHECKPOINTS)
+        return self.resume and self.place.nodes > 1 and not saved and is_unfinished(self.run_dir)
 
 
 def launch(settings: LaunchSettings) -> int:
@@ -123,7 +129,7 @@ def launch(settings: LaunchSettings) -> int:
     arguments, keys, lines = _access(settings, network)
     servers = _shared_servers(settings, network, arguments) if place.node == 0 else {}
     with claimed(settings.run_dir, place.node, network):
-        if place.node == 0:
+        if place.node == 0 and not settings.continues:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
                 old.unlink()
             results.clear(settings.run_dir, resume=settings.resume)
@@ -257,12 +263,14 @@ def _shared_servers(settings: LaunchSettings, network: str, keys: Sequence[str])
     nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
     arguments = ["--global", "--listen", network, "--save-plan", str(used), "--nodes", str(nodes), *keys]
     arguments += ["--journal", str(settings.run_dir / JOURNAL), "--results", str(settings.run_dir)]
+    if settings.continues:
+        arguments += ["--continue"]
     if path:
         arguments += ["--plan", str(path)]
     is_old = keeps_plan and sourced.origins.get("workers", "") == f"the plan {path}"  # the earlier run's number
     if is_old:
         arguments += ["--workers", "0"]
-    if nodes > 1 and (is_old or not sourced.plan.run.workers):
+    if nodes > 1 and (is_old or not sourced.plan.run.workers) and not settings.continues:
         print(
             f"{LAUNCHER}the run begins when the workers of all {nodes} nodes have joined; to begin with N workers, "
             f"start this node with LSGD_WORKERS=N",
@@ -291,6 +299,8 @@ def _workers(settings: LaunchSettings, local: str, environ: Mapping[str, str]) -
             "LSGD_LOCAL": local,
             "LSGD_NODE": str(node),
             "LSGD_LOCAL_RANK": str(index),
+            "LSGD_RANK": str(node * settings.workers + index),
+            "LSGD_WORKERS": str(settings.place.nodes * settings.workers),
             "LSGD_RUN_DIR": str(settings.run_dir),
             "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads),
         }

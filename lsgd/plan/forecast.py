@@ -31,10 +31,10 @@ def planned_rounds(plan: Plan, workers: int) -> int | None:
 def forecast(plan: Plan, workers: int) -> list[str]:
     """Return lines for the start of the run: how many global rounds it will have, and whether that is few."""
     run, rounds = plan.run, planned_rounds(plan, workers)
-    if shares := [phase.algorithm.time_share for phase in plan.phases if phase.algorithm.time_share]:
+    if any(phase.algorithm.period_is_auto for phase in plan.phases):
         return [
-            f"how many global rounds this run makes depends on its network: with period = auto the servers choose how "
-            f"often, so that exchanges take {' or '.join(f'{share:.0%}' for share in shares)} of the time"
+            "how many global rounds this run makes depends on its network: with period = auto the servers weigh how "
+            "long an exchange takes against what workers learn from it"
         ]
     if rounds is None:
         return [f"how many global rounds this run makes depends on its speed: {_often(plan)}"] if run.seconds else []

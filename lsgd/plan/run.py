@@ -61,7 +61,8 @@ class RunSettings:
     )
     checkpoint_every_s: float = setting(
         600.0,
-        "a checkpoint at the first global round this long after the last one; 0: by checkpoint_every only",
+        "a checkpoint at the first global round this long after the last one, the first after a minute at most; 0: by "
+        "checkpoint_every only",
         low=0,
     )
     exchange_timeout_s: float = setting(

@@ -86,6 +86,7 @@ class Join:
         address: where it exchanges tensors.
         resumed: iterations of the run at the checkpoint that it resumes from; 0: it has none.
         resumed_run: run that wrote this checkpoint; empty if it has none.
+        step: place in its script's own loop, where that has resumed by itself.
     """
 
     protocol: int
@@ -100,6 +101,7 @@ class Join:
     address: str
     resumed: int = 0
     resumed_run: str = ""
+    step: int = 0
 
     @property
     def origin(self) -> Origin:

@@ -92,12 +92,12 @@ def _place_in_loop(state: RunState, member: Member, everybody: Sequence[Member])
     """Return where a worker's own loop begins: where the others are, or its predecessor was, or its checkpoint is."""
     steps = [m.step for m in everybody if m.began >= 0 and m.steps and m is not member]
     if state.roster.generation is None:
-        place = origin_of(m.join for m in everybody).iterations // len(everybody)
+        place = max(member.join.step, origin_of(m.join for m in everybody).iterations // len(everybody))
     elif steps:
         place = sum(steps) // len(steps)
     else:
         before = state.roster.left.get(member.worker)
-        place = before.step if before else 0
+        place = before.step if before else member.join.step
     return place
 
 

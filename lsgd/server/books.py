@@ -131,6 +131,9 @@ MAX_FAILED_ROUNDS = 10
 MAX_ELECTIONS = 4096
 """How many of the last rounds the history keeps."""
 
+FIRST_CHECKPOINT_S = 60.0
+"""After this time the first checkpoint by time is due, if not earlier."""
+
 FIRST_LINES, LINES_EVERY_S = 20, 1.0
 """The first rounds each get a line in the log; later ones at most one line per interval."""
 
@@ -168,6 +171,7 @@ class RoundBook:
         self.fresh = False
         self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
         self._line_at = -math.inf
+        self._has_saved = False
         self._saved_at = 0  # global rounds before the last one that was completed with a checkpoint
         self._saved_at_s = -math.inf  # when that was; unknown after a restart of the server
 
@@ -189,7 +193,8 @@ class RoundBook:
         """Whether members write a checkpoint in a global round that is ordered now."""
         every, every_s = run.checkpoint_every, run.checkpoint_every_s
         by_rounds = every > 0 and self.ordered["global"] - self._saved_at >= every
-        return by_rounds or (every_s > 0 and now - self._saved_at_s >= every_s)
+        wait_s = every_s if self._has_saved else min(every_s, FIRST_CHECKPOINT_S)
+        return by_rounds or (every_s > 0 and now - self._saved_at_s >= wait_s)
 
     def line_due(self, round_id: int, now: float) -> bool:
         """Whether a round that is ordered now gets a line in the log."""
@@ -228,6 +233,7 @@ class RoundBook:
             if opened.round.scope == "global":
                 self.failures = 0
             if opened.round.checkpoint:
+                self._has_saved = True
                 self._saved_at, self._saved_at_s = opened.round.exchanges, now
         return opened
 

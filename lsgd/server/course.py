@@ -9,28 +9,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from lsgd.algorithms.common import least_period
+from lsgd.algorithms.common import best_period, period_cost
 from lsgd.plan.plan import Phase, table_of
 from lsgd.server.reasons import Reason, Why
 from lsgd.settings import AlgorithmSettings
 
-SAMPLES = 3
-"""How many of the last times the median is taken of, so that one outlier changes nothing."""
+SAMPLES, FEWEST = 5, 3
+"""How many of the last times the median is taken of, so that two outliers change nothing; and of how many at least."""
 
-FACTOR = 2
-"""The largest factor between one period and the next, up or down."""
-
-TOO_SHORT, TOO_LONG = 1.2, 1.5
-"""A period stays while the wanted one is at most 1.2 times as long, and at least 1/1.5 as long."""
-
-MOST_PERIOD = 512
-"""The longest period to choose: models diverge, however slow the link is."""
-
-LEAST_ROUNDS = 32
-"""Fewest rounds of a run, whatever they cost: with fewer its workers learn little from each other."""
-
-SHORT_PERIOD = 4
-"""Shortest period that a short run is limited to; shorter ones were no better (benchmarks/results/convergence.md)."""
+WORTH = 1.02
+"""A period stays while its cost is at most this times that of the best one."""
 
 SHORTEST_STEP_S = 1e-6
 
@@ -77,25 +65,20 @@ class Pace:
         """Discard the times since the last round: its generation is over."""
         self._since = None
 
-    def choose(self, share: float, steps: float) -> Reason:
-        """Choose the shortest period at which exchanges take at most ``share`` of the time; return the reason.
+    def choose(self, workers: int, steps: float) -> Reason:
+        """Choose the period that costs least, unless the present one is about as good; return the reason.
 
-        The period changes slowly, and not at all while it is about right. ``steps``: of a member in the whole run;
-        infinite if it has no end.
+        ``steps``: of a member in the whole run; infinite if it has no end.
         """
-        if not self._rounds_s or not self._steps_s:
+        if min(len(self._rounds_s), len(self._steps_s)) < FEWEST:
             return Why.UNMEASURED()
         round_s = statistics.median(self._rounds_s)
         step_s = max(SHORTEST_STEP_S, statistics.median(self._steps_s))
-        most = int(max(SHORT_PERIOD, min(MOST_PERIOD, steps / LEAST_ROUNDS)))
-        wanted = least_period(round_s, step_s, share)
-        why = Why.SHORT_RUN if most < min(wanted, MOST_PERIOD) else Why.MEASURED
-        wanted = min(wanted, most)
-        if wanted > TOO_SHORT * self.period:
-            self.period = min(wanted, FACTOR * self.period)
-        elif wanted < self.period / TOO_LONG:
-            self.period = max(wanted, -(-self.period // FACTOR))
-        return why(round_s=round_s, step_s=step_s)
+        best = best_period(round_s / step_s, workers, steps)
+        costs = [period_cost(period, round_s / step_s, workers, steps) for period in (self.period, best)]
+        if costs[0] > WORTH * costs[1]:
+            self.period = best
+        return Why.MEASURED(round_s=round_s, step_s=step_s)
 
     def to_json(self) -> dict[str, Any]:
         """Return the arguments to rebuild it; an open round is not timed after that."""
@@ -129,13 +112,11 @@ class Course:
         algorithm: as of the last global round.
         next_algorithm: as planned from the next global round on; its period may be ``auto``.
         why: reason for the period.
-        said_period: the last one in the log.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         self.phases = phases
         self.ends = [*accumulate(phase.iterations for phase in phases[:-1]), math.inf]
-        self.said_period = 0
         algorithm = phases[0].algorithm
         self.begin(Stretch(0, algorithm, algorithm, Pace(), Why.PLANNED()))
 
@@ -161,8 +142,8 @@ class Course:
         steps = given / members / progress if progress else math.inf
         progress = progress if len(self.phases) == 1 else None  # only then the period follows it
         period, why = None, Why.PLANNED()
-        if share := planned.time_share:
-            why = pace.choose(share, steps)
+        if planned.period_is_auto:
+            why = pace.choose(members, steps)
             period = pace.period
         else:
             pace.period = planned.schedule().period

@@ -79,8 +79,9 @@ class Why(enum.Enum):
     )
     CAME_BACK = "this process of {worker} has already left the run, or was evicted; start it again"
     SAME_BATCHES = (
-        "{worker} and {other} draw the same batches, so one of them learns nothing new: use "
-        "worker.loader(dataset, ...), which gives each its shard, or seed the shuffling by rank"
+        "{worker} and {other} draw the same batches, so one of them learns nothing new: use worker.loader(data, ...), "
+        "which gives each its part of a dataset or a stream (worker.shard(stream) does without a DataLoader), or seed "
+        "the shuffling by rank"
     )
     TOO_FEW = "after {waited_s:g} s only {joined}; start the others, or a run of fewer (--workers)"
     OTHER_CALL = (
@@ -139,9 +140,8 @@ class Why(enum.Enum):
     WARM = "the run begins with short periods"
     CLOSING = "the run ends with short periods"
     RATE = "the learning rate has fallen to {rate:.2g}"
-    UNMEASURED = "no round has been timed yet"
+    UNMEASURED = "too few rounds have been timed yet"
     MEASURED = "a round takes {round_s:.2g} s, a step {step_s:.2g} s"
-    SHORT_RUN = "a round takes {round_s:.2g} s, a step {step_s:.2g} s, and the run is short"
 
     # Something has happened.
     JOINS = "{worker} joins from {address}; {joined}"

@@ -133,8 +133,7 @@ def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] 
     period = course.schedule.period
     if (period, course.why) != before:
         state.happened(PeriodChosen(period, course.why.code, str(course.why)))
-    if period != before[0] and not course.said_period / 2 < period < course.said_period * 2:
-        course.said_period = period
+    if period != before[0]:
         state.note(Why.PERIOD(period=period, reason=course.why))
 
 

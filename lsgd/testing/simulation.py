@@ -217,7 +217,7 @@ class SimulatedWorker:
         speed: float = 1.0,
         flat: FlatParameters | None = None,
     ) -> None:
-        if settings.time_share:
+        if settings.period_is_auto:
             raise ConfigError("simulated workers have no network to measure; set a period")
         self.group = group
         self._flat = flat

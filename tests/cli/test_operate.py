@@ -137,11 +137,11 @@ def test_the_table_of_members():
         ("outer_momentum=2", "outer_momentum = '2' is not in 0 … 1"),
         ("outer_lr=fast", "outer_lr = 'fast' is not a number"),
         ("outer_lr", "write it as NAME=VALUE, not 'outer_lr'"),
-        ("exchange_share=0", "exchange_share = '0' is not in 0.001 … 0.9"),
+        ("closing_share=2", "closing_share = '2' is not in 0 … 0.5"),
         ("period=automatic", "period = 'automatic' is not a whole number, or auto"),
         (
             "zzz=1",
-            "zzz is unknown; known: closing_share, error_decay, exchange_share, growth_coefficient, iterations, keep, ",
+            "zzz is unknown; known: closing_share, error_decay, growth_coefficient, iterations, keep, ",
         ),
     ],
 )

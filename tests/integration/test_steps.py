@@ -153,6 +153,36 @@ def test_two_workers_are_threads_of_one_process(cluster, arguments) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_two_workers_share_a_stream(cluster) -> None:
+    cluster.start("--workers", "2", "--period", "4", "--iterations", "40")
+    loops = [Loop(), Loop()]
+
+    def train(index: int) -> list[int]:
+        identity, seen = Identity(index, secrets.randbits(63), cluster.local_address(0), None), []
+        with Worker.join(loops[index].model, loops[index].optimizer, identity=identity) as worker:
+            loader = worker.loader(range(1000).__iter__(), batch_size=2)
+            for numbers in worker.batches(loader):
+                worker.report(loops[index].step(BATCH * (1 + numbers.sum())))
+                seen += numbers.tolist()
+            assert worker.stopped and loader.part.place[1] == 2
+        return seen
+
+    with ThreadPoolExecutor(2) as threads:
+        parts = list(threads.map(train, (0, 1)))
+    assert sorted({x % 2 for x in part} for part in parts) == [{0}, {1}]
+    assert all(part == sorted(part) for part in parts) and sum(map(len, parts)) == 80
+
+
+def test_a_stream_that_has_ended_for_good_ends_the_loop_with_an_error(here) -> None:
+    loop, made = Loop(), (BATCH * (1 + n) for n in range(5))
+    with Worker.join(loop.model, loop.optimizer) as worker:
+        with pytest.raises(LsgdError, match="it has ended for good"):
+            while not worker.stopped:
+                for x in worker.batches(worker.shard(made)):
+                    loop.step(x)
+        assert worker.iterations == 5
+
+
 class Liar(list):
     """Says that it is shorter than it is."""
 

@@ -287,6 +287,30 @@ class TestNode:
         assert listed["state"] == "failed" and listed["reason"].startswith("its launcher was killed")
         assert listed["run"] == node.result["rounds"][0]["run"]  # what there was by then is there
 
+    def test_node_0_whose_launcher_was_killed_early_goes_on_with_its_journal(self, start):
+        common = ("--nodes", "2", "--address", "127.0.0.1", "--port", str(free_port()), "--workers", "1")
+        plan = {"LSGD_ITERATIONS": "0", "LSGD_LEASE_S": "2"}
+        first = start("--node", "0", *common, **plan)
+        second = start("--node", "1", *common)
+        until((first.run_dir / "metrics.jsonl").exists, "a round was ordered")
+        until(lambda: len(list(second.run_dir.glob("trains*"))) == 1, "node 1 trains")
+        first.process.kill()
+        until(lambda: not first.left(), "node 0 is gone")
+        assert checkpoints(first.run_dir / "checkpoints") == []
+        rounds = len(first.result["rounds"])
+        again = start("--node", "0", *common, "--run-dir", str(first.run_dir.parent), "--resume", **plan)
+        until(lambda: len(first.result["rounds"]) > rounds, "it goes on")
+        again.process.send_signal(signal.SIGINT)
+        status, output = again.finish()
+        assert status == 0, output
+        assert f"[launch] resumes from the journal in {first.run_dir}\n" in output
+        assert second.finish()[0] == 0
+        assert len({each["run"] for each in first.result["rounds"]}) == 1
+        numbers = [each["round"] for each in first.result["rounds"]]
+        assert numbers == list(range(1, len(numbers) + 1))
+        made = {member["worker"]: member["done"] for member in first.result["members"]}
+        assert first.result["count"] == sum(made.values()) and set(made) == {"node0/worker0", "node1/worker0"}
+
     def test_two_nodes_under_slurm_the_second_first(self, start, tmp_path):
         program(
             tmp_path,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn, optim
 
-from lsgd.algorithms.common import LONGEST_PERIOD, Periodic, least_period, ramp
+from lsgd.algorithms.common import LONGEST_HALF, LONGEST_PERIOD, Periodic, best_period, period_cost, ramp
 from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
@@ -16,7 +16,6 @@ from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.course import LEAST_ROUNDS, MOST_PERIOD, SHORT_PERIOD
 from lsgd.server.journal import capture, restore
 from lsgd.server.report import report
 from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
@@ -201,77 +200,90 @@ def test_simulated_workers_follow_the_rule_and_no_warm_up_does() -> None:
 # -- auto ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_least_period_keeps_exchanges_below_the_share() -> None:
-    assert [least_period(*case) for case in ((1.2, 0.05, 0.05), (0.0, 1.0, 0.05), (1e-9, 1.0, 0.5))] == [480, 1, 1]
+def test_a_period_costs_what_exchanges_take_and_what_rare_ones_lose() -> None:
+    assert period_cost(50, 10.0, 2, 1000) == pytest.approx((1 + 10 / 50) * (1 + 0.7 / 2))  # 50 loses half of the gain
+    assert period_cost(1 << 30, 10.0, 3) == pytest.approx(1 + 0.7 * 2, rel=1e-4)  # rare enough: one machine is left
+    assert period_cost(8, 1.0, 1) == period_cost(8, 1.0, 2)  # a second worker may join
+    for exchange_steps, workers, steps in ((0.1, 2, 512), (3.0, 4, math.inf), (40.0, 8, 9000)):
+        best = best_period(exchange_steps, workers, steps)
+        costs = [period_cost(best + off, exchange_steps, workers, steps) for off in (-1, 0, 1)]
+        assert min(costs) == costs[1] < min(costs[0], costs[2])
+
+
+@pytest.mark.parametrize(
+    ("exchange_steps", "workers", "steps", "period"),
+    [
+        (0.0, 2, math.inf, 1),
+        (10.0, 2, math.inf, 81),
+        (10.0, 8, math.inf, 26),  # more to lose
+        (0.1, 2, 1024, 3),
+        (1e6, 2, math.inf, 512),
+        (1e6, 2, 1000, 100),  # at least ten rounds
+        (1e6, 2, 7, 2),
+    ],
+)
+def test_the_best_period(exchange_steps: float, workers: int, steps: float, period: int) -> None:
+    assert best_period(exchange_steps, workers, steps) == period
 
 
 def test_auto_follows_a_link_that_changes_and_says_why() -> None:
-    timed = Timed(ElasticSettings(period=0, exchange_share=0.25))
+    timed = Timed(ElasticSettings(period=0))
     assert timed.periods == [1]
-    assert timed.stretches(8) == 40  # 0.1 s, over a quarter of steps of 0.01 s
-    assert timed.periods == [1, 1, 2, 4, 8, 16, 32, 40, 40]
-    assert timed.said[-1] == "period 32: a round takes 0.1 s, a step 0.01 s"  # 40 is no news
+    assert timed.stretches(3) == 1 and timed.bench.state.course.why.code == "unmeasured"
+    assert timed.stretches(2) == 81  # 0.1 s, beside steps of 0.01 s
+    assert timed.said == ["period 81: a round takes 0.1 s, a step 0.01 s"]
 
     timed.round_s *= 10.0
-    assert timed.stretches(2) == 40  # one late round changes nothing, as two do not yet count
-    assert timed.stretches(6) == 400
-    assert all(b <= 2 * a for a, b in zip(timed.periods, timed.periods[1:], strict=False))
+    assert timed.stretches(2) == 81  # two late rounds change nothing
+    assert timed.stretches(2) == 512
+    assert timed.said[1:] == ["period 512: a round takes 1 s, a step 0.01 s"]
 
     timed.round_s *= 0.001
-    assert timed.stretches(14) == 1
-
+    assert timed.stretches(4) == 6
     shown = json.loads(report(timed.bench.state, timed.bench.now))
-    assert (shown["period"], shown["period_reason"]) == (1, "a round takes 0.001 s, a step 0.01 s")
+    assert (shown["period"], shown["period_reason"]) == (6, "a round takes 0.001 s, a step 0.01 s")
 
 
 def test_auto_stays_where_it_is_while_times_scatter() -> None:
-    timed = Timed(LocalSettings(period=0, exchange_share=0.25))
+    timed = Timed(LocalSettings(period=0))
     timed.stretches(8)
     for n in range(20):
-        timed.round_s = 0.1 * (0.85, 1.15, 1.0, 8.0)[n % 4]  # each fourth is out of line
+        timed.round_s = 0.1 * (0.7, 1.4, 1.0, 8.0)[n % 4]  # each fourth is out of line
         timed.stretch()
-    assert set(timed.periods[-20:]) == {40}
+    assert set(timed.periods[-20:]) == {81} and len(timed.said) == 1
 
 
 def test_auto_is_bounded_and_has_the_ramps_of_the_run() -> None:
-    timed = Timed(LocalSettings(period=0, exchange_share=0.05))
+    timed = Timed(LocalSettings(period=0))
     timed.round_s, timed.step_s = 600.0, 0.0
     timed.bench.coordinator.change({"period": "auto"})
-    assert timed.stretches(12) == MOST_PERIOD
-    ramped = Timed(LocalSettings(period=0, closing_share=0.5, exchange_share=0.25), iterations=2 * 1600)
-    while sum(ramped.periods) < 1600:
+    assert timed.stretches(5) == 2 * LONGEST_HALF
+    ramped = Timed(LocalSettings(period=0, closing_share=0.5), iterations=2 * 3200)
+    while sum(ramped.periods) < 3200:
         ramped.stretch()
-    assert max(ramped.periods) == 40 and ramped.periods[-1] == 1
+    assert max(ramped.periods) > 40 and ramped.periods[-1] == 1
 
 
-def test_a_very_short_run_has_no_shorter_period_than_others() -> None:
-    timed = Timed(LocalSettings(period=0, exchange_share=0.05), iterations=2 * 40)
-    while sum(timed.periods) < 30:
-        timed.stretch()
-    assert max(timed.periods) == SHORT_PERIOD
-
-
-@pytest.mark.parametrize("length", [{"iterations": 2 * 512}, {"seconds": 512 * 0.01 + 40 * 0.05}])
+@pytest.mark.parametrize("length", [{"iterations": 2 * 512}, {"seconds": 512 * 0.01 + 10 * 1.0}])
 def test_a_short_run_has_rounds_that_are_worth_something(length) -> None:
-    timed = Timed(LocalSettings(period=0, exchange_share=0.05), **length)
-    timed.round_s = 0.05  # so 100 steps of 0.01 s would be wanted
+    timed = Timed(LocalSettings(period=0), **length)
+    timed.round_s = 1.0  # an endless run would have 512
     while sum(timed.periods) < 500:
         timed.stretch()
-    assert 14 <= max(timed.periods) <= 17 and len(timed.periods) >= LEAST_ROUNDS
-    assert "and the run is short" in "".join(timed.said)
+    assert 40 <= max(timed.periods) <= 55 and len(timed.periods) >= 10
 
 
 def test_a_plan_that_changes_to_auto_and_back() -> None:
-    timed = Timed(LeaderSettings(period=4, local_period=2, exchange_share=0.25))
+    timed = Timed(LeaderSettings(period=4, local_period=2))
     timed.stretch()
     timed.bench.coordinator.change({"period": "auto"})
-    assert timed.stretches(2) == 16  # from the period that was planned
+    assert timed.stretches(3) == 82  # 81, in whole local periods
     timed.bench.coordinator.change({"period": "4"})
     assert timed.stretch() == 4
 
 
 def test_rounds_that_are_made_again_and_first_ones_are_not_timed() -> None:
-    timed = Timed(LocalSettings(period=0, exchange_share=0.25))
+    timed = Timed(LocalSettings(period=0))
     bench = timed.bench
     for _ in range(3):
         bench.ask_all(*PAIR)
@@ -283,11 +295,11 @@ def test_rounds_that_are_made_again_and_first_ones_are_not_timed() -> None:
         bench.now += 70.0
         bench.complete_all(*PAIR)
     assert bench.state.course.pace.to_json()["rounds_s"] == []
-    assert timed.stretches(9) in (40, 41)  # the clock's digits
+    assert timed.stretches(9) == 81
 
 
 def test_another_phase_is_timed_anew() -> None:
-    phases = (PlanPhase(LocalSettings(period=0, exchange_share=0.25), 200), PlanPhase(ElasticSettings(period=0)))
+    phases = (PlanPhase(LocalSettings(period=0), 200), PlanPhase(ElasticSettings(period=0)))
     bench = started(*PAIR, plan=Plan(RunSettings(workers=2), phases))
     for _ in range(100):
         bench.now += 0.01
@@ -300,19 +312,19 @@ def test_another_phase_is_timed_anew() -> None:
 
 
 def test_a_server_that_is_started_again_goes_on_with_what_was_measured() -> None:
-    timed = Timed(LocalSettings(period=0, exchange_share=0.25))
+    timed = Timed(LocalSettings(period=0))
     timed.stretches(8)
     bench: Bench = timed.bench
     saved = json.loads(json.dumps(capture(bench.state, bench.now)))
     bench.coordinator = Coordinator(restore(saved, 5000.0))
     bench.now = 5000.0
     course = bench.state.course
-    assert (course.schedule.period, course.why) == (40, "a round takes 0.1 s, a step 0.01 s")
+    assert (course.schedule.period, course.why) == (81, "a round takes 0.1 s, a step 0.01 s")
     bench.ask_all(*PAIR)  # nothing was granted: the next global round comes at once
     bench.complete_all(*PAIR)
-    assert course.schedule.period == 40
+    assert course.schedule.period == 81
     timed.round_s = 0.2
-    assert timed.stretches(3) == 80
+    assert timed.stretches(4) == best_period(20.0, 2)
 
 
 # -- the setting ---------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def bench_of(algorithm: Lockstep | None, **settings: object) -> Bench:
 
 @pytest.mark.parametrize("algorithm", [None, Lockstep()])
 def test_checkpoints_are_written_by_time_too(algorithm: Lockstep | None) -> None:
-    times_s = (0.0, 599.0, 600.0, 601.0, 1199.0, 1300.0, 1301.0, 1900.0)
+    times_s = (0.0, 59.0, 60.0, 61.0, 659.0, 760.0, 761.0, 1360.0)
     by_default = [False, False, True, False, False, True, False, True]
     assert rounds_at(bench_of(algorithm), *times_s) == by_default
     assert rounds_at(bench_of(algorithm, checkpoint_every_s=0.0), *times_s) == [False] * 8

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from lsgd.algorithms.base import all_finite
 from lsgd.client.checkpoint.file import DamagedError, Packed, pack, read, sweep, write
 from lsgd.client.checkpoint.reshard import Resharding, layout_of
 from lsgd.client.control.island import Island
-from lsgd.client.loader import ShardLoader
 from lsgd.errors import ConfigError, NonFiniteError
 from lsgd.flat import Layout, describe, named_floating_buffers
 from lsgd.plan.plan import algorithm_of, table_of
@@ -47,6 +46,21 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Restore what :meth:`state_dict` returned."""
         ...
+
+
+class Positioned(Protocol):
+    """What has a position in the data, like the loaders that ``Worker.loader`` makes."""
+
+    def position(self) -> dict[str, Any]:
+        """Return what a checkpoint holds; ``place`` is the rank and the world size of the shard."""
+        ...
+
+    def take_position(self, saved: dict[str, Any]) -> None:
+        """Continue there."""
+        ...
+
+
+P = TypeVar("P", bound=Positioned)
 
 
 @dataclass(frozen=True)
@@ -84,8 +98,7 @@ class Checkpoints:
         island: Island,
     ) -> None:
         for name, thing in extra.items():
-            if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
-                raise ConfigError(f"extra[{name!r}] is a {type(thing).__name__}, without state_dict()")
+            _check_stateful(name, thing)
         self.run = ""
         self.iterations = 0
         self.losses: list[float] = []
@@ -95,13 +108,15 @@ class Checkpoints:
         self.finite = FiniteCheck(model, island)
         self._model, self.layout = model, Layout(model)
         self._optimizers = optimizers
-        self._extra = extra
+        self._extra = dict(extra)
+        self._saved_extra: dict[str, Any] = {}  # of a checkpoint, whatever has joined
         self._resume = resume
         self._island = island
         self._about: dict[str, str] = {}
         self._random: dict[str, Any] = {}
         self._positions: list[dict[str, Any]] = []  # of loaders that do not exist yet
-        self._loaders: list[weakref.ref[ShardLoader]] = []
+        self._loaders: list[weakref.ref[Positioned]] = []
+        self._path: Path | None = None  # of the checkpoint that was restored
         self._is_finite = True  # as of the last snapshot
 
     # -- resuming ----------------------------------------------------------------------------------------------
@@ -168,11 +183,9 @@ class Checkpoints:
         with torch.no_grad():
             for name, tensor in self._tensors():
                 tensor.copy_(state["model"][name])
+        self._saved_extra, self._path = state["extra"], path
         for name, thing in self._extra.items():
-            if name in state["extra"]:
-                thing.load_state_dict(state["extra"][name])
-            else:
-                logger.warning("the checkpoint %s has no extra %r: it stays as it is", path, name)
+            self._restore_extra(name, thing)
         algorithm = state["algorithm"]
         self.algorithm = algorithm_of(algorithm["settings"], f"the checkpoint {path}"), algorithm["state"]
         self.iterations, self.losses = state["iterations"], state["losses"]
@@ -184,7 +197,22 @@ class Checkpoints:
             _set_random_state(self._random, next(self._model.parameters()).device)
             self._random = {}
 
-    def attend(self, loader: ShardLoader) -> ShardLoader:
+    def attend_extra(self, name: str, thing: Stateful) -> None:
+        """Save this object from now on, as those of the join; restore it, if there is a checkpoint."""
+        _check_stateful(name, thing)
+        if (taken := self._extra.get(name)) is not None:
+            raise ConfigError(f"there is an extra {name!r}, a {type(taken).__name__}; choose another name")
+        self._extra[name] = thing
+        if self._path is not None:
+            self._restore_extra(name, thing)
+
+    def _restore_extra(self, name: str, thing: Stateful) -> None:
+        if name in self._saved_extra:
+            thing.load_state_dict(self._saved_extra.pop(name))
+        else:
+            logger.warning("the checkpoint %s has no extra %r: it stays as it is", self._path, name)
+
+    def attend(self, loader: P) -> P:
         """Save this loader's position from now on; continue at the position in the checkpoint."""
         self._loaders.append(weakref.ref(loader))
         if self._positions:
@@ -230,7 +258,7 @@ class Checkpoints:
             "random": _random_state(next(self._model.parameters()).device),
             "losses": list(losses),
             "iterations": self.iterations + done,
-            "extra": {name: thing.state_dict() for name, thing in self._extra.items()},
+            "extra": self._saved_extra | {name: thing.state_dict() for name, thing in self._extra.items()},
             "layout": layout_of(self.layout),
         }
         try:
@@ -274,6 +302,11 @@ class Checkpoints:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, local(parameter)) for name, parameter in self._model.named_parameters())
         yield from self._model.named_buffers()
+
+
+def _check_stateful(name: str, thing: object) -> None:
+    if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+        raise ConfigError(f"extra[{name!r}] is a {type(thing).__name__}, without state_dict()")
 
 
 def _origins(folder: Path, process: str) -> list[Origin]:

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 import torch
@@ -80,18 +80,19 @@ def join_run(
     timeout_s: float,
     load: Callable[[str, str, str], Origin],
     island: Island,
+    step: int = 0,
 ) -> Membership:
     """Join the run of this machine's local server, or run alone; raises as ``Worker.join``.
 
     All processes of an island call this. ``load`` restores the checkpoint of the worker with this name, whose model has
-    this digest and summary, and returns where it is from.
+    this digest and summary, and returns where it is from. ``step``: place in the script's own loop.
     """
     try:
         with contextlib.ExitStack() as opened:
             servers, channel = _connect(identity, island, opened)
             here = island.share("joins", lambda: _find_server(channel, identity))
             interface = _interface(here.address)
-            join = _introduction(model, identity, here.node, interface.address, load)
+            join = replace(_introduction(model, identity, here.node, interface.address, load), step=step)
             welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.size))
             opened.pop_all()
     except RunOverError as error:

@@ -329,7 +329,7 @@ class Rounds:
         except EvictedError:
             raise
         except (ServerLostError, JoinError, NoConsensusError) as error:
-            raise type(error)(f"{error}; {self._keep()}") from error
+            raise type(error)(f"{error}; {self._keep()}") from None
 
     def _keep(self) -> str:
         """Save the state as that of the last global round; return the words for where."""

@@ -1,0 +1,314 @@
+"""A worker's part of a stream: data without a length, which is read from its beginning in each pass."""
+
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import islice
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lsgd.errors import ConfigError
+
+logger = logging.getLogger("lsgd")
+
+STREAM = -1
+"""The length of a stream, in a checkpoint."""
+
+
+def is_stream(data: object) -> TypeGuard[Iterable[Any]]:
+    """Whether data can only be read in order, unlike a dataset with a length and numbered samples."""
+    numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not numbered)
+
+
+def check_stream(data: object) -> None:
+    """Raise ConfigError unless data is a stream."""
+    if not is_stream(data):
+        raise ConfigError(
+            f"shard() takes a DataLoader or a stream, and a {type(data).__name__} is none: for a dataset with a "
+            f"length, use worker.loader(dataset, batch_size=...)"
+        )
+
+
+class Part(IterableDataset[Any]):
+    """This worker's part of a stream, made by ``Worker.shard``.
+
+    :func:`deal` says how a stream is divided. Every pass divides it anew, by the members of the run at that time. Where
+    a worker takes every n-th element, a change of members counts at once. The processes of a DataLoader read the place
+    and the pass in shared memory.
+
+    Args:
+        place: function that returns the current (rank, world size); in islands, of this process among all processes.
+    """
+
+    def __init__(self, stream: Iterable[Any], place: Callable[[], tuple[int, int]]) -> None:
+        check_stream(stream)
+        self._stream = stream
+        self._place: Callable[[], tuple[int, int]] | None = place
+        self._shared = torch.zeros(3, dtype=torch.int64)  # rank, world size, pass
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        self._drawn = 0  # elements of this pass that this process has drawn
+        self._deal = Deal(stream)
+        self._saved: dict[str, Any] | None = None  # where to begin the next pass
+        self.follow()
+
+    def follow(self) -> None:
+        """Tell the processes of a DataLoader who the current members are."""
+        if self._place is not None and get_worker_info() is None and (now := self._place()) != self.place:
+            self._shared[0], self._shared[1] = now
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The rank and the world size that the stream is divided by."""
+        rank, size, _ = self._shared.tolist()
+        return rank, size
+
+    @property
+    def epoch(self) -> int:
+        """The number of the current pass, or of the next one."""
+        return int(self._shared[2])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next pass: for a DataLoader of your own that has processes."""
+        self._shared[2] = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin()
+        for element in self._from_position():
+            mine = self._takes(self._drawn)
+            self._drawn += 1
+            if mine:
+                yield element
+                self.follow()
+        self._drawn = 0
+        self._next_epoch()
+
+    def _begin(self) -> None:
+        """Divide the stream for a new pass; one that was left early is over."""
+        self.follow()
+        if self._drawn and self._saved is None:
+            self._next_epoch()
+        self._drawn = 0
+        self._deal = deal(self._stream, *self.place)
+        if self._saved and self._saved["place"] != self._deal.place:
+            self.set_epoch(self._saved["epoch"] + 1)
+            self._saved = None
+            logger.warning(
+                "the number of workers is not that of the checkpoint: the stream's files are dealt again, beginning "
+                "with pass %d; a stream that is not shuffled begins with the same data",
+                self.epoch,
+            )
+        if hasattr(self._deal.stream, "set_epoch"):
+            self._deal.stream.set_epoch(self.epoch)
+
+    def _from_position(self) -> Iterator[Any]:
+        """Return an iterator from where the checkpoint was, if there is one, else from the beginning."""
+        saved, self._saved = self._saved, None
+        source: Iterator[Any]
+        if saved is None:
+            source = iter(self._deal.stream)
+            return source
+        if saved["stream"] is not None:
+            self._deal.stream.load_state_dict(saved["stream"])
+            source = iter(self._deal.stream)
+        else:
+            logger.info("a stream without state_dict(): reads %d elements again, to its place", saved["drawn"])
+            source = iter(self._deal.stream)
+            next(islice(source, saved["drawn"], saved["drawn"]), None)
+        self._drawn = saved["drawn"]
+        return source
+
+    def _takes(self, index: int) -> bool:
+        """Whether an element is this process's."""
+        rank, size = (0, 1) if self._deal.place else self.place
+        info = get_worker_info()
+        if info is not None and not isinstance(
+            self._stream, IterableDataset
+        ):  # others divide themselves, as torch asks
+            rank, size = rank * info.num_workers + info.id, size * info.num_workers
+        return index % size == rank
+
+    def _next_epoch(self) -> None:
+        """Count a pass, unless this is one of several processes that make it."""
+        if get_worker_info() is None:
+            self.set_epoch(self.epoch + 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_place": None}  # a DataLoader's process asks nobody
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the stream: its own ``state_dict()`` if it has one, and the number of elements drawn."""
+        if self._saved is not None:
+            return self._saved
+        stream = self._deal.stream
+        inner = stream.state_dict() if self._drawn and hasattr(stream, "load_state_dict") else None
+        return {"epoch": self.epoch, "drawn": self._drawn, "place": self._deal.place, "stream": inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`: the next pass is the rest of that one."""
+        self.set_epoch(state["epoch"])
+        self._saved = state if state["drawn"] else None
+        self._drawn = 0
+
+    def position(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {"place": list(self.place), "length": STREAM, "state": self.state_dict()}
+
+    def take_position(self, saved: dict[str, Any]) -> None:
+        """Continue at a saved position."""
+        if _is_of_stream(saved, "drawn"):
+            self.load_state_dict(saved["state"])
+
+
+class StreamLoader(DataLoader[Any]):
+    """A DataLoader of this worker's part of a stream, made by ``Worker.loader``; a yielded batch counts as consumed.
+
+    Args:
+        part: source of the samples.
+        agree: function that returns whether all processes of this worker have a batch, given whether this one has:
+            their passes end together.
+        options: DataLoader's.
+    """
+
+    def __init__(self, part: Part, agree: Callable[[bool], bool], options: dict[str, Any]) -> None:
+        if taken := {"sampler", "batch_sampler"} & options.keys():
+            raise ConfigError(f"a stream has no {taken.pop()}: leave it out, and shuffle the stream itself")
+        super().__init__(part, **options)
+        self.part = part
+        self._agree = agree
+        self._batches = self._start = self._skip = 0  # of this pass: consumed; before it began here; to read again
+
+    def __iter__(self) -> Any:
+        skip, self._skip = self._skip, 0
+        if self._batches > self._start and self.num_workers:  # else the part does so itself
+            self.part.set_epoch(self.part.epoch + 1)
+        self._batches, self._start = self._start, 0
+        return self._counted(super().__iter__(), skip)
+
+    def _counted(self, batches: Iterator[Any], skip: int) -> Iterator[Any]:
+        if skip:
+            logger.info("a loader reads %d batches of its stream again, to its place", skip)
+        left = islice(batches, skip, None)
+        batch = next(left, self)
+        while self._agree(batch is not self):
+            self._batches += 1
+            yield batch
+            batch = next(left, self)
+        self._batches = 0
+        if self.num_workers:
+            self.part.set_epoch(self.part.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the pass, its consumed samples, and the place in the stream if no process reads ahead."""
+        part = None if self.num_workers else self.part.state_dict()
+        samples = self._batches * (self.batch_size or 1)
+        return {"epoch": self.part.epoch, "samples": samples, "size": self.part.place[1], "part": part}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`; without its place in the stream, by skipping samples."""
+        samples_of_all = state["samples"] * state["size"]
+        self._batches = self._start = samples_of_all // (self.part.place[1] * (self.batch_size or 1))
+        self._skip = 0
+        if state["part"] is not None and not self.num_workers:
+            self.part.load_state_dict(state["part"])
+        else:
+            self.part.set_epoch(state["epoch"])
+            self._skip = self._start
+
+    def position(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {"place": list(self.part.place), "length": STREAM, "state": self.state_dict()}
+
+    def take_position(self, saved: dict[str, Any]) -> None:
+        """Continue at a saved position."""
+        if _is_of_stream(saved, "samples"):
+            self.load_state_dict(saved["state"])
+
+
+def _is_of_stream(saved: dict[str, Any], key: str) -> bool:
+    """Return whether a saved position is one in a stream, with this key; if not, warn."""
+    fits = saved["length"] == STREAM and key in saved["state"]
+    if not fits:
+        logger.warning("a stream is other data than that of the checkpoint: it begins at its first pass")
+    return fits
+
+
+# -- how streams are divided -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How a stream is divided.
+
+    Attributes:
+        stream: the worker's files, or all.
+        place: the rank and the world size that the library divides by; empty: the worker takes every n-th element.
+    """
+
+    stream: Any
+    place: list[int] = field(default_factory=list)
+
+
+def deal(stream: Any, rank: int, size: int) -> Deal:
+    """Return a worker's part of a stream.
+
+    Streams of ``datasets`` and webdataset are divided by their libraries, if possible by files, which only one worker
+    reads. webdataset's resampled streams stay whole: they draw at random. Of any other stream, each worker reads all,
+    and takes every n-th element.
+    """
+    if _is_of("datasets", "IterableDataset", stream):
+        from datasets.distributed import split_dataset_by_node
+
+        return Deal(split_dataset_by_node(stream, rank, size), [rank, size])
+    if _is_of("webdataset", "DataPipeline", stream):
+        return _deal_webdataset(stream, rank, size)
+    return Deal(stream)
+
+
+def _is_of(module: str, name: str, stream: object) -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(stream, kind)
+
+
+def _deal_webdataset(stream: Any, rank: int, size: int) -> Deal:
+    """Put our split by files in the place of webdataset's, if there are enough."""
+    import webdataset
+
+    info = get_worker_info()
+    source, splitters = stream.pipeline[0], (webdataset.single_node_only, webdataset.split_by_node)
+    if isinstance(source, webdataset.ResampledShards):
+        return Deal(stream, [rank, size])
+    readers = size * (info.num_workers if info else 1)
+    files = len(source.urls) if hasattr(source, "urls") else readers
+    by_files = files >= readers
+    ours = partial(_every, rank=rank, size=size) if by_files else iter
+    stages = [ours if stage in splitters else stage for stage in stream.pipeline]
+    if by_files and ours in stages:
+        return Deal(_with(stream, stages), [rank, size])
+    if not by_files and size > 1:
+        _warn_of_few(files, readers)
+    return Deal(_with(stream, stages))
+
+
+@cache
+def _warn_of_few(files: int, readers: int) -> None:
+    logger.warning(
+        "this webdataset has %d files for %d readers (workers, times the processes of their loaders): each worker "
+        "reads all files, and takes its share of the samples; more files would be read once only",
+        *(files, readers),
+    )
+
+
+def _every(source: Iterable[Any], rank: int, size: int) -> Iterator[Any]:
+    return islice(source, rank, None, size)
+
+
+def _with(stream: Any, stages: list[Any]) -> Any:
+    copied = copy.copy(stream)
+    copied.pipeline = stages
+    return copied
