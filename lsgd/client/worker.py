@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model
-from lsgd.client.control.closing import exit_at_once, exit_for, leave_on_errors, on_error
+from lsgd.client.control.closing import CodedError, exit_at_once, exit_for, leave_on_errors, on_error
 from lsgd.client.control.identity import Identity, identify
 from lsgd.client.control.island import Island, island_of
 from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
@@ -28,7 +28,6 @@ from lsgd.client.iteration.steps import Steps
 from lsgd.client.streams import Part, StreamLoader, is_stream
 from lsgd.errors import (
     ConfigError,
-    EvictedError,
     ExchangeError,
     JoinError,
     LsgdError,
@@ -321,12 +320,12 @@ class Worker:
 
         Raises:
             DetachedError: a parameter was replaced, or taken from its optimizer, since the join.
-            JoinError: the servers refuse this worker, for example because it trains on another worker's data.
+            JoinError: the servers refuse this worker, because it trains on another's data (exit code 77).
             EvictedError: the run continues without this worker (exit code 76: ``lsgd launch`` starts it again).
             ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).
             NoConsensusError: the run has ended for this worker without a consensus (exit code 74).
 
-        Before the last two are raised, this worker's state is saved. If the script does not handle the last three,
+        Before the last two are raised, this worker's state is saved. If the script does not handle the last four,
         the end of the ``with`` block ends the process with that exit code.
         """
         return loaders.Pass(loader, lambda: self._steps_over(loader))
@@ -547,7 +546,8 @@ class Worker:
         of the plan. If others continue, the model stays as after that round. (Where gradients are exchanged, models
         are identical after each iteration, so there is no such round.)
 
-        Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches().
+        Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches(), and
+        a NotTrainedError (exit code 78) if this worker has completed no iteration, though its optimizers have stepped.
         """
         if self._open and not self.stopped and not self._steps.finish():
             self._end(reason="it has completed its last round")
@@ -620,7 +620,7 @@ class Worker:
         looks = error is None and self.stopped and (self._open or self._membership.island.size == 1)
         broken = self._checkpoints.non_finite_error() if looks else None
         self._end(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
-        if isinstance(error, ServerLostError | EvictedError | NoConsensusError):
+        if isinstance(error, CodedError):
             exit_for(error, self.name)
         if broken is not None:
             exit_for(broken, self.name)

@@ -14,13 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lsgd.errors import EvictedError, ServerLostError
+from lsgd.errors import EvictedError, JoinError, NotTrainedError, ServerLostError
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading, Transcript
 from lsgd.run_folder import runs
-
-NOT_TRAINED = 78  # EX_CONFIG
-"""Exit code of a script that ended without an error but never joined the run, or left it before its end."""
+from lsgd.server.daemon import CRASHED
 
 LSGD = (sys.executable, "-P", "-m", "lsgd.client")
 """The command ``lsgd`` of this environment."""
@@ -110,6 +108,7 @@ class Child:
     Attributes:
         status: exit code, or minus the number of the signal that killed it; None while it runs.
         pid: number of the process, and of the group that it leads.
+        started_at: when it was started, in seconds of a clock that never goes back.
         is_ending: whether it was asked to end, so that no exit status is a failure.
 
     Args:
@@ -128,7 +127,7 @@ class Child:
         self.is_ending = False
         self._sent: set[signal.Signals] = set()
         self._reading = reading
-        self._ended_at = 0.0
+        self._ended_at, self.started_at = 0.0, time.monotonic()
         self._lifeline = Lifeline()
         on_terminal = command.on_terminal and screen.is_terminal
         width = len(f"[{command.name}] ")
@@ -163,8 +162,9 @@ class Child:
 
     @property
     def restartable(self) -> bool:
-        """Whether it ended through no fault of its own: a signal killed it, or the run evicted it."""
-        return self.status is not None and (self.status < 0 or self.status == EvictedError.exit_code)
+        """Whether it may do better another time: a signal killed it, the run evicted it, or a server crashed."""
+        crashed = self.role.serves and self.status == CRASHED
+        return self.status is not None and (self.status < 0 or self.status == EvictedError.exit_code or crashed)
 
     @property
     def killed_from_outside(self) -> bool:
@@ -179,10 +179,12 @@ class Child:
             return "was evicted from the run"
         if self.status == ServerLostError.exit_code:
             return f"gave up waiting for its servers (exit code {self.status})"
-        if self.status == NOT_TRAINED:
+        if self.role is Role.WORKER and self.status == JoinError.exit_code:
+            return f"was refused by the run (exit code {self.status})"
+        if self.status == NotTrainedError.exit_code:
             return (
-                f"ended without joining the run (exit code {self.status}): its script has to call Worker.join and to "
-                f"train with worker.batches (docs/guides/client.md)"
+                f"ended without training in the run (exit code {self.status}): its script has to call Worker.join and "
+                f"to train with worker.batches (docs/guides/client.md)"
             )
         if self.status >= 0:
             return f"failed with exit code {self.status}"

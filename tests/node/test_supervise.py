@@ -13,9 +13,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lsgd.node import transcript as module
+from lsgd.node.restarts import MOST_RESTARTS, RESTART_WINDOW_S, Restarts
 from lsgd.node.screen import CONTROL, Screen
 from lsgd.node.transcript import MAX_LINE_NCHARS, Transcript
 
@@ -25,7 +27,7 @@ DRIVER = """
 import json, os, sys
 from pathlib import Path
 from lsgd import output
-from lsgd.node import node
+from lsgd.node import node, restarts
 from lsgd.node.process import Command, Role
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading
@@ -33,14 +35,16 @@ from lsgd.protocol.processes import Processes
 
 here, scripts, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 vars(node).update(options["patience"])
+vars(restarts).update(options["patience"])
 vars(output).update(options["output"])
 roles = {"server": Role.SERVER, "logger": Role.OBSERVER, "relay": Role.RELAY}
 
 
 class Local:
     # The local server: its words to the others are files.
-    failure, over, finished = "", False, "server" not in scripts
+    failure, outcome, over, finished = "", "", False, "server" not in scripts
     joined = ended = set(scripts)
+    heard_at, rounds_at = None, {}
     processes = Processes()
     sources = (processes,)
 
@@ -167,6 +171,16 @@ def test_a_worker_that_fails_when_the_run_is_over_leaves_the_others_the_time_to_
     assert "[good] saved" in out
 
 
+def test_a_server_that_failed_in_its_own_code_is_started_again_a_bounded_number_of_times(start, tmp_path):
+    fails_once = f"[ -e $HERE/failed ] || {{ touch $HERE/failed; exit 70; }}; {SERVER}"
+    trains = "until [ -e $HERE/up ]; do sleep 0.05; done; echo trained; touch $HERE/stop"
+    status, out, _ = start(server=fails_once, worker=trains, restarts=5).finish()
+    assert status == 0 and "[worker] trained" in out
+    assert "server failed with exit code 70; restarting it in 1 s (4 more restarts" in out
+    status, out, _ = start(server="exit 70", worker=LEAVER, restarts=1).finish()
+    assert status == 70 and out.count("restarting it") == 1 and "[worker] saved" in out
+
+
 def test_workers_of_a_server_that_is_dead_for_good_are_told_to_save_and_leave(start):
     """Its restarts are used up, and nobody else can tell them."""
     status, out, err = start(server="kill -KILL $$", worker=LEAVER, patience={"SAVE_PATIENCE_S": 20}).finish()
@@ -227,6 +241,21 @@ def test_a_worker_that_is_started_again_goes_on_from_its_checkpoint(start, tmp_p
     assert status == 0
     shown = [line for line in out.splitlines() if "resume=" in line]
     assert sorted(shown) == ["[has] resume=", f"[has] resume={folder}", "[none] resume=", "[none] resume="]
+
+
+def test_a_process_that_worked_before_it_died_is_started_again_at_once_and_more_often():
+    known = Restarts()
+    assert [known.died("worker", 1.0, 2, worked=False, serves=False) for _ in range(3)] == [(1.0, 1), (2.0, 0), None]
+    known = Restarts()
+    waits = [known.died("worker", 10.0 * n, 2, worked=n != 3, serves=False) for n in range(8)]
+    assert [restart.wait_s for restart in waits] == [0.0] * 3 + [1.0] + [0.0] * 4
+    assert waits[2].left == 2 and waits[7].left == 1
+    for _ in range(MOST_RESTARTS - 8):
+        assert known.died("worker", 80.0, 2, worked=True, serves=False)
+    assert known.died("worker", 80.0, 2, worked=True, serves=False) is None
+    assert known.died("worker", 80.0 + RESTART_WINDOW_S, 2, worked=True, serves=False)
+    assert Restarts().died("worker", 1.0, 0, worked=True, serves=False) is None
+    assert "worker" in known and "global" not in known
 
 
 def test_process_that_is_killed_too_often_is_a_failure(start):
@@ -360,6 +389,21 @@ def test_servers_that_other_nodes_need_go_on(start, tmp_path):
 
 def test_nothing_is_left_of_a_process_that_started_others(start, tmp_path):
     assert start(worker=f"bash -c '{FOREVER}' & echo started").finish()[0] == 0
+
+
+def test_nothing_is_left_of_what_left_its_session(start, tmp_path):
+    daemon = f"(setsid bash -c 'touch $HERE/1.ready; {FOREVER}' &); (setsid true &)"
+    ready = "until [ -e $HERE/1.ready ]; do sleep 0.05; done"
+    supervised = start(worker=f"{daemon}; {ready}; echo started; until [ -e $HERE/go ]; do sleep 0.05; done")
+    until((tmp_path / "1.ready").exists, "the daemon is up")
+    until(lambda: not zombies(supervised.process.pid), "who has ended is let go")
+    (tmp_path / "go").touch()
+    status, out, _ = supervised.finish()
+    assert status == 0 and "ended what the workers' scripts had left running: processes [" in out
+
+
+def zombies(parent: int) -> list[int]:
+    return [each.pid for each in psutil.Process(parent).children() if each.status() == psutil.STATUS_ZOMBIE]
 
 
 def test_killed_launcher_leaves_no_process(start, tmp_path):

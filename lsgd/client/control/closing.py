@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import NoReturn, Protocol
 
-from lsgd.errors import EvictedError, NoConsensusError, NonFiniteError, ServerLostError
+from lsgd.errors import JoinError, NoConsensusError, NonFiniteError, NotTrainedError, ServerLostError
 
 logger = logging.getLogger("lsgd")
 
-CODED = (ServerLostError, EvictedError, NoConsensusError, NonFiniteError)
-"""The errors with an exit code of their own, which tells the launcher what to do."""
+CodedError = ServerLostError | JoinError | NoConsensusError | NotTrainedError | NonFiniteError
+"""The errors with an exit code of their own, which tells the launcher what to do, and need no traceback."""
 
 
 @contextmanager
@@ -48,19 +48,19 @@ def _hook(
     show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
 ) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, CODED):
+        if not isinstance(error, CodedError):
             show(kind, error, trace)
         for leaver in list(_leavers):
             with suppress(Exception):
                 leaver.fails(error)
-        if isinstance(error, CODED):
+        if isinstance(error, CodedError):
             exit_for(error, "this process")
 
     hook.leaves_run = True  # type: ignore[attr-defined]
     return hook
 
 
-def exit_for(error: ServerLostError | EvictedError | NoConsensusError | NonFiniteError, who: str) -> NoReturn:
+def exit_for(error: CodedError, who: str) -> NoReturn:
     """End the process with the exit code of an error; ``who`` is its worker."""
     logger.error("%s ends with exit code %d: %s", who, error.exit_code, error)
     raise SystemExit(error.exit_code) from error
