@@ -80,6 +80,9 @@ class ShardSampler(Sampler[int]):
         yield from indices
         self._through = epoch
 
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing, for scripts that call it on torch's DistributedSampler: epochs are counted here."""
+
     def __len__(self) -> int:
         """Samples of the next pass."""
         return max(0, self._samples() - self._skip)

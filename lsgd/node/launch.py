@@ -72,6 +72,7 @@ class LaunchSettings:
         dashboard: port of the run's page, on node 0; 0: any; None: no page.
         plain: whether to print lines only, even on a terminal.
         processes: number of processes per worker; several share a model that the script shards.
+        torchrun: whether a single process, too, gets torchrun's variables.
     """
 
     place: Place
@@ -87,6 +88,7 @@ class LaunchSettings:
     dashboard: int | None = None
     plain: bool = False
     processes: int = 1
+    torchrun: bool = False
 
     @property
     def workers(self) -> int:
@@ -325,7 +327,7 @@ def _workers(settings: LaunchSettings, local: str, environ: Mapping[str, str]) -
 def _worker(settings: LaunchSettings, index: int) -> tuple[Sequence[str], dict[str, str]]:
     """Return the arguments of a worker's command, and the variables with its devices."""
     devices = settings.devices[index * settings.processes : (index + 1) * settings.processes]
-    if settings.processes == 1:
+    if settings.processes == 1 and not settings.torchrun:
         return settings.command, {"LSGD_DEVICE": devices[0]}
     devices, visible = gpus.own(devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     shown = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}

@@ -274,8 +274,8 @@ def test_equal_inputs_on_two_workers_are_refused(cluster) -> None:
         script.worker.finish()
         return ""
 
-    said = sorted(in_threads(cluster, train))
-    assert said[0] == "" and "draw the same batches, so one of them learns nothing new" in said[1]
+    for said in in_threads(cluster, train):
+        assert "draw the same batches, so one of them learns nothing new" in said
 
 
 def test_a_loss_is_found_or_reported(script) -> None:

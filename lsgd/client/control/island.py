@@ -312,9 +312,8 @@ def island_of(model: nn.Module) -> Island:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"torch.distributed is initialized with {dist.get_world_size()} processes, and this model is not sharded "
-            f"over them: lsgd takes the place of DistributedDataParallel. Start one process for each worker with lsgd "
-            f"launch, without torchrun, and leave out init_process_group and DDP(model); or shard a model that one "
-            f"process cannot hold by fully_shard(model)"
+            f"over them: lsgd takes the place of DistributedDataParallel. Start each worker by itself, with lsgd launch "
+            f"--torchrun, whose groups have one process; or shard a model that is too large by fully_shard(model)"
         )
     return Island()
 

@@ -11,6 +11,7 @@ from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
+from lsgd.client.iteration.schedulers import LOOK_AFTER, cut_short
 from lsgd.errors import LsgdError, NotTrainedError
 from lsgd.learning_rate import RateSchedules
 
@@ -35,6 +36,7 @@ class Steps:
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
         self.rounds = Rounds(membership, replica, checkpoints)
         run, self._grants = membership.plan.run, self.rounds.grants
+        self._run = run
         self.schedules = RateSchedules(
             lambda: self._grants.middle,
             replica.optimizers,
@@ -119,7 +121,7 @@ class Steps:
     def _not_trained(self, why: str) -> NotTrainedError:
         return NotTrainedError(
             f"{self._name} has trained nothing: {why}. Only steps of the run count and are exchanged: draw batches "
-            f"with `for batch in worker.batches(loader)`, or call begin_step() and end_step()"
+            f"with `for batch in worker.batches(loader)`, call begin_step() and end_step(), or use lsgd.wrap"
         )
 
     def meet(self, numbers: dict[str, float]) -> dict[str, float]:
@@ -151,6 +153,8 @@ class Steps:
         self.rounds.stopwatch.spend("")
         if self._stepped and self._grants.granted:
             self._grants.complete()
+            if self._grants.done == LOOK_AFTER:
+                self._warn_of_schedulers()
             self._followed = False
             if self._whole:
                 self._follow()
@@ -171,6 +175,18 @@ class Steps:
         flat, algorithm = self._replica.flat, self._replica.algorithm
         with self.rounds.stopwatch.spending("exchange"), flat.current() if algorithm.acts_after_step else nullcontext():
             algorithm.after_step(flat.buffers)
+
+    def _warn_of_schedulers(self) -> None:
+        """Warn of a torch scheduler that this worker will not go through to its end."""
+        own, all_ = self._grants.steps, self._run.iterations
+        share = all_ / self.rounds.world_size if all_ else float("inf")
+        steps = min(own or share, share)
+        if words := cut_short(self._replica.optimizers, steps):
+            of = f" of the {all_} iterations of all workers" if steps == share else ""
+            logger.warning(
+                "%s: %s: this worker makes about %d steps%s. Make it as long as that, or use worker.schedule",
+                *(self._name, words, steps, of),
+            )
 
     def _check_optimizers(self) -> None:
         """Warn, and later fail, if no joined optimizer steps."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from torch.utils.data.distributed import DistributedSampler
 class TrainerConfig:
     """What a trainer needs to know."""
 
-    max_epochs: int = 4
+    max_epochs: int = int(sys.argv[2])
     batch_size: int = 16
     grad_norm_clip: float = 1.0
     save_every: int = 2
-    snapshot_path: str = "snapshot.pt"
+    snapshot_path: str = f"{sys.argv[1]}/snapshot.pt"
 
 
 class Trainer:
@@ -110,7 +111,7 @@ def main() -> None:
     trainer = Trainer(TrainerConfig(), model, optimizer, points(960, 1), points(160, 2))
     tested = trainer.train()
     if trainer.global_rank == 0:
-        Path("final.json").write_text(json.dumps({"val": tested}))
+        Path(sys.argv[1], "final.json").write_text(json.dumps({"val": tested}))
     dist.destroy_process_group()
 
 
