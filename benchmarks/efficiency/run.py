@@ -20,8 +20,8 @@ from lsgd.errors import LsgdError
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import StatusQuery, StopRun
+from lsgd.run_folder import METRICS
 from lsgd.watch.reader import ask
-from lsgd.watch.results import METRICS
 
 NODES, WORKERS = 2, 2
 """Nodes, and workers on each."""

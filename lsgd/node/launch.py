@@ -15,16 +15,18 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lsgd.errors import ConfigError
-from lsgd.node import gpus
+from lsgd.node import gpus, storing
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Node
 from lsgd.node.panel import Panel
 from lsgd.node.place import NAME_WITHIN_S, Place, claim_port, resolve
-from lsgd.node.process import LSGD, Command, Role
+from lsgd.node.process import LSGD, Command, Process, Role
 from lsgd.node.screen import LAUNCHER, Screen, show
 from lsgd.node.transcript import Reading, Transcript, own_lines
 from lsgd.plan import plan
@@ -73,6 +75,7 @@ class LaunchSettings:
         plain: whether to print lines only, even on a terminal.
         processes: number of processes per worker; several share a model that the script shards.
         torchrun: whether a single process, too, gets torchrun's variables.
+        store: URL to which this node's files are uploaded; empty: none.
     """
 
     place: Place
@@ -89,6 +92,7 @@ class LaunchSettings:
     plain: bool = False
     processes: int = 1
     torchrun: bool = False
+    store: str = ""
 
     @property
     def workers(self) -> int:
@@ -128,6 +132,8 @@ def launch(settings: LaunchSettings) -> int:
                 f"or name another folder with --run-dir (RUN_NAME)"
             )
         check(settings.log_to)
+    if settings.store:
+        storing.check(settings.store, new=place.node == 0 and not settings.resume)
     arguments, keys, lines = _access(settings, network)
     servers = _shared_servers(settings, network, arguments) if place.node == 0 else {}
     with claimed(settings.run_dir, place.node, network):
@@ -136,10 +142,13 @@ def launch(settings: LaunchSettings) -> int:
                 old.unlink()
             results.clear(settings.run_dir, resume=settings.resume)
         _show_tokens(lines, settings.run_dir)
-        status, *end = _run(settings, network, keys, servers, environ)
+        store = storing.Storing(settings.store, settings.run_dir, place.node, environ) if settings.store else None
+        status, *end = _run(settings, network, keys, servers, environ, store)
         if place.node == 0:
             lines = results.finish(settings.run_dir, status, *end)
             show("".join(f"{LAUNCHER}{line}\n" for line in lines), sys.stdout)
+        if store is not None:
+            store.finish()
         return status
 
 
@@ -149,28 +158,33 @@ def _run(
     keys: ConnectorKeys | None,
     servers: Mapping[str, Sequence[str]],
     environ: dict[str, str],
+    store: storing.Storing | None,
 ) -> tuple[int, str, str]:
-    """Return the node's exit status, and how the run ended (``Node.end``)."""
+    """Return the node's exit status, and how the run ended (as :meth:`Node.conclude`)."""
     name, folder = node_name(settings.place.node), socket_folder()
     local, incarnation = f"ipc://{folder / SOCKET_NAME}", secrets.randbits(63)
     environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
     commands = [*_servers(settings, servers, environ), *_workers(settings, local, environ)]
-    screen, reading = Screen(plain=settings.plain), Reading()
-    say = own_lines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading)
-    panel = None
-    if settings.place.node == 0:
-        commands += _observers(settings, network, environ)
-        panel = Panel(screen, network, insecure=settings.insecure) if screen.is_terminal else None
-    try:
-        with Listener(local) as listener, Connector(network, f"{name}#{incarnation}".encode(), keys) as link:
-            server = LocalServer(
-                settings.place.node, incarnation, listener, link, settings.workers, say=say, complain=say
-            )
-            outlives = bool(servers) and settings.place.nodes > 1
-            node = Node(name, commands, server, screen, reading, panel=panel, outlives=outlives)
-            return (node.run(), *node.end)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as opened:
+        opened.callback(shutil.rmtree, folder, ignore_errors=True)
+        listener = opened.enter_context(Listener(local))
+        link = opened.enter_context(Connector(network, f"{name}#{incarnation}".encode(), keys))
+        screen = opened.enter_context(closing(Screen(plain=settings.plain)))
+        if store is not None:
+            store.begin(partial(screen.line, ""))
+            opened.callback(store.detach)
+        reading = opened.enter_context(closing(Reading()))
+        say = own_lines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading)
+        panel = None
+        if settings.place.node == 0:
+            commands += _observers(settings, network, environ)
+            panel = Panel(screen, network, insecure=settings.insecure) if screen.is_terminal else None
+        server = LocalServer(settings.place.node, incarnation, listener, link, settings.workers, say=say, complain=say)
+        start = partial(Process, screen=screen, reading=reading)
+        outlives = bool(servers) and settings.place.nodes > 1
+        node = Node(name, commands, server, start, screen.say, panel=panel, outlives=outlives)
+        node.run()
+    return node.conclude()
 
 
 def _servers(

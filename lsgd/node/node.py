@@ -4,19 +4,18 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lsgd.errors import EvictedError, NotTrainedError, ServerLostError
 from lsgd.node.local_server import LocalServer
 from lsgd.node.panel import Panel
-from lsgd.node.process import Child, Command, Role
+from lsgd.node.process import Child, Command, Role, Running
 from lsgd.node.restarts import RESTART_WINDOW_S, Restart, Restarts
-from lsgd.node.screen import Screen, show
-from lsgd.node.transcript import Reading
+from lsgd.node.screen import show
 from lsgd.protocol.processes import Orphans
 from lsgd.protocol.sockets import Poller
-from lsgd.server.daemon import TICK_S, Signals
+from lsgd.server.daemon import TICK_S, Ending, Signals
 
 STOP_PATIENCE_S = 120.0
 """How long a stopping run may take for its last round and for saving."""
@@ -62,10 +61,10 @@ class Node:
     Args:
         name: name of the node.
         commands: processes to start, in this order; one server at most, the global one.
+        start: starts the process of a command; gets its position, and whether it is a restart.
+        say: shows a line.
         outlives: whether the global server may outlive the workers, because other nodes need it.
-
-    Attributes:
-        end: end of the run for this node, ``failed`` or ``stopped`` (empty: what its servers say), and why.
+        clock: returns seconds that never go back.
     """
 
     def __init__(
@@ -73,20 +72,22 @@ class Node:
         name: str,
         commands: Sequence[Command],
         local: LocalServer,
-        screen: Screen,
-        reading: Reading,
+        start: Callable[[Command, int, bool], Running],
+        say: Callable[[str], None],
         *,
         panel: Panel | None = None,
         outlives: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._commands = commands
         self._local = local
-        self._screen = screen
-        self._reading = reading
+        self._start_process = start
+        self._say = say
+        self._clock = clock
+        self._now = clock()
         self._panel = panel
         self._outlives = outlives
-        self.end = "", ""
         self._serves_run = any(command.role is Role.SERVER for command in commands)
         self._children: list[Child] = []
         self._failed: Child | None = None
@@ -98,50 +99,50 @@ class Node:
         self._restarts = Restarts()
         self._due: dict[str, float] = {}  # when to restart it, by name
 
-    def run(self) -> int:
-        """Run all processes; return the exit status.
-
-        It is 0 if all processes ended by themselves without an error; else the status of the first that failed
-        (128 + the signal's number, if a signal killed it), or 128 + the number of the signal that we got. It is
-        :class:`NotTrainedError`'s if a worker never joined, or if all workers left before the end of the run.
-        """
+    def run(self) -> None:
+        """Run all processes until they have ended."""
         signals = Signals(signal.SIGHUP)
-        orphans = Orphans(lambda: [child.pid for child in self._children])
+        orphans = Orphans(lambda: [child.process.pid for child in self._children])
         poller = Poller(*self._local.sources, signals.wakeup)
         try:
-            for number, command in enumerate(self._commands):
-                self._start(command, number)
+            self.begin()
             if self._panel:
                 self._panel.start()
-            while self._advance():
+            while self.turn(signals):
                 poller.wait(TICK_S)
                 signals.wakeup.clear()
-                self._turn(signals)
                 orphans.reap()
             self._local.close()
         finally:
             for child in self._alive():
                 child.send(signal.SIGKILL)
             if left := orphans.end(ORPHAN_PATIENCE_S):
-                self._screen.say(f"ended what the workers' scripts had left running: processes {left}")
+                self._say(f"ended what the workers' scripts had left running: processes {left}")
             if self._panel:
                 self._panel.close()
-            self._reading.close()
-            self._screen.close()
             signals.restore()
-        status, state, why = self._outcome()
-        self.end = state, why
-        return status
 
-    def _turn(self, signals: Signals) -> None:
-        self._local.turn(time.monotonic())
+    def begin(self) -> None:
+        """Start all processes."""
+        for number, command in enumerate(self._commands):
+            self._start(command, number)
+
+    def turn(self, signals: Ending) -> bool:
+        """Carry messages, notice what has happened, and do what is due; return whether there is anything to wait for.
+
+        Args:
+            signals: what has asked this node to end since the last turn, by the names of signals.
+        """
+        self._now = self._clock()
+        self._local.turn()
         while signals.received:
             self._stop(signal.Signals[signals.received.pop(0)])
         self._reap()
         if self._local.failure and (self._step is None or self._step.clean):
-            self._screen.say(f"{self._name}: {self._local.failure}")
+            self._say(f"{self._name}: {self._local.failure}")
             self._end(self._ends())
         self._start_again()
+        return self._advance()
 
     def _alive(self, *roles: Role) -> list[Child]:
         """Return the processes of these roles, or all, that run."""
@@ -153,19 +154,18 @@ class Node:
     # -- starting ----------------------------------------------------------------------------------------------
 
     def _start(self, command: Command, number: int) -> None:
-        child = Child(command, number, self._screen, self._reading, again=command.name in self._restarts)
-        self._children.append(child)
-        self._local.processes.watch(child.name, child.pid)
+        process = self._start_process(command, number, command.name in self._restarts)
+        self._children.append(Child(command, number, process, self._now))
+        self._local.processes.watch(command.name, process.pid)
 
     def _start_again(self) -> None:
-        now = time.monotonic()
-        for name in [name for name, due_s in self._due.items() if due_s <= now]:
+        for name in [name for name, due_s in self._due.items() if due_s <= self._now]:
             del self._due[name]
             dead = self._named(name)
             try:
                 self._start(dead.command, dead.number)
             except OSError as error:
-                self._screen.say(f"{name} cannot be restarted: {error.strerror}")
+                self._say(f"{name} cannot be restarted: {error.strerror}")
                 if not self._schedule_restart(dead):
                     self._fail(dead)
                 continue
@@ -177,24 +177,22 @@ class Node:
         """Schedule the restart of a process that was killed or evicted; return False if it may not restart."""
         if not child.restartable or not self._is_wanted(child):
             return False
-        now, evicted = time.monotonic(), child.status == EvictedError.exit_code
-        if evicted:
-            restart = self._restarts.evicted(child.name)
-        elif (again := self._died(child, now)) is not None:
-            restart = again
-        else:
+        evicted = child.status == EvictedError.exit_code
+        restart = self._restarts.evicted(child.name) if evicted else self._died(child)
+        if restart is None:
             return False
-        self._due[child.name] = now + restart.wait_s
+        self._due[child.name] = self._now + restart.wait_s
         when = f"in {restart.wait_s:g} s" if restart.wait_s else "now"
         limit = f" ({restart.left} more restarts within {RESTART_WINDOW_S / 60:g} minutes)"
-        self._screen.say(f"{child.name} {child.how_it_ended}; restarting it {when}{'' if evicted else limit}")
+        self._say(f"{child.name} {child.how_it_ended}; restarting it {when}{'' if evicted else limit}")
         return True
 
-    def _died(self, child: Child, now: float) -> Restart | None:
-        """Return the restart of a process that has died."""
+    def _died(self, child: Child) -> Restart | None:
+        """Return the restart of a process that has died; None if it may not restart."""
         last_s = self._local.heard_at if child.role is Role.SERVER else self._local.rounds_at.get(child.name)
         worked = last_s is not None and last_s > child.started_at
-        return self._restarts.died(child.name, now, child.command.restarts, worked=worked, serves=child.role.serves)
+        most, serves = child.command.restarts, child.role.serves
+        return self._restarts.died(child.name, self._now, most, worked=worked, serves=serves)
 
     def _is_wanted(self, child: Child) -> bool:
         """Whether a restarted process would have anything to do."""
@@ -211,7 +209,7 @@ class Node:
 
     def _reap(self) -> None:
         for child in self._alive():
-            if not child.has_ended():
+            if not child.has_ended(self._now):
                 continue
             if child.role.auxiliary:
                 self._lose(child)
@@ -226,7 +224,7 @@ class Node:
         """Restart a relay that was killed, or say that the run continues without this process."""
         if child.status and not child.is_ending and not (child.role.serves and self._schedule_restart(child)):
             log = child.command.log
-            self._screen.say(f"{child.name} {child.how_it_ended}; the run continues without it (see {log})")
+            self._say(f"{child.name} {child.how_it_ended}; the run continues without it (see {log})")
 
     def _judge(self, child: Child) -> None:
         """Check whether a worker whose script ended without an error has trained to the end of the run."""
@@ -237,14 +235,14 @@ class Node:
             child.status = NotTrainedError.exit_code
             return
         self._early.add(child.name)
-        self._screen.say(
+        self._say(
             f"{child.name} left before the end of the run and has no consensus model: the plan (iterations, seconds) "
             f"ends the run, so train until worker.stopped, or call worker.leave() after the loop to form the consensus "
             f"of all workers that leave"
         )
 
     def _fail(self, child: Child) -> None:
-        self._screen.say(f"{child.name} {child.how_it_ended}")
+        self._say(f"{child.name} {child.how_it_ended}")
         self._failed = self._failed or child
         if child.role is Role.SERVER or child.status == ServerLostError.exit_code:
             self._local.give_up()  # the others would wait for an answer that will not come
@@ -257,11 +255,9 @@ class Node:
             return
         self._signalled = number
         if self._step:
-            self._screen.say(f"{number.name}: the run is already ending; a second signal kills it at once")
+            self._say(f"{number.name}: the run is already ending; a second signal kills it at once")
             return
-        self._screen.say(
-            f"{number.name}: stopping the run, within {STOP_PATIENCE_S:g} s; a second signal kills it at once"
-        )
+        self._say(f"{number.name}: stopping the run, within {STOP_PATIENCE_S:g} s; a second signal kills it at once")
         self._end_cleanly()
 
     # -- ending ------------------------------------------------------------------------------------------------
@@ -269,7 +265,7 @@ class Node:
     def _end_cleanly(self) -> None:
         """Let the workers complete their last round and save; then end all processes."""
         for name in [name for name in self._due if self._named(name).role is Role.SERVER]:
-            self._screen.say(f"restarting {name} now, to tell it that the run ends")
+            self._say(f"restarting {name} now, to tell it that the run ends")
         self._due = {name: 0.0 for name in self._due if self._named(name).role is not Role.WORKER}
         self._leave_run()
         self._end([_Step((Role.SERVER, Role.WORKER), STOP_PATIENCE_S, clean=True), *self._ends()])
@@ -320,7 +316,7 @@ class Node:
 
     def _is_done(self, step: _Step) -> bool:
         """Whether its time is up, or it has nothing left to wait for."""
-        if time.monotonic() >= self._deadline_s:
+        if self._now >= self._deadline_s:
             return True
         if step.clean:
             return not self._is_needed or (self._server_is_gone and not self._is_over)
@@ -333,11 +329,11 @@ class Node:
         """Take the next step; return False if there is none."""
         if not self._steps:
             self._step = self._step or _Step((), 0.0)
-            if left := ", ".join(f"{child.name} (process {child.pid})" for child in self._alive()):
-                self._screen.say(f"still running after SIGKILL: {left}")
+            if left := ", ".join(f"{child.name} (process {child.process.pid})" for child in self._alive()):
+                self._say(f"still running after SIGKILL: {left}")
             return False
         step = self._step = self._steps.popleft()
-        self._deadline_s = time.monotonic() + step.patience_s
+        self._deadline_s = self._now + step.patience_s
         if step.clean:
             return True
         self._due.clear()
@@ -347,14 +343,14 @@ class Node:
         if step.roles == (Role.SERVER,) and step.number is signal.SIGTERM:
             self._end_servers()
         if step.number and targets:
-            self._screen.say(f"{step.number.name} to {', '.join(child.name for child in targets)}")
+            self._say(f"{step.number.name} to {', '.join(child.name for child in targets)}")
             for child in targets:
                 child.send(step.number)
         return True
 
     def _give_up(self, workers: Sequence[Child]) -> None:
         names = ", ".join(child.name for child in workers)
-        self._screen.say(f"{names}: asked to save a checkpoint and leave within {SAVE_PATIENCE_S:g} s")
+        self._say(f"{names}: asked to save a checkpoint and leave within {SAVE_PATIENCE_S:g} s")
         self._local.give_up()
         for child in workers:
             child.is_ending = True
@@ -363,11 +359,17 @@ class Node:
         """Leave the run, which continues although the workers of this node have ended."""
         if self._is_over or self._server_is_gone or self._local.finished:
             return
-        self._screen.say("the workers have ended before the end of the run")
+        self._say("the workers have ended before the end of the run")
         self._local.end(f"the workers of {self._name} have ended")
 
-    def _outcome(self) -> tuple[int, str, str]:
-        """Return the exit status, and how the run ended (:attr:`end`); print the report of a process that failed."""
+    def conclude(self) -> tuple[int, str, str]:
+        """Print the report of a process that failed; return the exit status, and how the run ended and why.
+
+        The status is 0 if all processes ended by themselves without an error; else that of the first that failed
+        (128 + the signal's number, if a signal killed it), or 128 + the number of the signal that we got. It is
+        :class:`NotTrainedError`'s if a worker never joined, or if all workers left before the end of the run. The end
+        is ``failed`` or ``stopped``; empty: what the servers say.
+        """
         if failed := self._failed:
             show(failed.report(), sys.stderr)
             assert failed.status is not None

@@ -443,7 +443,7 @@ class TestEnds:
         saved = {path.name for path in (node.run_dir / "checkpoints").glob("*/*/*.safetensors")}
         assert saved == {"node0-worker0.safetensors", "node0-worker1.safetensors"}
 
-    def test_ctrl_c_while_the_global_server_waits_to_be_started_again(self, start):
+    def test_ctrl_c_while_the_global_server_is_started_again(self, start):
         node = start("--node", "0", "--port", str(free_port()))
         self.train(node)
         os.kill(self.pid(node, "lsgd.server --global"), signal.SIGKILL)
@@ -451,7 +451,6 @@ class TestEnds:
         node.process.send_signal(signal.SIGINT)
         status, output = node.finish()
         assert status == 0, output
-        assert "restarting global now, to tell it that the run ends" in output
         assert node.about(0)["weights"] == node.about(1)["weights"]
 
     def test_a_worker_that_dies_goes_on_from_its_checkpoint(self, start):
