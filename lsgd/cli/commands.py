@@ -207,6 +207,7 @@ def launch_command(
         f"logs and results in {run_dir}"
     )
     again = f" --run-dir {run_dir} --resume-if-any" if resume_if_any else " --resume" * resumes
+    again += f" {source}" * (resumes and source != store and not resume_if_any)
     again += f" --store {store}" * bool(store)
     if processes_per_worker > 1:
         again += f" --processes-per-worker {processes_per_worker}"

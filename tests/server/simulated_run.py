@@ -35,6 +35,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.journal import capture, restore
+from lsgd.server.reasons import Reason
 from lsgd.server.state import Decision, RunState
 
 from .helpers import check_invariants, greeting
@@ -341,7 +342,7 @@ class SimulatedRun:
         self.answered: dict[tuple[str, int, int], list[Go | Stop]] = defaultdict(list)
         self.requests: set[tuple[str, int, int]] = set()
         self.let_go: set[tuple[str, int, int]] = set()  # requests whose answer nobody waits for any more
-        self.notes: list[str] = []
+        self.notes: list[Reason] = []
         self.clean_leaves: set[tuple[str, int]] = set()
         self.kills = self.stragglers = self.slow_steps = self.cuts = 0
         self.forgotten: Counter[tuple[str, int]] = Counter()  # steps reported, and not yet in the journal at a kill
