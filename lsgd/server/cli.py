@@ -216,7 +216,8 @@ def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) ->
         where = "" if launched else f" --connect {address}"
         say(
             f"this run has no end: its plan has neither iterations nor seconds; end it with: lsgd stop{where}, "
-            f"or give it an end: lsgd set{where} iterations=N (of all workers together)"
+            f"or give it an end: lsgd set{where} iterations=N (of all workers together). A "
+            f"script of lsgd.wrap(steps=N) ends it by itself"
         )
 
 
