@@ -15,7 +15,7 @@ GAIN = 0.7
 """How many machines' worth each further worker adds, if workers exchange in every step."""
 
 HALF, LONGEST_HALF = 0.6, 256
-"""The period that halves this gain: so many times the root of a worker's steps in the whole run, and at most so many."""
+"""The period that halves this gain: so many times the root of a worker's steps in the run, and at most so many."""
 
 LONGEST_PERIOD, SMALLEST_RATE = 1 << 20, 1e-30
 """Bounds of :func:`quadratic_period` when the learning rate falls to 0."""
