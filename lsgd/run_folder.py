@@ -22,6 +22,9 @@ CHECKPOINTS = "checkpoints"
 JOURNAL = "journal.sqlite"
 """Journal of the global server, in the run folder of its node."""
 
+METRICS, RESULT, CURVE, CURVES = "metrics.jsonl", "result.json", "curve.png", "curves.csv"
+"""What a run leaves in its folder: its rounds and its end (the global server writes both), a picture, and curves."""
+
 LOOK_S = 1.0
 """How long to retry a taken lock, in seconds: :func:`find_live` briefly takes it to check it."""
 

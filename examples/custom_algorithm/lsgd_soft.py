@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Algorithm, Flat
+from lsgd.algorithms.base import Algorithm, Commit, Flat
 from lsgd.collectives.group import Group
 from lsgd.lazy import Tensor, no_grad
 from lsgd.protocol.messages import Round
@@ -51,16 +52,20 @@ class Soft(Algorithm):
         self._sums = empty_sums(parameters)
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
-        """Average the models; change them when all means have arrived."""
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+        """Average the models, to change them when all means have arrived."""
         if order is None:
-            return
-        finite = self.is_finite(parameters, group)
+            return None
+        finite = self.is_finite(parameters)
         contribute(parameters, self._sums, order.id, finite=finite)
         for total in self._sums:
             group.all_reduce(total).wait()
-        group.agree()  # has it failed in another process of a worker with a sharded model?
-        if divide(self._sums, group.size):
-            softness = self.settings.softness if finite else 0.0
-            for x, mean in zip(parameters, self._sums, strict=True):
-                x.copy_(mean[:-1]) if softness == 0 else x.lerp_(mean[:-1], 1.0 - softness)
+        usable = divide(self._sums, group.size)
+        return (
+            Commit(partial(self._move, parameters, self.settings.softness if finite else 0.0)) if usable else Commit()
+        )
+
+    def _move(self, parameters: Flat, softness: float) -> None:
+        """Move the model toward the mean."""
+        for x, mean in zip(parameters, self._sums, strict=True):
+            x.copy_(mean[:-1]) if softness == 0 else x.lerp_(mean[:-1], 1.0 - softness)

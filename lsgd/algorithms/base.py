@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from lsgd.collectives.group import Group
-from lsgd.lazy import Tensor, torch
+from lsgd.lazy import Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings
 
 Flat: TypeAlias = "Sequence[Tensor]"
 """All parameters (or gradients) of a model: one contiguous one-dimensional tensor per dtype and device."""
+
+
+def _nothing(*sums: float) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What an exchange changes, once it has succeeded in all processes of this member.
+
+    A member has several processes if its model is sharded: each has a part of the model, and exchanges it alone.
+
+    Args:
+        change: function that makes the changes without exchanging anything. It gets the sums of ``judged``.
+        judged: numbers that this process has found in its part, to add up over the member's processes: whether
+            something in it is non-finite, for example.
+    """
+
+    change: Callable[..., None] = _nothing
+    judged: Sequence[float] = ()
+
+    @no_grad
+    def apply(self, sums: Sequence[float] | None = None) -> None:
+        """Make the changes; ``sums`` of ``judged``, None for a member of one process."""
+        self.change(*(self.judged if sums is None else sums))
 
 
 class Algorithm:
@@ -22,16 +48,16 @@ class Algorithm:
     one. An algorithm never sees a model, an optimizer or a socket. It keeps only mathematical state, of the same form
     on all members with the same model and settings.
 
-    Every exchange works on scratch tensors and commits after its last collective. If a hook raises, parameters,
-    gradients and state are unchanged. A failed generation may still write into its scratch tensors later, so
-    :meth:`reset` drops them.
+    A hook exchanges in scratch tensors, and returns a :class:`Commit` with the changes to parameters, gradients and
+    state. The worker makes them if the exchange has succeeded in all its processes. So if a hook raises, nothing has
+    changed. A failed generation may still write into its scratch tensors later, so :meth:`reset` drops them.
     """
 
     settings: AlgorithmSettings
     """Numeric values may change between rounds."""
 
     finite: bool | None = None
-    """Whether the model that enters a round is finite, if the worker has looked; for :meth:`before_forward` alone."""
+    """Whether the model that enters a round is finite in all processes of this member; None: nobody has looked."""
 
     spans_backward: ClassVar[bool] = False
     """Whether :meth:`after_backward` completes a round; otherwise :meth:`before_forward` does."""
@@ -42,33 +68,40 @@ class Algorithm:
         Newcomers already have the model of ``round.source``, and all members have its :meth:`shared_state`.
         """
 
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
         """Exchange models, or begin to; called before the forward pass."""
+        return None
 
-    def is_finite(self, parameters: Flat, group: Group) -> bool:
+    def is_finite(self, parameters: Flat) -> bool:
         """Return whether the model that enters a round is finite in all processes of this member.
 
-        Call it once, in :meth:`before_forward`: it takes the worker's answer if there is one, else a pass over it.
+        Call it in :meth:`before_forward`: it takes the worker's answer if there is one, else a pass over the model.
         """
-        known, self.finite = self.finite, None
-        return group.agree(all_finite(parameters)) if known is None else known
+        return all_finite(parameters) if self.finite is None else self.finite
 
-    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
-        """Exchange gradients, or write exchanged models back; called between the backward pass and the optimizer."""
+    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> Commit | None:
+        """Exchange gradients, or complete an exchange of models; called between the backward pass and the optimizer."""
+        return None
 
     @property
     def acts_after_step(self) -> bool:
         """Whether the next :meth:`after_step` reads or changes the parameters; otherwise it may get stale ones."""
         return type(self).after_step is not Algorithm.after_step
 
-    def after_step(self, parameters: Flat) -> None:
-        """Called after every step of the optimizer."""
+    def after_step(self, parameters: Flat) -> Commit | None:
+        """Pull the model towards something, or complete an exchange; called after every step of the optimizer.
 
-    def settle(self, parameters: Flat) -> None:
+        If that exchange has failed, it raises ExchangeError, and so does the next :meth:`settle`.
+        """
+        return None
+
+    def settle(self, parameters: Flat) -> Commit | None:
         """Complete a pending exchange, before the group is used for anything else.
 
-        The worker calls it at the start of every round, including the final one.
+        The worker calls it at the start of every round, including the final one. The exchange stays pending until its
+        commit is applied.
         """
+        return None
 
     def shared_state(self) -> Sequence[Tensor]:
         """Return the tensors that are equal on all members, for the worker to overwrite with another member's.

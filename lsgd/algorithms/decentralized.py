@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Flat, copy_all, empties
+from lsgd.algorithms.base import Commit, Flat, copy_all, empties
 from lsgd.algorithms.common import Gossip
 from lsgd.algorithms.delayed import UNTIL_SETTLED, Delayed
 from lsgd.collectives.group import Group
@@ -81,11 +82,11 @@ class DecentralizedSGD(Delayed):
         self._received = empties(self._sums) if self.settings.peers in ONE_PEER else []
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
         """Begin the exchange."""
         if order is None or not parameters:
-            return
-        contribute(parameters, self._sums, order.id, finite=self.is_finite(parameters, group))
+            return None
+        contribute(parameters, self._sums, order.id, finite=self.is_finite(parameters))
         averaged = False
 
         def exchange() -> None:
@@ -93,16 +94,14 @@ class DecentralizedSGD(Delayed):
             models = self._add_up(group, order)
             averaged = models > 1 and divide(self._sums, models)
 
-        def write_back(parameters: Flat) -> None:
-            group.agree()
-            if averaged:
-                copy_all(parameters, [mean[:-1] for mean in self._sums])
+        def land(parameters: Flat) -> Commit:
+            return Commit(partial(copy_all, parameters, [mean[:-1] for mean in self._sums])) if averaged else Commit()
 
-        self._begin(exchange, write_back, parameters, group, UNTIL_SETTLED)
+        return self._begin(exchange, land, parameters, UNTIL_SETTLED)
 
-    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
-        """Wait for the exchange and write the means back."""
-        self.settle(parameters)
+    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> Commit | None:
+        """Wait for the exchange, to write the means back."""
+        return self.settle(parameters)
 
     def _add_up(self, group: Group, order: Round) -> int:
         """Replace the sums by those over all models to average; return the number of models."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lsgd.algorithms.base import Algorithm, Flat
+from lsgd.algorithms.base import Algorithm, Commit, Flat
 from lsgd.collectives.background import Background
 from lsgd.collectives.group import Group
-from lsgd.lazy import no_grad
+from lsgd.errors import ExchangeError
+from lsgd.lazy import no_grad, torch
 from lsgd.protocol.messages import Round
 
 UNTIL_SETTLED = -1
@@ -17,11 +18,9 @@ UNTIL_SETTLED = -1
 class Delayed(Algorithm):
     """A transfer begins in a round and lands later: some steps on, or in :meth:`settle`, whichever comes first."""
 
-    _group: Group
-
     def __init__(self) -> None:
         self._background = Background()
-        self._land: Callable[[Flat], None] | None = None
+        self._land: Callable[[Flat], Commit] | None = None
         self._steps_left = 0
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
@@ -29,15 +28,15 @@ class Delayed(Algorithm):
         self._background, self._land = Background(), None
 
     def _begin(
-        self, transfer: Callable[[], None], land: Callable[[Flat], None], parameters: Flat, group: Group, delay: int
-    ) -> None:
-        """Begin a transfer; ``land`` applies it to the parameters ``delay`` steps later, with 0 before this returns."""
-        if not delay or not parameters:
+        self, transfer: Callable[[], None], land: Callable[[Flat], Commit], parameters: Flat, delay: int
+    ) -> Commit | None:
+        """Begin a transfer; what ``land`` returns is committed ``delay`` steps later, with 0 by the caller."""
+        if not delay:
             transfer()
-            land(parameters)
-            return
-        self._group, self._land, self._steps_left = group, land, delay
-        self._background.start(transfer, parameters[0].device)
+            return land(parameters)
+        self._land, self._steps_left = land, delay
+        self._background.start(transfer, parameters[0].device if parameters else torch.device("cpu"))
+        return None
 
     @property
     def acts_after_step(self) -> bool:
@@ -45,16 +44,26 @@ class Delayed(Algorithm):
         return self._steps_left == 1 and self._land is not None
 
     @no_grad
-    def after_step(self, parameters: Flat) -> None:
-        """Land the transfer that began ``delay`` steps ago, if it succeeded in all processes of this member."""
+    def after_step(self, parameters: Flat) -> Commit | None:
+        """Land the transfer that began ``delay`` steps ago."""
         self._steps_left -= 1
-        if not self._steps_left and self._land is not None and self._group.agree(self._background.succeeded()):
-            self.settle(parameters)
+        if self._steps_left or self._land is None:
+            return None
+        if not self._background.succeeded():
+            raise ExchangeError("the transfer of the last round has failed")
+        return self.settle(parameters)
 
     @no_grad
-    def settle(self, parameters: Flat) -> None:
+    def settle(self, parameters: Flat) -> Commit | None:
         """Wait for the pending transfer and land it."""
-        land, self._land = self._land, None  # it may hold tensors as large as the model
-        if land is not None:
-            self._background.finish()
-            land(parameters)
+        land, self._land = self._land, None
+        if land is None:
+            return None
+        self._background.finish()
+        commit, self._land = land(parameters), land
+
+        def change(*sums: float) -> None:
+            self._land = None  # it may hold tensors as large as the model
+            commit.change(*sums)
+
+        return Commit(change, commit.judged)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
-from lsgd.algorithms.base import Algorithm, Flat, clones, copy_all, empties
+from lsgd.algorithms.base import Algorithm, Commit, Flat, clones, copy_all, empties
 from lsgd.algorithms.common import Periodic
 from lsgd.collectives.group import Group
 from lsgd.lazy import Tensor, no_grad
@@ -51,23 +52,23 @@ class ElasticSGD(Algorithm):
         self.master = clones(parameters)
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
-        """Average the models, then move each toward the master and the master toward the mean."""
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+        """Average the models, to move each toward the master and the master toward the mean."""
         if order is None:
-            return
-        finite = self.is_finite(parameters, group)
+            return None
+        finite = self.is_finite(parameters)
         if not finite:
             log.warning("round %d: this worker's model is not finite and is replaced by the master", order.id)
         means = empties(self.master)
         for x, m, mean in zip(parameters, self.master, means, strict=True):
             mean.copy_(x if finite else m).div_(group.size)
             group.all_reduce(mean).wait()
-        group.agree()
+        return Commit(partial(self._attract, parameters, means, self.settings.strength / group.size if finite else 1.0))
+
+    def _attract(self, parameters: Flat, means: Flat, share: float) -> None:
+        """Move each model toward the master by ``share``, and the master toward the mean."""
         for x, m, mean in zip(parameters, self.master, means, strict=True):
-            if finite:
-                x.lerp_(m, self.settings.strength / group.size)
-            else:
-                x.copy_(m)
+            x.copy_(m) if share == 1.0 else x.lerp_(m, share)
             m.lerp_(mean, self.settings.strength)
 
     def shared_state(self) -> list[Tensor]:

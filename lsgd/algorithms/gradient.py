@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
-from lsgd.algorithms.base import Algorithm, Flat, all_finite
+from lsgd.algorithms.base import Algorithm, Commit, Flat, all_finite, copy_all
 from lsgd.collectives.group import Group
 from lsgd.collectives.pipeline import Pipeline
 from lsgd.lazy import Tensor, no_grad, torch
@@ -74,15 +75,15 @@ class GradientAlgorithm(Algorithm):
         """Return the slices of the flat gradients to exchange, in order."""
         return list(buckets(gradients, int(self.settings.bucket_mib * 2**20)))
 
-    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> None:
+    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> Commit | None:
         """Exchange all buckets now."""
         if order is None:
-            return
+            return None
         buckets = self.buckets(gradients)
         for index, bucket in enumerate(buckets):
             self.exchange_bucket(bucket, index, group, order)
         self.complete()
-        self.finish(buckets, group)
+        return self.finish(buckets)
 
     @no_grad
     def exchange_bucket(self, gradient: Tensor, index: int, group: Group, order: Round) -> None:
@@ -98,15 +99,14 @@ class GradientAlgorithm(Algorithm):
         self._pipeline.complete()
 
     @no_grad
-    def finish(self, buckets: Flat, group: Group) -> bool:
-        """Replace the gradients of all buckets, which have been exchanged, by the results.
+    def finish(self, buckets: Flat) -> Commit:
+        """Return the commit of all buckets, which have been exchanged; it judges whether a result is non-finite."""
+        results = [self._results[index] for index in range(len(buckets))]
+        return Commit(partial(self._replace, buckets, results), (not all_finite(results),))
 
-        It returns whether these are finite, equal on all members and in all processes of a member.
-        """
-        finite = group.agree(all_finite([self._results[index] for index in range(len(buckets))]))
-        for index, gradient in enumerate(buckets):
-            gradient.copy_(self._results[index])
-        return finite
+    def _replace(self, buckets: Flat, results: Flat, broken: float) -> None:
+        """Replace the gradients by the results; ``broken``, equal on all members: a result is non-finite."""
+        copy_all(buckets, results)
 
     def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
         """Write what replaces ``gradient`` to ``result``, bit-identical on all members.

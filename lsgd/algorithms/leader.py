@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from lsgd.algorithms.base import Flat, all_finite, clones, copy_all, empties
+from lsgd.algorithms.base import Commit, Flat, all_finite, clones, copy_all, empties
 from lsgd.algorithms.common import Periodic, block, codec, delay, period
 from lsgd.algorithms.delayed import Delayed
 from lsgd.codecs import Codec, codec_of
@@ -140,14 +140,13 @@ class LeaderSGD(Delayed):
             self._local = _LeaderCopy(clones(self._global.model), self.settings)
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
-        """Begin to send the leaders' models; without a delay, also receive them and pull toward them."""
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+        """Begin to send the leaders' models; without a delay, also receive them, to pull toward them."""
         if order is None:
-            return
-        self.settle(parameters)
+            return None
         finite = True
         if order.scope == "global":  # local rounds never change the periods
-            finite = self.is_finite(parameters, group)
+            finite = self.is_finite(parameters)
             self._set_levels(group)
         # The global leader also leads its node, so the local pull does not move it. Hence both models can be sent
         # before either pull, and nothing changes until both have arrived.
@@ -165,7 +164,7 @@ class LeaderSGD(Delayed):
             for copy, members, source in transfers:
                 copy.transfer(members, source)
 
-        self._begin(transfer, partial(self._apply, group, order, finite), parameters, group, self.settings.delay)
+        return self._begin(transfer, partial(self._land_models, order, finite), parameters, self.settings.delay)
 
     @property
     def acts_after_step(self) -> bool:
@@ -175,27 +174,33 @@ class LeaderSGD(Delayed):
         return bool(proximal) or super().acts_after_step
 
     @no_grad
-    def after_step(self, parameters: Flat) -> None:
+    def after_step(self, parameters: Flat) -> Commit | None:
         """Apply the proximal terms, and land the models sent ``delay`` steps ago."""
         settings = self.settings
         _pull(parameters, self.global_leader, settings.proximal_global / settings.period)
         if self._local is not None:
             _pull(parameters, self.local_leader, settings.proximal_local / settings.local_period)
-        super().after_step(parameters)
+        return super().after_step(parameters)
 
-    def _apply(self, group: Group, order: Round, finite: bool, parameters: Flat) -> None:
-        """Replace the copies by the models that arrived, and pull toward them; ``finite``: as of the round."""
+    def _land_models(self, order: Round, finite: bool, parameters: Flat) -> Commit:
+        """Return the commit of the models that arrived; ``finite``: as of the round."""
         is_global = order.scope == "global"
         if self.settings.delay and is_global:
             finite = all_finite(parameters)
-        local_broken, global_broken, own_broken = group.totals(
+        judged = (
             self._local is not None and not self._local.is_finite(),
             is_global and not self._global.is_finite(),
             not finite,
         )
+        return Commit(partial(self._commit, order, parameters), judged)
+
+    def _commit(
+        self, order: Round, parameters: Flat, local_broken: float, global_broken: float, own_broken: float
+    ) -> None:
+        """Replace the copies by the models that arrived, unless they are broken, and pull toward them."""
         if self._local is not None and self._local.land(f"round {order.id}: the node's leader", not local_broken):
             _pull(parameters, self.local_leader, self.settings.pull_local)
-        if not is_global:
+        if order.scope != "global":
             return
         landed = self._global.land(f"round {order.id}: the global leader", not global_broken)
         if own_broken:  # no pull repairs a NaN

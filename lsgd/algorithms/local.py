@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
-from lsgd.algorithms.base import Flat, all_finite, clones, copy_all
+from lsgd.algorithms.base import Commit, Flat, all_finite, clones, copy_all
 from lsgd.algorithms.common import Periodic, block, codec, delay, hierarchical, period
 from lsgd.algorithms.delayed import Delayed
 from lsgd.codecs import Codec, codec_of
@@ -227,12 +227,11 @@ class LocalSGD(Delayed):
         self._members = members
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
-        """Begin to average a fragment's changes; without a delay, also take the outer step."""
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+        """Begin to average a fragment's changes; without a delay, wait for it, to take the outer step."""
         if order is None:
-            return
-        self.settle(parameters)
-        finite = self.is_finite(parameters, group)
+            return None
+        finite = self.is_finite(parameters)
         if not finite:
             log.warning("round %d: this worker's model is not finite and is replaced by the common one", order.id)
         fragment = order.exchanges % len(self._fragments)
@@ -251,8 +250,8 @@ class LocalSGD(Delayed):
                 group.all_reduce(sums).wait()  # the mean's, too: members may have summed it in another order
                 squares[:] = sums.tolist()
 
-        land = partial(self._outer_step, group, order, changes, squares, finite)
-        self._begin(transfer, land, parameters, group, self.settings.delay)
+        land = partial(self._land_mean, group, order, changes, squares, finite)
+        return self._begin(transfer, land, parameters, self.settings.delay)
 
     def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> None:
         """Replace ``change`` by its mean over all members, bit-identical on all."""
@@ -263,44 +262,69 @@ class LocalSGD(Delayed):
             seed = (self._run, order.id, index)
             self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
 
-    def _outer_step(
+    def _land_mean(
         self, group: Group, order: Round, changes: Flat, squares: Sequence[float], finite: bool, parameters: Flat
-    ) -> None:
-        """Take the outer step of a round whose mean change has arrived, and replace the model by the common one.
+    ) -> Commit:
+        """Return the commit of a round whose mean change has arrived.
 
         ``finite`` says whether the model was so in the round; with a delay it has trained since.
         """
+        if self.settings.delay:
+            finite = all_finite(parameters)
+        judged = not finite, not all_finite(changes), *squares
+        return Commit(partial(self._commit, order, changes, group.size, parameters), judged)
+
+    def _commit(
+        self,
+        order: Round,
+        changes: Flat,
+        members: int,
+        parameters: Flat,
+        broken: float,
+        spoilt: float,
+        own: float,
+        mean: float,
+    ) -> None:
+        """Take the outer step and replace the model by the common one.
+
+        Args:
+            order: round of the step.
+            changes: mean change of the round's fragment.
+            members: number of the members in the mean.
+            parameters: model to replace.
+            broken: whether it is non-finite.
+            spoilt: whether the mean change is; equal on all members.
+            own: squared lengths of the members' own changes, added up.
+            mean: squared length of the mean change, once for each member.
+        """
         settings = self.settings
         fragment = order.exchanges % len(self._fragments)
-        parts = list(self._parts(fragment, parameters, self.common))
-        if settings.delay:
-            finite = all_finite(parameters)
-        broken, spoilt, own, mean = group.totals(not finite, not all_finite(changes), *squares)
-        finite = not broken
-        if not spoilt:
-            for feedback in self._feedback[fragment] if self._feedback else ():
-                feedback.commit()
-            lr, momentum = settings.outer_lr, settings.outer_momentum
-            if settings.rescale:
-                factor = _factor(own, mean, group.size)
-                for change in changes:
-                    change.mul_(factor)
-            for (_, c), change in zip(parts, changes, strict=True):
-                c.add_(change, alpha=lr)
-            velocity = self._parts(fragment, self.velocity) if momentum else ()
-            for (v,), (_, c), change in zip(velocity, parts, changes, strict=False):
-                v.mul_(momentum).add_(change)
-                c.add_(v, alpha=lr * momentum)
-        else:  # on all members alike
+        if spoilt:
             log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
-        if not finite:
+        else:
+            self._outer_step(fragment, changes, _factor(own, mean, members) if settings.rescale else 1.0)
+        if broken:
             copy_all(parameters, self.common)
             return
-        for x, c in parts:
+        for x, c in self._parts(fragment, parameters, self.common):
             if settings.delay:
                 x.lerp_(c.to(x.dtype), 1 - settings.keep)
             else:
                 x.copy_(c)
+
+    def _outer_step(self, fragment: int, changes: Flat, factor: float) -> None:
+        """Change a fragment of the common model by the mean change, times ``factor``."""
+        for feedback in self._feedback[fragment] if self._feedback else ():
+            feedback.commit()
+        for change in changes if factor != 1.0 else ():
+            change.mul_(factor)
+        lr, momentum = self.settings.outer_lr, self.settings.outer_momentum
+        for (c,), change in zip(self._parts(fragment, self.common), changes, strict=True):
+            c.add_(change, alpha=lr)
+        velocity = self._parts(fragment, self.velocity, self.common) if momentum else ()
+        for (v, c), change in zip(velocity, changes, strict=False):
+            v.mul_(momentum).add_(change)
+            c.add_(v, alpha=lr * momentum)
 
     def _parts(self, fragment: int, *flats: Flat) -> Iterator[tuple[Tensor, ...]]:
         """Yield a fragment's part of each tensor, side by side for several lists of tensors."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Algorithm, Flat, clones, copy_all, empties
+from lsgd.algorithms.base import Algorithm, Commit, Flat, clones, copy_all, empties
 from lsgd.algorithms.common import Gossip, block, codec, rounding, rounding_codec
 from lsgd.codecs import Codec
 from lsgd.collectives.group import Group
@@ -99,26 +100,30 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self.model, self.copies = model, copies
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> None:
-        """Mix the models, exchange the changes, and apply them."""
+    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+        """Mix the models and exchange the changes, to apply them."""
         if order is None:
-            return
+            return None
         current = self._mean(parameters, group, order) or clones(self.model)
-        changes = self._exchange(current, group, order) if self._neighbors else None
-        group.agree()
-        if changes is None:
-            copy_all(self.model, current)
-        else:
-            sent, received = changes
-            self._apply(sent, self.model)
-            for j, payloads in received.items():
-                self._apply(payloads, self.copies[j])
+        if not self._neighbors:
+            return Commit(partial(self._take, parameters, current))
+        return Commit(partial(self._mix, parameters, *self._exchange(current, group, order)))
+
+    def _take(self, parameters: Flat, current: Flat) -> None:
+        for targets in (self.model, parameters):
+            copy_all(targets, current)
+
+    def _mix(self, parameters: Flat, sent: Flat, received: Mapping[int, Flat]) -> None:
+        """Apply the changes to the model and the neighbors' copies."""
+        self._apply(sent, self.model)
+        for j, payloads in received.items():
+            self._apply(payloads, self.copies[j])
         copy_all(parameters, self.model)
 
     def _mean(self, parameters: Flat, group: Group, order: Round) -> list[Tensor] | None:
         """Return the node's mean model (or this worker's model); None if no model is finite."""
         sums, models = empty_sums(parameters), 1
-        contribute(parameters, sums, order.id, finite=self.is_finite(parameters, group))
+        contribute(parameters, sums, order.id, finite=self.is_finite(parameters))
         if self.settings.hierarchical:
             models = group.node.size
             for total in sums:

@@ -88,12 +88,11 @@ class QuantizedGradient(GradientAlgorithm):
         """Average one bucket over all members."""
         return self.quantized_mean(gradient, result, index, order)
 
-    def finish(self, buckets: Flat, group: Group) -> bool:
+    def _replace(self, buckets: Flat, results: Flat, broken: float) -> None:
         """Replace the gradients by the results and, if all are finite, the residuals by the new ones."""
-        finite = super().finish(buckets, group)
-        for feedback in self._feedback.values() if finite else ():
+        super()._replace(buckets, results, broken)
+        for feedback in () if broken else self._feedback.values():
             feedback.commit()
-        return finite
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals by bucket, and the members that they belong to."""

@@ -6,8 +6,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lsgd.run_folder import is_live
-from lsgd.watch.results import RESULT, ended, read
+from lsgd.run_folder import RESULT, is_live
+from lsgd.watch.results import ended, read
 from lsgd.watch.terminal import duration
 
 ENDED = ("finished", "stopped", "failed")

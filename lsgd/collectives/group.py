@@ -7,7 +7,6 @@ It is all that algorithms see of the outside. :mod:`lsgd.client.groups` has the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from lsgd.collectives.topology import first_ranks, node_ranks
 from lsgd.lazy import Tensor
@@ -39,11 +38,8 @@ class Group:
 
     Attributes:
         node_sizes: number of members on each node, in rank order; ranks of a node are consecutive.
-        poll: for a member of several processes, each with a part of the model and a group of its own: returns the
-            values that all of them pass; None for one process.
     """
 
-    poll: Callable[[Any], list[Any]] | None = None
     rank: int
     size: int
     node_sizes: tuple[int, ...]
@@ -67,20 +63,6 @@ class Group:
         raise NotImplementedError
 
     # -- what all share ----------------------------------------------------------------------------------------
-
-    def agree(self, ok: bool = True) -> bool:
-        """Return whether ``ok`` holds in all processes of this member.
-
-        Algorithms call it where they judge numbers, because a process may have only a part of them, and after an
-        exchange's last operation, before they change anything: all processes commit the exchange, or none. They call it
-        in the thread that calls their hooks, because all processes of a member have to vote in the same order. It
-        raises ExchangeError if the exchange failed in another process.
-        """
-        return ok if self.poll is None else all(self.poll(ok))
-
-    def totals(self, *numbers: float) -> list[float]:
-        """Return the sums of numbers over all processes of this member; a vote, which raises like :meth:`agree`."""
-        return list(numbers) if self.poll is None else [sum(each) for each in zip(*self.poll(numbers), strict=True)]
 
     @property
     def node(self) -> Group:

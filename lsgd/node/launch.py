@@ -14,7 +14,9 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lsgd.errors import ConfigError
@@ -23,7 +25,7 @@ from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Node
 from lsgd.node.panel import Panel
 from lsgd.node.place import NAME_WITHIN_S, Place, claim_port, resolve
-from lsgd.node.process import LSGD, Command, Role
+from lsgd.node.process import LSGD, Command, Process, Role
 from lsgd.node.screen import LAUNCHER, Screen, show
 from lsgd.node.transcript import Reading, Transcript, own_lines
 from lsgd.plan import plan
@@ -147,27 +149,28 @@ def _run(
     servers: Mapping[str, Sequence[str]],
     environ: dict[str, str],
 ) -> tuple[int, str, str]:
-    """Return the node's exit status, and how the run ended (``Node.end``)."""
+    """Return the node's exit status, and how the run ended (as :meth:`Node.conclude`)."""
     name, folder = node_name(settings.place.node), socket_folder()
     local, incarnation = f"ipc://{folder / SOCKET_NAME}", secrets.randbits(63)
     environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
     commands = [*_servers(settings, servers, environ), *_workers(settings, local, environ)]
-    screen, reading = Screen(plain=settings.plain), Reading()
-    say = own_lines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading)
-    panel = None
-    if settings.place.node == 0:
-        commands += _observers(settings, network, environ)
-        panel = Panel(screen, network, insecure=settings.insecure) if screen.is_terminal else None
-    try:
-        with Listener(local) as listener, Connector(network, f"{name}#{incarnation}".encode(), keys) as link:
-            server = LocalServer(
-                settings.place.node, incarnation, listener, link, settings.workers, say=say, complain=say
-            )
-            outlives = bool(servers) and settings.place.nodes > 1
-            node = Node(name, commands, server, screen, reading, panel=panel, outlives=outlives)
-            return (node.run(), *node.end)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as opened:
+        opened.callback(shutil.rmtree, folder, ignore_errors=True)
+        listener = opened.enter_context(Listener(local))
+        link = opened.enter_context(Connector(network, f"{name}#{incarnation}".encode(), keys))
+        screen = opened.enter_context(closing(Screen(plain=settings.plain)))
+        reading = opened.enter_context(closing(Reading()))
+        say = own_lines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading)
+        panel = None
+        if settings.place.node == 0:
+            commands += _observers(settings, network, environ)
+            panel = Panel(screen, network, insecure=settings.insecure) if screen.is_terminal else None
+        server = LocalServer(settings.place.node, incarnation, listener, link, settings.workers, say=say, complain=say)
+        start = partial(Process, screen=screen, reading=reading)
+        outlives = bool(servers) and settings.place.nodes > 1
+        node = Node(name, commands, server, start, screen.say, panel=panel, outlives=outlives)
+        node.run()
+    return node.conclude()
 
 
 def _servers(

@@ -1,6 +1,7 @@
 """A node's local server: carries its workers' messages to the global server, in batches, and the answers back."""
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -73,6 +74,7 @@ class LocalServer:
         listener: socket where the workers connect.
         link: connection to the global server, under the name ``node0#incarnation``.
         workers: number of workers on this node.
+        clock: returns seconds that never go back.
 
     Attributes:
         processes: watch over the ends of the workers' processes; it may watch others too.
@@ -92,6 +94,7 @@ class LocalServer:
         *,
         say: Callable[[str], None] = daemon.say,
         complain: Callable[[str], None] = daemon.complain,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node = node
         self._own_workers = workers
@@ -118,9 +121,9 @@ class LocalServer:
         self._given_up = False  # no server can tell the workers anything any more
         self._dead: dict[bytes, bytes] = {}  # by socket: the Leave of workers whose processes have ended
         self._refusals = Refusals()
-        self._turned_at = time.monotonic()
-        self._started_at = self._turned_at
-        self._greeted_at = self._said_at = self._turned_at - 60
+        self._clock = clock
+        self._now = self._started_at = clock()
+        self._greeted_at = self._said_at = -math.inf
 
     @property
     def sources(self) -> tuple[Listener, Connector, Processes]:
@@ -132,15 +135,14 @@ class LocalServer:
         poller = Poller(*self.sources, ending.wakeup)
         may_end_at = self._started_at + (GATHER_S if ending.first else 0.0)
         while not self.finished:
-            now = time.monotonic()
-            self.turn(now)
+            self.turn()
             if self.failure:
                 self._complain(self.failure)
                 return 1
             if ending.at_once:
                 self._say("second signal: ending at once")
                 return EXIT_AT_ONCE
-            if ending.first and now >= may_end_at:
+            if ending.first and self._now >= may_end_at:
                 self.end(f"the local server of node{self._node} got {ending.first}")
             poller.wait(TICK_S)
             ending.wakeup.clear()
@@ -150,16 +152,16 @@ class LocalServer:
     @property
     def finished(self) -> bool:
         """Whether it has ended, and all have heard that or have had the time to."""
-        return bool(self._ending) and time.monotonic() > self._ends_at
+        return bool(self._ending) and self._now > self._ends_at
 
     def end(self, reason: str) -> None:
         """Make the node leave the run: its workers first."""
         if not self._ending:
-            self._ending, self._ends_at = reason, time.monotonic() + LEAVE_WITHIN_S
+            self._ending, self._ends_at = reason, self._now + LEAVE_WITHIN_S
 
     def stop_run(self, reason: str) -> None:
         """Make the run stop: say so to the global server until it has heard it."""
-        self._stop, self._greeted_at = reason, 0.0
+        self._stop, self._greeted_at = reason, -math.inf
 
     def give_up(self) -> None:
         """Tell the workers, whenever they ask, that no server will answer: to save what they have, and to leave."""
@@ -174,10 +176,10 @@ class LocalServer:
         if self._ending:
             self._say(f"ended: {self._ending}")
 
-    def turn(self, now: float) -> None:
+    def turn(self) -> None:
         """Carry what has arrived, and say what is due."""
-        frozen_s = now - self._turned_at - TICK_S
-        self._turned_at = now
+        now = self._clock()
+        frozen_s, self._now = now - self._now - TICK_S, now
         if frozen_s > FROZEN_S and self._heard_at is not None:  # the global server had nobody to answer
             self._heard_at += frozen_s
         self._upward(now)

@@ -4,17 +4,16 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lsgd.errors import EvictedError, ServerLostError
 from lsgd.node.local_server import LocalServer
 from lsgd.node.panel import Panel
-from lsgd.node.process import NOT_TRAINED, Child, Command, Role
-from lsgd.node.screen import Screen, show
-from lsgd.node.transcript import Reading
+from lsgd.node.process import NOT_TRAINED, Child, Command, Role, Running
+from lsgd.node.screen import show
 from lsgd.protocol.sockets import Poller
-from lsgd.server.daemon import TICK_S, Signals
+from lsgd.server.daemon import TICK_S, Ending, Signals
 
 STOP_PATIENCE_S = 120.0
 """How long a stopping run may take for its last round and for saving."""
@@ -66,10 +65,10 @@ class Node:
     Args:
         name: name of the node.
         commands: processes to start, in this order; one server at most, the global one.
+        start: starts the process of a command; gets its position, and whether it is a restart.
+        say: shows a line.
         outlives: whether the global server may outlive the workers, because other nodes need it.
-
-    Attributes:
-        end: end of the run for this node, ``failed`` or ``stopped``, and why; empty: what its servers say.
+        clock: returns seconds that never go back.
     """
 
     def __init__(
@@ -77,20 +76,22 @@ class Node:
         name: str,
         commands: Sequence[Command],
         local: LocalServer,
-        screen: Screen,
-        reading: Reading,
+        start: Callable[[Command, int, bool], Running],
+        say: Callable[[str], None],
         *,
         panel: Panel | None = None,
         outlives: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._commands = commands
         self._local = local
-        self._screen = screen
-        self._reading = reading
+        self._start_process = start
+        self._say = say
+        self._clock = clock
+        self._now = clock()
         self._panel = panel
         self._outlives = outlives
-        self.end = "", ""
         self._serves_run = any(command.role is Role.SERVER for command in commands)
         self._children: list[Child] = []
         self._failed: Child | None = None
@@ -102,46 +103,46 @@ class Node:
         self._deaths: dict[str, list[float]] = {}  # times, by name
         self._due: dict[str, float] = {}  # when to restart it, by name
 
-    def run(self) -> int:
-        """Run all processes; return the exit status.
-
-        It is 0 if all processes ended by themselves without an error; else the status of the first that failed
-        (128 + the signal's number, if a signal killed it), or 128 + the number of the signal that we got. It is
-        :data:`NOT_TRAINED` if a worker never joined, or if all workers left before the end of the run.
-        """
+    def run(self) -> None:
+        """Run all processes until they have ended."""
         signals = Signals(signal.SIGHUP)
         poller = Poller(*self._local.sources, signals.wakeup)
         try:
-            for number, command in enumerate(self._commands):
-                self._start(command, number)
+            self.begin()
             if self._panel:
                 self._panel.start()
-            while self._advance():
+            while self.turn(signals):
                 poller.wait(TICK_S)
                 signals.wakeup.clear()
-                self._turn(signals)
             self._local.close()
         finally:
             for child in self._alive():
                 child.send(signal.SIGKILL)
             if self._panel:
                 self._panel.close()
-            self._reading.close()
-            self._screen.close()
             signals.restore()
-        status, state, why = self._outcome()
-        self.end = state, why
-        return status
 
-    def _turn(self, signals: Signals) -> None:
-        self._local.turn(time.monotonic())
+    def begin(self) -> None:
+        """Start all processes."""
+        for number, command in enumerate(self._commands):
+            self._start(command, number)
+
+    def turn(self, signals: Ending) -> bool:
+        """Carry messages, notice what has happened, and do what is due; return whether there is anything to wait for.
+
+        Args:
+            signals: what has asked this node to end since the last turn, by the names of signals.
+        """
+        self._now = self._clock()
+        self._local.turn()
         while signals.received:
             self._stop(signal.Signals[signals.received.pop(0)])
         self._reap()
         if self._local.failure and (self._step is None or self._step.clean):
-            self._screen.say(f"{self._name}: {self._local.failure}")
+            self._say(f"{self._name}: {self._local.failure}")
             self._end(self._ends())
         self._start_again()
+        return self._advance()
 
     def _alive(self, *roles: Role) -> list[Child]:
         """Return the processes of these roles, or all, that run."""
@@ -153,19 +154,18 @@ class Node:
     # -- starting ----------------------------------------------------------------------------------------------
 
     def _start(self, command: Command, number: int) -> None:
-        child = Child(command, number, self._screen, self._reading, again=command.name in self._deaths)
-        self._children.append(child)
-        self._local.processes.watch(child.name, child.pid)
+        process = self._start_process(command, number, command.name in self._deaths)
+        self._children.append(Child(command, number, process))
+        self._local.processes.watch(command.name, process.pid)
 
     def _start_again(self) -> None:
-        now = time.monotonic()
-        for name in [name for name, due_s in self._due.items() if due_s <= now]:
+        for name in [name for name, due_s in self._due.items() if due_s <= self._now]:
             del self._due[name]
             dead = self._named(name)
             try:
                 self._start(dead.command, dead.number)
             except OSError as error:
-                self._screen.say(f"{name} cannot be restarted: {error.strerror}")
+                self._say(f"{name} cannot be restarted: {error.strerror}")
                 if not self._schedule_restart(dead):
                     self._fail(dead)
                 continue
@@ -177,11 +177,11 @@ class Node:
         """Schedule the restart of a process that was killed or evicted; return False if it may not restart."""
         if not child.restartable or not self._is_wanted(child):
             return False
-        now = time.monotonic()
+        now = self._now
         if child.status == EvictedError.exit_code:  # the network's fault, and each eviction takes a whole lease
             self._deaths.setdefault(child.name, [])
             self._due[child.name] = now + EVICTED_WAIT_S
-            self._screen.say(f"{child.name} {child.how_it_ended}; restarting it in {EVICTED_WAIT_S:g} s")
+            self._say(f"{child.name} {child.how_it_ended}; restarting it in {EVICTED_WAIT_S:g} s")
             return True
         deaths = [at_s for at_s in self._deaths.get(child.name, []) if now - at_s < RESTART_WINDOW_S] + [now]
         self._deaths[child.name] = deaths
@@ -190,7 +190,7 @@ class Node:
             return False
         wait_s = min(2.0 ** (len(deaths) - 1), SERVER_BACKOFF_S if child.role.serves else RESTART_WINDOW_S)
         self._due[child.name] = now + wait_s
-        self._screen.say(
+        self._say(
             f"{child.name} {child.how_it_ended}; restarting it in {wait_s:g} s "
             f"({left} more restarts within {RESTART_WINDOW_S / 60:g} minutes)"
         )
@@ -211,7 +211,7 @@ class Node:
 
     def _reap(self) -> None:
         for child in self._alive():
-            if not child.has_ended():
+            if not child.has_ended(self._now):
                 continue
             if child.role.auxiliary:
                 self._lose(child)
@@ -226,7 +226,7 @@ class Node:
         """Restart a relay that was killed, or say that the run continues without this process."""
         if child.status and not child.is_ending and not (child.role.serves and self._schedule_restart(child)):
             log = child.command.log
-            self._screen.say(f"{child.name} {child.how_it_ended}; the run continues without it (see {log})")
+            self._say(f"{child.name} {child.how_it_ended}; the run continues without it (see {log})")
 
     def _judge(self, child: Child) -> None:
         """Check whether a worker whose script ended without an error has trained to the end of the run."""
@@ -237,14 +237,14 @@ class Node:
             child.status = NOT_TRAINED
             return
         self._early.add(child.name)
-        self._screen.say(
+        self._say(
             f"{child.name} left before the end of the run and has no consensus model: the plan (iterations, seconds) "
             f"ends the run, so train until worker.stopped, or call worker.leave() after the loop to form the consensus "
             f"of all workers that leave"
         )
 
     def _fail(self, child: Child) -> None:
-        self._screen.say(f"{child.name} {child.how_it_ended}")
+        self._say(f"{child.name} {child.how_it_ended}")
         self._failed = self._failed or child
         if child.role is Role.SERVER or child.status == ServerLostError.exit_code:
             self._local.give_up()  # the others would wait for an answer that will not come
@@ -257,11 +257,9 @@ class Node:
             return
         self._signalled = number
         if self._step:
-            self._screen.say(f"{number.name}: the run is already ending; a second signal kills it at once")
+            self._say(f"{number.name}: the run is already ending; a second signal kills it at once")
             return
-        self._screen.say(
-            f"{number.name}: stopping the run, within {STOP_PATIENCE_S:g} s; a second signal kills it at once"
-        )
+        self._say(f"{number.name}: stopping the run, within {STOP_PATIENCE_S:g} s; a second signal kills it at once")
         self._end_cleanly()
 
     # -- ending ------------------------------------------------------------------------------------------------
@@ -269,7 +267,7 @@ class Node:
     def _end_cleanly(self) -> None:
         """Let the workers complete their last round and save; then end all processes."""
         for name in [name for name in self._due if self._named(name).role is Role.SERVER]:
-            self._screen.say(f"restarting {name} now, to tell it that the run ends")
+            self._say(f"restarting {name} now, to tell it that the run ends")
         self._due = {name: 0.0 for name in self._due if self._named(name).role is not Role.WORKER}
         self._leave_run()
         self._end([_Step((Role.SERVER, Role.WORKER), STOP_PATIENCE_S, clean=True), *self._ends()])
@@ -320,7 +318,7 @@ class Node:
 
     def _is_done(self, step: _Step) -> bool:
         """Whether its time is up, or it has nothing left to wait for."""
-        if time.monotonic() >= self._deadline_s:
+        if self._now >= self._deadline_s:
             return True
         if step.clean:
             return not self._is_needed or (self._server_is_gone and not self._is_over)
@@ -333,11 +331,11 @@ class Node:
         """Take the next step; return False if there is none."""
         if not self._steps:
             self._step = self._step or _Step((), 0.0)
-            if left := ", ".join(f"{child.name} (process {child.pid})" for child in self._alive()):
-                self._screen.say(f"still running after SIGKILL: {left}")
+            if left := ", ".join(f"{child.name} (process {child.process.pid})" for child in self._alive()):
+                self._say(f"still running after SIGKILL: {left}")
             return False
         step = self._step = self._steps.popleft()
-        self._deadline_s = time.monotonic() + step.patience_s
+        self._deadline_s = self._now + step.patience_s
         if step.clean:
             return True
         self._due.clear()
@@ -347,14 +345,14 @@ class Node:
         if step.roles == (Role.SERVER,) and step.number is signal.SIGTERM:
             self._end_servers()
         if step.number and targets:
-            self._screen.say(f"{step.number.name} to {', '.join(child.name for child in targets)}")
+            self._say(f"{step.number.name} to {', '.join(child.name for child in targets)}")
             for child in targets:
                 child.send(step.number)
         return True
 
     def _give_up(self, workers: Sequence[Child]) -> None:
         names = ", ".join(child.name for child in workers)
-        self._screen.say(f"{names}: asked to save a checkpoint and leave within {SAVE_PATIENCE_S:g} s")
+        self._say(f"{names}: asked to save a checkpoint and leave within {SAVE_PATIENCE_S:g} s")
         self._local.give_up()
         for child in workers:
             child.is_ending = True
@@ -363,11 +361,17 @@ class Node:
         """Leave the run, which continues although the workers of this node have ended."""
         if self._is_over or self._server_is_gone or self._local.finished:
             return
-        self._screen.say("the workers have ended before the end of the run")
+        self._say("the workers have ended before the end of the run")
         self._local.end(f"the workers of {self._name} have ended")
 
-    def _outcome(self) -> tuple[int, str, str]:
-        """Return the exit status, and how the run ended (:attr:`end`); print the report of a process that failed."""
+    def conclude(self) -> tuple[int, str, str]:
+        """Print the report of a process that failed; return the exit status, and how the run ended and why.
+
+        The status is 0 if all processes ended by themselves without an error; else that of the first that failed
+        (128 + the signal's number, if a signal killed it), or 128 + the number of the signal that we got. It is
+        :data:`NOT_TRAINED` if a worker never joined, or if all workers left before the end of the run. The end is
+        ``failed`` or ``stopped``; empty: what the servers say.
+        """
         if failed := self._failed:
             show(failed.report(), sys.stderr)
             assert failed.status is not None

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from lsgd.errors import EvictedError, ServerLostError
 from lsgd.node.screen import Screen
@@ -104,13 +105,27 @@ class Lifeline:
         os.close(self.reading)
 
 
-class Child:
-    """The running process of a :class:`Command`. It leads a process group, which gets its signals and ends with it.
+class Running(Protocol):
+    """A process that was started."""
+
+    pid: int
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it still runs."""
+
+    def status(self, now: float) -> int | None:
+        """Return its exit code, or minus the number of the signal that killed it; None while it runs."""
+
+    @property
+    def tail(self) -> Sequence[str]:
+        """Its last lines."""
+
+
+class Process:
+    """A process of the system. It leads a process group, which gets its signals and ends with it.
 
     Attributes:
-        status: exit code, or minus the number of the signal that killed it; None while it runs.
         pid: number of the process, and of the group that it leads.
-        is_ending: whether it was asked to end, so that no exit status is a failure.
 
     Args:
         number: position in the launch, which picks its color.
@@ -120,13 +135,7 @@ class Child:
         OSError: it cannot be started.
     """
 
-    def __init__(self, command: Command, number: int, screen: Screen, reading: Reading, *, again: bool = False) -> None:
-        self.command = command
-        self.name, self.role = command.name, command.role
-        self.number = number
-        self.status: int | None = None
-        self.is_ending = False
-        self._sent: set[signal.Signals] = set()
+    def __init__(self, command: Command, number: int, again: bool, *, screen: Screen, reading: Reading) -> None:
         self._reading = reading
         self._ended_at = 0.0
         self._lifeline = Lifeline()
@@ -142,7 +151,7 @@ class Child:
                 stderr=writing,
                 start_new_session=True,  # Ctrl-C at the terminal reaches the node's process alone
                 pass_fds=(self._lifeline.reading,),  # open in the group, so that the pipe's ends close in this order
-                preexec_fn=self._prepare,
+                preexec_fn=partial(self._prepare, command),
             )
         except BaseException:
             os.close(output)
@@ -155,11 +164,57 @@ class Child:
         self._transcript = Transcript(screen, command.name, command.log, number, on_terminal, again=again)
         reading.add(output, self._transcript)
 
-    def _prepare(self) -> None:
+    def _prepare(self, command: Command) -> None:
         """Prepare the new process, in it, before it runs the command."""
         self._lifeline.hold()
-        if self.command.ignores_term:
+        if command.ignores_term:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    @property
+    def tail(self) -> Sequence[str]:
+        """Its last lines."""
+        return list(self._transcript.tail)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send its group a signal."""
+        if self._process.returncode is None:  # else the number may be another's
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def status(self, now: float) -> int | None:
+        """Return how it ended, once its last lines are shown; None until then. The rest of its group is killed."""
+        if self._process.returncode is None:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            with suppress(ProcessLookupError):  # while the number is still ours
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+            self._lifeline.close()
+            self._reading.end(self._transcript)
+            self._ended_at = now
+        shown = self._transcript.closed.is_set() or now - self._ended_at > DRAIN_S
+        return self._process.returncode if shown else None
+
+
+class Child:
+    """What a node knows of the process of a :class:`Command`.
+
+    Attributes:
+        status: as :meth:`Running.status`.
+        is_ending: whether it was asked to end, so that no exit status is a failure.
+
+    Args:
+        number: position in the launch.
+    """
+
+    def __init__(self, command: Command, number: int, process: Running) -> None:
+        self.command = command
+        self.name, self.role = command.name, command.role
+        self.number = number
+        self.process = process
+        self.status: int | None = None
+        self.is_ending = False
+        self._sent: set[signal.Signals] = set()
 
     @property
     def restartable(self) -> bool:
@@ -190,33 +245,21 @@ class Child:
         return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
     def send(self, number: signal.Signals) -> None:
-        """Send its group a signal; SIGINT instead of SIGTERM if it ignores that."""
+        """Send a signal; SIGINT instead of SIGTERM if it ignores that."""
         if number == signal.SIGTERM and self.command.ignores_term:
             number = signal.SIGINT
         self.is_ending = True
         self._sent.add(number)
-        if self._process.returncode is None:  # else the number may be another's
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+        self.process.send(number)
 
-    def has_ended(self) -> bool:
-        """Whether it has ended and its last lines are shown; if so, set ``status``. The rest of its group is killed."""
-        if self._process.returncode is None:
-            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                return False
-            with suppress(ProcessLookupError):  # while the number is still ours
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
-            self._lifeline.close()
-            self._reading.end(self._transcript)
-            self._ended_at = time.monotonic()
-        if self._transcript.closed.is_set() or time.monotonic() - self._ended_at > DRAIN_S:
-            self.status = self._process.returncode
+    def has_ended(self, now: float) -> bool:
+        """Whether it has ended; if so, set ``status``."""
+        self.status = self.process.status(now)
         return self.status is not None
 
     def report(self) -> str:
         """Return how it ended and its last lines, to print."""
-        lines = [f"    {line}" for line in self._transcript.tail] or ["    (nothing)"]
+        lines = [f"    {line}" for line in self.process.tail] or ["    (nothing)"]
         header = f"\nlsgd launch: {self.name} {self.how_it_ended}. Its last lines (all are in {self.command.log}):"
         return "\n".join([header, *lines, ""])
 

@@ -15,6 +15,7 @@ from typing import Any
 from lsgd.output import append, write_whole
 from lsgd.protocol.events import RoundOrdered, RunProgress, WorkerProgress
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, Heartbeat
+from lsgd.run_folder import METRICS, RESULT
 from lsgd.server.roster import Member, Roster, by_place, finite
 from lsgd.server.state import RunState
 
@@ -144,9 +145,6 @@ def _loss(elections: Reversible[RoundOrdered]) -> float | None:
     losses = [x for loss in last.losses.values() if (x := finite(loss)) is not None] if last else []
     return statistics.fmean(losses) if losses else None
 
-
-METRICS, RESULT = "metrics.jsonl", "result.json"
-"""Names of the files."""
 
 RESULT_EVERY_S = 5.0
 """How often the state is written during the run, in seconds."""

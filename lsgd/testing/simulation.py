@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lsgd.algorithms.base import Commit
 from lsgd.collectives.group import Group, Transfer
 from lsgd.collectives.topology import first_ranks, node_ranks
 from lsgd.election import standing, usual_loss
@@ -275,8 +276,7 @@ class SimulatedWorker:
         if since % self._local_period == 0 or since % self._period == 0:
             order = self._elect("global" if since % self._period == 0 else "local")
             if self.steps:
-                with self._current():
-                    self.algorithm.settle(self.parameters)
+                self.settle()
             if order.scope == "global":
                 self._begin_stretch()
             if self.steps == 0:
@@ -304,20 +304,25 @@ class SimulatedWorker:
                 self.group.broadcast(tensor, order.source)
             self.algorithm.reset(self.parameters, self.group, order)
 
+    def settle(self) -> None:
+        """Complete a transfer that is still in flight, as a worker does before each round."""
+        with self._current():
+            land(self.algorithm.settle(self.parameters))
+
     def iterate(self, order: Round | None, compute_loss: Callable[[], Tensor]) -> float:
         """Take one step, with this round or without one, and return its loss."""
         with self._current():
-            self.algorithm.before_forward(self.parameters, self.group, order)
+            land(self.algorithm.before_forward(self.parameters, self.group, order))
         for gradient in self.gradients:
             gradient.zero_()
         loss = compute_loss()
         loss.backward()  # type: ignore[no-untyped-call]
-        self.algorithm.after_backward(self.parameters, self.gradients, self.group, order)
+        land(self.algorithm.after_backward(self.parameters, self.gradients, self.group, order))
         if self._flat is not None:
             self._flat.write_back()
         self.optimizer.step()
         with self._current() if self.algorithm.acts_after_step else nullcontext():
-            self.algorithm.after_step(self.parameters)
+            land(self.algorithm.after_step(self.parameters))
         self._losses.append(float(loss.detach()))
         self.steps += 1
         return self._losses[-1]
@@ -361,3 +366,9 @@ class SimulatedWorker:
         self._global_rounds += scope == "global"
         generation = generation_of(sizes)
         return Round(self._rounds, generation, scope, leader, leaders, exchanges, (), 0, False)
+
+
+def land(commit: Commit | None) -> None:
+    """Make the changes that an algorithm's hook has returned, if there are some."""
+    if commit is not None:
+        commit.apply()

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from lsgd.errors import ConfigError, JoinError
 from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered, RunProgress
 from lsgd.protocol.sockets import ConnectorKeys
+from lsgd.run_folder import CURVES, METRICS
 from lsgd.watch import require
 from lsgd.watch.reader import Batch, Reader
-from lsgd.watch.results import CURVES, METRICS, read
+from lsgd.watch.results import read
 from lsgd.watch.view import RunView, mean
 
 _MAX_OPEN = 1024

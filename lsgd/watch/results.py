@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lsgd.output import write_whole
-
-METRICS, RESULT, CURVE, CURVES = "metrics.jsonl", "result.json", "curve.png", "curves.csv"
-"""The files of a run folder."""
+from lsgd.run_folder import CURVE, CURVES, METRICS, RESULT
 
 ROUND_KEYS = {"round", "scope", "node", "worker", "count", "seconds", "losses"}
 """The keys of each line of ``metrics.jsonl``; a line without one of them is damaged."""

@@ -53,7 +53,7 @@ class Bench:
         self.exchange = GradientExchange(self.flat, self.algorithm, self.complete)
 
     def complete(self) -> None:
-        self.exchange.wait(self.active)
+        self.exchange.wait(self.active).apply()
         self.active.to(State.COMMITTED)
 
     def entered(self, group=None) -> ActiveRound:
@@ -201,7 +201,7 @@ def test_a_failed_exchange_leaves_the_own_gradients_which_are_exchanged_again(ch
             bench.turn = 0
         again = bench.entered(group.node)  # in the broken one, buckets are still under way
         bench.algorithm.reset(bench.flat.buffers, group.node, again.order)
-        bench.exchange.again(again)
+        bench.exchange.again(again).apply()
         return own, bench.gradients()
 
     (own0, mended0), (own1, mended1) = simulate([2], member)

@@ -284,7 +284,7 @@ def test_launch_starts_an_island_whole_again_when_a_process_dies_in_a_round(tmp_
         [
             *(sys.executable, "-m", "lsgd.client", "launch", "--device", "cpu", "--run-dir", str(run)),
             *("--workers", "2", "--processes-per-worker", "2", "--", sys.executable, str(SCRIPTS / "island.py")),
-            *("--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "0.3"),
+            *("--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "1"),
         ],
         env={
             **os.environ,

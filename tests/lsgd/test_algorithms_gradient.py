@@ -103,7 +103,7 @@ def test_bytegrad_s_mean_is_weighted_by_workers():
         worker = TorchWorker(ByteGradSettings(), group, Problem(4))
         worker.begin(make_round([3, 1]))
         gradients = [torch.full((10,), 5.0 if group.rank == 3 else 1.0)]
-        worker.algorithm.after_backward(worker.parameters, gradients, group, make_round([3, 1]))
+        worker.algorithm.after_backward(worker.parameters, gradients, group, make_round([3, 1])).apply()
         return gradients[0]
 
     for gradient in simulate([3, 1], member):
@@ -141,7 +141,7 @@ def test_sum_instead_of_mean(name):
         worker = TorchWorker(summed, group, Problem(4))
         worker.begin(make_round([3, 1]))
         gradients = [torch.full((12,), 1.0 + group.rank)]
-        worker.algorithm.after_backward(worker.parameters, gradients, group, make_round([3, 1]))
+        worker.algorithm.after_backward(worker.parameters, gradients, group, make_round([3, 1])).apply()
         return gradients[0]
 
     for gradient in simulate([3, 1], member):
@@ -162,7 +162,7 @@ def test_all_skip_together(name):
         gradients = [x.grad for x in worker.flats]
         if group.rank == 3:
             gradients[1][2] = torch.inf
-        worker.algorithm.after_backward(worker.parameters, gradients, group, make_round([2, 1, 2], id=4))
+        worker.algorithm.after_backward(worker.parameters, gradients, group, make_round([2, 1, 2], id=4)).apply()
         kept = all(map(torch.equal, before, residuals_of(worker.algorithm)))
         return gradients, kept, len(before)
 
@@ -194,7 +194,7 @@ def test_error_feedback_gets_closer(feedback):
         total = torch.zeros(100)
         for id in range(1, 201):
             gradients = [exact.clone()]
-            worker.algorithm.after_backward(worker.parameters, gradients, group, make_round([1, 1], id=id))
+            worker.algorithm.after_backward(worker.parameters, gradients, group, make_round([1, 1], id=id)).apply()
             total += gradients[0]
         return total / 200
 
@@ -256,7 +256,7 @@ def test_a_failed_step_keeps_the_gradients(name):
         untouched = torch.equal(gradients[0], whole * (1 + group.rank))
         # The generation fails here; the next one exchanges everything again.
         worker.begin(make_round([1, 1, 1], id=2, number=2))
-        algorithm.after_backward(worker.parameters, gradients, group, make_round([1, 1, 1], id=2, number=2))
+        algorithm.after_backward(worker.parameters, gradients, group, make_round([1, 1, 1], id=2, number=2)).apply()
         return untouched, len(algorithm.buckets(gradients)), gradients[0]
 
     for untouched, count, gradient in simulate([1, 1, 1], member):
@@ -317,7 +317,7 @@ def test_a_bucket_is_begun_before_those_before_it_are_waited_for(kind):
         worker.begin(make_round([1, 1]))
         worker.algorithm.reset(worker.parameters, noting, make_round([1, 1]))
         gradients = [torch.linspace(-1, 1, 700) * group.rank]
-        worker.algorithm.after_backward(worker.parameters, gradients, noting, make_round([1, 1]))
+        worker.algorithm.after_backward(worker.parameters, gradients, noting, make_round([1, 1])).apply()
         return noting.order
 
     for order in simulate([1, 1], member):
@@ -346,11 +346,11 @@ def test_what_was_under_way_when_an_exchange_failed_is_forgotten():
         algorithm.reset(worker.parameters, broken, make_round([1, 1]))
         gradients = [whole * (1 + group.rank)]
         with pytest.raises(ExchangeError, match="the link broke"):
-            algorithm.after_backward(worker.parameters, gradients, broken, make_round([1, 1]))
+            algorithm.after_backward(worker.parameters, gradients, broken, make_round([1, 1])).apply()
         untouched = torch.equal(gradients[0], whole * (1 + group.rank))
         fresh = Noting(group.across)  # the same members, and nothing in it of what failed
         algorithm.reset(worker.parameters, fresh, make_round([1, 1], id=2, number=2))
-        algorithm.after_backward(worker.parameters, gradients, fresh, make_round([1, 1], id=2, number=2))
+        algorithm.after_backward(worker.parameters, gradients, fresh, make_round([1, 1], id=2, number=2)).apply()
         return untouched, len(algorithm.buckets(gradients)), fresh.order, gradients[0]
 
     for untouched, count, order, gradient in simulate([1, 1], member):
@@ -371,7 +371,7 @@ def test_bytes_sent(name, node_sizes):
     def member(group):
         algorithm = TorchWorker(settings, group, Problem(group.size)).algorithm
         algorithm.reset([], group, make_round(node_sizes))
-        algorithm.after_backward([], [torch.randn(numel)], group, make_round(node_sizes))
+        algorithm.after_backward([], [torch.randn(numel)], group, make_round(node_sizes)).apply()
         units = group.across if by_nodes else group
         return units.sent_nbytes if units is not None else None
 

@@ -126,7 +126,7 @@ def test_a_failed_round_has_not_happened(calls):
         before = {name: [x.clone() for x in tensors] for name, tensors in before.items()}
         link = Failing(group, calls) if group.rank == 3 else group
         try:
-            worker.algorithm.before_forward(worker.parameters, link, make_round(node_sizes, exchange=exchange))
+            worker.algorithm.before_forward(worker.parameters, link, make_round(node_sizes, exchange=exchange)).apply()
         except ExchangeError:
             raised.append(group.rank)
             now = {"parameters": worker.parameters, **worker.algorithm.state_dict()}
@@ -196,7 +196,7 @@ def test_a_leader_that_is_not_finite_is_refused(caplog):
         if group.rank == 1:
             worker.parameters[0][3] = torch.nan
         exchange = Exchange(None, 1, (1, 2), 0)
-        worker.algorithm.before_forward(worker.parameters, group, make_round(node_sizes, exchange=exchange))
+        worker.algorithm.before_forward(worker.parameters, group, make_round(node_sizes, exchange=exchange)).apply()
         return worker
 
     workers = simulate(node_sizes, member)

@@ -108,7 +108,7 @@ def test_nothing_is_lost(node_sizes, name):
             places = algorithm._fragments[(id - 1) % settings.fragments]
             mask = torch.cat([in_place(c, place) for c, place in zip(algorithm.common, places, strict=True)])
             changes.append((torch.cat(list(worker.parameters)).double() - before) * mask)
-            worker.algorithm.before_forward(worker.parameters, group, make_round(node_sizes, id=id))
+            worker.algorithm.before_forward(worker.parameters, group, make_round(node_sizes, id=id)).apply()
         return (
             sum(changes),
             torch.cat(algorithm.common).double(),
@@ -179,7 +179,7 @@ def test_sums_over_those_that_have_sent_an_element(node_sizes):
         start = torch.cat(worker.algorithm.common)
         for x, move in zip(worker.parameters, moves[group.rank].split([SPLIT, len(start) - SPLIT]), strict=True):
             x.add_(move)
-        worker.algorithm.before_forward(worker.parameters, group, make_round(node_sizes))
+        worker.algorithm.before_forward(worker.parameters, group, make_round(node_sizes)).apply()
         return torch.cat(worker.algorithm.common) - start
 
     def sent(x):
@@ -223,7 +223,7 @@ def test_error_feedback_reaches_what_rounding_cannot(compression, members):
             for id in range(1, 41):
                 for x, move in zip(worker.parameters, moves, strict=True):
                     x.add_(move)
-                worker.algorithm.before_forward(worker.parameters, group, make_round([1] * members, id=id))
+                worker.algorithm.before_forward(worker.parameters, group, make_round([1] * members, id=id)).apply()
             return torch.cat(worker.algorithm.common) - start
 
         return simulate([1] * members, member)[0]
@@ -241,10 +241,10 @@ def test_a_mean_that_is_not_finite_changes_no_common_model(caplog):
         common = worker.model
         if group.rank == 1:
             worker.parameters[0][3] = 1e6
-        worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3))
+        worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3)).apply()
         stayed = np.array_equal(worker.model, common)
         worker.parameters[0].add_(1.0)
-        worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3, id=2))
+        worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3, id=2)).apply()
         return stayed, np.allclose(worker.model[:SPLIT], common[:SPLIT] + 1, atol=1e-2)
 
     assert simulate([1] * 3, member) == [(True, True)] * 3
@@ -257,14 +257,14 @@ def test_a_failed_exchange_keeps_the_residuals():
         worker = TorchWorker(settings, group, Problem(3))
         worker.begin(make_round([1] * 3))
         worker.iterate(None)
-        worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3))
+        worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3)).apply()
         worker.iterate(None)
         before = whole_residuals(worker.algorithm, own=True)
         kept = [x.clone() for x in worker.parameters]
         if group.rank == 2:
             raise ExchangeError("lost")
         with pytest.raises(ExchangeError):
-            worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3, id=2))
+            worker.algorithm.before_forward(worker.parameters, group, make_round([1] * 3, id=2)).apply()
         assert torch.equal(whole_residuals(worker.algorithm, own=True), before) and before.any()
         assert all(map(torch.equal, kept, worker.parameters))
 

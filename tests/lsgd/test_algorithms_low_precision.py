@@ -103,7 +103,7 @@ def test_consensus_keeps_the_mean_over_workers():
             x += group.rank
         worker.begin(make_round([3, 1, 2]))
         for id in range(1, 200):
-            worker.algorithm.before_forward(worker.parameters, group, make_round([3, 1, 2], id=id))
+            worker.algorithm.before_forward(worker.parameters, group, make_round([3, 1, 2], id=id)).apply()
         return worker.model - worker.problem.start
 
     np.testing.assert_allclose(simulate([3, 1, 2], member), np.mean(range(6)), atol=0.01)
@@ -120,7 +120,7 @@ def test_what_is_not_finite_is_refused(hierarchical, caplog):
         worker.iterate(make_round([2, 1]))
         if group.rank == 1:
             worker.parameters[0][0] = torch.nan
-        worker.algorithm.before_forward(worker.parameters, group, make_round([2, 1], id=2))
+        worker.algorithm.before_forward(worker.parameters, group, make_round([2, 1], id=2)).apply()
         return worker.model
 
     assert np.isfinite(simulate([2, 1], member)).all()
@@ -145,7 +145,7 @@ def test_a_failed_exchange_has_not_happened():
         before = [x.clone() for x in state]
         link = FailingExchange(group, 1) if group.rank == 2 else group
         try:
-            algorithm.before_forward(worker.parameters, link, make_round(node_sizes, id=2))
+            algorithm.before_forward(worker.parameters, link, make_round(node_sizes, id=2)).apply()
         except ExchangeError:
             raised.append(group.rank)
             changed.extend(group.rank for a, b in zip(before, state, strict=True) if not torch.equal(a, b))
@@ -221,7 +221,7 @@ def test_bytes_sent(topology):
         model = [torch.randn(numel)]
         algorithm.reset(model, recording, make_round([5]))
         at_first = group.sent_nbytes
-        algorithm.before_forward(model, recording, make_round([5]))
+        algorithm.before_forward(model, recording, make_round([5])).apply()
         return at_first, group.sent_nbytes - at_first
 
     neighbors = 2 if topology == "ring" else 4

@@ -10,7 +10,7 @@ from lsgd.algorithms.decentralized import DecentralizedSettings
 from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.local import DiLoCoSettings, LocalSettings, SparseSettings
 from lsgd.errors import ExchangeError
-from lsgd.testing.simulation import simulate
+from lsgd.testing.simulation import land, simulate
 
 from .reference import Problem, Worker, nodes_of
 from .training import SPLIT, TorchWorker, make_round, relative_error, train
@@ -97,7 +97,7 @@ def test_the_outer_step_is_torch_s():
             group.all_reduce(theirs.grad).wait()
             outer.step()
             model += change
-            algorithm.before_forward([model], group, make_round([2], id=id))
+            algorithm.before_forward([model], group, make_round([2], id=id)).apply()
         return torch.allclose(model, theirs.detach(), rtol=1e-12)
 
     assert all(simulate([2], member))
@@ -191,7 +191,7 @@ def test_the_exchange_runs_beside_forward_and_backward():
         worker.loss().backward()
         peer_may_begin.set()
         unchanged = all(map(torch.equal, before, worker.parameters))
-        worker.algorithm.after_backward(worker.parameters, [], group, make_round([1, 1]))
+        worker.algorithm.after_backward(worker.parameters, [], group, make_round([1, 1])).apply()
         mean = all((x == 0.5).all() for x in worker.parameters)
         return exchanging, unchanged, bool(mean), worker.algorithm._background.busy
 
@@ -223,8 +223,8 @@ def test_a_failed_exchange_has_not_happened(settings):
             raise ExchangeError("lost")
         try:
             round = make_round([1, 1, 1], id=2)
-            worker.algorithm.before_forward(worker.parameters, group, round)
-            worker.algorithm.after_backward(worker.parameters, [], group, round)
+            land(worker.algorithm.before_forward(worker.parameters, group, round))
+            land(worker.algorithm.after_backward(worker.parameters, [], group, round))
         except ExchangeError:
             raised.append(group.rank)
         after = (*worker.parameters, *worker.algorithm.shared_state())
@@ -261,8 +261,8 @@ def test_a_model_that_is_not_finite_is_left_out(settings, caplog):
             x.fill_(group.rank)
         if group.rank == 1:
             worker.parameters[1][0] = torch.inf
-        worker.algorithm.before_forward(worker.parameters, group, make_round([2, 2]))
-        worker.algorithm.after_backward(worker.parameters, [], group, make_round([2, 2]))
+        land(worker.algorithm.before_forward(worker.parameters, group, make_round([2, 2])))
+        land(worker.algorithm.after_backward(worker.parameters, [], group, make_round([2, 2])))
         return worker.model
 
     models = simulate([2, 2], member)

@@ -159,7 +159,7 @@ def test_members_with_different_codecs_do_not_learn_garbage():
         worker.begin(make_round([1, 1]))
         before = worker.model
         try:
-            worker.algorithm.before_forward(worker.parameters, group, make_round([1, 1]))
+            worker.algorithm.before_forward(worker.parameters, group, make_round([1, 1])).apply()
         finally:
             if group.rank == 1:
                 changed.append((before != worker.model).any())

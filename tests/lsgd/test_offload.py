@@ -48,8 +48,7 @@ def test_the_same_bits(name, options):
             worker = SimulatedWorker.of_model(group, settings, model, optimizer, offload=offload)
             for _ in range(13):
                 worker.step(lambda: (model(x) - x[:, :3]).square().mean())
-            with worker._current():
-                worker.algorithm.settle(worker.parameters)
+            worker.settle()
             return list(model.parameters()), worker.algorithm.state_dict()
 
         return simulate([2, 1, 1], member)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lsgd.algorithms import ALGORITHMS
-from lsgd.testing.simulation import simulate
+from lsgd.testing.simulation import land, simulate
 
 from .training import make_round
 
@@ -35,8 +35,8 @@ def test_bytes_of_one_iteration(name, options, workers):
         algorithm.reset(model, group, make_round(node_sizes))
         before = group.sent_nbytes
         for id in range(1, ROUNDS + 1):
-            algorithm.before_forward(model, group, make_round(node_sizes, id))
-            algorithm.after_backward(model, [torch.randn(NUMEL)], group, make_round(node_sizes, id))
+            land(algorithm.before_forward(model, group, make_round(node_sizes, id)))
+            land(algorithm.after_backward(model, [torch.randn(NUMEL)], group, make_round(node_sizes, id)))
         return (group.sent_nbytes - before) / ROUNDS
 
     mean = sum(simulate(node_sizes, member)) / workers

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.socket_folder import socket_folder
 from lsgd.protocol.sockets import Connector, Listener, default_local_address
+from lsgd.server.daemon import TICK_S
 
 from ..integration.running import until
 from ..server.helpers import greeting
@@ -41,7 +41,7 @@ REQUEST = Request("node3/worker0", 7, 1, 0, 0, 0, None)
 
 
 class Between:
-    """A local server, turned by hand, between a global server and a worker that the test plays."""
+    """A local server, turned by hand, between a global server and a worker that the test plays, on a clock it moves."""
 
     def __init__(self) -> None:
         token = secrets.token_hex(4)
@@ -50,13 +50,16 @@ class Between:
         link, self.worker = Connector(above, b"node3#5"), Connector(below, b"7")
         self.open = [self.worker, link, workers, self.listener]
         self.said: list[str] = []
-        self.server = LocalServer(3, 5, workers, link, say=self.said.append, complain=self.said.append)
+        self.now = 1000.0
+        self.server = LocalServer(
+            3, 5, workers, link, say=self.said.append, complain=self.said.append, clock=lambda: self.now
+        )
         self.above: list[object] = []
         self.below: list[object] = []
-        self.later_s = 0.0
 
     def turn(self) -> None:
-        self.server.turn(time.monotonic() + self.later_s)
+        self.now += TICK_S
+        self.server.turn()
         self.above += [decode(frame) for _, frames in self.listener.receive() for frame in frames]
         self.below += [decode(frame) for frames in self.worker.receive() for frame in frames]
 
@@ -110,7 +113,7 @@ def test_who_still_asks_long_after_the_end_of_the_run_is_given_up(between) -> No
     between.worker.send([encode(REQUEST)])
     between.turn()
     assert GivenUp() not in between.below
-    between.later_s = LEAVE_WITHIN_S + 1
+    between.now += LEAVE_WITHIN_S + 1
     between.worker.send([encode(REQUEST)])
     between.until(lambda: GivenUp() in between.below, "nobody will answer")
 

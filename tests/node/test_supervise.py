@@ -1,4 +1,7 @@
-"""The supervisor with real processes: shells that print, fail, refuse to end, or leave something behind."""
+"""A node with real processes: shells that print, fail, are killed, or leave something behind.
+
+test_node.py has what a node does then, on a clock that its tests move.
+"""
 
 import json
 import os
@@ -23,10 +26,12 @@ from ..integration.running import holders
 
 DRIVER = """
 import json, os, sys
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from lsgd import output
 from lsgd.node import node
-from lsgd.node.process import Command, Role
+from lsgd.node.process import Command, Process, Role
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading
 from lsgd.protocol.processes import Processes
@@ -34,7 +39,6 @@ from lsgd.protocol.processes import Processes
 here, scripts, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 vars(node).update(options["patience"])
 vars(output).update(options["output"])
-roles = {"server": Role.SERVER, "logger": Role.OBSERVER, "relay": Role.RELAY}
 
 
 class Local:
@@ -44,7 +48,7 @@ class Local:
     processes = Processes()
     sources = (processes,)
 
-    def turn(self, now):
+    def turn(self):
         self.processes.ended()
 
     def stop_run(self, reason):
@@ -54,7 +58,7 @@ class Local:
         self.finished = True
 
     def give_up(self):
-        (here / "given-up").touch()
+        pass
 
     def close(self):
         pass
@@ -66,21 +70,21 @@ commands = [
         ["bash", "-c", script],
         os.environ,
         here / f"{name}.log",
-        roles.get(name.rstrip("01"), Role.WORKER),
+        Role.SERVER if name == "server" else Role.WORKER,
         name == "bar",
         options["restarts"],
-        checkpoints=here / "checkpoints",
     )
     for name, script in scripts.items()
 ]
-sys.exit(node.Node("node0", commands, Local(), Screen(), Reading(), outlives=options["outlives"]).run())
+with closing(Screen()) as screen, closing(Reading()) as reading:
+    node = node.Node("node0", commands, Local(), partial(Process, screen=screen, reading=reading), screen.say)
+    node.run()
+sys.exit(node.conclude()[0])
 """
 FOREVER = "while :; do sleep 0.05; done"
 TOLD = "until [ -e $HERE/stop ]; do sleep 0.05; done"
 SERVER = f"stops() {{ echo stopped; touch $HERE/over; exit 0; }}; trap stops INT TERM; touch $HERE/up; {TOLD}; stops"
 WORKER = "until [ -e $HERE/over ]; do sleep 0.05; done; echo saved"
-LEAVER = "until [ -e $HERE/given-up ]; do sleep 0.05; done; echo saved; exit 75"
-WAITS_FOR_LOGGER = "until [ -e $HERE/failed ]; do sleep 0.05; done; sleep 0.2"
 STUBBORN = f"trap '' INT TERM; touch $HERE/$$.ready; {FOREVER}"
 
 
@@ -91,7 +95,7 @@ class Supervised:
         self.folder = folder
         self.token = uuid.uuid4().hex
         patience = {"SAVE_PATIENCE_S": 0.3, **options.pop("patience", {})}  # type: ignore[dict-item]
-        plain = {"output": {}, "outlives": False, "restarts": 0}
+        plain = {"output": {}, "restarts": 0}
         options = {**plain, "patience": patience, **options}
         environ = {**os.environ, "HERE": str(folder), "SUPERVISED": self.token, "TERM": "xterm"}
         arguments = [str(folder), json.dumps(scripts), json.dumps(options)]
@@ -119,7 +123,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
     started: list[Supervised] = []
 
     def start(stdout: int = subprocess.PIPE, **arguments: object) -> Supervised:
-        known = ("patience", "output", "outlives", "restarts")
+        known = ("patience", "output", "restarts")
         options = {key: arguments.pop(key) for key in known if key in arguments}
         started.append(Supervised(tmp_path, arguments, stdout, options))  # type: ignore[arg-type]
         return started[-1]
@@ -159,37 +163,6 @@ def test_failure_stops_the_run_and_is_reported(start):
     assert "SIGTERM to good" not in out
 
 
-def test_a_worker_that_fails_when_the_run_is_over_leaves_the_others_the_time_to_save(start):
-    bad = "until [ -e $HERE/over ]; do sleep 0.05; done; touch $HERE/bad; exit 3"
-    good = "until [ -e $HERE/bad ]; do sleep 0.05; done; sleep 1; echo saved"
-    status, out, _ = start(server="touch $HERE/over", good=good, bad=bad).finish()
-    assert status == 3
-    assert "[good] saved" in out
-
-
-def test_workers_of_a_server_that_is_dead_for_good_are_told_to_save_and_leave(start):
-    """Its restarts are used up, and nobody else can tell them."""
-    status, out, err = start(server="kill -KILL $$", worker=LEAVER, patience={"SAVE_PATIENCE_S": 20}).finish()
-    assert status == 128 + signal.SIGKILL
-    assert "[worker] saved" in out and "SIGTERM to worker" not in out
-    assert "server was killed by SIGKILL" in err
-
-
-def test_workers_that_the_server_cannot_end_are_told_to_save_and_leave(start):
-    bad = "until [ -e $HERE/up ]; do sleep 0.02; done; exit 5"
-    patience = {"STOP_PATIENCE_S": 0.3, "SAVE_PATIENCE_S": 20}
-    status, out, _ = start(server=SERVER, worker=LEAVER, bad=bad, patience=patience).finish()
-    assert status == 5
-    assert out.index("[server] stopped") < out.index("[worker] saved")
-
-
-def test_killed_process_is_a_failure_with_its_signal(start):
-    status, _, err = start(worker="kill -KILL $$").finish()
-    assert status == 128 + signal.SIGKILL
-    assert "worker was killed by SIGKILL (out of memory?)" in err
-    assert "(nothing)" in err
-
-
 def test_killed_process_is_started_again(start, tmp_path):
     """Both die once; the worker is the one that ends the run when it has come back."""
     once = "if [ ! -e $HERE/{0} ]; then touch $HERE/{0}; echo dies; kill -KILL $$; fi; echo lives; "
@@ -204,122 +177,12 @@ def test_killed_process_is_started_again(start, tmp_path):
         assert (tmp_path / f"{name}.log").read_text().splitlines()[:2] == ["dies", "lives"]
 
 
-def test_a_worker_that_the_run_evicted_is_started_again_however_often(start):
-    dies = "n=$(cat $HERE/n 2>/dev/null || echo 0); [ $n = 2 ] && exit 0; echo $((n + 1)) >$HERE/n; exit 76"
-    status, out, _ = start(worker=dies, restarts=1, patience={"EVICTED_WAIT_S": 0.1}).finish()
-    assert status == 0
-    assert out.count("worker was evicted from the run; restarting it in 0.1 s") == 2
-
-
-def test_deaths_of_long_ago_do_not_count(start):
-    dies = "n=$(cat $HERE/n 2>/dev/null || echo 0); echo life $n; [ $n = 2 ] && exit 0; echo $((n + 1)) >$HERE/n; "
-    status, out, _ = start(worker=dies + "kill -KILL $$", restarts=1, patience={"RESTART_WINDOW_S": 0.5}).finish()
-    assert status == 0
-    assert out.count("[worker] life") == 3
-
-
-def test_a_worker_that_is_started_again_goes_on_from_its_checkpoint(start, tmp_path):
-    script = "echo resume=$LSGD_RESUME; test -e $HERE/{0} && exit 0; touch $HERE/{0}; kill -KILL $$"
-    folder = tmp_path / "checkpoints"
-    (folder / "run-1" / "40").mkdir(parents=True)
-    (folder / "run-1" / "40" / "has.safetensors").touch()
-    status, out, _ = start(has=script.format("1"), none=script.format("2"), restarts=1).finish()
-    assert status == 0
-    shown = [line for line in out.splitlines() if "resume=" in line]
-    assert sorted(shown) == ["[has] resume=", f"[has] resume={folder}", "[none] resume=", "[none] resume="]
-
-
-def test_process_that_is_killed_too_often_is_a_failure(start):
-    status, out, _ = start(server=SERVER, worker="echo here; kill -KILL $$", restarts=1).finish()
-    assert status == 128 + 9
-    assert out.count("[worker] here") == 2
-
-
-def test_process_that_fails_by_itself_is_not_started_again(start):
-    status, out, _ = start(server=SERVER, worker="echo here; exit 3", restarts=5).finish()
-    assert status == 3
-    assert out.count("[worker] here") == 1
-
-
-def test_worker_that_gave_its_servers_up_ends_the_node_with_its_code(start):
-    status, out, err = start(server=SERVER, worker="echo here; exit 75", restarts=5).finish()
-    assert status == 75
-    assert out.count("[worker] here") == 1
-    assert "worker gave up waiting for its servers (exit code 75)" in err
-
-
-def test_failed_server_ends_the_workers(start):
-    status, _, err = start(server="exit 4", worker=FOREVER).finish()
-    assert status == 4
-    assert "server failed with exit code 4" in err
-
-
-def test_process_that_refuses_to_end_is_killed(start):
-    bad = 'until compgen -G "$HERE/*.ready" >/dev/null; do sleep 0.02; done; exit 5'
-    status, out, _ = start(
-        bad=bad, stubborn=STUBBORN, patience={"STOP_PATIENCE_S": 0.3, "TERM_PATIENCE_S": 0.5}
-    ).finish()
-    assert status == 5
-    assert "SIGKILL to stubborn" in out
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_first_signal_stops_the_run_through_the_server(start, tmp_path, number):
+def test_first_signal_stops_the_run_through_the_server(start, tmp_path):
     supervised = start(server=SERVER, worker=WORKER)
     until((tmp_path / "up").exists, "the server is up")
-    supervised.process.send_signal(number)
+    supervised.process.send_signal(signal.SIGHUP)
     status, out, _ = supervised.finish()
     assert status == 0
-    assert out.index("[server] stopped") < out.index("[worker] saved")
-
-
-def test_worker_that_does_not_follow_the_server_is_ended(start, tmp_path):
-    supervised = start(server=SERVER, worker=FOREVER, patience={"STOP_PATIENCE_S": 0.3})
-    until((tmp_path / "up").exists, "the server is up")
-    supervised.process.send_signal(signal.SIGINT)
-    status, out, _ = supervised.finish()
-    assert status == 128 + signal.SIGINT
-    assert "SIGTERM to worker" in out
-
-
-def test_server_that_cannot_stop_the_run_is_not_waited_for(start, tmp_path):
-    supervised = start(server=f"touch $HERE/up; {TOLD}; exit 1", worker=FOREVER)
-    until((tmp_path / "up").exists, "the server is up")
-    supervised.process.send_signal(signal.SIGTERM)
-    status, _, _ = supervised.finish()  # in half the time that is left to a server that stops the run
-    assert status == 128 + signal.SIGTERM
-
-
-PYTHON_SERVER = """
-import os, sys, time
-from pathlib import Path
-
-def dies():
-    if not (here / "dead").exists():
-        (here / "dead").touch()
-        os.kill(os.getpid(), 9)
-
-here = Path(os.environ["HERE"])
-if "at once" in sys.argv:
-    dies()
-(here / "up").touch()
-while not (here / "stop").exists():
-    time.sleep(0.02)
-dies()
-print("stopped", flush=True)
-(here / "over").touch()
-"""
-
-
-@pytest.mark.parametrize("dies", ["at once", "when told"])
-def test_a_server_that_dies_before_it_could_stop_the_run_is_started_again_to_do_so(start, tmp_path, dies):
-    (tmp_path / "server.py").write_text(PYTHON_SERVER)
-    server = f"exec '{sys.executable}' $HERE/server.py '{dies}'"
-    supervised = start(server=server, worker=WORKER, restarts=1)
-    until((tmp_path / ("dead" if dies == "at once" else "up")).exists, "it is time to")
-    supervised.process.send_signal(signal.SIGINT)
-    status, out, _ = supervised.finish()
-    assert status == 0, out
     assert out.index("[server] stopped") < out.index("[worker] saved")
 
 
@@ -331,31 +194,6 @@ def test_second_signal_kills_at_once(start, tmp_path):
     status, out, _ = supervised.finish()
     assert status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
     assert "SIGKILL to server, worker" in out
-
-
-def test_servers_end_after_the_workers(start):
-    status, out, _ = start(server=SERVER, worker="echo done", patience={"LINGER_S": 0.2}).finish()
-    assert status == 0
-    assert out.index("the workers have ended before the end of the run") < out.index("SIGTERM to server")
-
-
-def test_server_that_goes_on_after_the_stop_is_ended_soon(start, tmp_path):
-    deaf = f"trap 'exit 0' INT TERM; touch $HERE/up; {TOLD}; touch $HERE/over; {FOREVER}"
-    supervised = start(server=deaf, worker=WORKER, patience={"LINGER_S": 0.2})
-    until((tmp_path / "up").exists, "the server is up")
-    supervised.process.send_signal(signal.SIGINT)
-    status, out, _ = supervised.finish()
-    assert status == 0
-    assert "SIGINT to server" not in out and out.count("SIGTERM to server") == 1
-
-
-def test_servers_that_other_nodes_need_go_on(start, tmp_path):
-    supervised = start(server=SERVER, worker="touch $HERE/done", outlives=True, patience={"LINGER_S": 0.0})
-    until((tmp_path / "done").exists, "the worker has ended")
-    with pytest.raises(subprocess.TimeoutExpired):
-        supervised.process.wait(0.5)
-    supervised.process.send_signal(signal.SIGINT)
-    assert supervised.finish()[0] == 0
 
 
 def test_nothing_is_left_of_a_process_that_started_others(start, tmp_path):
@@ -541,46 +379,3 @@ class TestTranscript:
         lines = shown().decode().splitlines()
         assert [len(line) - len("[w] ") <= MAX_LINE_NCHARS + 1 for line in lines] == [True] * 3
         assert (tmp_path / "w.log").read_text().replace("\n", "") == "x" * (5 * MAX_LINE_NCHARS // 2) + "end"
-
-
-class TestObservers:
-    """Processes that the run does not need."""
-
-    def test_one_that_fails_is_said_and_ends_nothing(self, start):
-        scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "logger": "echo full; touch $HERE/failed; exit 3"}
-        status, out, err = start(**scripts, patience={"LINGER_S": 0.1}).finish()
-        assert (status, err) == (0, "")
-        assert "logger failed with exit code 3; the run continues without it" in out
-
-    def test_one_that_is_killed_is_not_started_again(self, start):
-        scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "logger": "touch $HERE/failed; kill -9 $$"}
-        status, out, _ = start(**scripts, restarts=3, patience={"LINGER_S": 0.1}).finish()
-        assert status == 0 and "logger was killed by SIGKILL" in out and "restarting" not in out
-
-    def test_one_may_write_what_is_left_and_is_ended_if_it_does_not(self, start):
-        saves = "until [ -e $HERE/over ]; do sleep 0.05; done; sleep 0.3; echo written"
-        stays = f"trap 'echo told; exit 0' TERM; {FOREVER}"
-        scripts = {"server": SERVER, "worker": "until [ -e $HERE/up ]; do sleep 0.05; done"}
-        scripts |= {"logger0": saves, "logger1": stays}
-        status, out, err = start(**scripts, patience={"OBSERVE_PATIENCE_S": 1.0, "LINGER_S": 0.1}).finish()
-        assert (status, err) == (0, "") and "written" in out and "told" in out
-
-
-class TestHelpers:
-    """The relay: the run continues without it, and it is there again as soon as may be."""
-
-    def test_one_that_is_killed_is_started_again_and_ended_after_the_servers(self, start, tmp_path):
-        relay = "if [ ! -e $HERE/once ]; then touch $HERE/once; kill -9 $$; fi; touch $HERE/again; "
-        relay += f"trap 'test -e $HERE/over && echo last; exit 0' TERM; {FOREVER}"
-        worker = "until [ -e $HERE/again ]; do sleep 0.05; done"
-        supervised = start(server=SERVER, worker=worker, relay=relay, restarts=1, patience={"LINGER_S": 0.2})
-        status, out, err = supervised.finish()
-        assert (status, err) == (0, "")
-        assert "relay was killed by SIGKILL" in out and "restarting it in 1 s" in out
-        assert "[relay] last" in out
-
-    @pytest.mark.parametrize("ends", ["kill -9 $$", "exit 2"])
-    def test_one_that_fails_or_dies_too_often_ends_nothing(self, start, ends):
-        scripts = {"server": SERVER, "worker": WAITS_FOR_LOGGER, "relay": f"touch $HERE/failed; {ends}"}
-        status, out, _ = start(**scripts, patience={"LINGER_S": 0.1}).finish()
-        assert status == 0 and "the run continues without it" in out and "restarting" not in out

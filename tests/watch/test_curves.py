@@ -7,10 +7,10 @@ import pytest
 
 from lsgd.errors import ConfigError
 from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered
+from lsgd.run_folder import CURVES
 from lsgd.watch import curves
 from lsgd.watch.curves import LOGGERS, Curves, Point
 from lsgd.watch.reader import Batch
-from lsgd.watch.results import CURVES
 
 from .test_metrics import OTHER, at, progress
 from .test_view import REPORT, WHO, order

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -50,15 +51,35 @@ def save_model(model: nn.Module, folder: Path, file_nbytes: int, island: Island)
     files = _divided(sizes, file_nbytes)
     weight_map = {name: file for file, held in files.items() for name in held}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-    unfinished = island.share("saves the model", lambda: _begin(folder))
-    try:
+    with _Files(folder, files, index) as written:
         for file, held in files.items():
             copies = whole({name: tensors[name] for name in held}, here=island.is_head)
-            island.share("saves the model", partial(_write, unfinished / file, copies))
-        return island.share("saves the model", lambda: _finish(unfinished, index, files))
-    finally:
-        if island.is_head:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            paths = island.share("saves the model", partial(written.write, file, copies))
+        return paths
+
+
+class _Files:
+    """The files of a model, in a temporary folder in the model's folder until all are written."""
+
+    def __init__(self, folder: Path, files: Iterable[str], index: Mapping[str, object]) -> None:
+        self._folder, self._files, self._index = folder, list(files), index
+        self._unfinished: Path | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._unfinished is not None:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+
+    def write(self, file: str, tensors: Mapping[str, Tensor]) -> list[Path]:
+        """Write a file; after the last one, return the paths at which all are."""
+        with _explaining(self._folder):
+            if self._unfinished is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._unfinished = Path(tempfile.mkdtemp(".tmp", "model-", self._folder))
+            save_file({name: x.contiguous() for name, x in tensors.items()}, self._unfinished / file, {"format": "pt"})
+            return _move(self._unfinished, self._index, self._files) if file == self._files[-1] else []
 
 
 def _divided(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]:
@@ -76,29 +97,16 @@ def _divided(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
 
-def _begin(folder: Path) -> Path:
-    """Return a new temporary folder in the model's folder, for the files until all are written."""
-    with _explaining(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(".tmp", "model-", folder))
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    with _explaining(path.parent.parent):
-        save_file({name: x.contiguous() for name, x in tensors.items()}, path, {"format": "pt"})
-
-
-def _finish(unfinished: Path, index: Mapping[str, object], files: Iterable[str]) -> list[Path]:
+def _move(unfinished: Path, index: Mapping[str, object], files: Iterable[str]) -> list[Path]:
     """Move the files into place, then write the index; return the paths."""
     folder = unfinished.parent
-    with _explaining(folder):
-        for earlier in (folder / INDEX, *folder.glob(SEVERAL)):
-            earlier.unlink(missing_ok=True)
-        written = [(unfinished / file).replace(folder / file) for file in files]
-        if len(written) > 1:
-            (folder / SINGLE).unlink(missing_ok=True)
-            written.append(folder / INDEX)
-            written[-1].write_text(json.dumps(index, indent=2) + "\n")
+    for earlier in (folder / INDEX, *folder.glob(SEVERAL)):
+        earlier.unlink(missing_ok=True)
+    written = [(unfinished / file).replace(folder / file) for file in files]
+    if len(written) > 1:
+        (folder / SINGLE).unlink(missing_ok=True)
+        written.append(folder / INDEX)
+        written[-1].write_text(json.dumps(index, indent=2) + "\n")
     logger.info("the model is written to %s: %s", folder, ", ".join(path.name for path in written))
     return written
 

@@ -5,9 +5,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from lsgd.errors import EvictedError, ExchangeError, JoinError, ProtocolError, RunOverError, ServerLostError
 from lsgd.protocol.messages import (
@@ -40,6 +40,9 @@ SAY_EVERY_S = 10.0
 MAX_OUTBOX = 1000
 """How many messages are kept while the local server is away; the oldest are dropped first."""
 
+CLOSE_WITHIN_S = 1.0
+"""How long a channel that closes tries to send what is left, in seconds."""
+
 Totals = tuple[float, float, float, int, int, dict[str, float]]
 """The last six fields of a :class:`Heartbeat`."""
 
@@ -59,6 +62,45 @@ class Expected:
     answered: Any = None
 
 
+@dataclass(eq=False)
+class _Question:
+    """A message that is sent every second until its answer comes; its fields are those of :meth:`Channel.ask`."""
+
+    frame: bytes
+    what: str
+    timeout_s: float | None
+    silence_s: float | None
+    generation: int | None
+    asked_at: float
+    sent_at: float = -math.inf
+    said_at: float = 0.0
+
+
+class Clock:
+    """The time, in seconds that never go back, and waits in it."""
+
+    def now(self) -> float:
+        """Return the time."""
+        return time.monotonic()
+
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
+        """Wait until ``changed`` is notified, or for some seconds."""
+        changed.wait(seconds)
+
+
+class Carrier(Protocol):
+    """What carries a channel's messages to the local server and back."""
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Send frames as one message; return whether the local server is there to get them."""
+
+    def receive(self) -> Iterable[Sequence[bytes]]:
+        """Return the messages that have arrived."""
+
+    def close(self) -> None:
+        """End the connection."""
+
+
 class Channel:
     """Sends messages and waits for their answers; safe to use from several threads.
 
@@ -68,6 +110,8 @@ class Channel:
     Args:
         address: the local server's.
         silence_s: longest wait while neither server says anything.
+        clock: for waits and for what is due.
+        link: carries messages when :meth:`turn` is called; None: a socket, in a thread of its own.
 
     Attributes:
         global_silence_s: longest wait while only the local server answers; unlimited at first.
@@ -78,7 +122,15 @@ class Channel:
         pass_down: called there with messages about addresses and generations, for this worker's other processes.
     """
 
-    def __init__(self, address: str, incarnation: int, silence_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        incarnation: int,
+        silence_s: float,
+        *,
+        clock: Clock | None = None,
+        link: Carrier | None = None,
+    ) -> None:
         self.address = address
         self.silence_s = silence_s
         self.global_silence_s = math.inf
@@ -99,13 +151,19 @@ class Channel:
         self._refused: JoinError | None = None
         self._recalled = False
         self._over: dict[int, str] = {}
+        self._beat_at = self._introduced_at = -math.inf
         self._closing = False
-        self._open()
+        self._clock = clock or Clock()
+        self._link = link
+        self._wakeup: Wakeup | None = None
+        if link is None:
+            self._open()
 
     def _open(self) -> None:
-        self._link = Connector(self.address, str(self._incarnation).encode())
-        self._wakeup = Wakeup()
-        self._thread = threading.Thread(target=self._serve, name="lsgd-channel", daemon=True)
+        socket = Connector(self.address, str(self._incarnation).encode())
+        self._link, self._wakeup = socket, Wakeup()
+        poller = Poller(socket, self._wakeup)
+        self._thread = threading.Thread(target=self._serve, args=(poller,), name="lsgd-channel", daemon=True)
         self._thread.start()
 
     def send(self, message: Message) -> None:
@@ -115,7 +173,8 @@ class Channel:
     def put(self, frame: bytes) -> None:
         """Send a packed message without waiting."""
         self._outbox.append(frame)
-        self._wakeup.set()
+        if self._wakeup is not None:
+            self._wakeup.set()
 
     def expect(self, answer: Callable[[Any], bool]) -> Expected:
         """Keep the next message for which ``answer`` is true, until :meth:`ask` or :meth:`forget` takes it."""
@@ -161,30 +220,33 @@ class Channel:
             ServerLostError: they were silent for ``silence_s``.
             ExchangeError: the generation is over, or ``timeout_s`` has passed.
         """
-        frame = encode(message)
         expected = answer if isinstance(answer, Expected) else self.expect(answer)
-        started_at = sent_at = said_at = time.monotonic()
+        now = self._clock.now()
+        question = _Question(encode(message), what, timeout_s, silence_s, generation, now, said_at=now)
         with self._changed:
-            self._heard_at = max(self._heard_at, started_at)
-            self._global_heard_at = max(self._global_heard_at, started_at)
+            self._heard_at = max(self._heard_at, now)
+            self._global_heard_at = max(self._global_heard_at, now)
         try:
-            self.put(frame)
             while True:
+                self._repeat(question)
                 with self._changed:
                     if expected.answered is None:
-                        self._changed.wait(RESEND_S / 4)
+                        self._clock.wait(self._changed, RESEND_S / 4)
                     if expected.answered is not None:
                         return expected.answered
-                now = time.monotonic()
-                self._check(now, started_at, what, timeout_s, silence_s, generation)
-                if now - sent_at >= RESEND_S:
-                    self.put(frame)
-                    sent_at = now
-                if now - said_at >= SAY_EVERY_S:
-                    logger.warning("%s for %.0f s: %s", what, now - started_at, self._awaited(now))
-                    said_at = now
+                self._check(question)
         finally:
             self.forget(expected)
+
+    def _repeat(self, question: _Question) -> None:
+        """Send a question again, and say what it waits for, when that is due."""
+        now = self._clock.now()
+        if now - question.sent_at >= RESEND_S:
+            self.put(question.frame)
+            question.sent_at = now
+        if now - question.said_at >= SAY_EVERY_S:
+            logger.warning("%s for %.0f s: %s", question.what, now - question.asked_at, self._awaited(now))
+            question.said_at = now
 
     def _awaited(self, now: float) -> str:
         """Return the reason to wait: what the local server last said, unless it has fallen silent."""
@@ -192,22 +254,16 @@ class Channel:
             return f"the local server at {self.address} has been silent for {now - self._heard_at:.0f} s"
         return self._waits_for or "no word yet"
 
-    def _check(
-        self,
-        now: float,
-        started_at: float,
-        what: str,
-        timeout_s: float | None,
-        silence_s: float | None,
-        generation: int | None,
-    ) -> None:
+    def _check(self, question: _Question) -> None:
+        """Raise an error if no answer will come, or not in time."""
         if self._refused is not None:
             raise self._refused
-        if generation in self._over:
-            raise ExchangeError(f"generation {generation} is over: {self._over[generation]}")
-        if timeout_s is not None and now - started_at > timeout_s:
-            raise ExchangeError(f"{what} for {timeout_s:g} s: {self._waits_for or 'no answer'}")
-        waited = f"{what} for {now - started_at:.0f} s"
+        now, silence_s = self._clock.now(), question.silence_s
+        if question.generation in self._over:
+            raise ExchangeError(f"generation {question.generation} is over: {self._over[question.generation]}")
+        if question.timeout_s is not None and now - question.asked_at > question.timeout_s:
+            raise ExchangeError(f"{question.what} for {question.timeout_s:g} s: {self._waits_for or 'no answer'}")
+        waited = f"{question.what} for {now - question.asked_at:.0f} s"
         if self.given_up:
             raise ServerLostError(f"{waited}, and its servers have ended or were given up")
         if now - self._heard_at > (silence_s or self.silence_s):
@@ -220,7 +276,7 @@ class Channel:
 
     def silent_s(self) -> float:
         """Return how long the global server has been silent, in seconds."""
-        return time.monotonic() - self._global_heard_at
+        return self._clock.now() - self._global_heard_at
 
     def generation_over(self, generation: int) -> str:
         """Return why a generation is over; empty while it lasts, as far as this worker knows."""
@@ -237,42 +293,47 @@ class Channel:
     def close(self) -> None:
         """Send what is left, then end the thread."""
         self._closing = True
-        self._wakeup.set()
-        self._thread.join(5.0)
+        if self._wakeup is not None:
+            self._wakeup.set()
+            self._thread.join(5.0)
 
     # -- the thread --------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        poller = Poller(self._link, self._wakeup)
-        beat_at = where_at = 0.0
+    def _serve(self, poller: Poller) -> None:
+        assert self._link is not None and self._wakeup is not None
         closed_at: float | None = None
         try:
             while True:
-                now = time.monotonic()
                 if self._closing and closed_at is None:
-                    closed_at = now
-                if self._worker and now - beat_at >= _HEARTBEAT_S:
-                    self._outbox.append(encode(Heartbeat(self._worker, self._incarnation, *self.totals())))
-                    beat_at = now
-                if self._where and now - where_at >= _WHERE_S:
-                    self._outbox.append(self._where)
-                    where_at = now
-                sent = self._flush()
-                if closed_at is not None and (sent or now - closed_at > 1.0):
+                    closed_at = self._clock.now()
+                sent = self.turn()
+                if closed_at is not None and (sent or self._clock.now() - closed_at > CLOSE_WITHIN_S):
                     return
                 poller.wait(_HEARTBEAT_S / 2 if sent else _RECONNECTING_S)
                 self._wakeup.clear()
-                for frames in self._link.receive():
-                    for frame in frames:
-                        self._take(frame)
         finally:
             self._link.close()
             self._wakeup.close()
 
-    def _flush(self) -> bool:
+    def turn(self) -> bool:
+        """Take what has arrived, and send what is due; return whether the local server is there to get it."""
+        assert self._link is not None
+        for frames in self._link.receive():
+            for frame in frames:
+                self._take(frame)
+        now = self._clock.now()
+        if self._worker and now - self._beat_at >= _HEARTBEAT_S:
+            self._outbox.append(encode(Heartbeat(self._worker, self._incarnation, *self.totals())))
+            self._beat_at = now
+        if self._where and now - self._introduced_at >= _WHERE_S:
+            self._outbox.append(self._where)
+            self._introduced_at = now
+        return self._flush(self._link)
+
+    def _flush(self, link: Carrier) -> bool:
         """Send what is queued as one message; if the local server is away, keep it and return False."""
         batch = list(self._outbox)
-        if batch and not self._link.send(batch):
+        if batch and not link.send(batch):
             return False
         for _ in batch:
             self._outbox.popleft()
@@ -287,7 +348,7 @@ class Channel:
         if isinstance(message, Published | GenerationOver):
             self.pass_down(frame)
         with self._changed:
-            self._heard_at = time.monotonic()
+            self._heard_at = self._clock.now()
             if isinstance(message, Evicted) and self.run and message.run != self.run:
                 self._waits_for = _other_run(message.run, self.run)
                 return

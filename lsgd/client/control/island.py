@@ -63,28 +63,22 @@ class Island:
     """The processes of one worker, which call the same methods in the same order; one process is only a head.
 
     Args:
-        mesh: one-dimensional ``torch.distributed.device_mesh.DeviceMesh`` of the processes; None: one process.
-
-    Attributes:
         rank: this process's in the island; 0 is the head.
         size: number of processes.
+        links: ranks and connections, in order: the head's to all others, and another process's to the head.
+
+    Attributes:
         passed: returns how many bytes of tensors this process has sent and received.
         take: called with the frames that the others pass up to the head, or the head passes down.
-
-    Raises:
-        ConfigError: the processes are not on one machine.
-        IslandError: one does not connect.
     """
 
-    def __init__(self, mesh: Any = None) -> None:
-        self.rank: int = 0 if mesh is None else mesh.get_local_rank()
-        self.size: int = 1 if mesh is None else mesh.size()
+    def __init__(self, rank: int = 0, size: int = 1, links: Sequence[tuple[int, Connection]] = ()) -> None:
+        self.rank, self.size = rank, size
         self.passed: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.take: Callable[[bytes], None] = lambda frame: None
         self.silence_s, self._patience_s = CONNECT_WITHIN_S, FIRST_PATIENCE_S
         self._calls = 0
         self._others: Sequence[tuple[int, int]] = ()  # what the others have passed
-        links = [] if mesh is None else _connect(mesh.get_group(), self.rank, self.size)
         self._peers = [_Peer(self, f"process {rank}" if rank else "the head", link) for rank, link in links]
 
     @property
@@ -129,23 +123,24 @@ class Island:
         """Return on all processes the values of all, by rank."""
         return self.decide(what, lambda: value, lambda values: values())
 
-    def poll(self, value: T) -> list[T]:
-        """Return on all processes the values of all, by rank, during a round.
+    def vote(self, judged: Sequence[float] | ExchangeError) -> list[float]:
+        """Return on all processes the sums of the numbers that each has judged, if its part of a round went well.
 
-        A call of this precedes each commit, so that all processes commit a round, or none.
+        A vote precedes each commit, so that all processes commit a round, or none. A process whose part has failed
+        votes with the error once, which fails the vote of the others.
 
         Raises:
             ElsewhereError: the round has failed in another process.
         """
-        votes = self.gather("votes in a round", (value, ""))
+        if isinstance(judged, ElsewhereError):  # this was the vote
+            return []
+        failed = isinstance(judged, ExchangeError)
+        votes = self.gather("votes in a round", ((), str(judged)) if failed else (judged, ""))
+        if failed:
+            return []
         if reason := next((reason for _, reason in votes if reason), ""):
             raise ElsewhereError(f"it failed in another process of this worker: {reason}")
-        return [value for value, _ in votes]
-
-    def fail(self, error: ExchangeError) -> None:
-        """Make the next :meth:`poll` of the other processes fail, unless theirs made this one fail."""
-        if not isinstance(error, ElsewhereError):
-            self.gather("votes in a round", (None, str(error)))
+        return [sum(each) for each in zip(*(numbers for numbers, _ in votes), strict=True)]
 
     def total_passed(self) -> tuple[int, int]:
         """Return on the head the bytes of all processes: its own now, those of others as of their last report."""
@@ -299,15 +294,18 @@ def island_of(model: nn.Module) -> Island:
     """Return the processes that share a model; all of them call this.
 
     Raises:
-        ConfigError: the model is sharded in an unsupported way, or not sharded although the launcher expects it.
+        ConfigError: the model is sharded in an unsupported way or over machines, or not sharded although the launcher
+            expects it.
+        IslandError: a process does not connect.
     """
     mesh = mesh_of(model)
     if mesh is not None and mesh.size() > 1:
-        return Island(mesh)
-    if (size := os.environ.get(SIZE_VARIABLE, "1")) != "1":
+        rank, size = mesh.get_local_rank(), mesh.size()
+        return Island(rank, size, _connect(mesh.get_group(), rank, size))
+    if (expected := os.environ.get(SIZE_VARIABLE, "1")) != "1":
         raise ConfigError(
-            f"lsgd launch has started {size} processes for this worker (--processes-per-worker), but its model is not "
-            f"sharded over them: call fully_shard(model) before Worker.join, or launch with --workers instead"
+            f"lsgd launch has started {expected} processes for this worker (--processes-per-worker), but its model is "
+            f"not sharded over them: call fully_shard(model) before Worker.join, or launch with --workers instead"
         )
     return Island()
 

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lsgd.algorithms.base import Commit
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.iteration.round import ActiveRound, State
 from lsgd.collectives.background import Background
@@ -51,16 +52,16 @@ class GradientExchange:
         """Let the next backward pass exchange its gradients in this round; None: exchange nothing."""
         self._round = active
 
-    def wait(self, active: ActiveRound) -> None:
-        """Wait for the exchange under way, and replace the gradients by its results.
+    def wait(self, active: ActiveRound) -> Commit:
+        """Wait for the exchange under way; the commit replaces the gradients by its results.
 
         Raises:
             ExchangeError: it failed; the gradients are this worker's own.
         """
         self._background.finish()
-        self._finish(active)
+        return self._finish(active)
 
-    def again(self, active: ActiveRound) -> None:
+    def again(self, active: ActiveRound) -> Commit:
         """Exchange gradients whose round was dropped in this round instead, and wait.
 
         Raises:
@@ -72,14 +73,19 @@ class GradientExchange:
         for index in range(len(self._buckets)):
             self._exchange(active, index)
         self._algorithm.complete()
-        self._finish(active)
+        return self._finish(active)
 
-    def _finish(self, active: ActiveRound) -> None:
-        assert active.group is not None
-        active.finite = self._algorithm.finish(self._buckets, active.group)
-        # An 8-bit codec fills padding with what its block decodes to: if a number is NaN, NaN, which would stay.
-        for gradient, padding in zip(self._gradients, self._padding, strict=True):
-            gradient.index_fill_(0, padding, 0.0)
+    def _finish(self, active: ActiveRound) -> Commit:
+        commit = self._algorithm.finish(self._buckets)
+
+        def change(broken: float) -> None:
+            commit.change(broken)
+            active.finite = not broken
+            # An 8-bit codec fills padding with what its block decodes to: if a number is NaN, NaN, which would stay.
+            for gradient, padding in zip(self._gradients, self._padding, strict=True):
+                gradient.index_fill_(0, padding, 0.0)
+
+        return Commit(change, commit.judged)
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from lsgd.algorithms.base import all_finite, clones
-from lsgd.client.checkpoint.checkpoints import Checkpoints, clear
+from lsgd.algorithms.base import Commit, all_finite, clones
+from lsgd.algorithms.gradient import GradientAlgorithm
+from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.errors import DetachedError
@@ -127,72 +128,68 @@ class Replica:
         """Return whether the parameters are finite; of an island, this process's part of them."""
         return all_finite([local(slot.parameter).detach() for slot in self.flat.slots])
 
-    def judge(self, group: WorkerGroup, order: Round, known: bool | None, *, fresh: bool) -> bool | None:
-        """Return whether the model that enters a round is finite in all processes; None: the round need not know.
+    def judge(self, order: Round, *, whole: bool) -> bool | None:
+        """Return whether the model that enters a round is finite; None: the round need not know.
 
-        This is the round's only look at the whole model, unless that changes in it. The processes of an island vote
-        here whether all have entered. In lockstep they do only if the group is ``fresh``: entering cannot fail
-        otherwise, and the model is ``known`` from their reports.
+        This is the round's only look at the model, unless that changes in it. Of an island it is this process's part,
+        and only a ``whole`` worker leaves the look to the algorithm.
+        """
+        if order.final:
+            return all_finite([*self.flat.buffers, *map(wide, self.finite.buffers())])
+        if isinstance(self.algorithm, GradientAlgorithm) or (whole and (self.lockstep or order.scope == "local")):
+            return None
+        return all_finite(self.flat.buffers)
+
+    def exchange(self, group: WorkerGroup, order: Round, finite: bool | None) -> Commit | None:
+        """Let the algorithm exchange a model that is ``finite`` or not, or begin to; return its commit.
 
         Raises:
-            ExchangeError: another process of this worker has not entered.
+            ExchangeError: it failed.
         """
-        looks = order.scope == "global" and not order.final and not self.lockstep
-        if self.lockstep and not fresh:
-            return known
-        finite = group.agree(not looks or all_finite(self.flat.buffers))
-        return finite if looks else None
-
-    def exchange(self, group: WorkerGroup, order: Round, finite: bool | None) -> None:
-        """Let the algorithm exchange models, or begin to; exchange the floating-point buffers as well.
-
-        A round may replace a model that is not ``finite`` by finite ones. Then the optimizers' non-finite state is
-        cleared, because it would break the model again.
-
-        Raises:
-            ExchangeError: it failed; nothing has changed.
-        """
-        parameters = self.flat.buffers
-        buffers, values = self._exchange_buffers(group, order)
         self.algorithm.finite = finite
-        self.algorithm.before_forward(parameters, group, order)
+        commit = self.algorithm.before_forward(self.flat.buffers, group, order)
         self.algorithm.finite = None
-        put(buffers, values)
-        if finite is False and not self.lockstep and group.agree(all_finite(parameters)):
-            clear(self.optimizers)
+        return commit
 
-    def _exchange_buffers(self, group: WorkerGroup, order: Round) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return the model's floating buffers, and the values that the round gives them."""
+    def exchange_buffers(self, group: WorkerGroup, order: Round) -> Commit:
+        """Exchange the model's floating-point buffers as the plan says; return the commit.
+
+        Raises:
+            ExchangeError: it failed.
+        """
         buffers, treated = self.finite.buffers(), self.run.buffers
         # In lockstep, every iteration is a round, and averaging them in the consensus is enough.
         if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or self.lockstep:
-            return (), ()
+            return Commit()
         flat = torch.cat([wide(b) for b in buffers])
         if treated == "leader":
             group.broadcast(flat, order.leader)
         else:
-            (flat,) = mean_of([flat], group, contributes=True) or [flat]
-        return buffers, torch.split(flat, [b.numel() for b in buffers])
+            (flat,) = mean_of([flat], group, finite=all_finite([flat])) or [flat]
+        return Commit(lambda: put(buffers, torch.split(flat, [b.numel() for b in buffers])))
 
-    def make_consensus(self, group: WorkerGroup, order: Round) -> None:
-        """Replace every model by the average of all, or by the leader's, and record how far apart they were.
+    def consensus(self, group: WorkerGroup, order: Round, *, finite: bool) -> Commit:
+        """Return the commit that replaces every model by the average of all, or by the leader's.
 
-        Each process of an island does so with its part.
+        It records how far apart the models were. Each process of an island does so with its part. A model that is not
+        ``finite`` does not contribute to the average.
 
         Raises:
-            ExchangeError: it failed; nothing has changed.
+            ExchangeError: it failed.
         """
         parameters, buffers = self.flat.buffers, self.finite.buffers()
         own = [wide(x) for x in (*parameters, *buffers)]
         led = [x.clone() for x in own]
         for x in led:
             group.broadcast(x, order.leader)
-        means = mean_of(own, group, contributes=group.rank not in order.new) or led
-        distance = _distance(own[: len(parameters)], means[: len(parameters)], group)
-        group.agree()
-        self.consensus_distance, self.leader_model = distance, led
+        means = mean_of(own, group, finite=finite, new=group.rank in order.new) or led
         chosen = means if self.run.consensus == "average" else led
-        put([*parameters, *buffers], chosen)
+
+        def change(*squares: float) -> None:
+            self.consensus_distance, self.leader_model = _distance(squares), led
+            put([*parameters, *buffers], chosen)
+
+        return Commit(change, _squares(own[: len(parameters)], means[: len(parameters)], group))
 
 
 def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -201,11 +198,11 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         x.copy_(value.view(x.shape))
 
 
-def mean_of(tensors: Sequence[Tensor], group: WorkerGroup, *, contributes: bool) -> list[Tensor] | None:
-    """Return the means over the members that contribute finite numbers; None if no member does."""
-    if not group.agree(all_finite(tensors)) and contributes:
+def mean_of(tensors: Sequence[Tensor], group: WorkerGroup, *, finite: bool, new: bool = False) -> list[Tensor] | None:
+    """Return the means over the members whose tensors are finite, without new members; None if there are none."""
+    if not finite:
         logger.warning("this worker's model is non-finite: the average leaves it out")
-        contributes = False
+    contributes = finite and not new
     count = torch.tensor([float(contributes)], device=group.device)
     group.all_reduce(count).wait()
     if not float(count):
@@ -221,13 +218,17 @@ def wide(x: Tensor) -> Tensor:
     return x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _distance(own: Sequence[Tensor], means: Sequence[Tensor], group: WorkerGroup) -> float:
+def _squares(own: Sequence[Tensor], means: Sequence[Tensor], group: WorkerGroup) -> list[float]:
+    """Return |x - mean|² of each member and |mean|² of all, for this process's part; equal on all members."""
+    squares = torch.zeros(group.size + 1, dtype=torch.float64, device=group.device)
+    squares[group.rank] = sum(float((x - mean).square_().sum()) for x, mean in zip(own, means, strict=True))
+    squares[-1] = sum(float(mean.square().sum()) for mean in means) / group.size
+    group.all_reduce(squares).wait()
+    return squares.tolist()
+
+
+def _distance(squares: Sequence[float]) -> float:
     """Return the mean of |x - mean| / |mean| over the members whose model is finite."""
-    apart = sum(float((x - mean).square_().sum()) for x, mean in zip(own, means, strict=True))
-    length = sum(float(mean.square().sum()) for mean in means)
-    apart, length = (total**0.5 for total in group.totals(apart, length))
-    distance = apart / length if length else 0.0
-    summed = torch.tensor([distance, 1.0] if math.isfinite(distance) else [0.0, 0.0], device=group.device)
-    group.all_reduce(summed).wait()
-    total, count = summed.tolist()
-    return total / count if count else 0.0
+    *apart, length = squares
+    distances = [math.sqrt(each / length) for each in apart if length and math.isfinite(each / length)]
+    return sum(distances) / len(distances) if distances else 0.0

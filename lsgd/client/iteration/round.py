@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lsgd.algorithms.base import copy_all
+from lsgd.algorithms.base import Commit, copy_all
 from lsgd.client.checkpoint.checkpoints import Snapshot
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Traffic, WorkerGroup
@@ -55,6 +55,8 @@ class ActiveRound:
     Attributes:
         snapshot: state to save when the round is committed.
         group: members, once it is entered.
+        model_finite: whether the model that entered it is finite in all processes; None: nobody has looked.
+        buffers: commit of the exchange of the model's buffers.
         finite: whether the exchanged values are finite. If not, all members skip the step.
         skipped: whether that step has been skipped.
         missing: for each bucket, the parameters without a gradient so far in this backward pass.
@@ -65,10 +67,16 @@ class ActiveRound:
     snapshot: Snapshot | None = None
     state: State = State.ORDERED
     group: Group | None = None
+    model_finite: bool | None = None
+    buffers: Commit = field(default_factory=Commit)
     finite: bool = True
     skipped: bool = False
     missing: list[set[int]] = field(default_factory=list)
     launched: int = 0
+
+    def enter(self, unknown: float, broken: float) -> None:
+        """Note what the worker's processes have found in the model that enters: in how many, nobody looked, or NaN."""
+        self.model_finite = None if unknown else not broken
 
     def to(self, state: State) -> None:
         """Change to another state; raise a LsgdError if the table has no such transition."""
@@ -110,20 +118,18 @@ class RoundEntry:
             return order
         return replace(order, generation=generation)
 
-    def enter(self, order: Round) -> tuple[WorkerGroup, bool]:
-        """Return the round's group, whose newcomers have the source's model, and whether it is new or has begun anew.
+    def begin(self, group: WorkerGroup, order: Round, *, fresh: bool) -> bool:
+        """Take up the round's algorithm, and give newcomers the source's model; return whether it begins anew.
+
+        With a ``fresh`` group it always does.
 
         Raises:
             ExchangeError: it failed; call :meth:`leave`.
         """
-        replica = self.replica
-        group, fresh = self._group_of(order)
-        if not fresh:
-            replica.algorithm.settle(replica.flat.buffers)
-        fresh |= replica.take_up(order.algorithm)
-        if fresh or order.new:
+        anew = self.replica.take_up(order.algorithm) or fresh or bool(order.new)
+        if anew:
             self._begin(group, order)
-        return group, bool(fresh or order.new)
+        return anew
 
     def leave(self, *, cut: bool = False) -> None:
         """Drop the process groups, so that members waiting for this worker fail at once; ``cut``: also an exchange."""
@@ -139,8 +145,12 @@ class RoundEntry:
         if group is not None and generation is not None and generation.number == number:
             group.cut()
 
-    def _group_of(self, order: Round) -> tuple[WorkerGroup, bool]:
-        """Return the group of the order's generation, and whether it is new."""
+    def group_of(self, order: Round) -> tuple[WorkerGroup, bool]:
+        """Return the group of the order's generation, and whether it is new.
+
+        Raises:
+            ExchangeError: it failed; call :meth:`leave`.
+        """
         generation, island = order.generation, self.membership.island
         if self._group is not None and self.generation == generation and island.size > 1:
             return self._group, False  # its processes hear one by one that it is over, and vote after the exchange
@@ -155,7 +165,6 @@ class RoundEntry:
             self.missed = probe(generation, self.membership)
             known = replace(generation, missed=self.missed)
         group = self._group = form(known, self.membership, self.traffic)
-        group.poll = island.poll if island.size > 1 else None
         self.generation = generation
         self._check_lasts(generation)  # a cut until now found no group
         logger.info(

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from lsgd.algorithms import Algorithm
+from lsgd.algorithms.base import Commit
 from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot
+from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot, clear
 from lsgd.client.control.channel import Totals
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import WorkerGroup
@@ -149,16 +150,17 @@ class Rounds:
         active = self.active = self._ordered(order, redo=redo)
         with self.stopwatch.spending("exchange"):
             try:
-                group, finite = self._enter(active)
+                group = self._enter(active)
                 if not redo:
                     self._checkpoints.restore_random()
                     active.snapshot = self._take(order.count) if order.checkpoint else None
-                self._exchange(group, active.order, finite)
+                self._exchange(group, active)
+                self._take_up(active.order)
                 if active.order.final or not self._replica.algorithm.spans_backward:
-                    self._commit()
+                    self._complete()
                 elif redo and self.gradients is not None:
-                    self.gradients.again(active)
-                    self._commit()
+                    self._agree(self.gradients.again(active))
+                    self._complete()
                 else:
                     active.to(State.WAITING)
             except ExchangeError as error:
@@ -171,22 +173,37 @@ class Rounds:
         same = redo and before is not None and before.order.count == order.count
         return ActiveRound(order, before.snapshot if same and before is not None else None)
 
-    def _enter(self, active: ActiveRound) -> tuple[WorkerGroup, bool | None]:
-        """Enter a round, compute the consensus if it is the last, and return its group and what it has judged."""
-        with self._replica.flat.current():
-            group, fresh = self.entry.enter(active.order)
-            finite = self._replica.judge(group, active.order, self._finite, fresh=fresh)
-            active.group = group
+    def _enter(self, active: ActiveRound) -> WorkerGroup:
+        """Enter a round, compute the consensus if it is the last, and return its group."""
+        order, replica = active.order, self._replica
+        with replica.flat.current():
+            group, fresh = self.entry.group_of(order)
+            if not fresh:
+                self._land(replica.algorithm.settle(replica.flat.buffers))
+            active.group, active.model_finite = group, self._finite
+            anew = self.entry.begin(group, order, fresh=fresh)
+            # In lockstep entering can only fail anew, and the processes of an island have reported their models.
+            if anew or order.final or not replica.lockstep:
+                finite = replica.judge(order, whole=self._island.size == 1)
+                self._agree(Commit(active.enter, (finite is None, finite is False)))
             active.to(State.ENTERED)
-            if active.order.final:
-                self._replica.make_consensus(group, active.order)
-        return group, finite
+            if order.final:
+                self._agree(replica.consensus(group, order, finite=active.model_finite is not False))
+        return group
 
-    def _exchange(self, group: WorkerGroup, order: Round, finite: bool | None) -> None:
-        """Exchange what is exchanged before the forward pass, and take up the round's members and algorithm."""
-        if not order.final:
-            with self._replica.flat.current():
-                self._replica.exchange(group, order, finite)
+    def _exchange(self, group: WorkerGroup, active: ActiveRound) -> None:
+        """Exchange what is exchanged before the forward pass; if that is all, the round's commit follows."""
+        if active.order.final:
+            return
+        replica = self._replica
+        with replica.flat.current():
+            active.buffers = replica.exchange_buffers(group, active.order)
+            commit = replica.exchange(group, active.order, active.model_finite)
+            if not replica.algorithm.spans_backward:
+                self._agree(commit or Commit())
+
+    def _take_up(self, order: Round) -> None:
+        """Take up the round's members and algorithm."""
         self._serve(self._replica.algorithm)
         members = order.generation.members
         self.rank, self.world_size = members.index(self._who[0]), len(members)
@@ -230,17 +247,45 @@ class Rounds:
         parameters, order = self._replica.flat.buffers, active.order
         try:
             with self.stopwatch.spending("exchange"):
-                self._replica.algorithm.after_backward(parameters, (), active.group, order)
+                commit = self._replica.algorithm.after_backward(parameters, (), active.group, order)
+                self._agree(commit or Commit())
                 self._replica.flat.write_back()
         except ExchangeError as error:
             logger.warning("round %d failed, the model is as before: %s", order.id, error)
             self._drop_all(error)
         else:
-            self._commit()
+            self._complete()
+
+    def after_step(self) -> None:
+        """Call the algorithm's ``after_step``, and land the transfer that may have arrived."""
+        flat, algorithm = self._replica.flat, self._replica.algorithm
+        with self.stopwatch.spending("exchange"), flat.current() if algorithm.acts_after_step else nullcontext():
+            try:
+                self._land(algorithm.after_step(flat.buffers))
+            except ExchangeError as error:  # it stays pending, so the next round fails too, and says why
+                self._agree(error)
+
+    def _land(self, commit: Commit | None) -> None:
+        """Commit a transfer that began in an earlier round, if one has arrived."""
+        if commit is None:
+            return
+        self._agree(commit)
+        if self.active is not None and self.active.model_finite is False:
+            clear(self._replica.optimizers)
+
+    def _agree(self, outcome: Commit | ExchangeError) -> None:
+        """Vote on this process's part of an exchange; if it has succeeded in all processes of the worker, commit it.
+
+        Raises:
+            ExchangeError: it has succeeded here, but not in another process.
+        """
+        sums = self._island.vote(outcome.judged if isinstance(outcome, Commit) else outcome)
+        if isinstance(outcome, Commit):
+            outcome.apply(sums)
 
     def _drop_all(self, error: ExchangeError) -> None:
         self.drop(str(error), error.broken if isinstance(error, BrokenLinksError) else ())
-        self._island.fail(error)
+        self._agree(error)
 
     def drop(self, reason: str, broken: tuple[int, ...] = ()) -> None:
         """Drop the round in progress and its group: the servers order another one.
@@ -255,8 +300,13 @@ class Rounds:
         self._channel.send(Done(*self._who, self.active.order.id, False, reason, broken, missed=self.entry.missed))
         self.entry.missed = None
 
-    def _commit(self) -> None:
+    def _complete(self) -> None:
+        """Complete a round whose exchange is committed: save the checkpoint, and tell the servers."""
         assert self.active is not None
+        self.active.buffers.apply()
+        # A round replaces a model that is not finite; non-finite states of optimizers would break it again.
+        if self.active.model_finite is False and not self._replica.lockstep:
+            clear(self._replica.optimizers)
         self.active.to(State.COMMITTED)
         order = self.active.order
         self.committed = order.id
@@ -274,7 +324,7 @@ class Rounds:
         assert self.gradients is not None and self.active is not None
         with self.stopwatch.spending("exchange"):
             try:
-                self.gradients.wait(self.active)
+                self._agree(self.gradients.wait(self.active))
             except ExchangeError as error:
                 failed = self.active.order.id
                 logger.warning("round %d failed: %s; its gradients will be exchanged again", failed, error)
@@ -283,7 +333,7 @@ class Rounds:
                     if not self.follow(redo=True):
                         self._replica.drop_gradients()
             else:
-                self._commit()
+                self._complete()
 
     def _serve(self, algorithm: Algorithm) -> None:
         """Let backward passes exchange gradients if the algorithm does."""

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -133,9 +132,7 @@ class Steps:
         if self._followed:
             return
         self._followed = True
-        flat, algorithm = self._replica.flat, self._replica.algorithm
-        with self.rounds.stopwatch.spending("exchange"), flat.current() if algorithm.acts_after_step else nullcontext():
-            algorithm.after_step(flat.buffers)
+        self.rounds.after_step()
 
     def _check_optimizers(self) -> None:
         """Warn, and later fail, if no joined optimizer steps."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lsgd.errors import ConfigError
+from lsgd.run_folder import METRICS, RESULT
 from lsgd.watch.dashboard.data import encoded, finished
 from lsgd.watch.dashboard.follow import KEPT
-from lsgd.watch.results import METRICS, RESULT, read, read_rounds
+from lsgd.watch.results import read, read_rounds
 
 PARTS = {"page.css": "text/css", "charts.js": "text/javascript", "page.js": "text/javascript"}
 """The page's files besides plotly.js, with their types."""

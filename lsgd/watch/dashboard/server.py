@@ -31,12 +31,13 @@ from tornado.web import Application, HTTPError, RequestHandler
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.protocol.messages import ChangeSettings, Operator, StopRun
 from lsgd.protocol.sockets import ConnectorKeys
+from lsgd.run_folder import METRICS
 from lsgd.watch.dashboard.data import Story
 from lsgd.watch.dashboard.follow import READ_S, Follower
 from lsgd.watch.dashboard.page import PARTS, PLOTLY, live_page, part
 from lsgd.watch.metrics import CONTENT_TYPE, check
 from lsgd.watch.reader import Reader, ask
-from lsgd.watch.results import METRICS, read_rounds
+from lsgd.watch.results import read_rounds
 
 DEFAULT_PORT = 8484
 MAX_BROWSERS = 32

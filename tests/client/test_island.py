@@ -1,0 +1,177 @@
+"""The processes of an island decide and vote together; here they are threads of one process."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing import Pipe
+
+import pytest
+import torch
+from torch import nn
+
+from lsgd.algorithms.base import Commit
+from lsgd.algorithms.local import LocalSettings
+from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.control.island import ElsewhereError, FollowerChannel, Island
+from lsgd.client.iteration.replica import Replica
+from lsgd.client.iteration.rounds import Rounds
+from lsgd.errors import ConfigError, ExchangeError, LsgdError
+from lsgd.flat import FlatParameters, describe
+from lsgd.plan.plan import Phase, Plan
+from lsgd.plan.run import RunSettings
+from lsgd.protocol.messages import Round
+
+from .bench import Switchboard, generation, together
+
+
+@contextmanager
+def island(size: int) -> Iterator[list[Island]]:
+    """Make the processes of an island, which leave it at the end."""
+    pipes = [Pipe() for _ in range(size - 1)]
+    head = Island(0, size, [(rank, ours) for rank, (ours, _) in enumerate(pipes, 1)])
+    made = [head, *(Island(rank, size, [(0, theirs)]) for rank, (_, theirs) in enumerate(pipes, 1))]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_get_what_the_head_decides_from_all_reports(size) -> None:
+    with island(size) as processes:
+        ranks = range(size)
+        decided = together(lambda rank: processes[rank].decide("adds", lambda: rank, lambda all: sum(all())), ranks)
+        assert decided == [sum(ranks)] * size
+        assert together(lambda rank: processes[rank].gather("lists", rank), ranks) == [list(ranks)] * size
+
+        def refuse() -> int:
+            raise ConfigError("no")
+
+        assert [str(error) for error in together(lambda rank: processes[rank].share("asks", refuse), ranks)] == [
+            "no"
+        ] * size
+        assert together(lambda rank: processes[rank].share("asks", lambda: 7), ranks) == [7] * size
+
+
+def test_a_failure_in_one_process_fails_the_vote_of_all_once() -> None:
+    with island(3) as processes:
+        votes: list[list[float] | ExchangeError] = [[1.0, True], ExchangeError("it is cut"), [3.0, False]]
+        head, failed, other = together(lambda rank: processes[rank].vote(votes[rank]), range(3))
+        assert failed == [] and isinstance(head, ElsewhereError) and isinstance(other, ElsewhereError)
+        assert "it is cut" in str(head) and "it is cut" in str(other)
+        assert head is not other
+        assert processes[0].vote(head) == []  # this was its vote already
+        assert together(lambda rank: processes[rank].vote([rank, rank > 0]), range(3)) == [[3, 2]] * 3
+
+
+def test_nobody_waits_for_a_process_that_makes_another_call_or_none() -> None:
+    with island(2) as processes:
+        one, other = together(lambda rank: processes[rank].share(("pauses", "saves")[rank], lambda: 1), range(2))
+        assert isinstance(one, LsgdError) and isinstance(other, LsgdError)
+    with island(2) as processes:
+        processes[1].close()
+        with pytest.raises(LsgdError, match="has left the run"):
+            processes[0].gather("votes", 1)
+
+
+class Member:
+    """A process of a worker with its part of the model, in an island with another one."""
+
+    def __init__(self, membership, settings, stack: ExitStack, value: float) -> None:
+        self.model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.BatchNorm1d(1, affine=False))
+        nn.init.constant_(self.model[0].weight, value)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        checkpoints = Checkpoints(self.model, [optimizer], {}, None, None, membership.island)
+        checkpoints.load(membership.join.worker, *describe(self.model))
+        self.replica = Replica(membership, FlatParameters(self.model), self.model, [optimizer], checkpoints)
+        self.rounds = Rounds(membership, self.replica, checkpoints)
+        stack.callback(self.rounds.entry.leave, cut=True)
+
+    @property
+    def state(self) -> list[float]:
+        """All numbers of its part."""
+        return [float(x) for tensor in self.model.state_dict().values() for x in tensor.flatten()]
+
+
+@contextmanager
+def islands(tmp_path, settings) -> Iterator[list[list[Member]]]:
+    """Make two islands of two processes each, with weights of 1, 2, 3 and 4."""
+    plan = Plan(RunSettings(exchange_timeout_s=20.0), (Phase(settings),))
+    with Switchboard(tmp_path) as switchboard, ExitStack() as stack:
+        made = []
+        for worker in range(2):
+            processes = stack.enter_context(island(2))
+            head = replace(switchboard.member(f"node0/worker{worker}", plan), island=processes[0])
+            processes[0].connect(head.channel)
+            channel = FollowerChannel(head.channel.address, head.join.incarnation, processes[1])
+            other = replace(head, island=processes[1], channel=channel)
+            made.append([Member(each, settings, stack, 2 * worker + 1.0 + r) for r, each in enumerate((head, other))])
+        yield made
+
+
+def order(id: int, number: int = 1) -> Round:
+    return Round(id, generation(2, number=number), "global", 0, (0,), id - 1, (), 0, False)
+
+
+def run(members: list[list[Member]], order: Round) -> list[object]:
+    everyone = [member for worker in members for member in worker]
+    return together(lambda index: everyone[index].rounds.carry_out(order), range(4))
+
+
+LOCAL = LocalSettings(period=4, compression="none", rescale=False)
+
+
+@pytest.mark.parametrize("failing", ["before_forward", "exchange_buffers"])
+def test_a_round_that_fails_in_one_process_changes_nothing_in_its_island(tmp_path, monkeypatch, failing) -> None:
+    with islands(tmp_path, LOCAL) as members:
+        before = [member.state for member in members[0]]
+        broken = members[0][1].replica
+        target = broken if failing == "exchange_buffers" else broken.algorithm
+        exchange = getattr(target, failing)
+
+        def fail(*arguments: object) -> Commit:
+            exchange(*arguments)
+            raise ExchangeError("its link is cut")
+
+        monkeypatch.setattr(target, failing, fail)
+        results = run(members, order(1))
+        assert isinstance(results[0], ElsewhereError) and isinstance(results[1], ExchangeError)
+        assert [member.state for member in members[0]] == before
+        assert [member.rounds.dropped for member in members[0]] == [1, 1]
+        monkeypatch.undo()
+        assert run(members, order(2, number=2)) == [None] * 4
+        (a, b), (c, d) = members
+        assert a.state == c.state and b.state == d.state and a.state != b.state
+
+
+def test_a_number_that_is_none_in_one_part_counts_for_all(tmp_path) -> None:
+    with islands(tmp_path, LOCAL) as members:
+        assert run(members, order(1)) == [None] * 4  # all parts have a common model now
+        common = [member.state for member in members[0]]
+        with torch.no_grad():
+            members[0][1].model[0].weight[0, 0] = float("nan")
+            for member in (*members[0], *members[1]):
+                member.model[0].weight[0, 1] += 1.0
+        assert run(members, order(2)) == [None] * 4
+        # The island with the NaN contributes nothing, in both parts: half of the other one's change is left.
+        assert [member.state[1] - was[1] for member, was in zip(members[0], common, strict=True)] == [0.5, 0.5]
+
+
+def test_a_delayed_transfer_lands_in_all_processes_or_in_none(tmp_path, monkeypatch) -> None:
+    with islands(tmp_path, replace(LOCAL, delay=2)) as members:
+        assert run(members, order(1)) == [None] * 4
+        before = [member.state for member in members[0]]
+        everyone = [member for worker in members for member in worker]
+
+        def step(_: int) -> list[object]:
+            return together(lambda index: everyone[index].rounds.after_step(), range(4))
+
+        step(1)
+        assert [member.state for member in members[0]] == before
+        background = members[0][1].replica.algorithm._background
+        monkeypatch.setattr(background, "succeeded", partial(bool, False))
+        step(2)
+        assert [member.state for member in members[0]] == before
+        assert [member.state for member in members[1]] != before

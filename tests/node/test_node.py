@@ -1,0 +1,292 @@
+"""What a node does when its processes fail, die, refuse to end or are not needed, on a clock that the tests move."""
+
+from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM
+
+import pytest
+
+from lsgd.node import node as module
+from lsgd.node.process import NOT_TRAINED, Command, Process
+from lsgd.node.screen import Screen
+from lsgd.node.transcript import Reading
+
+from .simulated_node import World, after, all_of, forever, killed, leaver, server, stubborn, worker
+
+
+def test_a_failure_stops_the_run_and_is_reported(capfd) -> None:
+    world = World({"server": server, "good": worker, "bad": after(1.0, 7, "oops")})
+    assert world.finish() == 7
+    assert world.lines.index("[server] stopped") < world.lines.index("[good] saved")
+    assert "SIGTERM to good" not in world.out
+    assert "bad failed with exit code 7" in (err := capfd.readouterr().err) and "    oops\n" in err
+    assert world.now < 1010
+
+
+def test_a_worker_that_fails_when_the_run_is_over_leaves_the_others_the_time_to_save() -> None:
+    def over(process):
+        process.world.over = True
+        return 0
+        yield
+
+    world = World({"server": over, "good": after(20.0, 0, "saved"), "bad": after(1.0, 3)})
+    assert world.finish() == 3
+    assert "[good] saved" in world.out
+
+
+def test_workers_of_a_server_that_is_dead_for_good_save_and_leave(capfd) -> None:
+    """Its restarts are used up, and nobody else can tell them."""
+    world = World({"server": killed(times=9), "worker": leaver}, restarts=2)
+    assert world.finish() == 128 + SIGKILL
+    assert world.lives["server"] == 3
+    assert "[worker] saved" in world.out and "SIGTERM to worker" not in world.out
+    assert "server was killed by SIGKILL" in capfd.readouterr().err
+
+
+def test_workers_that_the_server_cannot_end_save_and_leave() -> None:
+    world = World({"server": server, "worker": leaver, "bad": after(1.0, 5)})
+    assert world.finish() == 5
+    assert world.lines.index("[server] stopped") < world.lines.index("[worker] saved")
+    assert world.now >= 1001 + module.STOP_PATIENCE_S
+
+
+def test_a_killed_process_is_a_failure_with_its_signal(capfd) -> None:
+    assert World({"worker": killed()}).finish() == 128 + SIGKILL
+    assert "worker was killed by SIGKILL (out of memory?)" in capfd.readouterr().err
+
+
+def test_a_killed_process_is_started_again_after_longer_and_longer() -> None:
+    world = World({"server": server, "worker": killed(times=4, then=after(0.0))}, restarts=5)
+    assert world.finish() == 0
+    waits = [line.partition("restarting it in ")[2].partition(" s (")[0] for line in world.lines]
+    assert [wait for wait in waits if wait] == ["1", "2", "4", "8"]
+    assert "(4 more restarts within 10 minutes)" in world.out
+
+
+def test_a_worker_that_the_run_evicted_is_started_again_however_often() -> None:
+    world = World({"worker": killed(code=76, times=9, then=after(0.0))}, restarts=1)
+    assert world.finish() == 0
+    assert all_of(world.lines, "worker was evicted from the run; restarting it in 1 s") == 9
+
+
+def test_deaths_of_long_ago_do_not_count() -> None:
+    world = World({"worker": killed(module.RESTART_WINDOW_S, times=3, then=after(0.0))}, restarts=1)
+    assert world.finish() == 0
+    assert world.lives["worker"] == 4
+
+
+def test_a_process_that_is_killed_too_often_is_a_failure() -> None:
+    world = World({"server": server, "worker": killed(times=9)}, restarts=1)
+    assert world.finish() == 128 + SIGKILL
+    assert world.lives["worker"] == 2
+
+
+@pytest.mark.parametrize(("code", "words"), [(3, "failed with exit code 3"), (75, "gave up waiting for its servers")])
+def test_a_worker_that_ends_by_itself_is_not_started_again(code, words) -> None:
+    world = World({"server": server, "worker": after(1.0, code)}, restarts=5)
+    assert world.finish() == code
+    assert world.lives["worker"] == 1 and f"worker {words}" in world.out
+    assert world.given_up == (code == 75)
+
+
+def test_a_failed_server_ends_the_workers() -> None:
+    world = World({"server": after(1.0, 4), "worker": forever})
+    assert world.finish() == 4
+    assert "server failed with exit code 4" in world.out and "SIGTERM to worker" in world.out
+
+
+def test_a_process_that_refuses_to_end_is_killed() -> None:
+    world = World({"bad": after(1.0, 5), "stubborn": stubborn})
+    assert world.finish() == 5
+    asked, term, kill = (
+        next(i for i, line in enumerate(world.lines) if text in line)
+        for text in ("asked to save", "SIGTERM to stubborn", "SIGKILL to stubborn")
+    )
+    assert asked < term < kill
+    waited_s = module.STOP_PATIENCE_S + module.SAVE_PATIENCE_S + module.TERM_PATIENCE_S
+    assert waited_s <= world.now - 1001 < waited_s + 2
+
+
+def test_a_signal_stops_the_run_through_the_server() -> None:
+    world = World({"server": server, "worker": worker})
+    assert world.passes(100)
+    world.ending.ask("SIGINT")
+    assert world.finish() == 0
+    assert world.lines.index("[server] stopped") < world.lines.index("[worker] saved")
+
+
+def test_a_worker_that_does_not_follow_the_server_is_ended() -> None:
+    world = World({"server": server, "worker": forever})
+    world.ending.ask("SIGINT")
+    assert world.finish() == 128 + SIGINT
+    assert "SIGTERM to worker" in world.out
+
+
+def test_a_server_that_cannot_stop_the_run_is_not_waited_for() -> None:
+    def fails(process):
+        while not process.world.stopping:
+            yield
+        return 1
+
+    world = World({"server": fails, "worker": forever})
+    world.ending.ask("SIGTERM")
+    assert world.finish() == 128 + SIGTERM
+    assert world.now < 1000 + module.STOP_PATIENCE_S / 2
+
+
+@pytest.mark.parametrize("while_stopping", [False, True])
+def test_a_server_that_dies_before_it_could_stop_the_run_is_started_again_to_do_so(while_stopping) -> None:
+    def dies(process):
+        while while_stopping and not process.world.stopping:
+            yield
+        process.world.stopping = False  # what it has heard is lost with it
+        process.dies()
+        yield
+
+    def twice(process):
+        return (yield from (dies, server)[process.lives > 1](process))
+
+    world = World({"server": twice, "worker": worker}, restarts=1)
+    assert world.passes(0.5)
+    world.ending.ask("SIGINT")
+    assert world.finish() == 0, world.out
+    assert world.lines.index("[server] stopped") < world.lines.index("[worker] saved")
+
+
+def test_a_second_signal_kills_at_once() -> None:
+    world = World({"server": stubborn, "worker": stubborn})
+    world.ending.ask("SIGINT")
+    world.ending.ask("SIGTERM")
+    assert world.finish(1.0) == 128 + SIGINT
+    assert "SIGKILL to server, worker" in world.out
+
+
+def test_servers_end_after_the_workers() -> None:
+    def deaf(process):
+        process.handled = []
+        while not process.handled:
+            yield
+        return 0
+
+    world = World({"server": deaf, "worker": after(1.0)})
+    assert world.finish() == 0
+    said = world.out
+    assert said.index("the workers have ended before the end of the run") < said.index("SIGTERM to server")
+    assert world.now - 1001 >= module.LINGER_S
+
+
+def test_a_server_that_goes_on_after_the_stop_is_ended_soon() -> None:
+    def deaf(process):
+        process.handled = []
+        while not process.handled:
+            process.world.over |= process.world.stopping
+            yield
+        return 0
+
+    world = World({"server": deaf, "worker": worker})
+    world.ending.ask("SIGINT")
+    assert world.finish(module.LINGER_S + 2) == 0
+    assert "SIGINT to server" not in world.out and all_of(world.lines, "SIGTERM to server") == 1
+
+
+def test_servers_that_other_nodes_need_go_on() -> None:
+    world = World({"server": server, "worker": after(1.0)}, outlives=True)
+    assert world.passes(3600)
+    world.ending.ask("SIGINT")
+    assert world.finish(10) == 0
+
+
+def test_a_script_that_never_joins_the_run_has_not_trained(capfd) -> None:
+    world = World({"server": server, "worker": after(1.0)})
+    world.joined = world.ended = set()
+    assert world.finish() == NOT_TRAINED
+    assert "its script has to call Worker.join" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_a_node_whose_workers_all_leave_early_has_failed(of) -> None:
+    def joins(process):
+        yield from after(1.0)(process)
+        return 0
+
+    world = World({"server": server, "worker0": joins, "worker1": worker if of == 2 else joins})
+    world.ended = set()
+    if of == 2:
+        assert world.passes(10)
+        world.over = True
+    assert world.finish() == (0 if of == 2 else NOT_TRAINED)
+    assert "worker0 left before the end of the run and has no consensus model" in world.out
+
+
+class TestObservers:
+    """Processes that the run does not need."""
+
+    @pytest.mark.parametrize("code", [3, None])
+    def test_one_that_fails_or_is_killed_ends_nothing_and_is_not_started_again(self, capfd, code) -> None:
+        world = World({"server": server, "worker": after(5.0), "logger": killed(1.0, code=code)}, restarts=3)
+        assert world.finish() == 0 and capfd.readouterr().err == ""
+        how = "failed with exit code 3" if code else "was killed by SIGKILL (out of memory?)"
+        assert f"logger {how}; the run continues without it" in world.out
+        assert world.lives["logger"] == 1
+
+    def test_one_may_write_what_is_left_and_is_ended_if_it_does_not(self) -> None:
+        def saves(process):
+            while not process.world.over:
+                yield
+            yield from after(module.OBSERVE_PATIENCE_S / 2, 0, "written")(process)
+            return 0
+
+        def stays(process):
+            process.handled = []
+            while not process.handled:
+                yield
+            process.say("ends")
+            return 0
+
+        world = World({"server": server, "worker": after(1.0), "logger0": saves, "logger1": stays})
+        assert world.finish() == 0
+        assert world.lines.index("[logger0] written") < world.lines.index("[logger1] ends")
+
+
+class TestRelay:
+    """The run continues without it, and it is there again as soon as may be."""
+
+    def test_one_that_is_killed_is_started_again_and_ended_after_the_servers(self) -> None:
+        def relays(process):
+            process.handled = []
+            while not process.handled:
+                yield
+            process.say("last" if process.world.over else "early")
+            return 0
+
+        world = World({"server": server, "worker": after(9.0), "relay": killed(then=relays)}, restarts=1)
+        assert world.finish() == 0
+        assert "relay was killed by SIGKILL" in world.out and "restarting it in 1 s" in world.out
+        assert "[relay] last" in world.lines
+
+    @pytest.mark.parametrize("code", [2, None])
+    def test_one_that_fails_or_dies_too_often_ends_nothing(self, code) -> None:
+        world = World({"server": server, "worker": after(9.0), "relay": killed(code=code, times=9)})
+        assert world.finish() == 0
+        assert "the run continues without it" in world.out and world.lives["relay"] == 1
+
+
+def test_a_worker_that_is_started_again_goes_on_from_its_checkpoint(tmp_path: Path, capfd) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "run-1" / "40").mkdir(parents=True)
+    (checkpoints / "run-1" / "40" / "has.safetensors").touch()
+    screen, reading = Screen(), Reading()
+    command = ["bash", "-c", "echo resume=$LSGD_RESUME"]
+    for name in ("has", "none"):
+        for again in (False, True):
+            started = Command(name, command, {}, tmp_path / f"{name}{again}.log", checkpoints=checkpoints)
+            process = Process(started, 0, again, screen=screen, reading=reading)
+            process._process.wait(20)
+    reading.close()
+    screen.close()
+    logs = {path.stem: path.read_text().strip() for path in tmp_path.glob("*.log")}
+    assert logs == {
+        "hasFalse": "resume=",
+        "hasTrue": f"resume={checkpoints}",
+        "noneFalse": "resume=",
+        "noneTrue": "resume=",
+    }
