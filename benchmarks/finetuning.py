@@ -67,7 +67,7 @@ def train(task: Text, model: nn.Module, optimizer: str, times: float, steps: int
     for step, (x, y) in zip(range(steps), task.batches(0, 1, seed), strict=False):
         task.set_learning_rate(chosen, (step + 0.5) / steps)
         chosen.zero_grad()
-        task.loss(model, x, y).backward()  # type: ignore[no-untyped-call]
+        task.loss(model, x, y).backward()
         chosen.step()
     return task.test(model).loss
 

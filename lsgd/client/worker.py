@@ -33,6 +33,7 @@ from lsgd.errors import (
     LsgdError,
     NoConsensusError,
     NonFiniteError,
+    OutlierError,
     ServerLostError,
 )
 from lsgd.flat import FlatParameters
@@ -496,12 +497,14 @@ class Worker:
         looks = error is None and self.stopped and (self._open or self._membership.island.size == 1)
         broken = self._checkpoints.non_finite_error() if looks else None
         self._end(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
-        if isinstance(error, ServerLostError | EvictedError | NoConsensusError):
+        if isinstance(error, ServerLostError | EvictedError | NoConsensusError | OutlierError):
             self._exit(error)
         if broken is not None:
             self._exit(broken)
 
-    def _exit(self, error: ServerLostError | EvictedError | NoConsensusError | NonFiniteError) -> NoReturn:
+    def _exit(
+        self, error: ServerLostError | EvictedError | NoConsensusError | NonFiniteError | OutlierError
+    ) -> NoReturn:
         logger.error("%s ends with exit code %d: %s", self.name, error.exit_code, error)
         raise SystemExit(error.exit_code) from error
 
