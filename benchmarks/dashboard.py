@@ -156,7 +156,7 @@ def served(story: Story, source: Replay) -> Iterator[Dashboard]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     server = asyncio.run_coroutine_threadsafe(serve(), loop).result()
-    follower = Follower(source, story, tell, lambda: dashboard.browsers > 0)
+    follower = Follower(source, story, tell, lambda: bool(dashboard.streams))
     follower.start()
     try:
         yield dashboard

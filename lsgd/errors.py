@@ -14,7 +14,9 @@ class ProtocolError(LsgdError):
 
 
 class JoinError(LsgdError):
-    """This worker cannot join: no server answers, or the run refuses it. The message has the line to type."""
+    """This worker cannot take part: no server answers, or the run refuses it. The message has the line to type."""
+
+    exit_code = 77  # EX_NOPERM; of a worker that is refused after it has joined
 
 
 class RunOverError(JoinError, SystemExit):
@@ -23,9 +25,11 @@ class RunOverError(JoinError, SystemExit):
     This is not a failure, because nothing is left to do: a script that does not handle it ends with exit code 0.
     """
 
+    exit_code = 0
+
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.code = 0
+        self.code = self.exit_code
 
 
 class ExchangeError(LsgdError):
@@ -60,6 +64,12 @@ class ServerLostError(LsgdError):
     """The servers were silent past the deadline while this worker waited for an answer."""
 
     exit_code = 75  # EX_TEMPFAIL: try again later
+
+
+class NotTrainedError(LsgdError):
+    """This worker leaves as if it had trained, but has completed no iteration of the run."""
+
+    exit_code = 78  # EX_CONFIG: the script has to be changed
 
 
 class NonFiniteError(LsgdError):

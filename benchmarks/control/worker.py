@@ -14,6 +14,7 @@ import random
 import time
 from typing import Any
 
+from lsgd import __version__
 from lsgd.client.iteration.grants import GrantedIterations
 from lsgd.protocol.messages import (
     PROTOCOL,
@@ -38,7 +39,7 @@ SPREAD = 0.1
 
 def greeting(node: int, index: int, incarnation: int, address: str = "127.0.0.1") -> Join:
     """Return the greeting of a worker, whose node has this address."""
-    versions = {"lsgd": "0", "torch": "0", "cuda": "", "nccl": ""}
+    versions = {"lsgd": __version__, "torch": "0", "cuda": "", "nccl": ""}
     place = (worker_name(node, index), incarnation, node, index)
     return Join(PROTOCOL, *place, versions, "digest", "a model", "", address)
 

@@ -23,7 +23,7 @@ _TOKEN = re.compile(r"LSGD_TOKEN=\S+")
 _CRASH = re.compile(r"\S+ was killed by SIG(?!KILL)\w+")
 _PREFIX = re.compile(r"\[([^\]]+)\] ")
 SEEN = {
-    "processes started again": r"restarting it in",
+    "processes started again": r"restarting it (in|now)",
     "workers evicted": r" leaves: nothing was heard from it",
     "rounds failed": r"round \d+ failed: ",
     "generations": r" generation \d+: \d+ workers",

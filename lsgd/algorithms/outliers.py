@@ -12,7 +12,7 @@ FEWEST = 3
 LENGTH_TIMES = 10.0
 """A change is an outlier if it is more than so many times as long as the median one."""
 
-AGREEMENT, CLEAR = 0.2, 0.2
+AGREEMENT, CLEAR = 0.2, 0.1
 """So is one that agrees less with the others than this share of the median agreement, if that is clear."""
 
 STRIKES, PATIENCE = 3, 8

@@ -27,12 +27,12 @@ from lsgd.client.iteration.reports import Timings
 from lsgd.client.iteration.steps import Steps
 from lsgd.client.streams import Part, StreamLoader, is_stream
 from lsgd.errors import (
-    EvictedError,
     ExchangeError,
     JoinError,
     LsgdError,
     NoConsensusError,
     NonFiniteError,
+    NotTrainedError,
     OutlierError,
     ServerLostError,
 )
@@ -43,6 +43,9 @@ from lsgd.settings import AlgorithmSettings
 from lsgd.shards import full_state_dict
 
 logger = logging.getLogger("lsgd")
+
+_EndingError = ServerLostError | JoinError | NoConsensusError | NotTrainedError | OutlierError
+"""What ends a script that does not handle it with an exit code of its own."""
 
 T = TypeVar("T")
 
@@ -267,12 +270,12 @@ class Worker:
 
         Raises:
             DetachedError: a parameter was replaced, or taken from its optimizer, since the join.
-            JoinError: the servers refuse this worker, for example because it trains on another worker's data.
+            JoinError: the servers refuse this worker, because it trains on another's data (exit code 77).
             EvictedError: the run continues without this worker (exit code 76: ``lsgd launch`` starts it again).
             ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).
             NoConsensusError: the run has ended for this worker without a consensus (exit code 74).
 
-        Before the last two are raised, this worker's state is saved. If the script does not handle the last three,
+        Before the last two are raised, this worker's state is saved. If the script does not handle the last four,
         the end of the ``with`` block ends the process with that exit code.
         """
         if self.stopped:
@@ -459,7 +462,8 @@ class Worker:
         of the plan. If others continue, the model stays as after that round. (Where gradients are exchanged, models
         are identical after each iteration, so there is no such round.)
 
-        Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches().
+        Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches(), and
+        a NotTrainedError (exit code 78) if this worker has completed no iteration, though its optimizers have stepped.
         """
         if self._open and not self.stopped and not self._steps.finish():
             self._end(reason="it has completed its last round")
@@ -497,14 +501,12 @@ class Worker:
         looks = error is None and self.stopped and (self._open or self._membership.island.size == 1)
         broken = self._checkpoints.non_finite_error() if looks else None
         self._end(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
-        if isinstance(error, ServerLostError | EvictedError | NoConsensusError | OutlierError):
+        if isinstance(error, _EndingError):
             self._exit(error)
         if broken is not None:
             self._exit(broken)
 
-    def _exit(
-        self, error: ServerLostError | EvictedError | NoConsensusError | NonFiniteError | OutlierError
-    ) -> NoReturn:
+    def _exit(self, error: _EndingError | NonFiniteError) -> NoReturn:
         logger.error("%s ends with exit code %d: %s", self.name, error.exit_code, error)
         raise SystemExit(error.exit_code) from error
 

@@ -11,6 +11,7 @@ from lsgd.errors import ProtocolError
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,
+    Done,
     GivenUp,
     Join,
     Leave,
@@ -79,8 +80,11 @@ class LocalServer:
     Attributes:
         processes: watch over the ends of the workers' processes; it may watch others too.
         over: whether the run is over.
+        outcome: reason why the run is over; empty before that.
         failure: reason why this node cannot take part in the run; empty while it can.
         joined: names of the workers that have asked to join.
+        heard_at: when the global server last answered a greeting; None: it never has.
+        rounds_at: when each worker last completed a round, or said that it had dropped one.
         ended: names of those that heard of the run's end, or left it in order.
     """
 
@@ -105,11 +109,12 @@ class LocalServer:
         self._complain = complain
         self.processes = Processes()
         self.over = False
-        self.failure = ""
+        self.outcome = self.failure = ""
         self.joined: set[str] = set()
         self.ended: set[str] = set()
         self._workers: dict[bytes, str] = {}
-        self._heard_at: float | None = None
+        self.heard_at: float | None = None
+        self.rounds_at: dict[str, float] = {}
         self._run = ""
         self._refused_at: float | None = None  # since when the global server refuses the keys
         self._ending = ""  # why this server ends; empty while it serves
@@ -180,8 +185,8 @@ class LocalServer:
         """Carry what has arrived, and say what is due."""
         now = self._clock()
         frozen_s, self._now = now - self._now - TICK_S, now
-        if frozen_s > FROZEN_S and self._heard_at is not None:  # the global server had nobody to answer
-            self._heard_at += frozen_s
+        if frozen_s > FROZEN_S and self.heard_at is not None:  # the global server had nobody to answer
+            self.heard_at += frozen_s
         self._upward(now)
         self._report_dead()
         self._downward(now)
@@ -216,6 +221,8 @@ class LocalServer:
                 if self._ending and kind_of(frame) is Join:
                     self._dismiss(peer, frame)
                     continue
+                if kind_of(frame) is Done and (worker := self._workers.get(peer)):
+                    self.rounds_at[worker] = now
                 if hopeless and kind_of(frame) in _ASKING:
                     self._listener.send(peer, [encode(GivenUp())])
                 self._note(peer, frame)
@@ -319,13 +326,13 @@ class LocalServer:
             case NodeWelcome(run):
                 if run != self._run:
                     self._say(f"connected to the global server at {self._global.address}, run {run}")
-                self._run, self._heard_at = run, now
+                self._run, self.heard_at = run, now
             case Status():
                 self._stop = ""
             case Refused(reason):
                 self._refuse(reason)
             case RunOver(reason):
-                self.over = True
+                self.over, self.outcome = True, reason
                 self.end(f"the run is over: {reason}")
                 self._say_leave(now)
             case Left():
@@ -341,7 +348,7 @@ class LocalServer:
         if not self._workers and not self._last_word:
             # Greetings since the first leave have brought this node back.
             self._last_word, self._leave_heard, self._leave_said_at = True, False, 0.0
-            answers = self._heard_at is not None and not self.over
+            answers = self.heard_at is not None and not self.over
             self._ends_at = min(self._ends_at, now + (LAST_LEAVE_WITHIN_S if answers else LAST_WORDS_S))
         if not self._leave_heard and now - self._leave_said_at >= HELLO_EVERY_S:
             self._say_leave(now)
@@ -359,13 +366,13 @@ class LocalServer:
 
     def _away(self, now: float) -> str:
         """Return a line about a global server that does not answer, or an empty text if it does."""
-        if self._heard_at is not None and now - self._heard_at < SILENT_AFTER_S:
+        if self.heard_at is not None and now - self.heard_at < SILENT_AFTER_S:
             return ""
         return self._silence(now)
 
     def _keys_refused(self, now: float) -> str:
         """Return why the global server will never accept this node, and what to type; empty while it may."""
-        trouble = self._global.trouble() if self._heard_at is None else ""
+        trouble = self._global.trouble() if self.heard_at is None else ""
         self._refused_at = (self._refused_at or now) if trouble else None
         if self._refused_at is None or now - self._refused_at < REFUSED_FOR_S:
             return ""
@@ -379,11 +386,11 @@ class LocalServer:
         address = self._global.address
         if trouble := self._global.trouble():
             return f"the global server at {address} refuses this node: {trouble}"
-        if self._heard_at is None:
+        if self.heard_at is None:
             return (
                 f"no global server answers at {address}; start it there with: lsgd-server --global --listen {address}"
             )
         return (
-            f"the global server at {address} has been silent for {now - self._heard_at:.0f} s; restart it there "
+            f"the global server at {address} has been silent for {now - self.heard_at:.0f} s; restart it there "
             f"with its --journal: lsgd-server --global --listen {address}"
         )

@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lsgd.errors import EvictedError, ServerLostError
+from lsgd.errors import EvictedError, NotTrainedError, ServerLostError
 from lsgd.node.local_server import LocalServer
 from lsgd.node.panel import Panel
-from lsgd.node.process import NOT_TRAINED, Child, Command, Role, Running
+from lsgd.node.process import Child, Command, Role, Running
+from lsgd.node.restarts import RESTART_WINDOW_S, Restart, Restarts
 from lsgd.node.screen import show
+from lsgd.protocol.processes import Orphans
 from lsgd.protocol.sockets import Poller
 from lsgd.server.daemon import TICK_S, Ending, Signals
 
@@ -24,20 +26,14 @@ SAVE_PATIENCE_S = 30.0
 TERM_PATIENCE_S, KILL_PATIENCE_S = 5.0, 10.0
 """How long a process may take to end after SIGTERM, and the system to kill it after SIGKILL."""
 
+ORPHAN_PATIENCE_S = 1.0
+"""How long what the workers have left behind may take to end after SIGTERM."""
+
 OBSERVE_PATIENCE_S = 15.0
 """How long observing processes may keep writing after the run's end."""
 
 LINGER_S = 5.0
 """How long servers may run after the workers end, if nobody else needs them."""
-
-RESTART_WINDOW_S = 600.0
-"""Deaths longer ago than this do not count toward a process's restarts."""
-
-EVICTED_WAIT_S = 1.0
-"""Wait before an evicted worker is restarted; evictions do not count toward its restarts."""
-
-SERVER_BACKOFF_S = 4.0
-"""Longest wait before a server is restarted: the workers' leases keep running."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +54,9 @@ class Node:
 
     The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) ends the run, or this node's part of it: the servers tell the
     workers. A second one kills all processes at once. If a process fails, the run is stopped the same way. But a
-    process that was killed by a signal or evicted is restarted first: after one second, then two, four, ..., as often
-    as its command allows within :data:`RESTART_WINDOW_S`. Workers that do not end, or that no server can reach, are
-    asked to save and leave. Then the processes are ended by role, in the order of :class:`Role`.
+    process that was killed by a signal or evicted, or a server that failed in its own code, is restarted first, as
+    often as :class:`Restarts` says. Workers that do not end, or that no server can reach, are asked to save and leave.
+    Then the processes are ended by role, in the order of :class:`Role`.
 
     Args:
         name: name of the node.
@@ -100,12 +96,13 @@ class Node:
         self._step: _Step | None = None
         self._steps: deque[_Step] = deque()
         self._deadline_s = 0.0
-        self._deaths: dict[str, list[float]] = {}  # times, by name
+        self._restarts = Restarts()
         self._due: dict[str, float] = {}  # when to restart it, by name
 
     def run(self) -> None:
         """Run all processes until they have ended."""
         signals = Signals(signal.SIGHUP)
+        orphans = Orphans(lambda: [child.process.pid for child in self._children])
         poller = Poller(*self._local.sources, signals.wakeup)
         try:
             self.begin()
@@ -114,10 +111,13 @@ class Node:
             while self.turn(signals):
                 poller.wait(TICK_S)
                 signals.wakeup.clear()
+                orphans.reap()
             self._local.close()
         finally:
             for child in self._alive():
                 child.send(signal.SIGKILL)
+            if left := orphans.end(ORPHAN_PATIENCE_S):
+                self._say(f"ended what the workers' scripts had left running: processes {left}")
             if self._panel:
                 self._panel.close()
             signals.restore()
@@ -154,8 +154,8 @@ class Node:
     # -- starting ----------------------------------------------------------------------------------------------
 
     def _start(self, command: Command, number: int) -> None:
-        process = self._start_process(command, number, command.name in self._deaths)
-        self._children.append(Child(command, number, process))
+        process = self._start_process(command, number, command.name in self._restarts)
+        self._children.append(Child(command, number, process, self._now))
         self._local.processes.watch(command.name, process.pid)
 
     def _start_again(self) -> None:
@@ -177,24 +177,22 @@ class Node:
         """Schedule the restart of a process that was killed or evicted; return False if it may not restart."""
         if not child.restartable or not self._is_wanted(child):
             return False
-        now = self._now
-        if child.status == EvictedError.exit_code:  # the network's fault, and each eviction takes a whole lease
-            self._deaths.setdefault(child.name, [])
-            self._due[child.name] = now + EVICTED_WAIT_S
-            self._say(f"{child.name} {child.how_it_ended}; restarting it in {EVICTED_WAIT_S:g} s")
-            return True
-        deaths = [at_s for at_s in self._deaths.get(child.name, []) if now - at_s < RESTART_WINDOW_S] + [now]
-        self._deaths[child.name] = deaths
-        left = child.command.restarts - len(deaths)
-        if left < 0:
+        evicted = child.status == EvictedError.exit_code
+        restart = self._restarts.evicted(child.name) if evicted else self._died(child)
+        if restart is None:
             return False
-        wait_s = min(2.0 ** (len(deaths) - 1), SERVER_BACKOFF_S if child.role.serves else RESTART_WINDOW_S)
-        self._due[child.name] = now + wait_s
-        self._say(
-            f"{child.name} {child.how_it_ended}; restarting it in {wait_s:g} s "
-            f"({left} more restarts within {RESTART_WINDOW_S / 60:g} minutes)"
-        )
+        self._due[child.name] = self._now + restart.wait_s
+        when = f"in {restart.wait_s:g} s" if restart.wait_s else "now"
+        limit = f" ({restart.left} more restarts within {RESTART_WINDOW_S / 60:g} minutes)"
+        self._say(f"{child.name} {child.how_it_ended}; restarting it {when}{'' if evicted else limit}")
         return True
+
+    def _died(self, child: Child) -> Restart | None:
+        """Return the restart of a process that has died; None if it may not restart."""
+        last_s = self._local.heard_at if child.role is Role.SERVER else self._local.rounds_at.get(child.name)
+        worked = last_s is not None and last_s > child.started_at
+        most, serves = child.command.restarts, child.role.serves
+        return self._restarts.died(child.name, self._now, most, worked=worked, serves=serves)
 
     def _is_wanted(self, child: Child) -> bool:
         """Whether a restarted process would have anything to do."""
@@ -234,7 +232,7 @@ class Node:
         if self._is_over or child.name in self._local.ended:
             return
         if child.name not in self._local.joined:
-            child.status = NOT_TRAINED
+            child.status = NotTrainedError.exit_code
             return
         self._early.add(child.name)
         self._say(
@@ -369,8 +367,8 @@ class Node:
 
         The status is 0 if all processes ended by themselves without an error; else that of the first that failed
         (128 + the signal's number, if a signal killed it), or 128 + the number of the signal that we got. It is
-        :data:`NOT_TRAINED` if a worker never joined, or if all workers left before the end of the run. The end is
-        ``failed`` or ``stopped``; empty: what the servers say.
+        :class:`NotTrainedError`'s if a worker never joined, or if all workers left before the end of the run. The end
+        is ``failed`` or ``stopped``; empty: what the servers say.
         """
         if failed := self._failed:
             show(failed.report(), sys.stderr)
@@ -384,5 +382,9 @@ class Node:
             return 128 + self._signalled, "stopped", f"{self._signalled.name}; not all processes ended in time"
         workers = {command.name for command in self._commands if command.role is Role.WORKER}
         if self._early and self._early == workers:
-            return NOT_TRAINED, "failed", "all workers left before the end of the run, so there is no consensus"
-        return (1, "failed", "some processes did not end") if self._alive() else (0, "", "")
+            return (
+                NotTrainedError.exit_code,
+                "failed",
+                "all workers left before the end of the run, so there is no consensus",
+            )
+        return (1, "failed", "some processes did not end") if self._alive() else (0, "", self._local.outcome)

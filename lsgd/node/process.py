@@ -15,13 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from lsgd.errors import EvictedError, ServerLostError
+from lsgd.errors import EvictedError, JoinError, NotTrainedError, ServerLostError
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading, Transcript
 from lsgd.run_folder import runs
-
-NOT_TRAINED = 78  # EX_CONFIG
-"""Exit code of a script that ended without an error but never joined the run, or left it before its end."""
+from lsgd.server.daemon import CRASHED
 
 LSGD = (sys.executable, "-P", "-m", "lsgd.client")
 """The command ``lsgd`` of this environment."""
@@ -201,25 +199,27 @@ class Child:
 
     Attributes:
         status: as :meth:`Running.status`.
+        started_at: when it was started, in seconds of the node's clock.
         is_ending: whether it was asked to end, so that no exit status is a failure.
 
     Args:
         number: position in the launch.
     """
 
-    def __init__(self, command: Command, number: int, process: Running) -> None:
+    def __init__(self, command: Command, number: int, process: Running, started_at: float) -> None:
         self.command = command
         self.name, self.role = command.name, command.role
         self.number = number
-        self.process = process
+        self.process, self.started_at = process, started_at
         self.status: int | None = None
         self.is_ending = False
         self._sent: set[signal.Signals] = set()
 
     @property
     def restartable(self) -> bool:
-        """Whether it ended through no fault of its own: a signal killed it, or the run evicted it."""
-        return self.status is not None and (self.status < 0 or self.status == EvictedError.exit_code)
+        """Whether it may do better another time: a signal killed it, the run evicted it, or a server crashed."""
+        crashed = self.role.serves and self.status == CRASHED
+        return self.status is not None and (self.status < 0 or self.status == EvictedError.exit_code or crashed)
 
     @property
     def killed_from_outside(self) -> bool:
@@ -234,10 +234,12 @@ class Child:
             return "was evicted from the run"
         if self.status == ServerLostError.exit_code:
             return f"gave up waiting for its servers (exit code {self.status})"
-        if self.status == NOT_TRAINED:
+        if self.role is Role.WORKER and self.status == JoinError.exit_code:
+            return f"was refused by the run (exit code {self.status})"
+        if self.status == NotTrainedError.exit_code:
             return (
-                f"ended without joining the run (exit code {self.status}): its script has to call Worker.join and to "
-                f"train with worker.batches (docs/guides/client.md)"
+                f"ended without training in the run (exit code {self.status}): its script has to call Worker.join and "
+                f"to train with worker.batches (docs/guides/client.md)"
             )
         if self.status >= 0:
             return f"failed with exit code {self.status}"

@@ -224,7 +224,10 @@ def assemble(
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Sourced:
-    """Return the plan from a table (as in the file), variables and flags; ``origin`` names the table in errors."""
+    """Return the plan from a table (as in the file), variables and flags; ``origin`` names the table in errors.
+
+    The settings of the table's algorithm do not apply if a variable or a flag names another one.
+    """
     run = {name: (value, origin) for name, value in table.items() if name not in ("algorithm", "phase")}
     overrides = {**_from_variables(environ or {}), **_from_flags(flags or {})}
     run |= {name: sourced for name, sourced in overrides.items() if name in fields(RunSettings)}
@@ -235,7 +238,9 @@ def assemble(
         raise ConfigError(f"{where}: {origin} has phases; set {name} in the [[phase]] where it belongs")
     phases, origins = [], {key: where for key, (_, where) in run.items()}
     for number, section in enumerate(sections, start=1):
-        sourced = {name: (value, origin) for name, value in section.items()} | chosen
+        other = "name" in chosen and chosen["name"][0] != section.get("name", DEFAULT.name)
+        own = {} if other else {name: (value, origin) for name, value in section.items()}
+        sourced = own | chosen
         _derive_local_period(sourced)
         prefix = f"phase{number}" if len(sections) > 1 else "algorithm"
         origins |= {f"{prefix}.{name}": where for name, (_, where) in sourced.items()}

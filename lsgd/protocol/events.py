@@ -55,7 +55,7 @@ class RoundOrdered:
     Args:
         scope: ``local`` or ``global``.
         node: of a local round; -1: the round is global.
-        worker: leader of the round.
+        worker: leader of the round; empty: nobody takes over what one worker has.
         count: the run's iterations when it was ordered.
         seconds: time since the run's first round.
         losses: by worker at that time, of the first workers in rank order and the leader.

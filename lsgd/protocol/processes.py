@@ -1,8 +1,13 @@
-"""The ends of a machine's processes, and how many descriptors this one may have open."""
+"""The ends of a machine's processes, also of orphans, and how many descriptors this one may have open."""
 
+import ctypes
 import os
 import resource
 import selectors
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+import psutil
 
 MAX_DESCRIPTORS = 1 << 20
 """More is useless, and some programs that inherit the limit loop over all numbers below it."""
@@ -54,6 +59,51 @@ class Processes:
         for name in names:
             self.forget(name)
         return names
+
+
+class Orphans:
+    """Adopts what our children start and leave behind, also in sessions of their own, and ends it with us.
+
+    ``own``: returns the children whose ends somebody else awaits. Those that we had before are left alone.
+    """
+
+    def __init__(self, own: Callable[[], Collection[int]]) -> None:
+        self._before = {each.pid for each in psutil.Process().children()}
+        self._own = own
+        _adopt(1)
+
+    def reap(self) -> None:
+        """Let orphans that have ended go."""
+        own = {*self._before, *self._own()}
+        with suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+                os.waitpid(ended.si_pid, 0)
+
+    def end(self, within_s: float) -> list[int]:
+        """End them, by force after ``within_s``, and adopt no more; return their numbers."""
+        own = {*self._before, *self._own()}
+        found = [each for each in psutil.Process().children() if each.pid not in own]
+        family = [*found, *(child for each in found for child in _children(each))]
+        for process in family:
+            with suppress(psutil.Error):
+                process.terminate()
+        _, alive = psutil.wait_procs(family, within_s)
+        for process in alive:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(alive, within_s)
+        _adopt(0)
+        return [each.pid for each in found]
+
+
+def _adopt(on: int) -> None:
+    ctypes.CDLL(None).prctl(36, on, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, in Linux's prctl.h
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return list(process.children(recursive=True))
+    return []
 
 
 def raise_descriptor_limit() -> int:

@@ -1,8 +1,9 @@
 """Who joins the run, and who leaves it. What decides are pure functions of the workers' greetings, further below."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from lsgd import __version__
 from lsgd.protocol.messages import Join, NodeHello, Origin, Over, Refused, Waiting, Welcome, worker_name
 from lsgd.server import answers, endings
 from lsgd.server.reasons import NO_REASON, Reason, Why
@@ -78,9 +79,9 @@ def _welcome(state: RunState, members: list[Member]) -> None:
         return
     ranks = {member: rank for rank, member in enumerate(everybody)}
     size = max(len(everybody), state.wanted if state.roster.generation is None else 0)
+    first = [member.join for member in state.roster.members.values()][:1]
     for member in members:
-        _, warned = different_versions(next(iter(state.roster.members.values())).join, member.join)
-        warnings = (warned,) if warned else ()
+        warnings = tuple(warned for _, warned in _differences(member.join, first) if warned)
         secrets = state.certificate, state.relay, state.relay_secret
         state.answer(member, Welcome(state.run, state.plan_json, ranks[member], size, warnings, *secrets))
 
@@ -171,12 +172,11 @@ def objection(join: Join, others: Sequence[Join], transport: str) -> Reason:
         return Why.WRONG_NAME(index=join.index, node=join.node, worker=join.worker, name=name)
     if transport == "nccl" and (not join.gpu or any(join.gpu == other.gpu for other in others)):
         return Why.NO_GPU(worker=join.worker)
+    if refused := "; ".join(refused for refused, _ in _differences(join, others[:1]) if refused):
+        return Why.SOFTWARE(versions=refused)
     if not others:
         return NO_REASON
     first = others[0]
-    refused, _ = different_versions(first, join)
-    if refused:
-        return Why.SOFTWARE(versions=refused)
     if join.model != first.model:
         return Why.MODEL(first=first.worker, theirs=join.model_summary, ours=first.model_summary)
     if _is_loopback(join.address) != _is_loopback(first.address):
@@ -184,19 +184,28 @@ def objection(join: Join, others: Sequence[Join], transport: str) -> Reason:
     return NO_REASON
 
 
-def different_versions(ours: Join, theirs: Join) -> tuple[str, str]:
-    """Compare two workers' software: (why the second cannot take part or "", what to warn it of or "").
+def _differences(join: Join, others: Sequence[Join]) -> list[tuple[str, str]]:
+    """Compare a worker's software with this server's, whose lsgd decides, and the rest of it with the ``others``'."""
+    found = [different_versions({"lsgd": __version__}, "the global server", join)]
+    for other in others:
+        versions = {name: version for name, version in other.versions.items() if name != "lsgd"}
+        found.append(different_versions(versions, f"node{other.node}", join))
+    return found
+
+
+def different_versions(ours: Mapping[str, str], where: str, theirs: Join) -> tuple[str, str]:
+    """Compare software: (why a worker cannot take part or "", what to warn it of or ""); ``where``: what ours runs on.
 
     Another major or minor version is refused, another patch is worth a warning. A package that one of them lacks
     altogether (CUDA on a machine without it) does not count.
     """
     refused: list[str] = []
     warned: list[str] = []
-    for package in sorted(ours.versions.keys() & theirs.versions.keys()):
-        a, b = ours.versions[package], theirs.versions[package]
+    for package in sorted(ours.keys() & theirs.versions.keys()):
+        a, b = ours[package], theirs.versions[package]
         if a and b and a != b:
             same_release = a.split(".")[:2] == b.split(".")[:2]
-            (warned if same_release else refused).append(f"{package} {b} on node{theirs.node}, {a} on node{ours.node}")
+            (warned if same_release else refused).append(f"{package} {b} on node{theirs.node}, {a} on {where}")
     return "; ".join(refused), "; ".join(warned)
 
 

@@ -1,6 +1,7 @@
 """The books of a run: its ledger of iterations, and its rounds: who leads, what is open, completed and failed."""
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -290,20 +291,22 @@ def roles(
     return Roles(elect(synced or [source], rule, lot), tuple(leaders), source, tuple(new))
 
 
-def election(order: Round, leader: Member, members: Sequence[Member], seconds: float) -> RoundOrdered:
-    """Return the history's entry for a new round."""
-    losses = {m.worker: m.loss for m in members[:MAX_LOSSES]} | {leader.worker: leader.loss}
-    node = leader.join.node if order.scope == "local" else -1
-    return RoundOrdered(order.id, order.scope, node, leader.worker, order.count, seconds, losses)
+def election(order: Round, leader: Member | None, members: Sequence[Member], seconds: float) -> RoundOrdered:
+    """Return the history's entry for a new round; ``leader``: None if nobody takes over what one has."""
+    losses = {m.worker: m.loss for m in [*members[:MAX_LOSSES], *([leader] if leader else [])]}
+    node = members[0].join.node if order.scope == "local" else -1
+    return RoundOrdered(order.id, order.scope, node, leader.worker if leader else "", order.count, seconds, losses)
 
 
-def line(entry: RoundOrdered, *, final: bool, leads: bool) -> Reason:
-    """Return the log line of a round; ``leads``: others take over what the leader has, so the line names it."""
+def line(entry: RoundOrdered, *, final: bool) -> Reason:
+    """Return the log line of a round, with its leader's training loss, or the mean of all if nobody leads."""
     where = f" of node{entry.node}" if entry.scope == "local" else " makes the consensus" if final else ""
-    loss = entry.losses[entry.worker]
-    if loss is not None and not math.isfinite(loss):
-        known = "nobody has a finite loss"
+    reported = [entry.losses[entry.worker]] if entry.worker else entry.losses.values()
+    known = [loss for loss in reported if loss is not None]
+    losses = [loss for loss in known if math.isfinite(loss)]
+    if not losses:
+        loss = "nobody has a finite loss" if known else "no loss yet"
     else:
-        known = "no loss yet" if loss is None else f"loss {loss:.4g}"
-    who = f"leader {entry.worker} ({known})" if leads else f"{known} ({entry.worker})" if loss is not None else known
+        loss = f"{'' if entry.worker else 'mean training '}loss {statistics.fmean(losses):.4g}"
+    who = f"leader {entry.worker} ({loss})" if entry.worker else loss
     return Why.ROUND(scope=entry.scope, id=entry.round, where=where, who=who, count=entry.count)

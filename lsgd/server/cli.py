@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys,
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.daemon import Signals, complain, say
+from lsgd.server.daemon import CRASHED, Signals, complain, say
 from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.journal import Journal, begin
 from lsgd.server.reasons import number_of
@@ -103,7 +104,8 @@ def main(
     `lsgd config show` takes the same flags and prints each setting and where its value comes from.
     A local server takes one of them: --workers says how many workers its node has (default 1).
 
-    Exit codes: 0 the run ended cleanly; 1 it could not; 2 wrong usage or settings; 3 a second signal ended it at once.
+    Exit codes: 0 the run ended cleanly; 1 it could not; 2 wrong usage or settings; 3 a second signal ended it at once;
+    70 it failed in its own code.
     """
     raise_descriptor_limit()
     if len(set(roles)) > 1:
@@ -157,6 +159,9 @@ def main(
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
+    except Exception:
+        complain(f"this is a mistake in lsgd, please report it:\n{traceback.format_exc().rstrip()}")
+        sys.exit(CRASHED)
 
 
 def _serve_global(

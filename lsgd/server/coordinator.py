@@ -246,5 +246,10 @@ class Coordinator:
         digests = self.state.roster.digests
         self.state.changes += digest not in digests
         other = digests.setdefault(digest, member)
-        if other is not member:
-            admission.refuse(self.state, member, Why.SAME_BATCHES(worker=member.worker, other=other.worker))
+        if other is member:
+            return
+        reason = Why.SAME_BATCHES(worker=member.worker, other=other.worker)
+        if self.state.book.ordered["global"] <= 1:  # all run one script, and have learned nothing from each other yet
+            endings.fail(self.state, reason)
+        else:
+            admission.refuse(self.state, member, reason)

@@ -33,6 +33,9 @@ REFUSALS_EVERY_S = 30.0
 FLUSH_WITHIN_S = 1.0
 """How long a process that ends waits for its lines to be read."""
 
+CRASHED = 70  # EX_SOFTWARE
+"""Exit code of a daemon that failed in its own code."""
+
 EXIT_AT_ONCE = 3
 """Exit code of a daemon that a second signal ended before its run was."""
 

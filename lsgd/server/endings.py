@@ -6,7 +6,7 @@ This file implements rules 6, 7, 9 and 11 at the top of :mod:`lsgd.server.coordi
 from collections.abc import Sequence
 
 from lsgd.protocol.events import RoundCompleted, RoundFailed
-from lsgd.protocol.messages import GenerationOver
+from lsgd.protocol.messages import GenerationOver, Refused
 from lsgd.server import answers
 from lsgd.server.links import connected, named_pairs, pairs_of, unreachable, whole_nodes
 from lsgd.server.reasons import CHECK, Reason, Why
@@ -26,6 +26,16 @@ def stop(state: RunState, reason: Reason) -> None:
         state.links.relent(state.now)
         answers.recall(state, state.ledger.lent)
         state.note(Why.STOPPING(reason=reason))
+
+
+def fail(state: RunState, reason: Reason) -> None:
+    """End the run for all its members at once, as failed: nothing of what it has learned counts."""
+    state.failed = reason
+    stop(state, reason)
+    close(state)
+    for member in state.roster.members.values():
+        if member.state is not MemberState.ENDED:  # it asks later, perhaps when this server has ended
+            state.answer(member, Refused(reason))
 
 
 def close(state: RunState) -> None:

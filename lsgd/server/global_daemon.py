@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lsgd import __version__
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.plan.forecast import forecast
-from lsgd.protocol.events import Happening, Note
+from lsgd.protocol.events import Happening, Note, RunChanged, WorkerChanged
 from lsgd.protocol.messages import (
     PROTOCOL,
     ChangeSettings,
@@ -50,6 +50,9 @@ from lsgd.server.stream import Stream
 
 DISMISS_WITHIN_S = 2.0
 """How long the local servers have to hear that the run is over."""
+
+FOLLOWS_FOR_S = 1.5
+"""How long after its last question somebody still counts as following the stream of events."""
 
 RETURN_WITHIN_S = 3.0
 """How long they have to find this server again if it was restarted and the run is over."""
@@ -135,6 +138,8 @@ class GlobalDaemon:
         self._bad_peers: set[bytes] = set()
         self._stream = Stream()
         self._happened: list[Happening] = list(self._state.book.elections)  # for the stream, after the answers
+        self._departed: set[str] = set()  # workers that have left since the last progress
+        self._readers: dict[bytes, tuple[float, int]] = {}  # of the stream: when they asked, the last event they got
         self._progress_at = self._ticked_at = self._guarded_at = 0.0
         self._memory = daemon.Memory() if watches_memory else None
         self._refusals = daemon.Refusals()
@@ -153,6 +158,7 @@ class GlobalDaemon:
                 poller = Poller(self._listener, signals.wakeup)
         self._keep(time.monotonic())
         self._write_down(time.monotonic(), last=True)
+        self._progress_at = 0.0
         self._publish(time.monotonic())
         reason = self._state.stopping
         self._dismiss_nodes(poller, reason)
@@ -190,6 +196,7 @@ class GlobalDaemon:
     def _guard(self, now: float) -> bool:
         """Forget who is gone and report who was refused; drop all connections if memory fills, and return whether."""
         self._routes = {who: peer for who, peer in self._routes.items() if self._state.roster.find(*who)}
+        self._readers = {peer: read for peer, read in self._readers.items() if now - read[0] < FOLLOWS_FOR_S}
         for refusal in self._refusals.report(self._listener, now):
             complain(refusal)
         if self._memory is None or not self._memory.overgrown():
@@ -203,15 +210,22 @@ class GlobalDaemon:
         return True
 
     def _dismiss_nodes(self, poller: Poller, reason: str) -> None:
-        """Tell the local servers that the run is over, until they all know."""
-        started_at = time.monotonic()
+        """Tell the local servers that the run is over, and those who follow it how it ended, until they all know."""
+        now = started_at = awaited_at = time.monotonic()
         after_restart_s = RETURN_WITHIN_S if self._journal and self._journal.resumed else LAST_WORDS_S
-        while time.monotonic() - started_at < (DISMISS_WITHIN_S if self._nodes else after_restart_s):
+        while now - started_at < after_restart_s or now - awaited_at < LAST_WORDS_S:
             for node in self._nodes.values():
                 self._send(node.peer, b"", RunOver(reason))
             self._flush()
             poller.wait(TICK_S)
-            self._receive(time.monotonic())
+            now = time.monotonic()
+            self._receive(now)
+            if now - started_at < DISMISS_WITHIN_S and (self._nodes or self._follows(now)):
+                awaited_at = now
+
+    def _follows(self, now: float) -> bool:
+        """Whether somebody reads the stream of events, and has not been sent the last ones."""
+        return any(now - at < FOLLOWS_FOR_S and last < self._stream.last for at, last in self._readers.values())
 
     def _receive(self, now: float) -> None:
         for peer, frames in self._listener.receive():
@@ -250,7 +264,9 @@ class GlobalDaemon:
                 self._act(self.coordinator.handle(message, now))
                 self._send(peer, b"", self._status(now))
             case EventsQuery(_, after):
-                self._send(peer, b"", self._stream.after(after))
+                events = self._stream.after(after)
+                self._readers[peer] = now, events.first + len(events.items) - 1
+                self._send(peer, b"", events)
             case ChangeSettings(changes):
                 self._change(peer, changes, now)
             case NodeLeave(node, incarnation):
@@ -290,10 +306,13 @@ class GlobalDaemon:
         return Status(report(self._state, now, {"epoch": self._stream.epoch, "last": self._stream.last}))
 
     def _publish(self, now: float) -> None:
-        """Add what has happened to the stream of events, and now and then how far the run is."""
-        if now >= self._progress_at:
+        """Add what has happened to the stream of events, and now and then, and at the end, how far the run is."""
+        self._departed |= {w.worker for w in self._happened if isinstance(w, WorkerChanged) and w.state == "left"}
+        ends = any(isinstance(what, RunChanged) and what.state == "over" for what in self._happened)
+        if ends or now >= self._progress_at:
             self._progress_at = now + PROGRESS_EVERY_S * max(1.0, len(self._state.roster.members) / PROGRESS_WORKERS)
-            self._happened.append(progress(self._state, now))
+            self._happened.insert(0 if ends else len(self._happened), progress(self._state, now, self._departed))
+            self._departed.clear()
         if self._happened:
             self._stream.add(self._happened)
             self._happened.clear()

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Reversible
+from collections.abc import Collection, Iterable, Mapping, Reversible
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -68,10 +68,11 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
     }
 
 
-def progress(state: RunState, now: float) -> RunProgress:
-    """Return how far the run is."""
+def progress(state: RunState, now: float, departed: Collection[str] = ()) -> RunProgress:
+    """Return how far the run is; ``departed``: workers to include although they have left."""
     roster, reason = state.roster, state.stopping or state.waits_for(now)
-    members = sorted(roster.members.values(), key=by_place)[:MAX_PROGRESS_WORKERS]
+    gone = [m for name, m in roster.left.items() if name in departed and name not in roster.members]
+    members = sorted([*roster.members.values(), *gone], key=by_place)[:MAX_PROGRESS_WORKERS]
     return RunProgress(
         seconds=0.0 if state.started_at is None else now - state.started_at,
         state=state.stage,
@@ -98,11 +99,12 @@ def _logged(members: Iterable[Member]) -> dict[str, float]:
 
 def _progress_of(roster: Roster, member: Member, now: float) -> WorkerProgress:
     spent = member.spent or Heartbeat(member.worker, 0)
+    rank, state, done = _standing(roster, member)
     return WorkerProgress(
         worker=member.worker,
-        rank=member.rank,
-        state=member.state.shown,
-        done=roster.made.get(member.worker, 0) + member.done,
+        rank=rank,
+        state=state,
+        done=done,
         loss=finite(member.loss),
         heard_s=now - member.heard_at,
         compute_s=_total_s(spent.compute_s),
@@ -118,16 +120,24 @@ def _total_s(seconds: float) -> float:
     return seconds if 0 <= seconds < math.inf else 0.0
 
 
+def _standing(roster: Roster, member: Member) -> tuple[int, str, int]:
+    """Return a worker's rank, its state, and the iterations that all its processes have completed."""
+    made = roster.made.get(member.worker, 0)
+    if roster.members.get(member.worker) is not member:
+        return -1, "left", made
+    return member.rank, member.state.shown, made + member.done
+
+
 def _line(roster: Roster, member: Member, now: float) -> dict[str, Any]:
-    here = roster.members.get(member.worker) is member
+    rank, state, done = _standing(roster, member)
     return {
         "worker": member.worker,
         "node": member.join.node,
-        "rank": member.rank if here else -1,
-        "state": member.state.shown if here else "left",
+        "rank": rank,
+        "state": state,
         "reason": member.left,
         "code": member.left.code,
-        "done": roster.made.get(member.worker, 0) + (member.done if here else 0),
+        "done": done,
         "loss": finite(member.loss),
         "times_leader": member.times_leader,
         "heard_s_ago": round(now - member.heard_at, 3),

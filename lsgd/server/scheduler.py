@@ -12,7 +12,7 @@ from lsgd.server import answers, next_step
 from lsgd.server.admission import transport_of
 from lsgd.server.books import election, line, roles
 from lsgd.server.course import Stretch
-from lsgd.server.endings import close, stop
+from lsgd.server.endings import close, fail, stop
 from lsgd.server.reasons import Why, number_of
 from lsgd.server.roster import Member, MemberState, NodeQueue, named
 from lsgd.server.state import RunState
@@ -177,12 +177,12 @@ def _order(
         state.course.pace.ordered(state.now, state.ledger.count, len(members), first=state.book.fresh)
     state.book.order(order, members, state.now)
     state.changes += 1
-    leader.times_leader += 1
-    entry = election(order, leader, members, state.now - state.started_at)
+    leader.times_leader += state.leads
+    entry = election(order, leader if state.leads else None, members, state.now - state.started_at)
     state.book.elections.append(entry)
     state.happened(entry)
     if final or (not state.course.schedule.lockstep and state.book.line_due(order.id, state.now)):
-        state.note(line(entry, final=final, leads=state.leads))
+        state.note(line(entry, final=final))
     if scope == "local":
         reason = Why.LOCAL_ROUND(id=order.id, members=len(members), node=members[0].join.node)
     else:
@@ -249,9 +249,7 @@ def _lose_model(state: RunState, *, fails: bool) -> None:
         state.lost_at = state.now
         state.note(reason)
     if fails:
-        state.failed = reason
-        stop(state, reason)
-        close(state)
+        fail(state, reason)
 
 
 def _model_of(members: Iterable[Member]) -> tuple[bool, bool]:

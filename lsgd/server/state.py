@@ -119,7 +119,7 @@ class RunState:
     @property
     def stage(self) -> str:
         """``waiting`` (for workers), ``running``, ``stopping`` or ``over``."""
-        if self.book.final or self.over:
+        if self.closed or self.over:
             return "over"
         if self.stopping:
             return "stopping"

@@ -32,18 +32,23 @@ def clear(folder: Path, *, resume: bool) -> None:
 def finish(folder: Path, status: int, state: str = "", reason: str = "") -> list[str]:
     """Write how a run ended into ``result.json``, draw its curve, and return lines that say where both are.
 
-    ``state`` is ``failed`` or ``stopped``, with a ``reason``, if the launcher knows better than the global server.
+    ``state`` is ``failed`` or ``stopped`` if the launcher knows better than the global server; ``reason``: why it
+    ended, as far as the launcher knows.
     """
     document = read(folder)
-    state, reason = state or ended(document), reason or str(document.get("reason", ""))
-    document |= {"state": state, "reason": reason, "exit_code": status}
     files, lines = [], []
+    if document.get("state") != "over" and not state:
+        lines.append(f"the end of the run could not be written to {folder / RESULT}: what it says is older")
+    elif not state:
+        reason = str(document.get("reason", ""))
+    state, reason = state or ended(document), reason or "its end is not known"
+    document |= {"state": state, "reason": reason, "exit_code": status}
     try:
         write_whole(folder / RESULT, json.dumps(document, indent=2) + "\n")
         files += [name for name in (RESULT, METRICS) if (folder / name).exists()]
         if rounds := read_rounds(folder / METRICS):
-            lines += _draw(document, rounds, folder / CURVE)
-            files += [CURVE] * (not lines)
+            lines += (trouble := _draw(document, rounds, folder / CURVE))
+            files += [CURVE] * (not trouble)
     except OSError as error:
         lines.append(f"the results cannot be written to {folder}: {error.strerror or error}")
     lines.append(f"{state}: {reason}; {', '.join(files) or 'no results are'} in {folder}")

@@ -319,7 +319,8 @@ class RunView:
             case RoundOrdered(_, scope):
                 self.rounds_local += scope == "local"
                 self.rounds_global += scope == "global"
-                self._worker(what.worker).times_leader += 1
+                if what.worker:
+                    self._worker(what.worker).times_leader += 1
                 if scope == "global":
                     self.loss = mean(what.losses.values())
             case WorkerJoined(name, node):

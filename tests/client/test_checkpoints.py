@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lsgd.algorithms import ALGORITHMS
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.checkpoint.file import DamagedError, Packed, digest, pack, read, unpack, write
@@ -220,6 +221,23 @@ def test_the_last_whole_file_is_taken_and_none_but_damaged_ones_are_an_error(tmp
     again.restarted = True  # the run goes on, and has the model
     assert again.load(WORKER, *describe(other)) == (0, "")
     assert resumed(tmp_path / "elsewhere", other) == (0, "")
+
+
+def test_a_folder_whose_name_is_no_utf8_is_read_too(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    folder = tmp_path / os.fsdecode(b"run\xff")
+    saved(folder, model)
+    assert resumed(folder, other, torch.optim.SGD(other.parameters(), lr=0.1)) == (5, RUN)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_the_state_of_an_algorithm_that_is_unknown_here_is_left_and_the_model_taken(tmp_path, caplog, monkeypatch):
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    saved(tmp_path, model)
+    monkeypatch.delitem(ALGORITHMS.classes, "leader")
+    assert resumed(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1)) == (5, RUN)
+    assert torch.equal(other.weight, model.weight)
+    assert "algorithm 'leader' is unknown" in caplog.text and "its algorithm's state is not used" in caplog.text
 
 
 def test_what_cannot_be_divided_among_other_processes_is_refused_in_words(tmp_path: Path) -> None:

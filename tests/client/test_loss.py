@@ -40,9 +40,22 @@ def test_a_window_says_why_it_elects_nobody() -> None:
     assert window.trouble() == "has reported non-finite losses (mean inf)"
 
 
-def test_a_loss_of_several_numbers_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"one number, not a tensor of \(3,\)"):
-        LossWindow(2).add(torch.ones(3))
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (torch.ones(3), r"a tensor of \(3,\)"),
+        (torch.ones(1, dtype=torch.complex64), r"a complex tensor of \(1,\)"),
+        ("hello", "a str: 'hello'"),
+        (None, "a NoneType: None"),
+        (1j, "a complex: 1j"),
+        (10**400, "an integer beyond all floats"),
+    ],
+)
+def test_what_is_no_loss_is_refused_with_the_call_to_mend(loss: object, said: str) -> None:
+    window = LossWindow(2)
+    with pytest.raises(ConfigError, match=rf"worker\.report\(loss\) takes .* one number, .*, not {said}"):
+        window.add(loss)  # type: ignore[arg-type]
+    assert window.mean() is None
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Groups over TCP connections of their own, plain and in TLS: every verb, strangers, and what a missing member does."""
 
 import gc
+import itertools
 import json
 import logging
 import os
@@ -368,6 +369,28 @@ def test_a_byte_that_is_changed_on_the_way_is_found_and_sent_again() -> None:
     network = Network(spoil)
     assert exchange_over(network, CERTIFICATE) == [True, True]
     assert changed
+
+
+def summed(group: TcpGroup) -> float:
+    x = torch.tensor([1.0 + group.rank])
+    group.all_reduce(x).wait()
+    return x.item()
+
+
+@pytest.mark.parametrize("piece", range(6))
+def test_a_byte_of_a_handshake_that_is_changed_on_the_way_is_no_end(piece) -> None:
+    pieces = itertools.count()
+
+    def spoil(data: bytes, before: int) -> bytes:
+        at = len(data) // 2
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if next(pieces) == piece else data
+
+    network = Network(spoil)
+    groups, _ = members(2, [CERTIFICATE] * 2, routes=network.routes)
+    try:
+        assert all_at_once(groups, summed) == [3.0, 3.0]
+    finally:
+        network.close()
 
 
 def test_a_connection_that_breaks_between_two_messages_is_made_anew() -> None:

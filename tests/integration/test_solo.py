@@ -105,6 +105,13 @@ def test_it_trains_by_the_plan_and_says_so_in_one_line(folder, loops) -> None:
 
 
 @pytest.mark.slow
+def test_a_script_that_does_not_train_in_the_run_is_said_with_a_code_of_its_own(folder) -> None:
+    script = Script(folder, "3", script=TRAIN.replace("worker.batches(loader)", "loader"))
+    assert script.ends() == 78, script.output
+    assert "worker0 has trained nothing: its optimizers have stepped 24 times outside of the run" in script.output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_script_that_is_killed_leaves_nothing(folder, number) -> None:
     script = Script(folder)

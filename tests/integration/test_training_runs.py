@@ -270,16 +270,17 @@ def test_whoever_does_not_fit_is_refused_and_told_why(cluster) -> None:
     end_well(patched, *locals_, server)
 
 
-def test_two_workers_with_the_same_data_are_an_error_that_names_both(cluster) -> None:
+def test_two_workers_with_the_same_data_are_an_error_that_names_both_on_both(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", *every(16))
     workers = [cluster.worker("train", 0, index, "--same-data") for index in (0, 1)]
-    until(lambda: any(worker.poll() == 1 for worker in workers), "one is refused")
-    refused, stays = sorted(workers, key=lambda worker: worker.poll() is None)
-    told = r"JoinError: node0/worker(\d) and node0/worker(?!\1)\d draw the same batches"
-    assert re.search(told, refused.output), refused.output
-    assert "this DataLoader is not sharded" in stays.output
-    server.send(signal.SIGTERM)
-    end_well(stays, *locals_, server)
+    told = r"worker\d ends with exit code 77: node0/worker(\d) and node0/worker(?!\1)\d draw the same batches"
+    for worker in workers:
+        assert worker.wait() == 77
+        assert "this DataLoader is not sharded" in worker.output
+        assert re.search(told, worker.output) and "Traceback" not in worker.output, worker.output
+    assert server.wait() == 1
+    assert re.search(r"node0/worker(\d) and node0/worker(?!\1)\d draw the same batches", server.output)
+    end_well(*locals_)
 
 
 def test_without_servers_a_join_fails_in_5_s_with_the_line_to_type(cluster, monkeypatch) -> None:

@@ -57,6 +57,14 @@ def test_defaults() -> None:
     assert all(origin == "default" for _, _, origin in sourced.rows())
 
 
+def test_another_algorithm_leaves_the_settings_of_the_files_one(path: Path) -> None:
+    plan = read(path, {"LSGD_ALGORITHM": "bytegrad"}, {}).plan
+    assert (plan.algorithm.name, plan.run.iterations) == ("bytegrad", 4000)
+    assert read(path, {"LSGD_ALGORITHM": "local"}, {"period": "8"}).plan.algorithm == LocalSettings(period=8)
+    same = read(path, {"LSGD_ALGORITHM": "leader"}, {}).plan.algorithm
+    assert isinstance(same, LeaderSettings) and same.period == 32
+
+
 def test_flag_before_variable_before_file_before_default(path: Path) -> None:
     environ = {"LSGD_ITERATIONS": "500", "LSGD_PERIOD": "48", "PATH": "/bin", "LSGD_NODE": "1"}
     sourced = read(path, environ, {"iterations": 60, "period": None, "lease_s": "3"})

@@ -70,11 +70,13 @@ class World:
         lives: number of processes started, by name.
         stopping: whether the run is to stop; over: whether it is over; given_up: whether workers are given up.
         finished: whether the local server has left the run.
+        rounds_at: when each worker last completed a round.
         joined: names of the workers that have joined; ended: those that have heard of the run's end.
     """
 
-    failure = ""
+    failure = outcome = ""
     sources = ()
+    heard_at = None
 
     def __init__(self, scripts: Mapping[str, Script], *, restarts: int = 0, outlives: bool = False) -> None:
         self.now = 1000.0
@@ -82,6 +84,7 @@ class World:
         self.lives: dict[str, int] = {}
         self.stopping = self.over = self.given_up = False
         self.finished = "server" not in scripts
+        self.rounds_at: dict[str, float] = {}
         self.joined = self.ended = set(scripts)
         self.processes = SimpleNamespace(watch=lambda name, pid: None)
         self.ending = Ending()

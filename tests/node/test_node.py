@@ -5,8 +5,10 @@ from signal import SIGINT, SIGKILL, SIGTERM
 
 import pytest
 
+from lsgd.errors import NotTrainedError
 from lsgd.node import node as module
-from lsgd.node.process import NOT_TRAINED, Command, Process
+from lsgd.node.process import Command, Process
+from lsgd.node.restarts import MOST_RESTARTS, RESTART_WINDOW_S, Restarts
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading
 
@@ -62,6 +64,46 @@ def test_a_killed_process_is_started_again_after_longer_and_longer() -> None:
     assert "(4 more restarts within 10 minutes)" in world.out
 
 
+def test_a_server_that_failed_in_its_own_code_is_started_again_a_bounded_number_of_times() -> None:
+    world = World({"server": killed(code=70, then=server), "worker": worker}, restarts=5)
+    assert world.passes(100)
+    assert "server failed with exit code 70; restarting it in 1 s (4 more restarts" in world.out
+    world.ending.ask("SIGINT")
+    assert world.finish() == 0
+    world = World({"server": killed(code=70, times=9), "worker": leaver}, restarts=1)
+    assert world.finish() == 70
+    assert world.lives["server"] == 2 and "[worker] saved" in world.out
+
+
+def test_a_worker_that_had_completed_a_round_is_started_again_at_once() -> None:
+    def dies(process):
+        yield from after(1.0)(process)
+        if process.lives < 4:
+            process.world.rounds_at["worker"] = process.world.now
+            process.dies()
+            yield
+        return 0
+
+    world = World({"server": server, "worker": dies}, restarts=1)
+    assert world.finish() == 0
+    assert all_of(world.lines, "worker was killed by SIGKILL (out of memory?); restarting it now (1 more restarts") == 3
+
+
+def test_a_process_that_worked_before_it_died_is_started_again_at_once_and_more_often() -> None:
+    known = Restarts()
+    assert [known.died("worker", 1.0, 2, worked=False, serves=False) for _ in range(3)] == [(1.0, 1), (2.0, 0), None]
+    known = Restarts()
+    waits = [known.died("worker", 10.0 * n, 2, worked=n != 3, serves=False) for n in range(8)]
+    assert [restart.wait_s for restart in waits] == [0.0] * 3 + [1.0] + [0.0] * 4
+    assert waits[2].left == 2 and waits[7].left == 1
+    for _ in range(MOST_RESTARTS - 8):
+        assert known.died("worker", 80.0, 2, worked=True, serves=False)
+    assert known.died("worker", 80.0, 2, worked=True, serves=False) is None
+    assert known.died("worker", 80.0 + RESTART_WINDOW_S, 2, worked=True, serves=False)
+    assert Restarts().died("worker", 1.0, 0, worked=True, serves=False) is None
+    assert "worker" in known and "global" not in known
+
+
 def test_a_worker_that_the_run_evicted_is_started_again_however_often() -> None:
     world = World({"worker": killed(code=76, times=9, then=after(0.0))}, restarts=1)
     assert world.finish() == 0
@@ -69,7 +111,7 @@ def test_a_worker_that_the_run_evicted_is_started_again_however_often() -> None:
 
 
 def test_deaths_of_long_ago_do_not_count() -> None:
-    world = World({"worker": killed(module.RESTART_WINDOW_S, times=3, then=after(0.0))}, restarts=1)
+    world = World({"worker": killed(RESTART_WINDOW_S, times=3, then=after(0.0))}, restarts=1)
     assert world.finish() == 0
     assert world.lives["worker"] == 4
 
@@ -149,6 +191,7 @@ def test_a_server_that_dies_before_it_could_stop_the_run_is_started_again_to_do_
     assert world.passes(0.5)
     world.ending.ask("SIGINT")
     assert world.finish() == 0, world.out
+    assert while_stopping or "restarting server now, to tell it that the run ends" in world.out
     assert world.lines.index("[server] stopped") < world.lines.index("[worker] saved")
 
 
@@ -198,7 +241,7 @@ def test_servers_that_other_nodes_need_go_on() -> None:
 def test_a_script_that_never_joins_the_run_has_not_trained(capfd) -> None:
     world = World({"server": server, "worker": after(1.0)})
     world.joined = world.ended = set()
-    assert world.finish() == NOT_TRAINED
+    assert world.finish() == NotTrainedError.exit_code
     assert "its script has to call Worker.join" in capfd.readouterr().err
 
 
@@ -213,7 +256,7 @@ def test_a_node_whose_workers_all_leave_early_has_failed(of) -> None:
     if of == 2:
         assert world.passes(10)
         world.over = True
-    assert world.finish() == (0 if of == 2 else NOT_TRAINED)
+    assert world.finish() == (0 if of == 2 else NotTrainedError.exit_code)
     assert "worker0 left before the end of the run and has no consensus model" in world.out
 
 

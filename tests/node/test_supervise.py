@@ -14,8 +14,10 @@ import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lsgd.node import transcript as module
@@ -30,7 +32,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from lsgd import output
-from lsgd.node import node
+from lsgd.node import node, restarts
 from lsgd.node.process import Command, Process, Role
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading
@@ -38,13 +40,15 @@ from lsgd.protocol.processes import Processes
 
 here, scripts, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 vars(node).update(options["patience"])
+vars(restarts).update(options["patience"])
 vars(output).update(options["output"])
 
 
 class Local:
     # The local server: its words to the others are files.
-    failure, over, finished = "", False, "server" not in scripts
+    failure, outcome, over, finished = "", "", False, "server" not in scripts
     joined = ended = set(scripts)
+    heard_at, rounds_at = None, {}
     processes = Processes()
     sources = (processes,)
 
@@ -198,6 +202,25 @@ def test_second_signal_kills_at_once(start, tmp_path):
 
 def test_nothing_is_left_of_a_process_that_started_others(start, tmp_path):
     assert start(worker=f"bash -c '{FOREVER}' & echo started").finish()[0] == 0
+
+
+def test_nothing_is_left_of_what_left_its_session(start, tmp_path):
+    daemon = f"(setsid bash -c 'touch $HERE/1.ready; {FOREVER}' &); (setsid true &)"
+    ready = "until [ -e $HERE/1.ready ]; do sleep 0.05; done"
+    supervised = start(worker=f"{daemon}; {ready}; echo started; until [ -e $HERE/go ]; do sleep 0.05; done")
+    until((tmp_path / "1.ready").exists, "the daemon is up")
+    until(lambda: not zombies(supervised.process.pid), "who has ended is let go")
+    (tmp_path / "go").touch()
+    status, out, _ = supervised.finish()
+    assert status == 0 and "ended what the workers' scripts had left running: processes [" in out
+
+
+def zombies(parent: int) -> list[int]:
+    found = []
+    for child in psutil.Process(parent).children():
+        with suppress(psutil.NoSuchProcess):  # let go just now
+            found += [child.pid] * (child.status() == psutil.STATUS_ZOMBIE)
+    return found
 
 
 def test_killed_launcher_leaves_no_process(start, tmp_path):

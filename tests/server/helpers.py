@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from lsgd import __version__
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
@@ -59,7 +60,7 @@ def greeting(node: int, index: int, incarnation: int = 1, **changes: object) -> 
         incarnation=incarnation,
         node=node,
         index=index,
-        versions={"lsgd": "1.0.0", "torch": "2.13.0", "cuda": "", "nccl": ""},
+        versions={"lsgd": __version__, "torch": "2.13.0", "cuda": "", "nccl": ""},
         model="m",
         model_summary="2 tensors, 12 numbers",
         gpu="",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lsgd import __version__
 from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.errors import ConfigError
@@ -73,7 +74,13 @@ def test_more_workers_than_wanted_belong_to_the_first_round() -> None:
     ("changes", "code", "reason"),
     [
         (
-            {"versions": {"lsgd": "1.0.0", "torch": "2.12.0"}},
+            {"versions": {"lsgd": "7.0.0", "torch": "2.13.0"}},
+            "software",
+            f"its software differs: lsgd 7.0.0 on node1, {__version__} on the global server; "
+            "install the same release on both",
+        ),
+        (
+            {"versions": {"lsgd": __version__, "torch": "2.12.0"}},
             "software",
             "its software differs: torch 2.12.0 on node1, 2.13.0 on node0; install the same release on both",
         ),
@@ -107,15 +114,26 @@ def test_a_worker_that_does_not_fit_is_refused(changes: dict[str, object], code:
 @pytest.mark.parametrize(
     ("versions", "warnings"),
     [
-        ({"lsgd": "1.0.0", "torch": "2.13.0"}, ()),
-        ({"lsgd": "1.0.1", "torch": "2.13.0"}, ("lsgd 1.0.1 on node1, 1.0.0 on node0",)),
-        ({"lsgd": "1.0.0", "torch": "2.13.0", "cuda": "12.6", "nccl": "2.27.3"}, ()),
+        ({"lsgd": __version__, "torch": "2.13.0"}, ()),
+        (
+            {"lsgd": f"{__version__}9", "torch": "2.13.0"},
+            (f"lsgd {__version__}9 on node1, {__version__} on the global server",),
+        ),
+        ({"lsgd": __version__, "torch": "2.13.0", "cuda": "12.6", "nccl": "2.27.3"}, ()),
     ],
 )
 def test_another_patch_is_a_warning_and_a_lack_is_nothing(versions: dict[str, str], warnings: tuple[str, ...]) -> None:
     bench = Bench("00", workers=1)
     (welcome,) = bench.join("10", versions=versions)["10"]
     assert isinstance(welcome, Welcome) and welcome.warnings == warnings
+
+
+def test_of_two_releases_the_servers_joins_whoever_came_first() -> None:
+    bench = Bench(workers=2)
+    other = {"lsgd": "7.0.0", "torch": "2.13.0"}
+    assert isinstance(bench.join("10", versions=other)["10"][0], Refused)
+    bench.join("00")
+    assert list(bench.roster.members) == ["node0/worker0"]
 
 
 def test_a_worker_whose_name_is_not_that_of_its_place_is_refused() -> None:
@@ -845,8 +863,22 @@ def test_only_so_many_of_those_who_have_left_are_remembered() -> None:
     assert next(iter(roster.left)) == "node0/worker2"
 
 
-def test_two_workers_with_the_same_batches() -> None:
+def test_two_workers_with_the_same_batches_end_a_run_that_has_learned_nothing() -> None:
     bench = started("00", "01", "02")
+    bench.data("00", "digest")
+    bench.ask("02")
+    bench.data("01", "digest")
+    assert bench.state.failed.code == "same_batches" and bench.state.stage == "over"
+    for place in ("00", "01", "02"):
+        (refused, *_) = [m for m in bench.got[place] if isinstance(m, Refused)]
+        assert refused.reason == bench.state.failed
+    assert bench.ask("00")["00"] == [Refused(bench.state.failed)]
+
+
+def test_a_worker_that_comes_later_with_the_same_batches_is_refused() -> None:
+    bench = started("00", "01", "02", period=1, local_period=1)
+    bench.ask_all("00", "01", "02")
+    bench.complete_all("00", "01", "02")
     bench.data("00", "digest")
     bench.data("00", "digest")
     assert not bench.got

@@ -162,13 +162,15 @@ def test_a_failed_round_is_not_given_again() -> None:
 
 
 def test_a_node_that_leaves_and_the_same_data_are_remembered() -> None:
-    bench = started("00", "10")
+    bench = started("00", "10", period=1, local_period=1)
+    bench.complete_all("00", "10")
+    bench.ask_all("00", "10")
     bench.complete_all("00", "10")
     bench.data("00", "d1")
     bench.say(NodeLeave(1, 5, "node1 is to end"))
     reborn(bench)
     bench.ask("10")
-    assert bench.only("10") == Stop(2, None, "node1 is to end")
+    assert bench.only("10") == Stop(3, None, "node1 is to end")
     bench.join("11")
     refused = bench.say(Data(*bench.who("11"), "d1"))["11"][0]
     assert isinstance(refused, Refused) and refused.reason.code == "same_batches"

@@ -4,7 +4,11 @@ import re
 
 import pytest
 
-from lsgd.protocol.messages import StopRun
+from lsgd.protocol.events import decode_event
+from lsgd.protocol.messages import PROTOCOL, EventsQuery, StopRun, encode
+from lsgd.server.global_daemon import FOLLOWS_FOR_S
+from lsgd.server.stream import Stream
+from lsgd.watch.view import RunView
 
 from .helpers import make_plan
 from .served_run import ServedRun
@@ -43,6 +47,44 @@ def live(run: ServedRun) -> list[str]:
 
 def codes(run: ServedRun) -> list[str]:
     return [note.code for note in run.notes]
+
+
+def view_of(stream: Stream) -> RunView:
+    """Return what somebody sees who has followed the run from its beginning."""
+    view, after = RunView(), 0
+    while (answer := stream.after(after)).items:
+        for item in answer.items:
+            after += 1
+            view.fold(decode_event(after, item))
+    return view
+
+
+def test_at_the_end_a_view_has_the_count_of_the_run() -> None:
+    run = begun([2, 1])
+    limit = finish(run)
+    view = view_of(run.server._stream)
+    assert (view.state, view.count) == ("over", limit)
+    assert sum(worker.done for worker in view.workers.values()) == limit
+    assert {worker.state for worker in view.workers.values()} == {"left"}
+
+
+def test_the_server_waits_for_those_who_follow_the_run_to_hear_its_end(monkeypatch) -> None:
+    run = begun([1])
+
+    def ask(after: int) -> None:
+        run.listener.arrived.append((b"operator#1", [encode(EventsQuery(PROTOCOL, after))]))
+        run.server._receive(run.now)
+
+    finish(run)
+    assert not run.server._follows(run.now)
+    monkeypatch.setattr("lsgd.server.stream.MAX_ANSWER_EVENTS", 16)
+    ask(0)
+    assert run.server._follows(run.now)
+    while run.server._follows(run.now):  # an answer holds a part of the stream
+        _, last = run.server._readers[b"operator#1"]
+        assert 0 < last < run.server._stream.last
+        assert not run.server._follows(run.now + FOLLOWS_FOR_S)  # it has given up
+        ask(last)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -98,6 +98,16 @@ def test_a_server_that_is_to_go_on_begins_no_new_run(tmp_path) -> None:
     assert code == 2 and "belong to the global server" in output
 
 
+def test_a_server_that_fails_in_its_own_code_says_where_with_an_exit_code_of_its_own(monkeypatch) -> None:
+    def fail(*_: object) -> int:
+        raise OverflowError("an integer is too large")
+
+    monkeypatch.setattr("lsgd.server.cli.GlobalDaemon.run", fail)
+    code, said = run("--global", "--listen", "tcp://127.0.0.1:0")
+    assert code == 70
+    assert "a mistake in lsgd" in said and "OverflowError: an integer is too large" in said
+
+
 def test_a_plan_that_cannot_be_written_ends_no_server_that_goes_on(tmp_path, capsys) -> None:
     path = tmp_path / "plan.toml"
     path.write_text("iterations = 7\n")

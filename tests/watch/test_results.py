@@ -125,6 +125,15 @@ def test_results_that_cannot_be_written_are_said(tmp_path) -> None:
     assert second.startswith("failed: global failed with exit code 2; no results are in ")
 
 
+def test_an_end_that_the_server_could_not_write_is_said_in_the_last_line_all_the_same(tmp_path) -> None:
+    folder = leave(tmp_path / "run")
+    older = RESULT | {"state": "waiting", "code": "joining", "reason": "1 of 2 workers have joined", "count": 0}
+    (folder / "result.json").write_text(json.dumps(older))
+    first, last = results.finish(folder, 0, "", "all 900 iterations are done")
+    assert first == f"the end of the run could not be written to {folder / 'result.json'}: what it says is older"
+    assert last.startswith("finished: all 900 iterations are done; ")
+
+
 def listed(*arguments: str) -> list[str]:
     done = CliRunner().invoke(main, ["runs", *arguments])
     assert done.exit_code == 0, done.output

@@ -186,10 +186,16 @@ class Checkpoints:
         self._saved_extra, self._path = state["extra"], path
         for name, thing in self._extra.items():
             self._restore_extra(name, thing)
-        algorithm = state["algorithm"]
-        self.algorithm = algorithm_of(algorithm["settings"], f"the checkpoint {path}"), algorithm["state"]
+        self._restore_algorithm(state["algorithm"], path)
         self.iterations, self.losses = state["iterations"], state["losses"]
         self._random, self._positions = state["random"], state["loaders"]
+
+    def _restore_algorithm(self, saved: dict[str, Any], path: Path) -> None:
+        """Keep the algorithm's state for a run with the same one; another run needs neither it nor its package."""
+        try:
+            self.algorithm = algorithm_of(saved["settings"], f"the checkpoint {path}"), saved["state"]
+        except ConfigError as error:
+            logger.warning("%s; its algorithm's state is not used", error)
 
     def restore_random(self) -> None:
         """Restore the checkpoint's random state. Called when the first batch is drawn, as at saving."""

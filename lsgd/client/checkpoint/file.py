@@ -140,7 +140,8 @@ def digest(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
 
 
 def _contents(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    with safe_open(path, "pt") as file:
+    # By its descriptor: safetensors takes no path that is not UTF-8.
+    with path.open("rb") as opened, safe_open(f"/proc/self/fd/{opened.fileno()}", "pt") as file:
         # Copied: safetensors returns views of the memory-mapped file.
         return dict(file.metadata()), {name: file.get_tensor(name).clone() for name in file.keys()}
 

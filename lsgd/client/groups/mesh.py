@@ -15,7 +15,7 @@ from lsgd.client.groups.handshake import ANSWER_NBYTES, HELLO_NBYTES, Hello, con
 from lsgd.client.groups.routes import Endpoint, Route, Routes
 from lsgd.client.groups.service import Service, exactly, retried
 from lsgd.client.groups.store import Store
-from lsgd.client.groups.stream import CLOSED, TensorStream
+from lsgd.client.groups.stream import TensorStream
 from lsgd.client.groups.stream_ends import IncomingStream, OutgoingStream
 
 logger = logging.getLogger("lsgd")
@@ -28,6 +28,9 @@ KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP
 
 TELL_EVERY_S = 20.0
 """How often the progress of a long transfer is logged, in seconds."""
+
+_OTHER_CERTIFICATE = ("TLSV1_ALERT_UNKNOWN_CA", "SSLV3_ALERT_BAD_CERTIFICATE", "TLSV1_ALERT_DECRYPT_ERROR")
+"""What the other end says to a certificate that is not the run's."""
 
 MAX_REFUSALS = 5
 """How many refused connections are logged."""
@@ -237,5 +240,10 @@ class Mesh:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether trying again makes no sense: nobody is there any more, or it is not a member."""
-    return isinstance(error, ConnectionRefusedError | ssl.SSLError) and not isinstance(error, CLOSED)
+    """Whether trying again makes no sense: nobody is there any more, or its certificate is not the run's.
+
+    Other errors of a handshake come from bytes that were changed on the way.
+    """
+    if isinstance(error, ssl.SSLError):
+        return isinstance(error, ssl.SSLCertVerificationError) or (error.reason or "") in _OTHER_CERTIFICATE
+    return isinstance(error, ConnectionRefusedError)

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from numbers import Real
 from typing import Literal, Self
 
 import torch
@@ -44,16 +43,11 @@ class LossWindow:
         self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def add(self, loss: Tensor | float) -> None:
-        """Record the loss of a batch; raise a ConfigError for a tensor of several elements."""
-        if not isinstance(loss, Tensor):
-            self._values.append(float(loss))
+        """Record the loss of a batch; raise a ConfigError for anything but one number."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex() or loss.device.type != "cuda":
+            self._values.append(_loss(loss))
             return
-        if loss.numel() != 1:
-            raise ConfigError(f"report() takes the loss of a batch as one number, not a tensor of {tuple(loss.shape)}")
         loss = loss.detach().reshape(())
-        if loss.device.type != "cuda":
-            self._values.append(float(loss))
-            return
         host = torch.empty((), dtype=loss.dtype, pin_memory=True)
         host.copy_(loss, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -118,15 +112,40 @@ def _name(name: object) -> str:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value)
-    if isinstance(value, Real):
+    try:
+        return _float(value)
+    except OverflowError:
+        return math.inf
+    except TypeError as error:
+        raise ConfigError(f"log() takes numbers and tensors of one element; {name!r} is {error}") from None
+
+
+def _loss(value: object) -> float:
+    try:
+        return _float(value)
+    except (OverflowError, TypeError) as error:
+        raise ConfigError(
+            f"worker.report(loss) takes the loss of a batch as one number, or a tensor with one, not {error}"
+        ) from None
+
+
+def _float(value: object) -> float:
+    """Return one real number as a float.
+
+    Raises:
+        TypeError: it is something else; the message says what.
+        OverflowError: it is an integer beyond all floats.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return float(value.detach())
+        raise TypeError(f"a {'complex ' * value.is_complex()}tensor of {tuple(value.shape)}")
+    if hasattr(value, "__float__"):  # also a NumPy array of one element; a text and a complex number have none
         try:
             return float(value)
-        except OverflowError:  # an integer beyond all floats
-            return math.inf
-    what = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise ConfigError(f"log() takes numbers and tensors of one element; {name!r} is {what}")
+        except OverflowError:
+            raise OverflowError("an integer beyond all floats") from None
+    raise TypeError(f"a {type(value).__name__}: {value!r:.100}")
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,11 @@ class Rounds:
         return self.active is not None and self.active.pending
 
     @property
+    def count(self) -> int:
+        """Iterations of the run, as of the last global round."""
+        return self._count
+
+    @property
     def has_consensus(self) -> bool:
         """Whether the last round computed the run's consensus."""
         return self.active is not None and self.active.order.final and self.active.state is State.COMMITTED

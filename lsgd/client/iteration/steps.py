@@ -10,7 +10,7 @@ from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
-from lsgd.errors import LsgdError
+from lsgd.errors import LsgdError, NotTrainedError
 from lsgd.learning_rate import RateSchedules
 
 logger = logging.getLogger("lsgd")
@@ -41,6 +41,7 @@ class Steps:
         self._replica = replica
         self._begun = False
         self._stepped = False
+        self._outside = 0  # steps of optimizers outside of steps of this worker
         self._followed = True  # the algorithm's after_step has run for the last iteration
         self.useful = False
         self._idle = 0  # steps in a row that were not useful
@@ -90,10 +91,16 @@ class Steps:
             self._grants.pause(self.rounds.committed)
 
     def finish(self) -> bool:
-        """Take part in a last global round; return whether the model is the consensus."""
+        """Take part in a last global round; return whether the model is the consensus.
+
+        Raises:
+            NotTrainedError: this worker has completed no iteration, and has trained without asking, or nobody has.
+        """
         if not self._grants.stopped:
             self._replica.check()
             self.close_step()
+            if self._outside and not self._grants.done:
+                raise self._not_trained(f"its optimizers have stepped {self._outside} times outside of the run")
             self._follow()
             if self.rounds.pending and self.rounds.gradients is None:
                 self.rounds.before_step()  # models are exchanged even without a backward pass
@@ -101,7 +108,15 @@ class Steps:
                 self.rounds.drop("leaves in the middle of an iteration")
             with self.rounds.saving():
                 self.rounds.finish()
+            if self.rounds.has_consensus and not self.rounds.count:
+                raise self._not_trained("the run ends without an iteration of any worker")
         return self.rounds.has_consensus
+
+    def _not_trained(self, why: str) -> NotTrainedError:
+        return NotTrainedError(
+            f"{self._name} has trained nothing: {why}. Only steps of the run count and are exchanged: draw batches "
+            f"with `for batch in worker.batches(loader)`, or call begin_step() and end_step()"
+        )
 
     def close(self) -> None:
         """Count the last iteration, and remove the hooks."""
@@ -201,6 +216,7 @@ class Steps:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.useful, self._idle = True, 0
+        self._outside += not self._begun
         active = self.rounds.active
         # GradScaler always calls a fused optimizer, which skips the step itself if this tensor says so.
         found_inf = getattr(optimizer, "found_inf", None)

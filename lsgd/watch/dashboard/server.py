@@ -72,7 +72,7 @@ class Dashboard:
     metrics: Callable[[], bytes] = bytes
     csrf: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     text: str = ""
-    browsers: int = 0
+    streams: "list[_Events]" = field(default_factory=list)
     closing: bool = False
     port: int = 0
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -216,13 +216,16 @@ class _Metrics(_Handler):
 
 
 class _Events(_Handler):
-    """Sends the page's complete data whenever it changes; slow browsers skip some versions."""
+    """Sends the page's complete data whenever it changes; slow browsers skip some versions.
+
+    A page beyond the :data:`MAX_BROWSERS`-th takes the place of the one that has been open for longest.
+    """
 
     async def get(self) -> None:
         d = self.dashboard
-        if d.browsers >= MAX_BROWSERS:
-            raise HTTPError(503, reason=f"{MAX_BROWSERS} pages are open already: close one")
-        d.browsers += 1
+        if len(d.streams) >= MAX_BROWSERS:  # so that pages that somebody keeps open lock nobody out
+            d.streams.pop(0).cut()
+        d.streams.append(self)
         try:
             self.set_header("Content-Type", "text/event-stream")
             await self._send("retry: 1000\n\n")
@@ -242,7 +245,13 @@ class _Events(_Handler):
         except TimeoutError:  # the browser does not read
             self.detach().close()
         finally:
-            d.browsers -= 1
+            if self in d.streams:
+                d.streams.remove(self)
+
+    def cut(self) -> None:
+        """Close the connection."""
+        if stream := getattr(self.request.connection, "stream", None):
+            stream.close()
 
     async def _send(self, text: str) -> None:
         self.write(text)
@@ -355,7 +364,7 @@ async def _serve(
 
     reader = Reader(dashboard.address, dashboard.keys)
     story = Story(read_rounds(folder / METRICS) if folder else ())
-    follower = Follower(reader, story, tell, lambda: dashboard.browsers > 0, folder if parent else None)
+    follower = Follower(reader, story, tell, lambda: bool(dashboard.streams), folder if parent else None)
     dashboard.metrics = follower.metrics
     follower.start()
     say(dashboard.url())
@@ -367,7 +376,7 @@ async def _serve(
     await dashboard.show(None)
     server.stop()
     said_at = loop.time()
-    while dashboard.browsers and loop.time() - said_at < LAST_WORDS_S:
+    while dashboard.streams and loop.time() - said_at < LAST_WORDS_S:
         await asyncio.sleep(0.02)
     with suppress(TimeoutError):
         await asyncio.wait_for(server.close_all_connections(), 2.0)

@@ -1,0 +1,1 @@
+"""Step efficiency under faults."""
