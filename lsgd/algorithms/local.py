@@ -228,7 +228,7 @@ class LocalSGD(Delayed):
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Drop the pending transfer and, if members have changed, the residuals of results."""
         super().reset(parameters, group, order)
-        self._outliers = Outliers()
+        self._outliers, self.counts = Outliers(), True
         if not self._codec.lossless:
             hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
             self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
@@ -364,6 +364,7 @@ class LocalSGD(Delayed):
                     "it fits",
                     *(order.id, order.generation.members[rank], reason),
                 )
+        self.counts = group.rank not in self._left_out(group)
         if self._outliers.gives_up(group.rank):
             self._gives_up = (
                 f"the changes of this worker's model have not fitted to the others' in {PATIENCE} rounds, so its data, "

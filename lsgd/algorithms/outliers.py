@@ -53,8 +53,9 @@ class Outliers:
         found = {}
         outliers = self._outliers(sums)
         for rank in range(len(sums)):
-            strikes, reason = outliers.get(rank, (-1, ""))
-            now = self._strikes[rank] = max(0, self._strikes.get(rank, 0) + strikes)
+            least, reason = outliers.get(rank, (0, ""))
+            change = 1 if rank in outliers else -1
+            now = self._strikes[rank] = max(least, self._strikes.get(rank, 0) + change)
             if now >= STRIKES and rank not in self.left_out:
                 found[rank] = reason
                 self.left_out.add(rank)
@@ -67,7 +68,7 @@ class Outliers:
         return self._strikes.get(rank, 0) >= PATIENCE
 
     def _outliers(self, sums: Sequence[Sequence[float]]) -> Mapping[int, tuple[int, str]]:
-        """Return the strikes of each outlier, and why; nobody's if they are not a minority."""
+        """Return the least strikes that each outlier has after this, and why; nobody's if they are not a minority."""
         lengths = {rank: math.sqrt(own) for rank, (own, _, _) in enumerate(sums) if own > 0}
         judges = [rank for rank in lengths if rank not in self.left_out]
         if len(judges) < FEWEST or not all(math.isfinite(x) for each in sums for x in each):
