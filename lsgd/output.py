@@ -4,6 +4,7 @@ import errno
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,12 @@ def append(descriptor: int, data: bytes) -> None:
         with suppress(OSError):
             os.ftruncate(descriptor, length)  # half a line
         raise
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append a line to a file, with the time of day; lose it if that fails."""
+    with suppress(OSError), path.open("ab") as file:
+        append(file.fileno(), f"{time.strftime('%H:%M:%S')} {text}\n".encode(errors="replace"))
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -19,6 +19,8 @@ INSECURE=${INSECURE:-}        # 1: without keys, on a network where everybody is
 RUN_NAME=${RUN_NAME:-}        # logs and results go to runs/<RUN_NAME> in the folder that you are in (the example's in the
                               # checkout); empty: the time of the start
 RESUME=${RESUME:-}            # 1: resume from the checkpoints of RUN_NAME, or of the newest run, with its plan
+STORE=${STORE:-}              # URL to upload checkpoints and results to, such as s3://bucket/run (RUN_NAME is then its
+                              # last part, unless you give one); with RESUME=1 also to resume from
 
 # With more than one node, node 0 makes keys and prints the line that starts each other node with its token.
 
@@ -49,7 +51,9 @@ if ((!${#node[@]})) && [[ -z ${SLURM_STEP_ID:-} ]]; then
 fi
 
 use_environment examples
-join="IP_ADDR=$IP_ADDR NUM_GROUPS=$NUM_GROUPS${RESUME:+ RESUME=1}${PORT:+ PORT=$PORT} bash scripts/train.sh NODE"
+store_name=${STORE%/}
+RUN_NAME=${RUN_NAME:-${store_name##*/}}
+join="IP_ADDR=$IP_ADDR NUM_GROUPS=$NUM_GROUPS${RESUME:+ RESUME=1}${STORE:+ STORE=$STORE}${PORT:+ PORT=$PORT} bash scripts/train.sh NODE"
 ((!$#)) || join+=" --$(printf ' %q' "$@")"
 runs=$PWD/runs
 if ((!$#)); then
@@ -64,4 +68,4 @@ exec "$python" -P -m lsgd.client launch "${node[@]}" \
     ${IP_ADDR:+--address "$IP_ADDR"} ${PORT:+--port "$PORT"} \
     ${NUM_GROUPS:+--nodes "$NUM_GROUPS"} ${NUM_WORKERS:+--workers "$NUM_WORKERS"} \
     --device "$DEVICE" ${PLAN:+--plan "$PLAN"} ${INSECURE:+--insecure} --join-line "$join" \
-    --run-dir "$run_dir" ${RESUME:+--resume} -- "$@"
+    --run-dir "$run_dir" ${STORE:+--store "$STORE"} ${RESUME:+--resume} -- "$@"

@@ -26,6 +26,7 @@ LAYERS = (
     "ddp_hook",
     "testing",
     "run_folder",
+    "store",
     "server",
     "watch",
     "node",
@@ -60,6 +61,7 @@ ONLY_IN = {
     "prometheus_client": {"watch/metrics.py"},
     "tensorboardX": {"watch/curves.py"},
     "wandb": {"watch/curves.py"},
+    "fsspec": {"store/objects.py"},
 }
 PRIVATE_NAMES_ONLY_IN = {
     "client/groups/torch_group.py",

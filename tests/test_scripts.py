@@ -237,13 +237,15 @@ class TestTrain:
             "print('trained', worker.world_size, sys.argv[1:])\n"
         )
         command = ("0", "--", "python", "my script.py", "an argument", "--flag")
-        done = train(*command, NUM_WORKERS="1", PLAN="plan.toml")
+        store = tmp_path / "a store"
+        done = train(*command, NUM_WORKERS="1", PLAN="plan.toml", STORE=store.as_uri())
         assert done.returncode == 0, done.stdout + done.stderr
         assert "[node0/worker0] trained 1 ['an argument', '--flag']" in done.stdout
         run_dir = tmp_path / "runs" / "mine"  # where the user is, not in the checkout
         assert "iterations = 30" in (run_dir / "plan.toml").read_text()
         assert (run_dir / "node0-worker0.log").exists()
-        again = train(*command, NUM_WORKERS="1", RESUME="1", LSGD_ITERATIONS="40")
+        shutil.rmtree(run_dir)  # another machine
+        again = train(*command, NUM_WORKERS="1", RESUME="1", LSGD_ITERATIONS="40", STORE=store.as_uri())
         assert again.returncode == 0, again.stdout + again.stderr
         assert "resumes after 30 iterations" in again.stdout and "; 40 iterations" in again.stdout
 

@@ -18,9 +18,9 @@ from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
 from lsgd.cli import options, quickstart, runs, watching
 from lsgd.cli.options import Commands, Main, first_steps
-from lsgd.node import gpus
+from lsgd.node import gpus, storing
 from lsgd.node.launch import LaunchSettings, launch
-from lsgd.node.place import find_place
+from lsgd.node.place import Place, find_place
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import OPERATOR, KeyRing, default_folder, node_name, token_path
@@ -29,12 +29,15 @@ from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.run_folder import CHECKPOINTS, find_run
 from lsgd.run_folder import runs as runs_with_checkpoints
 from lsgd.settings import fields, shown, span
+from lsgd.store.objects import is_url
 from lsgd.watch import require, terminal
 from lsgd.watch.curves import LOGGERS
 from lsgd.watch.reader import ask
 from lsgd.watch.view import RunView
 
 HEALTHY_WITHIN_S = 1.0
+HERE = "here"
+"""What ``--resume`` means without a URL."""
 DEVICE_HELP = "auto, cpu, cuda, or one GPU: cuda:0."
 PLAIN_HELP = "Print lines only, as without a terminal: no progress display, no colors."
 
@@ -104,14 +107,23 @@ def _in_words(devices: int, processes: int) -> str:
     help="Command that starts another node, for the lines that node 0 prints; NODE stands for its index.",
 )
 @click.option(
+    "--store",
+    metavar="URL",
+    default="",
+    help="Upload checkpoints and results there during the run: s3://bucket/run, file:///shared/run, ...",
+)
+@click.option(
     "--resume",
-    is_flag=True,
-    help="Resume from the checkpoints in --run-dir, or of the newest run in it (default: in runs/), with its plan.",
+    is_flag=False,
+    flag_value=HERE,
+    metavar="[URL]",
+    help="Resume from the checkpoints in --run-dir, or of the newest run in it (default: in runs/), with its plan; "
+    "with a URL (or --store), from the newest there.",
 )
 @click.option(
     "--resume-if-any",
     is_flag=True,
-    help="Resume if --run-dir has checkpoints, else begin a new run there: one command for all starts.",
+    help="Resume if --run-dir or --store has checkpoints, else begin a new run there: one command for all starts.",
 )
 @click.option(
     "--log-to",
@@ -141,7 +153,8 @@ def launch_command(
     run_dir: Path | None,
     insecure: bool,
     join_line: str | None,
-    resume: bool,
+    store: str,
+    resume: str | None,
     resume_if_any: bool,
     log_to: tuple[str, ...],
     dashboard: int | None,
@@ -168,15 +181,17 @@ def launch_command(
     if port is None:
         port = DEFAULT_PORT if place.nodes > 1 else 0
     devices = gpus.choose(device, workers, processes_per_worker)
-    if resume_if_any:
-        if run_dir is None:
-            raise click.UsageError("--resume-if-any needs the run's folder: --run-dir DIR, the same at each start")
-        resume = bool(runs_with_checkpoints(run_dir / CHECKPOINTS))
-    elif resume:
+    if resume_if_any and run_dir is None:
+        raise click.UsageError("--resume-if-any needs the run's folder: --run-dir DIR, the same at each start")
+    source, store = _stores(store, resume)
+    if source:
+        run_dir = run_dir or Path("runs", source.rstrip("/").rpartition("/")[2])
+    resumes = _prepare(source, run_dir, place, required=resume is not None, if_any=resume_if_any)
+    if resume is not None and not source:
         run_dir = find_run(run_dir or Path("runs"), place.node, place.nodes)
-    if resume and run_dir:
-        source = "checkpoints" if runs_with_checkpoints(run_dir / CHECKPOINTS) else "journal"
-        click.echo(f"[launch] resumes from the {source} in {run_dir}")
+    if resumes and run_dir:
+        origin = "checkpoints" if runs_with_checkpoints(run_dir / CHECKPOINTS) else "journal"
+        click.echo(f"[launch] resumes from the {origin} in {run_dir}")
     run_dir = (run_dir or _new_run_dir()).absolute()
     if devices.warning:
         click.echo(f"[launch] {devices.warning}", err=True)
@@ -185,7 +200,8 @@ def launch_command(
         f"{', '.join(dict.fromkeys(devices.names))}; "
         f"logs and results in {run_dir}"
     )
-    again = f" --run-dir {run_dir} --resume-if-any" if resume_if_any else " --resume" * resume
+    again = f" --run-dir {run_dir} --resume-if-any" if resume_if_any else " --resume" * resumes
+    again += f" --store {store}" * bool(store)
     if processes_per_worker > 1:
         again += f" --processes-per-worker {processes_per_worker}"
     node_options = f"--nodes {place.nodes} --address {place.address} --port {port}{again}"
@@ -199,13 +215,35 @@ def launch_command(
         command,
         insecure,
         join_line,
-        resume,
+        resumes,
         log_to=log_to,
         dashboard=dashboard,
         plain=plain,
         processes=processes_per_worker,
+        store=store,
     )
     sys.exit(launch(settings))
+
+
+def _stores(store: str, resume: str | None) -> tuple[str, str]:
+    """Return the URLs of the store to resume from and of the one to upload to; empty: none."""
+    source = store if resume in (None, HERE) else str(resume)
+    for url in (source, store):
+        if url and not is_url(url):
+            raise click.UsageError(
+                f"{url!r} is no URL such as s3://bucket/run or file:///shared/run; a folder is given with --run-dir, "
+                f"and the command after --"
+            )
+    return source, store or source
+
+
+def _prepare(source: str, run_dir: Path | None, place: Place, *, required: bool, if_any: bool) -> bool:
+    """Return whether the run is resumed; bring what a store has of it into the run folder."""
+    here = run_dir is not None and bool(runs_with_checkpoints(run_dir / CHECKPOINTS))
+    if source and run_dir and (required or if_any):
+        here |= storing.bring(source, run_dir, place.node, required=required and not here)
+        return here
+    return required or (if_any and here)
 
 
 def _new_run_dir() -> Path:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
-from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model
+from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model, save_to_store
 from lsgd.client.control.closing import on_error
 from lsgd.client.control.identity import Identity, identify
 from lsgd.client.control.island import Island, island_of
@@ -41,6 +41,7 @@ from lsgd.protocol.messages import LOOP_ENDED, Data, Leave, Left, Status, Status
 from lsgd.run_folder import CHECKPOINTS
 from lsgd.settings import AlgorithmSettings
 from lsgd.shards import full_state_dict
+from lsgd.store.objects import is_url
 
 logger = logging.getLogger("lsgd")
 
@@ -431,7 +432,7 @@ class Worker:
         """
         return full_state_dict(self._replica.model)
 
-    def save(self, folder: Path | str | None = None, *, file_nbytes: int = FILE_NBYTES) -> list[Path]:
+    def save(self, folder: Path | str | None = None, *, file_nbytes: int = FILE_NBYTES) -> list[Path] | list[str]:
         """Write the whole model (after the run, the consensus) to a folder as safetensors files; return their paths.
 
         They have the names that Hugging Face's libraries expect: ``model.safetensors``, or several files and an index.
@@ -439,17 +440,21 @@ class Worker:
         island all processes call it, and the head writes.
 
         Args:
-            folder: created if missing. None: :attr:`run_dir`; without a run_dir, the current folder.
+            folder: created if missing; or the URL of a store, such as ``s3://bucket/model``, which gets the index last.
+                None: :attr:`run_dir`; without a run_dir, the current folder.
             file_nbytes: longest file, in bytes; a longer tensor gets its own file.
 
         Raises:
-            ConfigError: ``file_nbytes`` is less than 1.
+            ConfigError: ``file_nbytes`` is less than 1, or the store's package is missing.
             LsgdError: the files cannot be written, or an island has left the run.
         """
-        if self._membership.island.size > 1:
+        island = self._membership.island
+        if island.size > 1:
             self._check_open()
+        if isinstance(folder, str) and is_url(folder):
+            return save_to_store(self._replica.model, folder, file_nbytes, island)
         folder = Path(folder) if folder is not None else self.run_dir or Path()
-        return save_model(self._replica.model, folder, file_nbytes, self._membership.island)
+        return save_model(self._replica.model, folder, file_nbytes, island)
 
     def leader_state_dict(self) -> dict[str, Tensor] | None:
         """Return the leader's model just before the consensus, as :meth:`state_dict` does; None until then."""

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from lsgd.errors import ConfigError
-from lsgd.node import gpus
+from lsgd.node import gpus, storing
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Node
 from lsgd.node.panel import Panel
@@ -73,6 +73,7 @@ class LaunchSettings:
         dashboard: port of the run's page, on node 0; 0: any; None: no page.
         plain: whether to print lines only, even on a terminal.
         processes: number of processes per worker; several share a model that the script shards.
+        store: URL to which this node's files are uploaded; empty: none.
     """
 
     place: Place
@@ -88,6 +89,7 @@ class LaunchSettings:
     dashboard: int | None = None
     plain: bool = False
     processes: int = 1
+    store: str = ""
 
     @property
     def workers(self) -> int:
@@ -127,6 +129,8 @@ def launch(settings: LaunchSettings) -> int:
                 f"or name another folder with --run-dir (RUN_NAME)"
             )
         check(settings.log_to)
+    if settings.store:
+        storing.check(settings.store, new=place.node == 0 and not settings.resume)
     arguments, keys, lines = _access(settings, network)
     servers = _shared_servers(settings, network, arguments) if place.node == 0 else {}
     with claimed(settings.run_dir, place.node, network):
@@ -135,10 +139,13 @@ def launch(settings: LaunchSettings) -> int:
                 old.unlink()
             results.clear(settings.run_dir, resume=settings.resume)
         _show_tokens(lines, settings.run_dir)
-        status, *end = _run(settings, network, keys, servers, environ)
+        store = storing.Storing(settings.store, settings.run_dir, place.node, environ) if settings.store else None
+        status, *end = _run(settings, network, keys, servers, environ, store)
         if place.node == 0:
             lines = results.finish(settings.run_dir, status, *end)
             show("".join(f"{LAUNCHER}{line}\n" for line in lines), sys.stdout)
+        if store is not None:
+            store.finish()
         return status
 
 
@@ -148,6 +155,7 @@ def _run(
     keys: ConnectorKeys | None,
     servers: Mapping[str, Sequence[str]],
     environ: dict[str, str],
+    store: storing.Storing | None,
 ) -> tuple[int, str, str]:
     """Return the node's exit status, and how the run ended (as :meth:`Node.conclude`)."""
     name, folder = node_name(settings.place.node), socket_folder()
@@ -159,6 +167,9 @@ def _run(
         listener = opened.enter_context(Listener(local))
         link = opened.enter_context(Connector(network, f"{name}#{incarnation}".encode(), keys))
         screen = opened.enter_context(closing(Screen(plain=settings.plain)))
+        if store is not None:
+            store.begin(partial(screen.line, ""))
+            opened.callback(store.detach)
         reading = opened.enter_context(closing(Reading()))
         say = own_lines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading)
         panel = None

@@ -12,7 +12,7 @@ MISTAKES = [
     (("lanch",), {}, "did you mean: lsgd launch"),
     (("keys",), {}, "did you mean: lsgd keygen"),
     (("launch",), {}, "say what each worker runs: lsgd launch -- python my_script.py"),
-    (("launch", "--worker", "2", *SCRIPT), {}, "Did you mean '--workers'?"),
+    (("launch", "--worker", "2", *SCRIPT), {}, "(Did you mean one of: '--store', '--workers'?)"),
     (("launch", "--workers", "0", *SCRIPT), {}, "0 is not in the range x>=1"),
     (("launch", "--log-to", "tensorbord", *SCRIPT), {}, "is not one of 'csv', 'tensorboard', 'wandb'"),
     (("launch", "--node", "1", *SCRIPT), {}, "NUM_GROUPS (--nodes) is the number of nodes"),

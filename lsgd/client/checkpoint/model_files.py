@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,11 +18,15 @@ from torch import Tensor, nn
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.shards import state_of, whole
+from lsgd.store.objects import Store, StoreError
 
 logger = logging.getLogger("lsgd")
 
 FILE_NBYTES = 5_000_000_000
 """Largest file, in bytes, unless a single tensor is larger."""
+
+UPLOAD_PAUSES_S = (1.0, 4.0, 16.0)
+"""Pauses between the attempts to upload a file, in seconds."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -80,6 +85,33 @@ class _Files:
                 self._unfinished = Path(tempfile.mkdtemp(".tmp", "model-", self._folder))
             save_file({name: x.contiguous() for name, x in tensors.items()}, self._unfinished / file, {"format": "pt"})
             return _move(self._unfinished, self._index, self._files) if file == self._files[-1] else []
+
+
+def save_to_store(model: nn.Module, url: str, file_nbytes: int, island: Island) -> list[str]:
+    """Write a model to a store, as :func:`save_model` does to a folder; return the URLs.
+
+    The files go there from a temporary folder, which must have room for the model, each tried several times. The last
+    object is the index, or the only file.
+    """
+    base = island.share("saves the model", lambda: Store(url).url)  # a wrong one is noticed before anything is written
+    with tempfile.TemporaryDirectory(prefix="lsgd-model-") as folder:
+        paths = save_model(model, Path(folder), file_nbytes, island)
+        island.share("saves the model", lambda: _upload(Store(url), paths))
+    return [f"{base}/{path.name}" for path in paths]
+
+
+def _upload(store: Store, paths: Iterable[Path]) -> None:
+    for path in paths:
+        for pause_s in (*UPLOAD_PAUSES_S, None):
+            try:
+                store.upload(path.name, path)
+                break
+            except StoreError as error:
+                if pause_s is None:
+                    raise
+                logger.warning("%s; trying again in %g s", error, pause_s)
+                threading.Event().wait(pause_s)
+    logger.info("the model is in %s", store.url)
 
 
 def _divided(sizes: Mapping[str, int], file_nbytes: int) -> dict[str, list[str]]:

@@ -1,0 +1,389 @@
+"""What is uploaded when, what a store then has, and what of it comes back: over fsspec's store in memory."""
+
+import io
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch import nn
+
+from lsgd.cli.commands import main
+from lsgd.client.checkpoint import model_files
+from lsgd.client.control.island import Island
+from lsgd.errors import ConfigError
+from lsgd.node import storing
+from lsgd.store import manifest as manifests
+from lsgd.store import upload
+from lsgd.store.manifest import Manifest, by_age
+from lsgd.store.objects import Store, StoreError
+from lsgd.store.restore import restore
+from lsgd.store.upload import Uploads, serve
+
+
+class Clock:
+    """A time that passes only when something waits."""
+
+    def __init__(self) -> None:
+        self.now, self.waits = 0.0, list[float]()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.waits.append(seconds)
+
+
+class Flaky(Store):
+    """A store whose operations fail while ``broken`` says so."""
+
+    broken: Callable[[str], bool] = staticmethod(lambda name: False)
+
+    def upload(self, name: str, path: Path) -> None:
+        if self.broken(name):
+            raise StoreError(f"the store {self.url} cannot write {name}: the link is cut")
+        super().upload(name, path)
+
+
+class Machine:
+    """A run folder, and what uploads it."""
+
+    def __init__(self, folder: Path, store: Store, node: int = 0) -> None:
+        self.folder, self.store, self.said = folder, store, list[str]()
+        self.clock = Clock()
+        self.uploads = Uploads(store, folder, node, self.said.append, self.clock)
+        self._time = 1_000_000_000
+
+    def writes(self, name: str, content: str | bytes) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        self._time += 10
+        os.utime(path, (self._time, self._time))
+        return path
+
+    def checkpoint(self, count: int, file: str = "node0-worker0", run: str = "aa") -> str:
+        name = f"checkpoints/run-{run}/{count}/{file}.safetensors"
+        self.writes(name, f"{run} {count} {file}")
+        return name
+
+    def uploads_all(self, *, final: bool = False) -> None:
+        while self.uploads.upload_next(final=final):
+            pass
+
+    def has(self) -> set[str]:
+        return {
+            m.name.removeprefix("checkpoints/").removesuffix(".safetensors") for m in manifests.read_all(self.store)
+        }
+
+
+@pytest.fixture
+def store() -> Store:
+    return Flaky(f"memory://{uuid.uuid4().hex}/run")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, store: Store) -> Machine:
+    return Machine(tmp_path / "one", store)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    return tmp_path / "fresh"
+
+
+# -- uploading --------------------------------------------------------------------------------------------------
+
+
+def test_small_results_go_first_then_checkpoints_then_the_model(machine) -> None:
+    machine.writes("model.safetensors", bytes(upload.SMALL_NBYTES + 1))
+    machine.checkpoint(8)
+    machine.writes("result.json", "{}")
+    order = []
+    while machine.uploads.upload_next():
+        order.append(set(machine.store.names("")) - set().union(*order))
+    assert [min(names) for names in order] == [
+        "result.json",
+        "checkpoints/run-aa/8/node0-worker0.safetensors",
+        "model.safetensors",
+    ]
+    assert "the checkpoint of 8 iterations of node0-worker0 is in memory://" in machine.said[0]
+
+
+def test_only_the_newest_of_each_worker_goes_and_the_last_two_stay(machine) -> None:
+    for count in (8, 16):
+        machine.checkpoint(count)
+        machine.checkpoint(count, "node0-worker1")
+    machine.uploads_all()
+    assert machine.has() == {"run-aa/16/node0-worker0", "run-aa/16/node0-worker1"}
+    for count in (24, 32):
+        machine.checkpoint(count)
+        machine.uploads_all()
+    machine.checkpoint(4, run="bb")
+    machine.uploads_all()
+    assert machine.has() == {
+        "run-aa/16/node0-worker1",
+        *("run-aa/24/node0-worker0", "run-aa/32/node0-worker0"),
+        "run-bb/4/node0-worker0",
+    }
+    assert not any("/16/node0-worker0" in name for name in machine.store.names(""))
+
+
+def test_one_that_starts_again_sends_nothing_twice(machine) -> None:
+    machine.checkpoint(8)
+    machine.uploads_all()
+    again = Machine(machine.folder, machine.store)
+    again.uploads_all()
+    assert again.said == []
+
+
+def test_nothing_private_leaves_the_machine_and_only_node_0_has_results(machine, tmp_path) -> None:
+    private = ("node0.log", "node0.lock", "join.txt", "journal.sqlite", "journal.sqlite-wal", "result.json.tmp")
+    for name in (*private, "model-x1.tmp/model.safetensors", "tensorboard/events", "result.json"):
+        machine.writes(name, "x")
+    machine.uploads_all()
+    assert machine.store.names("") == ["result.json"]
+    machine.uploads_all(final=True)
+    assert machine.store.names("") == ["result.json", "tensorboard/events"]
+    other = Machine(tmp_path / "two", machine.store, node=1)
+    other.writes("result.json", "y")
+    other.checkpoint(8, "node1-worker0")
+    other.checkpoint(8, "node0-worker0")
+    other.uploads_all(final=True)
+    assert machine.store.read("result.json") == b"x" and machine.has() == {"run-aa/8/node1-worker0"}
+
+
+def test_results_that_change_go_now_and_then_and_at_the_end(machine) -> None:
+    machine.writes("result.json", "1")
+    machine.uploads_all()
+    machine.writes("result.json", "2")
+    machine.uploads_all()
+    assert machine.store.read("result.json") == b"1"
+    machine.clock.now += upload.RESULTS_EVERY_S
+    machine.uploads_all()
+    assert machine.store.read("result.json") == b"2"
+    machine.writes("result.json", "3")
+    machine.uploads_all(final=True)
+    assert machine.store.read("result.json") == b"3"
+
+
+def test_a_file_deleted_before_its_upload_is_no_failure(machine) -> None:
+    path = machine.folder / machine.checkpoint(8)
+    machine.store.broken = lambda name: bool(path.unlink(missing_ok=True))
+    machine.uploads_all()
+    assert not path.exists() and machine.has() == set() and machine.said == []
+
+
+def test_without_its_manifest_an_object_does_not_count(machine) -> None:
+    name = machine.checkpoint(8)
+    machine.store.upload(name, machine.folder / name)
+    machine.store.write(f"{name}.json", b"{")
+    assert manifests.read_all(machine.store) == []
+
+
+def test_failures_are_tried_again_ever_more_slowly_with_the_newest(machine) -> None:
+    machine.checkpoint(8)
+    machine.store.broken = lambda name: machine.clock() < 1000.0
+
+    def wait(seconds: float) -> None:
+        machine.clock.wait(seconds)
+        if machine.clock() > 500.0:
+            machine.checkpoint(16)
+
+    serve(machine.uploads, lambda: machine.clock() > 1001.0, wait, machine.said.append, machine.clock)
+    assert machine.clock.waits[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    assert machine.has() == {"run-aa/16/node0-worker0"}
+    first, second, done, again = machine.said
+    assert "the link is cut; training continues, and the newest files are tried again in 1 s and later" in first
+    assert "the link is cut" in second and "is in memory://" in done and "works again after" in again
+
+
+def test_it_ends_when_the_run_has_ended_and_everything_is_there(machine) -> None:
+    ends = iter([False, False, True, True, True])
+    serve(machine.uploads, lambda: next(ends), lambda s: machine.checkpoint(8), machine.said.append, machine.clock)
+    assert machine.has() == {"run-aa/8/node0-worker0"}
+
+
+# -- bringing back ----------------------------------------------------------------------------------------------
+
+
+def test_the_newest_comes_back_with_its_time_plan_and_rounds(machine, fresh) -> None:
+    for count in (8, 16):
+        machine.checkpoint(count)
+        machine.writes("plan.toml", f"{count}")
+        machine.uploads_all(final=True)
+    machine.writes("metrics.jsonl", "{}")
+    machine.uploads_all(final=True)
+    assert restore(machine.store, fresh, 0, machine.said.append)
+    (path,) = fresh.glob("checkpoints/*/*/*")
+    assert path.read_text() == "aa 16 node0-worker0"
+    assert path.stat().st_mtime == (machine.folder / path.relative_to(fresh)).stat().st_mtime
+    assert (fresh / "plan.toml").read_text() == "16" and (fresh / "metrics.jsonl").exists()
+    assert "node0-worker0: 16 iterations, 0.0 MB from memory://" in machine.said[-1]
+    path.write_text("damaged here")
+    assert restore(machine.store, fresh, 0, machine.said.append) and path.read_text() == "aa 16 node0-worker0"
+
+
+def damage(store: Store, name: str) -> None:
+    store.write(name, store.read(name)[:-1] + b"?")
+
+
+def shorten(store: Store, name: str) -> None:
+    store.write(name, store.read(name)[:-1])
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [(damage, "has changed since it was written"), (shorten, r"has 18 bytes instead of 19"), (Store.remove, "")],
+)
+def test_a_damaged_newest_one_falls_back_to_the_one_before(machine, fresh, harm, why) -> None:
+    for count in (8, 16):
+        last = machine.checkpoint(count)
+        machine.uploads_all()
+    harm(machine.store, last)
+    machine.said.clear()
+    assert restore(machine.store, fresh, 0, machine.said.append)
+    assert [path.parent.name for path in fresh.rglob("*.safetensors")] == ["8"]
+    assert not list(fresh.rglob("*.tmp"))
+    if why:
+        assert "the checkpoint of 16 iterations of node0-worker0 (run aa) in memory://" in machine.said[0]
+        assert why in machine.said[0] and "trying the one before it" in machine.said[0]
+
+
+def test_all_processes_of_an_island_or_none(machine, fresh) -> None:
+    for count, ranks in ((8, (0, 1)), (16, (1,))):
+        for rank in ranks:
+            machine.checkpoint(count, f"node0-worker0.{rank}-of-2")
+        machine.uploads_all()
+    assert restore(machine.store, fresh, 0, machine.said.append)
+    assert sorted(path.parent.name for path in fresh.rglob("*.safetensors")) == ["8", "8"]
+    assert any("1 of its 2 files are complete" in line for line in machine.said)
+
+
+def test_each_worker_of_a_node_gets_its_own_and_other_nodes_none(machine, fresh) -> None:
+    machine.checkpoint(8)
+    machine.checkpoint(16, "node0-worker1")
+    machine.uploads_all()
+    other = Machine(machine.folder, machine.store, node=1)
+    other.checkpoint(99, "node1-worker0")
+    other.uploads_all()
+    assert restore(machine.store, fresh, 0, machine.said.append)
+    assert sorted(p.read_text() for p in fresh.rglob("*.safetensors")) == ["aa 16 node0-worker1", "aa 8 node0-worker0"]
+    assert restore(machine.store, fresh, 2, machine.said.append) is False
+
+
+def test_runs_are_tried_by_their_last_file_and_counts_from_the_highest() -> None:
+    def made(run: str, count: int, written: float) -> Manifest:
+        return Manifest(f"checkpoints/run-{run}/{count}/node0-worker0.safetensors", 1, "", written)
+
+    found = [made("old", 900, 3.0), made("new", 10, 2.0), made("new", 20, 4.0)]
+    assert [(m.run, m.count) for m in by_age(found)] == [("new", 20), ("new", 10), ("old", 900)]
+
+
+# -- the launcher's side ----------------------------------------------------------------------------------------
+
+
+def test_a_new_run_does_not_mix_with_an_earlier_one(machine, fresh, capsys) -> None:
+    storing.check(machine.store.url, new=True)
+    with pytest.raises(ConfigError, match=r"nothing to resume: memory://.* has no intact checkpoint of node 0"):
+        storing.bring(machine.store.url, fresh, 0, required=True)
+    assert storing.bring(machine.store.url, fresh, 1, required=True) is False
+    machine.checkpoint(8)
+    machine.uploads_all()
+    with pytest.raises(ConfigError, match="has the checkpoints of an earlier run: resume it with --resume memory://"):
+        storing.check(machine.store.url, new=True)
+    storing.check(machine.store.url, new=False)
+    assert storing.bring(machine.store.url, fresh, 0, required=False)
+    assert "[store] node0-worker0: 8 iterations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("/some/folder", "is no store: give a URL, such as s3://bucket/run"),
+        ("foo://x", "the store foo://x cannot be opened: Protocol not known: foo; known are file, .*s3"),
+        ("gs://x", r"needs another package: .*pip install 'lsgd\[store\]', or: s3fs for s3://"),
+        ("file:///proc/none", "the store file:///proc/none cannot write lsgd.json: .*; check the URL"),
+    ],
+)
+def test_a_url_that_cannot_work_is_an_error_before_the_run(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        storing.check(url, new=True)
+
+
+@pytest.mark.parametrize("options", [("--store", "/mnt/run"), ("--resume", "python", "x.py")])
+def test_what_is_no_url_is_wrong_use(options: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(main, ["launch", *options, "--", "python", "x.py"])
+    assert done.exit_code == 2 and f"'{options[1]}' is no URL such as s3://bucket/run" in done.output
+
+
+def test_a_store_that_is_away_for_a_moment_is_read_all_the_same(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(storing, "RESTORE_PAUSES_S", (0.0, 0.0))
+    answers: Iterator[Any] = iter([StoreError("away"), StoreError("away"), True] + [StoreError("away")] * 3)
+
+    def read() -> bool:
+        answer = next(answers)
+        if isinstance(answer, StoreError):
+            raise answer
+        return bool(answer)
+
+    assert storing._patiently(read)
+    assert capsys.readouterr().err.count("[store] away; trying again in 0 s") == 2
+    with pytest.raises(ConfigError, match="away; check the URL, the keys and the network"):
+        storing._patiently(read)
+
+
+# -- the final model --------------------------------------------------------------------------------------------
+
+
+def test_a_model_goes_to_a_store_with_its_index_last(store, tmp_path, monkeypatch) -> None:
+    order, real = [], Store.upload
+
+    def watched(self: Store, name: str, path: Path) -> None:
+        order.append(name)
+        if order.count(name) == 1 and name.endswith(".json"):
+            raise StoreError("the link is cut")
+        real(self, name, path)
+
+    monkeypatch.setattr(Store, "upload", watched)
+    monkeypatch.setattr(model_files, "UPLOAD_PAUSES_S", (0.0,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    urls = model_files.save_to_store(model, f"{store.url}/", 100, Island())
+    assert urls[-1] == f"{store.url}/model.safetensors.index.json" and order[-2:] == [order[-1]] * 2
+    index = json.loads(store.read("model.safetensors.index.json"))
+    for name, file in index["weight_map"].items():
+        path = tmp_path / file
+        path.write_bytes(store.read(file))
+        assert torch.equal(load_file(path)[name], model.state_dict()[name])
+    monkeypatch.setattr(Store, "upload", lambda *_: (_ for _ in ()).throw(StoreError("the disk is full")))
+    with pytest.raises(StoreError, match="the disk is full"):
+        model_files.save_to_store(model, store.url, 1000, Island())
+
+
+def test_the_watch_ends_a_process_whose_connection_stalls(store, monkeypatch, capsys) -> None:
+    class EndedError(Exception):
+        pass
+
+    def end(code: int) -> None:
+        raise EndedError(code)
+
+    monkeypatch.setattr(upload.os, "_exit", end)
+    store.moved_s = -1e9
+    with pytest.raises(EndedError, match=f"{upload.STALLED_CODE}"):
+        upload._watch(store, 0.01)
+    assert f"no data has moved to {store.url} for 0.01 s" in capsys.readouterr().out
+
+
+def test_the_end_of_standard_input_is_that_of_the_launcher(monkeypatch) -> None:
+    ends, told = list[int](), upload.threading.Event()
+    monkeypatch.setattr(upload.os, "_exit", ends.append)
+    monkeypatch.setattr(upload.sys, "stdin", io.TextIOWrapper(io.BytesIO(upload.END)))
+    upload._listen(told)
+    assert told.is_set() and ends == [1]
