@@ -180,7 +180,7 @@ def test_a_killed_convergence_leaves_no_process_of_a_baseline() -> None:
                 said.append(process.read_bytes())
         return [line for line in said if b"convergence.baseline" in line and steps.encode() in line]
 
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as benchmark:
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | LIGHT, stdout=subprocess.DEVNULL) as benchmark:
         try:
             until(lambda: len(ranks()) == 2, "two processes train", DEADLINE_S / 2)
         finally:

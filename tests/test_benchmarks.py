@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from benchmarks.mixing import measure, mixing
 from benchmarks.network import tables as network_tables
 from benchmarks.transport.member import VERBS
 
-from .integration.running import LIGHT
+from .integration.running import FORKS, LIGHT
 from .needs import to_install
 
 ROOT = Path(__file__).parents[1]
@@ -34,10 +33,9 @@ def quick(name: str, folder: Path, *arguments: str, size: str = "--quick", **var
     result = folder / "result.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", size, "--json", str(result), *arguments]
     environ = {**os.environ, **LIGHT, "DRAWS": "1", "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = FORKS.popen(command, cwd=ROOT, env=environ)
+    output, _ = done.communicate(DEADLINE_S)
+    assert done.returncode == 0, output
     found = json.loads(result.read_text())
     for result_ in found["results"]:
         assert all(math.isfinite(x) for x in result_.values() if isinstance(x, float)), result_

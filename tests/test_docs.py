@@ -5,13 +5,12 @@ A comment above an example says how it is run, if not alone: ``<!-- launched: LS
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from .integration.running import LIGHT
+from .integration.running import FORKS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -47,7 +46,7 @@ def test_an_example(code, why, launched, tmp_path):
     script.write_text(code)
     compile(code, str(script), "exec")
     if why is None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([LIGHT["PYTHONPATH"], str(ROOT)])}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, str(script)]
         if launched:
             environment |= dict(each.split("=") for each in launched.split())
@@ -63,5 +62,6 @@ def test_an_example(code, why, launched, tmp_path):
                 "--",
                 *command,
             ]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = FORKS.popen(command, cwd=tmp_path, env=environment)
+        output, _ = done.communicate()
+        assert done.returncode == 0, output

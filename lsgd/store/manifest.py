@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,16 +80,22 @@ def write(store: Store, manifest: Manifest) -> None:
     store.write(manifest.name + SUFFIX, json.dumps(asdict(manifest)).encode())
 
 
-def read_all(store: Store, node: int | None = None) -> list[Manifest]:
-    """Return a node's manifests in a store, or all; damaged ones are left out, as are files without one.
+def read_all(store: Store, node: int | None = None, cut: Callable[[str], object] = lambda name: None) -> list[Manifest]:
+    """Return a node's manifests in a store, or those of all; ``cut`` gets the names of files without an intact one.
 
     Raises:
         StoreError: the store cannot be read.
     """
-    names = set(store.names(CHECKPOINTS))
-    files = [name for name in sorted(names) if (matched := _NAME.fullmatch(name)) and node in (None, int(matched[4]))]
-    wanted = (name for name in files if name + SUFFIX in names)
-    return [found for name in wanted if (found := _parsed(name, store.read(name + SUFFIX))) is not None]
+    names, found = set(store.names(CHECKPOINTS)), []
+    for name in sorted(names):
+        matched = _NAME.fullmatch(name)
+        if matched and node in (None, int(matched[4])):
+            manifest = _parsed(name, store.read(name + SUFFIX)) if name + SUFFIX in names else None
+            if manifest is None:
+                cut(name)
+            else:
+                found.append(manifest)
+    return found
 
 
 def _parsed(name: str, content: bytes) -> Manifest | None:

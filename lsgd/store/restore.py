@@ -22,7 +22,8 @@ def restore(store: Store, folder: Path, node: int, say: Callable[[str], None]) -
     Raises:
         StoreError: the store cannot be read.
     """
-    found = manifests.by_age(manifests.read_all(store, node))
+    complete = manifests.read_all(store, node, lambda name: say(f"{name} is incomplete in {store.url}: left out"))
+    found = manifests.by_age(complete)
     workers = sorted({m.worker for m in found})
     restored = [_restore_worker(store, folder, [m for m in found if m.worker == worker], say) for worker in workers]
     if any(restored) and node == 0:

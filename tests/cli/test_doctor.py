@@ -17,6 +17,7 @@ from lsgd.cli import doctor
 from lsgd.cli.doctor import Doctor
 from lsgd.node.place import Place
 
+from ..integration.running import FORKS
 from ..needs import needs_nat
 
 
@@ -88,14 +89,8 @@ def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
 def test_the_rate_and_the_round_trip_are_those_of_the_wire() -> None:
     with Testbed(2, rate_mbit=100, delay_ms=5) as testbed:
         arguments = ["doctor", "--nodes", "2", "--address", testbed.hosts[0].address]
-        processes = [
-            host.popen(
-                [sys.executable, "-m", "lsgd.client", *arguments, "--node", str(host.index)],
-                stdout=-1,
-                text=True,
-            )
-            for host in testbed.hosts
-        ]
+        command = [sys.executable, "-m", "lsgd.client", *arguments, "--node"]
+        processes = [FORKS.popen([*command, host.index], env=os.environ, host=host.pid) for host in testbed.hosts]
         outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     found = re.search(r"node0 to node1: (\d+) Mbit/s, round trip (\d+\.\d+) ms", outputs[1])
@@ -111,12 +106,8 @@ def test_the_rate_and_the_round_trip_are_those_of_the_wire() -> None:
 def test_nodes_behind_nat_are_timed_through_the_relay() -> None:
     with Testbed(3, rate_mbit=100, behind_nat=[1, 2]) as testbed:
         arguments = ["doctor", "--nodes", "3", "--address", testbed.hosts[0].address]
-        processes = [
-            host.popen(
-                [sys.executable, "-m", "lsgd.client", *arguments, "--node", str(host.index)], stdout=-1, text=True
-            )
-            for host in testbed.hosts
-        ]
+        command = [sys.executable, "-m", "lsgd.client", *arguments, "--node"]
+        processes = [FORKS.popen([*command, host.index], env=os.environ, host=host.pid) for host in testbed.hosts]
         outputs = [process.communicate(timeout=100)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     for said in outputs:

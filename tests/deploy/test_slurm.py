@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ..integration.running import LIGHT, until
+from ..integration.running import LIGHT, SCRIPTS, until
 from ..needs import needs
 from .slurm import Slurm
 
@@ -22,6 +22,8 @@ pytestmark = [
     needs("munge"),
     needs("slurm-wlm"),
 ]
+WAITS_AT = 150
+"""The iteration that a worker waits in until the test says so: after two rounds, when it has checkpoints."""
 ENDS = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
@@ -46,10 +48,11 @@ def address() -> str:
 
 
 class Job:
-    """The digits example, submitted with the batch file to both nodes."""
+    """A small regression that waits in the middle, submitted with the batch file to both nodes."""
 
     def __init__(self, slurm: Slurm, folder: Path, iterations: int, *options: str) -> None:
         self.slurm = slurm
+        self.may_continue = folder / "may-continue"
         variables = {
             **LIGHT,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -61,8 +64,8 @@ class Job:
             "NUM_WORKERS": "1",
             "OMP_NUM_THREADS": "1",
         }
-        script = str(ROOT / "examples" / "digits.py")
-        self.number = slurm.submit(folder, variables, *options, BATCH, sys.executable, script)
+        script = [str(SCRIPTS / "crash.py"), "--stall-at", str(WAITS_AT), "--until", str(self.may_continue)]
+        self.number = slurm.submit(folder, variables, *options, BATCH, sys.executable, *script)
         self.output = folder / f"lsgd-{self.number}.out"
         self.run_dir = folder / "runs" / f"slurm-{self.number}"
 
@@ -77,20 +80,21 @@ class Job:
 
 @pytest.mark.timeout(400)
 def test_a_job_that_is_started_again_continues_from_its_checkpoints(slurm: Slurm, tmp_path: Path) -> None:
-    job = Job(slurm, tmp_path, 1200)
+    job = Job(slurm, tmp_path, 480)
 
     def saved() -> set[str]:
         return {path.name[: len("node0")] for path in job.run_dir.glob("checkpoints/*/*/node*")}
 
     until(lambda: saved() == {"node0", "node1"}, "both nodes have checkpoints", 150)
     slurm.ask("scontrol", "requeue", job.number)  # SIGTERM to all processes, as when the job is preempted
+    job.may_continue.touch()
     until(lambda: job.state in ENDS, "the job ends", 200)
     assert job.state == "COMPLETED", job.says
     before, after = job.says.split("[launch] resumes from the checkpoints in", 1)
     assert "stopped: lsgd launch of node0 got SIGTERM" in before, job.says  # and no second signal
     assert "LSGD_TOKEN=" not in job.says
     result = json.loads((job.run_dir / "result.json").read_text())
-    assert (result["state"], result["count"]) == ("finished", 1200)
+    assert (result["state"], result["count"]) == ("finished", 480)
     assert (result["nodes"], len(result["members"])) == (2, 2)
     rounds = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert next(one["count"] for one in rounds if one["run"] == result["run"]) > 0, after  # not from the beginning

@@ -1,36 +1,34 @@
 """Imports what servers and worker scripts need once, then forks a process for each that a test asks for.
 
 It so starts in milliseconds instead of seconds, and ends as fast: the system frees its memory, not the interpreter.
-Otherwise it is a process like any other: started at the top level of this module, with a standard output, an
-environment and an exit code of its own.
+Otherwise it is a process like any other, with a command line, an environment, an output and an exit code of its own
+(become.py).
 
 The arguments are the modules to import; a server of forks that is to start ``lsgd-server`` imports no torch. Requests
-are lines on standard input, JSON objects with ``program`` (a module, or the path of a script), ``arguments``,
-``environ`` and ``log``. Answers are lines on standard output: ``{"started": pid}`` to each, and
-``{"ended": pid, "code": code}`` as they end.
+are lines on standard input, JSON objects with the arguments of :func:`fork`. Answers are lines on standard output:
+``{"started": pid}`` to each, and ``{"ended": pid, "code": code}`` as they end.
 """
 
-import atexit
 import ctypes
 import gc
 import importlib
 import json
 import os
-import runpy
 import signal
 import sys
-import threading
-from collections.abc import Callable
+from dataclasses import replace
 from select import select
-from typing import NoReturn
+
+from become import become, enter, program_of, remember
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def serve() -> str:
-    """Fork until standard input ends; return the program to run, in the process that is to run it."""
-    for name in sys.argv[1:]:
+def serve() -> None:
+    """Fork until standard input ends."""
+    for name in sys.argv[1].split():
         importlib.import_module(name)
+    remember()
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -46,11 +44,7 @@ def serve() -> str:
             line = sys.stdin.readline()
             if not line:
                 sys.exit()
-            request = json.loads(line)
-            if (pid := os.fork()) == 0:
-                become(**request)
-                return str(request["program"])
-            tell({"started": pid})
+            tell({"started": fork(**json.loads(line))})
 
 
 def reap() -> None:
@@ -65,19 +59,32 @@ def reap() -> None:
         tell({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
-def become(program: str, arguments: list[str], environ: dict[str, str], log: str) -> None:
-    """Make this process what a shell would have made for the program; it ends with the server of forks."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    sys.stdin.close()
+def fork(command: list[str], environ: dict[str, str], cwd: str, log: str, host: int, launches: bool) -> int:
+    """Return the process that runs a command of Python; it ends with this one.
+
+    Args:
+        log: where its output goes.
+        host: the first process of a host of the testbed; 0 for this machine.
+        launches: whether the program starts others.
+    """
+    program = program_of(command, environ)
+    assert program is not None, command
+    program = replace(program, launches=launches)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.argv = [program, *arguments]
+    if host:
+        enter(host, "pid")
+    if pid := os.fork():
+        if host:
+            enter(os.getpid(), "pid")
+        os.close(output)
+        return pid
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+        os.dup2(number, target)
+    if host:
+        enter(host, "net", "uts", "mnt")
+    os.chdir(cwd)
+    become(program, environ)
 
 
 def tell(answer: dict[str, int]) -> None:
@@ -85,40 +92,5 @@ def tell(answer: dict[str, int]) -> None:
     os.write(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
 
 
-def end_with(main: Callable[[], object]) -> NoReturn:
-    """Run a program and end as the interpreter would, but leave its modules and their objects to the system.
-
-    Freeing them one by one writes to each page that the processes share: it takes longer than a short program.
-    """
-    code = code_of(main)
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    if code == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(code & 0xFF)
-
-
-def code_of(main: Callable[[], object]) -> int:
-    """Run a program and return its exit code, negative for the signal that it is to end by."""
-    try:
-        main()
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-        return 1
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    return 0
-
-
 if __name__ == "__main__":
-    program = serve()
-    if program.endswith(".py"):
-        end_with(lambda: runpy.run_path(program, run_name="__main__"))
-    else:
-        end_with(lambda: runpy.run_module(program, run_name="__main__", alter_sys=True))
+    serve()

@@ -2,22 +2,26 @@
 
 import atexit
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from lsgd.protocol.messages import Status, StatusQuery, decode, encode
+from lsgd.protocol.events import GenerationBegan, Happening, decode_event
+from lsgd.protocol.messages import PROTOCOL, Events, EventsQuery, Generation, Status, StatusQuery, decode, encode
 from lsgd.protocol.sockets import Connector, Poller
 
 HERE = Path(__file__).parent
@@ -25,15 +29,19 @@ SCRIPTS = HERE / "workers"
 DEADLINE_S = 60.0
 LOADED_BY_WORKERS = (
     *("torch", "torch._dynamo", "torch.profiler", "numpy.ctypeslib", "encodings.idna"),
-    *("lsgd.plan.options", "lsgd.client.worker", "warm"),
+    *("lsgd.plan.options", "lsgd.client.worker", "lsgd.cli.commands", "lsgd.server.cli", "warm"),
 )
 """Modules that workers use sooner or later. The first optimizer imports torch._dynamo, which takes as long as torch."""
+ROOM = 1 << 15
+"""For the command lines and variables of forks."""
 LIGHT = {"PYTHONPATH": os.pathsep.join([str(HERE / "light"), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
 """Variables of processes that train and compile nothing: they start in half the time (light/sitecustomize.py)."""
 
 
+H = TypeVar("H", bound=Happening)
+
 FIRST_PORT, PORTS = 30_000, 300
-_ports = itertools.cycle(range(PORTS))
+_ports = itertools.count(os.getpid())  # others who run these tests are at another one
 
 
 def free_port() -> int:
@@ -43,7 +51,7 @@ def free_port() -> int:
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw8").removeprefix("gw"))
     while True:
-        port = FIRST_PORT + PORTS * (worker % 9) + next(_ports)
+        port = FIRST_PORT + PORTS * (worker % 9) + next(_ports) % PORTS
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -118,40 +126,84 @@ class Process:
         self.wait()
 
 
+class Fork(Process):
+    """A process of the server of forks with the interface of ``subprocess.Popen``. Its output is a pipe."""
+
+    def __init__(self, pid: int, poll: Callable[[], int | None], pipe: int) -> None:
+        super().__init__("fork", pid, Path(os.devnull), poll)
+        self.stdout = open(pipe)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def communicate(self, timeout: float = DEADLINE_S) -> tuple[str, None]:
+        """Return the rest of its output, when it has ended, and nothing as that of errors."""
+        output = "" if self.stdout.closed else self.stdout.read()
+        self.stdout.close()
+        self.wait(timeout)
+        return output, None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            self.send(number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class ForkServer:
-    """Starts programs by forks (forkserver.py); it starts itself with the first of them.
+    """Starts programs in Python by forks (forkserver.py); it starts itself with the first of them.
 
     Args:
         modules: to import before the first fork.
-        popen: starts the server of forks, on another host perhaps.
         variables: of the server of forks.
     """
 
-    def __init__(
-        self, *modules: str, popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen, **variables: str
-    ) -> None:
+    def __init__(self, *modules: str, **variables: str) -> None:
         self._modules = modules
-        self._popen = popen
         self._variables = variables
         self._process: subprocess.Popen[bytes] | None = None
         self._codes: dict[int, int] = {}
         self._started: list[int] = []
+        self._lock = threading.RLock()
 
-    def start(self, program: str, arguments: list[str], environ: Mapping[str, str], log: Path) -> Process:
-        """Start a module, or a script by its path."""
-        if self._process is None:
-            self._process = self._begin()
-        request = {"program": program, "arguments": arguments, "environ": dict(environ), "log": str(log)}
-        self._requests.write(json.dumps(request).encode() + b"\n")
-        self._requests.flush()
-        pid = until(self._take_started, f"{program} starts")
+    def start(
+        self, program: str, arguments: Sequence[str], environ: Mapping[str, str], log: Path, host: int = 0
+    ) -> Process:
+        """Start a module, or a script by its path, whose output goes to a file."""
+        command = [sys.executable, *(() if program.endswith(".py") else ("-m",)), program, *arguments]
+        pid = self._fork(command, environ=environ, log=str(log), cwd=os.getcwd(), host=host, launches=False)
         return Process(log.stem, pid, log, lambda: self._code(pid))
+
+    def popen(
+        self, command: Sequence[object], *, env: Mapping[str, str], cwd: Path | None = None, host: int = 0
+    ) -> Fork:
+        """Start a command of Python that starts others, here or on the host of a testbed with this first process."""
+        reading, writing = os.pipe()
+        log = f"/proc/{os.getpid()}/fd/{writing}"
+        folder = str(cwd or os.getcwd())
+        pid = self._fork(list(map(str, command)), environ=env, log=log, cwd=folder, host=host, launches=True)
+        os.close(writing)
+        return Fork(pid, lambda: self._code(pid), reading)
+
+    def _fork(self, command: list[str], *, environ: Mapping[str, str], **how: object) -> int:
+        request = {"command": command, "environ": dict(environ), **how}
+        with self._lock:
+            if self._process is None:
+                self._process = self._begin()
+            self._requests.write(json.dumps(request).encode() + b"\n")
+            self._requests.flush()
+            return int(until(self._take_started, f"{shlex.join(command)} starts"))
 
     def _begin(self) -> subprocess.Popen[bytes]:
         one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-        environ = {**os.environ, **one_thread, **self._variables}
-        process = self._popen(
-            [sys.executable, str(HERE / "forkserver.py"), *self._modules],
+        environ = {**os.environ, **one_thread, **self._variables, "ROOM": "-" * ROOM}
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "forkserver.py"), " ".join(self._modules), "-" * ROOM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environ,
@@ -179,12 +231,22 @@ class ForkServer:
         return self._codes.get(pid)
 
     def _read(self) -> None:
-        while line := self._answers.readline():
-            answer = json.loads(line)
-            if "started" in answer:
-                self._started.append(answer["started"])
-            else:
-                self._codes[answer["ended"]] = answer["code"]
+        with self._lock:
+            while line := self._answers.readline():
+                answer = json.loads(line)
+                if "started" in answer:
+                    self._started.append(answer["started"])
+                    self._codes.pop(answer["started"], None)  # of another with its number
+                else:
+                    self._codes[answer["ended"]] = answer["code"]
+
+
+FORKS = ForkServer(*LOADED_BY_WORKERS)
+"""Forks workers, and launchers with all that these start."""
+
+
+def fields_of(what: Happening) -> dict[str, object]:
+    return {each.name: getattr(what, each.name) for each in dataclasses.fields(what)}
 
 
 class Cluster:
@@ -195,7 +257,7 @@ class Cluster:
     """
 
     server_forks = ForkServer("lsgd.server.cli", "encodings.idna")
-    worker_forks = ForkServer(*LOADED_BY_WORKERS)
+    worker_forks = FORKS
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -271,6 +333,34 @@ class Cluster:
         answer = self.ask(StatusQuery(0))
         assert isinstance(answer, Status)
         return json.loads(answer.report)
+
+    def told(self) -> list[Happening]:
+        """Return what the global server has told since it was started, in order."""
+        found: list[Happening] = []
+        while True:
+            answer = self.ask(EventsQuery(PROTOCOL, len(found)))
+            assert isinstance(answer, Events) and answer.lost == 0
+            found += [decode_event(answer.first + i, item).what for i, item in enumerate(answer.items)]
+            if len(found) >= answer.last:
+                return found
+
+    def tells(self, kind: type[H], **values: object) -> H:
+        """Return the first of this kind with these values that the global server has told, when it has."""
+
+        def found() -> H | None:
+            of_kind = (what for what in self.told() if isinstance(what, kind))
+            return next((what for what in of_kind if values.items() <= fields_of(what).items()), None)
+
+        return cast(H, until(found, f"the global server tells {kind.__name__} {values}"))
+
+    def generation(self, number: int) -> Generation:
+        """Return a generation, when it has begun."""
+
+        def found() -> Generation | None:
+            generations = [what.generation for what in self.told() if isinstance(what, GenerationBegan)]
+            return next((each for each in generations if each.number == number), None)
+
+        return cast(Generation, until(found, f"generation {number} begins"))
 
     def result(self, node: int, index: int) -> dict[str, Any]:
         """Return what a worker has written down as its result."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from benchmarks.testbed import Testbed
 from lsgd.plan.plan import algorithm_of
 from lsgd.settings import AlgorithmSettings
 
-from .running import LIGHT, SCRIPTS
+from .running import SCRIPTS
 from .test_two_nodes import ROOT, finish, start
 
 pytestmark = [
@@ -21,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
 ]
 
-PATH = os.pathsep.join([LIGHT["PYTHONPATH"], str(ROOT)])
+COUNTS = {"PYTHONPATH": str(ROOT)}
 """The workers count as benchmarks do."""
 
 WORKERS = 3  # an odd number: a bye in pairs, two neighbors in a ring
@@ -85,11 +84,9 @@ def sent_by_phase(path: Path) -> list[tuple[AlgorithmSettings, int]]:
 def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> None:
     """With the headers of every packet, and all that the servers say, which is more the longer it takes."""
     (tmp_path / "plan.toml").write_text(plan(ALGORITHMS, WORKERS))
-    command = ("--", sys.executable, str(SCRIPTS / "sent_bytes.py"), str(tmp_path), str(ROWS))
+    command = (str(SCRIPTS / "sent_bytes.py"), str(tmp_path), str(ROWS))
     with Testbed(WORKERS, rate_mbit=4000) as testbed:
-        settings = {"NUM_GROUPS": str(WORKERS), "NUM_WORKERS": "1", "PLAN": str(tmp_path / "plan.toml")} | {
-            "PYTHONPATH": PATH
-        }
+        settings = {"NUM_GROUPS": str(WORKERS), "NUM_WORKERS": "1", "PLAN": str(tmp_path / "plan.toml"), **COUNTS}
         finish([start(host, tmp_path, *command, **settings) for host in testbed.hosts])
     check(tmp_path, ALGORITHMS, WORKERS, ROWS)
 
@@ -97,15 +94,11 @@ def test_the_bytes_on_the_interface_are_those_of_the_formula(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_islands_send_each_part_of_the_model_once_over_their_link(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(plan(ON_ISLANDS, 2))
-    launch = (
-        f"-m lsgd.client launch --nodes 2 --workers 1 --processes-per-worker 2 --device cpu --plan {tmp_path}/plan.toml"
-    )
-    script = [sys.executable, "-P", *launch.split(), "--address", "10.77.0.1"]
-    command = ["--", sys.executable, str(SCRIPTS / "sent_bytes.py"), str(tmp_path), str(ROWS_ON_ISLANDS)]
+    command = [str(SCRIPTS / "sent_bytes.py"), str(tmp_path), str(ROWS_ON_ISLANDS)]
     with Testbed(2, rate_mbit=100) as testbed:
-        places = [["--node", str(host.index), "--run-dir", str(tmp_path / host.name)] for host in testbed.hosts]
-        pairs = zip(testbed.hosts, places, strict=True)
-        finish([start(host, tmp_path, script=[*script, *place, *command], PYTHONPATH=PATH) for host, place in pairs])
+        settings = {"NUM_WORKERS": "1", "PLAN": str(tmp_path / "plan.toml"), **COUNTS}
+        options = ["--processes-per-worker", "2"]
+        finish([start(host, tmp_path, *command, options=options, **settings) for host in testbed.hosts])
     check(tmp_path, ON_ISLANDS, 2, ROWS_ON_ISLANDS)
     for rank in (0, 1):
         one, other = (int((tmp_path / f"own{rank}.{process}").read_text()) for process in (0, 1))

@@ -5,6 +5,9 @@ import re
 import signal
 from pathlib import Path
 
+from lsgd.errors import JoinError
+from lsgd.protocol.events import Note, WorkerChanged
+
 from .running import Process, until
 from .test_crashes import EVERY, JournaledRun, finish, kill, steps, trains
 
@@ -14,7 +17,7 @@ def test_a_frozen_local_server_costs_nobody_the_model(cluster) -> None:
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     local.send(signal.SIGSTOP)
-    server.says(r"nothing was heard for \d s from node0/worker0, node0/worker1, and nobody else has the run's model")
+    cluster.tells(Note, code="all_silent")
     workers[0].says(r"waits for its next iteration for \d+ s: the local server at \S+ has been silent")
     local.send(signal.SIGCONT)
     trains(cluster)
@@ -29,11 +32,11 @@ def test_nobody_waits_for_the_lease_of_a_worker_whose_process_has_ended(cluster)
     survivor, victim = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     kill(victim)
-    server.says("node0/worker1 leaves: failed: its process has ended")
-    server.says("generation 2: 1 worker on 1 node")
+    cluster.tells(WorkerChanged, worker="node0/worker1", state="left", code="failed")
+    assert cluster.generation(2).members == ("node0/worker0",)
     trains(cluster)
     again = cluster.worker("crash", 0, 1, "--sleep", 0.02)
-    server.says("generation 3: 2 workers")
+    assert len(cluster.generation(3).members) == 2
     finish(cluster, server, survivor, again, *locals_)
 
 
@@ -47,7 +50,7 @@ def test_a_local_server_that_was_started_again_sees_the_deaths_of_the_workers_it
     trains(cluster)
     until(lambda: watches(again, victim), "the new local server watches the worker")
     kill(victim)
-    server.says("node0/worker1 leaves: failed: its process has ended")
+    cluster.tells(WorkerChanged, worker="node0/worker1", state="left", code="failed")
     trains(cluster)
     finish(cluster, server, survivor, again)
 
@@ -67,7 +70,7 @@ def test_a_run_that_has_lost_its_model_fails_and_says_what_to_do(cluster) -> Non
     trains(cluster)
     kill(*victims)
     again = [cluster.worker("crash", 0, index) for index in (0, 1)]
-    assert [worker.wait() for worker in again] == [1, 1]
+    assert [worker.wait() for worker in again] == [JoinError.exit_code] * 2
     assert "the run's model is lost after" in again[0].output and "RESUME=1" in again[0].output
     assert server.wait() == 1
     local.succeeds()

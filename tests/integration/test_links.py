@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def test_a_link_that_breaks_between_two_nodes_is_gone_around_by_the_relay(tmp_pa
     with Testbed(3) as testbed:
         operator = Operator(testbed.hosts[0], tmp_path / "keys")
         status = operator.status
-        command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.03")
+        command = (str(SCRIPTS / "crash.py"), "--sleep", "0.03")
         processes = [start(host, tmp_path, *command, **PLAN) for host in testbed.hosts]
         operator.finds_the_server()
         until(lambda: status()["rounds_global"] >= 3, "it trains")
@@ -99,7 +98,7 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
             first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live", 60)
             return until(lambda: (s := status())["rounds_global"] >= first["rounds_global"] + 3 and s, "it trains")
 
-        command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.03", "--like-nccl")
+        command = (str(SCRIPTS / "crash.py"), "--sleep", "0.03", "--like-nccl")
         processes = [start(host, tmp_path, *command, **plan) for host in testbed.hosts]
         operator.finds_the_server()
         trains([0, 1, 2])

@@ -14,7 +14,7 @@ from benchmarks.testbed import Host, Testbed
 from lsgd.algorithms import ALGORITHMS
 
 from ..needs import needs_nat
-from .running import SCRIPTS, until
+from .running import SCRIPTS, Fork, until
 from .test_partition import Operator
 from .test_two_nodes import finish, start
 
@@ -60,9 +60,7 @@ while True:
 """In the place of the relay: passes everything on to it, but for one bit of one connection."""
 
 
-def begin(
-    testbed: Testbed, folder: Path, phases: tuple[tuple[str, int], ...], *run: str
-) -> list["subprocess.Popen[str]"]:
+def begin(testbed: Testbed, folder: Path, phases: tuple[tuple[str, int], ...], *run: str) -> list[Fork]:
     """Start ``steady.py`` on all hosts, with these algorithms one after the other, each for so many iterations."""
     folder.mkdir(exist_ok=True)
     plan = folder / "plan.toml"
@@ -72,8 +70,7 @@ def begin(
         lines += [f"iterations = {NODES * iterations}"] * (name != phases[-1][0])
     plan.write_text("\n".join(lines))
     settings = {"NUM_GROUPS": str(NODES), "NUM_WORKERS": "1", "PLAN": str(plan)}
-    command = ("--", sys.executable, str(SCRIPTS / "steady.py"))
-    return [start(host, folder, *command, **settings) for host in testbed.hosts]
+    return [start(host, folder, str(SCRIPTS / "steady.py"), **settings) for host in testbed.hosts]
 
 
 def consensus(folder: Path) -> str:

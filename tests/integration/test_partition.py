@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from itertools import count
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from benchmarks.testbed import Host, Testbed
 
-from .running import SCRIPTS, ForkServer, until
+from .running import FORKS, SCRIPTS, until
 from .test_two_nodes import finish, start
 
 ADDRESS = "tcp://10.77.0.1:47400"
@@ -26,12 +25,12 @@ PLAN = {
 
 
 class Operator:
-    """Somebody on ``host`` who gives commands to the run with these keys, each in a process forked there."""
+    """Somebody on ``host`` who gives commands to the run with these keys, each in a process of its own there."""
 
     def __init__(self, host: Host, keys: Path) -> None:
         self._keys = keys
         self._outputs = (keys.parent / f"operator{number}.log" for number in count())
-        self._forks = ForkServer("lsgd.cli.commands", popen=host.popen)
+        self._host = host.pid
 
     def finds_the_server(self) -> None:
         """Wait until node 0 has made the keys, and its server listens."""
@@ -42,7 +41,7 @@ class Operator:
         """Return what the command prints."""
         environ = {**os.environ, "LSGD_KEYS": str(self._keys)}
         command = [*arguments, "--connect", ADDRESS]
-        return self._forks.start("lsgd.client", command, environ, next(self._outputs)).succeeds()
+        return FORKS.start("lsgd.client", command, environ, next(self._outputs), self._host).succeeds()
 
     def status(self) -> dict[str, Any]:
         time.sleep(0.2)  # each look is a process, and who waits for something looks again and again
@@ -51,7 +50,6 @@ class Operator:
     def stop(self) -> None:
         """End the run."""
         self.lsgd("stop")
-        self._forks.close()
 
 
 @pytest.mark.root
@@ -68,7 +66,7 @@ def test_a_node_that_is_cut_off_is_evicted_and_comes_back_when_the_link_does(tmp
             first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live", 60)
             return until(lambda: (s := status())["count"] >= first["count"] + iterations and s, "the run goes on")
 
-        command = ("--", sys.executable, str(SCRIPTS / "crash.py"), "--sleep", "0.03")
+        command = (str(SCRIPTS / "crash.py"), "--sleep", "0.03")
         processes = [start(host, tmp_path, *command, **PLAN) for host in testbed.hosts]
         operator.finds_the_server()
         whole = trains([0, 0, 1, 1], 50)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def test_auto_follows_a_link_that_changes(tmp_path: Path) -> None:
         status = operator.status
 
         # A round sends a megabyte each way: 0.08 s, and then 0.8 s, beside steps of 0.02 s.
-        command = ("--", sys.executable, str(SCRIPTS / "steps.py"), "--width", "512", "--sleep", "0.02")
+        command = (str(SCRIPTS / "steps.py"), "--width", "512", "--sleep", "0.02")
         processes = [start(host, tmp_path, *command, **plan) for host in testbed.hosts]
         operator.finds_the_server()
         fast = until(lambda: (s := status())["period"] > 1 and s, "it trains")["period"]

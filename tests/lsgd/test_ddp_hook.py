@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from lsgd.ddp_hook import QuantizedState
 from lsgd.errors import ConfigError, ExchangeError
 
-from ..integration.running import LIGHT
+from ..integration.running import FORKS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -23,10 +22,11 @@ SCRIPT = Path(__file__).with_name("ddp_training.py")
 def torchrun(processes, *hooks):
     """Run the script under torchrun; return what came out of each hook."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environ = {**os.environ, **LIGHT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([*command, str(SCRIPT), *hooks], env=environ, capture_output=True, text=True, timeout=220)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = FORKS.popen([*command, str(SCRIPT), *hooks], env=environ)
+    output, _ = done.communicate(220)
+    assert done.returncode == 0, output
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return {result["hook"]: result for result in found}
 
 

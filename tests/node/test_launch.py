@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import tomllib
@@ -26,7 +25,7 @@ from lsgd.protocol.keys import KeyRing
 from lsgd.run_folder import is_live
 from lsgd.run_folder import runs as checkpoints
 
-from ..integration.running import LIGHT, free_port, holders
+from ..integration.running import FORKS, LIGHT, free_port, holders
 
 TRAIN = """
 import json, os, sys, torch
@@ -71,16 +70,10 @@ class Node:
         (folder / "train.py").write_text(script)
         if "--plan" not in arguments:  # a period that is known
             variables = {"LSGD_ALGORITHM": "leader", **variables}
-        environ = {**os.environ, **LIGHT, "LAUNCHED": self.token, **variables}
+        environ = {"LAUNCHED": self.token, **os.environ, **variables}
         options = ["--device", "cpu", "--run-dir", str(self.run_dir), *arguments]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lsgd.client", "launch", *options, "--", "python", "train.py", *program],
-            cwd=folder,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = [sys.executable, "-m", "lsgd.client", "launch", *options, "--", "python", "train.py", *program]
+        self.process = FORKS.popen(command, cwd=folder, env=environ)
 
     def left(self) -> list[int]:
         """Return the processes that are there."""

@@ -182,13 +182,14 @@ def test_silence_of_all_costs_no_run_its_model() -> None:
     """A frozen local server: of those that fall silent, the last one who has the model stays in the run."""
     run = begun([2])
     run.cut.add(0)
-    run.until(lambda: "nobody else has the run's model" in " ".join(run.notes), 2 * LEASE_S)
+    run.until(lambda: "all_silent" in {note.code for note in run.notes}, 2 * LEASE_S)
     end = run.now + 5 * LEASE_S
     run.until(lambda: run.now > end)
     assert len(live(run)) == 1
     run.cut.clear()
     run.trains(60)
-    (kept,) = re.findall(r"leaves: nothing was heard from it for \d+ s \((\d+) iterations\)", "\n".join(run.notes))
+    (left,) = (note for note in run.notes if note.code == "leaves.silent")
+    (kept,) = re.findall(r"\((\d+) iterations\)", left)
     (stays,) = (worker for worker in run.workers if worker.name in live(run))
     assert finish(run) == int(kept) + stays.done
 

@@ -14,11 +14,13 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 
+from lsgd.cli import commands
 from lsgd.cli.commands import main
 from lsgd.client.checkpoint import model_files
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError
 from lsgd.node import storing
+from lsgd.node.launch import LaunchSettings
 from lsgd.store import manifest as manifests
 from lsgd.store import upload
 from lsgd.store.manifest import Manifest, by_age
@@ -186,6 +188,8 @@ def test_without_its_manifest_an_object_does_not_count(machine) -> None:
     machine.store.upload(name, machine.folder / name)
     machine.store.write(f"{name}.json", b"{")
     assert manifests.read_all(machine.store) == []
+    assert restore(machine.store, machine.folder / "fresh", 0, machine.said.append) is False
+    assert machine.said == [f"{name} is incomplete in {machine.store.url}: left out"]
 
 
 def test_failures_are_tried_again_ever_more_slowly_with_the_newest(machine) -> None:
@@ -322,6 +326,38 @@ def test_a_url_that_cannot_work_is_an_error_before_the_run(url: str, message: st
 def test_what_is_no_url_is_wrong_use(options: tuple[str, ...]) -> None:
     done = CliRunner().invoke(main, ["launch", *options, "--", "python", "x.py"])
     assert done.exit_code == 2 and f"'{options[1]}' is no URL such as s3://bucket/run" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "resumes", "folder", "again"),
+    [
+        ((), False, "runs/run", "--store URL"),
+        (("--resume",), True, "runs/run", "--resume --store URL"),
+        (("--resume-if-any", "--run-dir", "here"), True, "here", "--resume-if-any --store URL"),
+    ],
+)
+def test_the_launcher_fetches_first_and_tells_the_other_nodes(
+    machine, tmp_path, monkeypatch, options: tuple[str, ...], resumes: bool, folder: str, again: str
+) -> None:
+    machine.checkpoint(8)
+    machine.uploads_all()
+    launched: list[LaunchSettings] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "launch", lambda settings: launched.append(settings) or 0)
+    url, other = machine.store.url, f"{machine.store.url}-2"
+    place = ("--node", "0", "--nodes", "2", "--address", "127.0.0.1", "--device", "cpu")
+
+    def invoke(*given: str) -> str:
+        done = CliRunner().invoke(main, ["launch", *place, *given, "--", "python", "x.py"])
+        assert done.exit_code == 0, done.output
+        return launched[-1].join_line
+
+    assert again.replace("URL", url) in invoke("--store", url, *options)
+    (settings,) = launched
+    assert (settings.resume, settings.store, settings.run_dir) == (resumes, url, tmp_path / folder)
+    assert len(list((tmp_path / folder).rglob("*.safetensors"))) == resumes
+    assert f"--resume {url} --store {other}" in invoke("--resume", url, "--store", other)
+    assert launched[-1].store == other
 
 
 def test_a_store_that_is_away_for_a_moment_is_read_all_the_same(monkeypatch, capsys) -> None:

@@ -43,7 +43,9 @@ parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
 parser.add_argument("--accumulate", type=int, default=1, help="batches in each step")
 parser.add_argument("--leave-at", type=int, default=-1, help="leave after so many iterations")
 parser.add_argument("--rest", type=float, default=0.0, help="seconds to sleep in each turn while it is alone")
-parser.add_argument("--once", default="", help="file that says that it has been done")
+parser.add_argument(
+    "--once", default="", help="file that says that it has been done; who is alone waits for its return"
+)
 parser.add_argument("--common", action="store_true", help="the digests are of what all workers share")
 parser.add_argument("--gradients", action="store_true", help="keep the gradients of all steps")
 options = parser.parse_args()
@@ -142,6 +144,8 @@ def do(worker: Worker) -> None:
                 shards.local(model[0].weight)[0, 0] = float("nan")
 
 
+if os.path.exists(options.once):
+    open(f"{options.once}.returned", "w").close()
 with Worker.join(model, optimizer) as worker:
     assert worker.run_dir is not None
     path = worker.run_dir / worker.name.replace("/", "-")
@@ -177,6 +181,8 @@ with Worker.join(model, optimizer) as worker:
                 norms.append(float(norm.full_tensor() if shards.is_sharded(norm) else norm))
                 optimizer.step()
                 optimizer.zero_grad()
+                while worker.world_size == 1 and options.once and not os.path.exists(f"{options.once}.returned"):
+                    time.sleep(0.02)
                 time.sleep(options.rest if worker.world_size == 1 else 0.0)
                 if struck and worker.iterations == options.at:
                     do(worker)
