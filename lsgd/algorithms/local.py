@@ -302,42 +302,26 @@ class LocalSGD(Delayed):
         """
         if self.settings.delay:
             finite = all_finite(parameters)
-        judged = not finite, not all_finite(changes), *measured
-        return Commit(partial(self._commit, group, order, changes, parameters), judged)
 
-    def _commit(
-        self,
-        group: Group,
-        order: Round,
-        changes: Flat,
-        parameters: Flat,
-        broken: float,
-        spoilt: float,
-        *measured: float,
-    ) -> None:
-        """Take the outer step and replace the model by the common one.
+        def change(broken: float, spoilt: float, *measured: float) -> None:
+            sums = [measured[start : start + SUMS] for start in range(0, len(measured), SUMS)]
+            scale = self._scale(sums, self._left_out(group))
+            found = self._outliers.judge(sums) if self._judges(group) else {}
+            self._report(found, group, order)
+            fragment = order.exchanges % len(self._fragments)
+            if spoilt:  # on all members alike
+                log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
+            elif not found:
+                self._outer_step(fragment, changes, scale)
+            if spoilt or broken or not found:
+                self._take_common(fragment, parameters, whole=bool(broken))
 
-        Args:
-            group: members in the mean.
-            order: round of the step.
-            changes: mean change of the round's fragment.
-            parameters: model to replace.
-            broken: whether it is non-finite.
-            spoilt: whether the mean change is; equal on all members.
-            measured: for each member the squared length of its change, that of the mean, and the product of both.
-        """
-        sums = [measured[start : start + SUMS] for start in range(0, len(measured), SUMS)]
-        scale = self._scale(sums, self._left_out(group))
-        found = self._outliers.judge(sums) if self._judges(group) else {}
-        self._report(found, group, order)
-        fragment = order.exchanges % len(self._fragments)
-        if spoilt:
-            log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
-        elif not found:
-            self._outer_step(fragment, changes, scale)
-        if broken:
+        return Commit(change, (not finite, not all_finite(changes), *measured))
+
+    def _take_common(self, fragment: int, parameters: Flat, *, whole: bool) -> None:
+        """Replace the model by the common one: the fragment, or the ``whole`` model if it is not finite."""
+        if whole:
             copy_all(parameters, self.common)
-        if broken or (found and not spoilt):
             return
         for x, c in self._parts(fragment, parameters, self.common):
             if self.settings.delay:
