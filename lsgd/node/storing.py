@@ -1,11 +1,13 @@
 """The store of a run, as the launcher sees it: what it does before, during and after the run."""
 
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from lsgd.errors import ConfigError
 from lsgd.node.screen import LAUNCHER, show
@@ -120,11 +122,11 @@ class Storing(threading.Thread):
                 self._pause.wait(RESTART_PAUSE_S)
 
     def finish(self, wait_s: float = WAIT_S) -> None:
-        """Wait until the store has everything, or the time is up; a signal ends the wait."""
+        """Wait until the store has everything, or the time is up; Ctrl-C or a second SIGTERM ends the wait."""
         with self._lock:
             self._ending.set()
             self._tell_end()
-        with suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt), _taking_terms(wait_s):
             self.join(min(1.0, wait_s))
             if self.is_alive():
                 _show(f"{LAUNCHER}waiting up to {wait_s:g} s until {self.url} has the rest; Ctrl-C ends the wait")
@@ -172,6 +174,25 @@ class Storing(threading.Thread):
     def _say(self, text: str) -> None:
         append_line(self._log, text)
         self.show(f"{PREFIX}{text}")
+
+
+@contextmanager
+def _taking_terms(wait_s: float) -> Iterator[None]:
+    """Take SIGTERM for a notice that time is short: the first changes nothing, the second interrupts."""
+    terms = 0
+
+    def take(number: int, frame: FrameType | None) -> None:
+        nonlocal terms
+        terms += 1
+        if terms > 1:
+            raise KeyboardInterrupt
+        _show(f"{LAUNCHER}SIGTERM: still waiting up to {wait_s:g} s for the store; a second one ends the wait")
+
+    before = signal.signal(signal.SIGTERM, take)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show(line: str) -> None:

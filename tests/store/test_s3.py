@@ -210,7 +210,7 @@ def test_an_upload_that_is_cut_counts_only_when_it_is_whole(server, link, upload
     assert f"s3://{BUCKET}/cut has the results and the newest checkpoints" in capfd.readouterr().out
 
 
-def test_a_link_that_freezes_is_given_up_and_tried_anew(server, link, uploading, tmp_path, capfd) -> None:
+def test_a_link_that_freezes_is_given_up_and_tried_anew(server, link, uploading, tmp_path, monkeypatch) -> None:
     name, _ = checkpoint(tmp_path, 8, 100_000)
     link.mode = "freeze"
     store, lines = uploading("frozen", "--stalled-s", "1.5")
@@ -220,10 +220,20 @@ def test_a_link_that_freezes_is_given_up_and_tried_anew(server, link, uploading,
     until(lambda: f"{name}.json" in server.names("frozen"), "the manifest is there")
     link.mode = "freeze"
     checkpoint(tmp_path, 16, 100_000)
-    store.finish(wait_s=0.1)
-    told = capfd.readouterr().out
-    assert "waiting up to 0.1 s until s3://bucket/frozen has the rest; Ctrl-C ends the wait" in told
-    assert f"s3://bucket/frozen lacks files of this run, which are in {tmp_path}; see" in told
+    told: list[str] = []
+
+    def hear(line: str) -> None:
+        told.append(line)
+        if "waiting" in line:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(storing, "_show", hear)
+    store.finish(wait_s=300.0)
+    waits, goes_on, lacks = told
+    assert waits == "[launch] waiting up to 300 s until s3://bucket/frozen has the rest; Ctrl-C ends the wait"
+    assert goes_on == "[launch] SIGTERM: still waiting up to 300 s for the store; a second one ends the wait"
+    assert f"s3://bucket/frozen lacks files of this run, which are in {tmp_path}; see" in lacks
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 TRAIN = """
