@@ -36,5 +36,5 @@ with LsgdLoop(accelerator, model, optimizer, loader) as lsgd:
                 optimizer.step()
                 optimizer.zero_grad()
             lsgd.report(loss)
-if lsgd.worker.rank == 0:
+if lsgd.worker.first:
     model.save_pretrained("accelerate-model")

@@ -54,7 +54,7 @@ def main() -> None:
                 optimizer.step()
                 worker.report(loss)
                 progress.show(loss)
-        if worker.rank == 0:
+        if worker.first:
             write_results(worker, model, test)
 
 

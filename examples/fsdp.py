@@ -62,6 +62,6 @@ with lsgd.Worker.join(model, optimizer) as worker:
         final = model(unseen.to(device)).item()
     if worker.is_head:
         print(f"{worker.name}: loss {final:.3f} on unseen text", flush=True)
-    if worker.rank == 0:
+    if worker.first:
         worker.save()  # all processes of the island call it, and the head writes
 dist.destroy_process_group()

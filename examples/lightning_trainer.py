@@ -54,5 +54,5 @@ trainer = lightning.Trainer(
     max_steps=400, accelerator="cpu", callbacks=[lsgd], logger=False, enable_checkpointing=False
 )
 trainer.fit(model, DataLoader(data, batch_size=32, shuffle=True))
-if lsgd.rank == 0:
+if lsgd.first:
     trainer.save_checkpoint("lightning-model.ckpt")

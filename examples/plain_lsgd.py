@@ -26,5 +26,5 @@ def train(worker, loader):
 
 with Worker.join(model, optimizer) as worker:
     train(worker, worker.loader(data, batch_size=64))
-    if worker.rank == 0:
+    if worker.first:
         torch.save(model.state_dict(), "model.pt")

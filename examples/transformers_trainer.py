@@ -40,5 +40,5 @@ lsgd = LsgdCallback()
 optimizers = (muon(model, lr=6e-3), None)  # the Trainer makes the schedule
 trainer = Trainer(model, arguments, train_dataset=data, data_collator=batch, callbacks=[lsgd], optimizers=optimizers)
 trainer.train()
-if lsgd.rank == 0:
+if lsgd.first:
     trainer.save_model("transformers-model")

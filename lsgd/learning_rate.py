@@ -75,9 +75,13 @@ class RateSchedules:
     """
 
     def __init__(
-        self, progress: Callable[[], float], optimizers: Sequence[torch.optim.Optimizer], *, endless: bool = False
+        self,
+        progress: Callable[[], float],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        has_end: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._progress, self._optimizers, self._endless = progress, optimizers, endless
+        self._progress, self._optimizers, self._has_end = progress, optimizers, has_end
         self._factors: dict[torch.optim.Optimizer, Callable[[float], float]] = {}
 
     def add(self, optimizers: Sequence[torch.optim.Optimizer], kind: str, warmup: float, decay: float) -> None:
@@ -86,10 +90,11 @@ class RateSchedules:
         Raises ConfigError if an argument is wrong, the plan has no end, or an optimizer did not join.
         """
         check(kind, warmup, decay)
-        if self._endless:
+        if not self._has_end():
             raise ConfigError(
                 "worker.schedule needs a run with an end, but the plan has neither iterations nor seconds; add "
-                "--iterations or --seconds to lsgd-server --global, or one of them to the plan file"
+                "--iterations or --seconds to lsgd-server --global, or one of them to the plan file; or say how many "
+                "steps the script's own loop makes: worker.steps = N"
             )
         if any(optimizer not in self._optimizers for optimizer in optimizers):
             raise ConfigError(

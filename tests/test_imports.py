@@ -35,10 +35,11 @@ LAYERS = (
     "client/checkpoint",
     "client/iteration",
     "client/worker client/optimizer",
+    "client/wrap",
     "integrations",
     "cli",
     "server/cli",
-    "client/__init__ client/__main__ server/__main__",
+    "client/__init__ client/__main__ server/__main__ __init__",
     "examples",
 )
 """From the ground up. Those in one line do not import one another, but for a folder its own modules."""

@@ -271,44 +271,25 @@ class LocalSGD(Delayed):
         """
         if self.settings.delay:
             finite = all_finite(parameters)
-        judged = not finite, not all_finite(changes), *squares
-        return Commit(partial(self._commit, order, changes, group.size, parameters), judged)
 
-    def _commit(
-        self,
-        order: Round,
-        changes: Flat,
-        members: int,
-        parameters: Flat,
-        broken: float,
-        spoilt: float,
-        own: float,
-        mean: float,
-    ) -> None:
-        """Take the outer step and replace the model by the common one.
+        def change(broken: float, spoilt: float, own: float, mean: float) -> None:
+            fragment = order.exchanges % len(self._fragments)
+            if spoilt:  # on all members alike
+                log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
+            else:
+                self._outer_step(fragment, changes, _factor(own, mean, group.size) if self.settings.rescale else 1.0)
+            self._take_common(fragment, parameters, whole=bool(broken))
 
-        Args:
-            order: round of the step.
-            changes: mean change of the round's fragment.
-            members: number of the members in the mean.
-            parameters: model to replace.
-            broken: whether it is non-finite.
-            spoilt: whether the mean change is; equal on all members.
-            own: squared lengths of the members' own changes, added up.
-            mean: squared length of the mean change, once for each member.
-        """
-        settings = self.settings
-        fragment = order.exchanges % len(self._fragments)
-        if spoilt:
-            log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
-        else:
-            self._outer_step(fragment, changes, _factor(own, mean, members) if settings.rescale else 1.0)
-        if broken:
+        return Commit(change, (not finite, not all_finite(changes), *squares))
+
+    def _take_common(self, fragment: int, parameters: Flat, *, whole: bool) -> None:
+        """Replace the model by the common one: the fragment, or the ``whole`` model if it is not finite."""
+        if whole:
             copy_all(parameters, self.common)
             return
         for x, c in self._parts(fragment, parameters, self.common):
-            if settings.delay:
-                x.lerp_(c.to(x.dtype), 1 - settings.keep)
+            if self.settings.delay:
+                x.lerp_(c.to(x.dtype), 1 - self.settings.keep)
             else:
                 x.copy_(c)
 

@@ -93,6 +93,11 @@ def _in_words(devices: int, processes: int) -> str:
     show_default=True,
     help="Processes per worker, which share its model: the script shards it over them (FSDP2).",
 )
+@click.option(
+    "--torchrun",
+    is_flag=True,
+    help="Set torchrun's variables, so that each worker's script can call init_process_group and use DDP as it is.",
+)
 @click.option("--device", default="auto", show_default=True, shell_complete=options.devices, help=DEVICE_HELP)
 @options.plan(help="The plan, a TOML file (node 0's).")
 @click.option(
@@ -148,6 +153,7 @@ def launch_command(
     port: int | None,
     workers: int | None,
     processes_per_worker: int,
+    torchrun: bool,
     device: str,
     plan_path: Path | None,
     run_dir: Path | None,
@@ -205,6 +211,7 @@ def launch_command(
     again += f" --store {store}" * bool(store)
     if processes_per_worker > 1:
         again += f" --processes-per-worker {processes_per_worker}"
+    again += " --torchrun" * torchrun
     node_options = f"--nodes {place.nodes} --address {place.address} --port {port}{again}"
     join_line = join_line or f"lsgd launch --node NODE {node_options} -- {shlex.join(command)}"
     settings = LaunchSettings(
@@ -221,6 +228,7 @@ def launch_command(
         dashboard=dashboard,
         plain=plain,
         processes=processes_per_worker,
+        torchrun=torchrun,
         store=store,
     )
     sys.exit(launch(settings))

@@ -5,12 +5,19 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from lsgd.errors import ConfigError, LsgdError
 
@@ -50,6 +57,7 @@ class ShardSampler(Sampler[int]):
         self.consumed = 0  # samples of this epoch trained on
         self.dealt_for = place()  # rank and world size of this epoch's shard
         self._skip = 0
+        self._through = -1  # the last epoch of which all indices were drawn
 
     def shard(self) -> Tensor:
         """Return the indices of this worker's shard in the order of the current epoch."""
@@ -61,11 +69,19 @@ class ShardSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         skip, self._skip = self._skip, 0
-        if self.consumed > skip:  # an epoch left early is over: the next one has another order
+        # An epoch left early is over, and so is one that nobody counts: the next one has another order.
+        if self.consumed > skip or self._through == self.epoch:
             self.epoch += 1
         self.consumed = skip
         self.dealt_for = self.place()
-        return iter(self.shard()[skip:].tolist())
+        return self._draw(self.shard()[skip:].tolist(), self.epoch)
+
+    def _draw(self, indices: list[int], epoch: int) -> Iterator[int]:
+        yield from indices
+        self._through = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing, for scripts that call it on torch's DistributedSampler: epochs are counted here."""
 
     def __len__(self) -> int:
         """Samples of the next pass."""
@@ -83,7 +99,7 @@ class ShardSampler(Sampler[int]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from a :meth:`state_dict`: the next pass is the rest of that epoch."""
-        self.epoch, self.seed = state["epoch"], state["seed"]
+        self.epoch, self.seed, self._through = state["epoch"], state["seed"], -1
         self.consumed = self._skip = state["consumed"]
 
 
@@ -180,8 +196,65 @@ def peek(batches: Iterator[T]) -> tuple[list[T], Iterator[T]]:
     return first, chain(first, batches)
 
 
+class Pass(Generic[T]):
+    """One pass over a loader, as an iterable with the loader's length."""
+
+    def __init__(self, loader: object, begin: Callable[[], Iterator[T]]) -> None:
+        self._loader, self._begin = loader, begin
+
+    def __iter__(self) -> Iterator[T]:
+        return self._begin()
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+
+class EveryNth(Sampler[Any]):
+    """Every n-th of what a sampler yields, from this worker's rank on: an index, or a batch of indices."""
+
+    def __init__(self, sampler: Any, place: Callable[[], tuple[int, int]]) -> None:
+        self._sampler, self._place = sampler, place
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, size = self._place()
+        return islice(iter(self._sampler), rank, len(self) * size + rank, size)
+
+    def __len__(self) -> int:
+        return len(self._sampler) // self._place()[1]  # the same on all workers
+
+
+KEPT_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "in_order"),
+)
+"""What a sharded DataLoader takes over from the one that it replaces, beside its batches."""
+
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of a DataLoader, but for its data and samplers."""
+    kept = {name: getattr(loader, name) for name in KEPT_OPTIONS if hasattr(loader, name)}
+    return kept | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+
+
+def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], processes: int = 1) -> DataLoader[T]:
+    """Return a DataLoader of a worker's shard of another one's dataset.
+
+    Raises:
+        ConfigError: the dataset is too small.
+    """
+    options, sampler = options_of(loader), loader.sampler
+    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
+        return DataLoader(loader.dataset, batch_sampler=EveryNth(loader.batch_sampler, place), **options)
+    if isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler):
+        shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
+        seed = getattr(sampler, "seed", 0)
+        return shard_loader(loader.dataset, place, seed, shuffle, options, processes)
+    return DataLoader(loader.dataset, sampler=EveryNth(sampler, place), **options)
+
+
 class FirstData:
-    """Lets the servers compare the workers' first batches, if lsgd does not shard the data, and looks whether any come.
+    """Lets the servers compare first batches, or first inputs, where lsgd does not shard the data; looks if any come.
 
     Raises:
         LsgdError: two passes in a row had no batch, so that the script would begin passes forever.
@@ -195,11 +268,9 @@ class FirstData:
         """Return an iterator over a loader; at the first call, send the digest if lsgd does not shard the data."""
         source = iter(loader)
         if self._tell is not None and not isinstance(loader, ShardLoader):
-            tell, self._tell = self._tell, None
             warn_if_unsharded(loader, world_size)
             first, source = peek(source)
-            if found := digest(first):
-                tell(found)
+            self.tell(first)
         return self._not_empty(source)
 
     def _not_empty(self, source: Iterator[T]) -> Iterator[T]:
@@ -211,6 +282,16 @@ class FirstData:
                 "pass an object whose __iter__ begins again, or call worker.leave() after the last pass"
             )
         yield from source
+
+    def tell(self, batch: object) -> None:
+        """At the first call, send the digest of a batch, unless lsgd shards the data."""
+        tell, self._tell = self._tell, None
+        if tell is not None and (found := digest(batch)):
+            tell(found)
+
+    def is_sharded(self) -> None:
+        """Compare nothing: lsgd shards the data."""
+        self._tell = None
 
 
 def warn_if_unsharded(loader: object, world_size: int) -> None:

@@ -30,8 +30,8 @@ def check_stream(data: object) -> None:
     """Raise ConfigError unless data is a stream."""
     if not is_stream(data):
         raise ConfigError(
-            f"shard() deals streams, and a {type(data).__name__} is none: for a dataset with a length, use "
-            f"worker.loader(dataset, batch_size=...)"
+            f"shard() takes a DataLoader or a stream, and a {type(data).__name__} is none: for a dataset with a "
+            f"length, use worker.loader(dataset, batch_size=...)"
         )
 
 

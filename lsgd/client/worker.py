@@ -9,34 +9,33 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model, save_to_store
-from lsgd.client.control.closing import on_error
+from lsgd.client.control.closing import CodedError, exit_at_once, exit_for, leave_on_errors, on_error
 from lsgd.client.control.identity import Identity, identify
 from lsgd.client.control.island import Island, island_of
 from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
 from lsgd.client.iteration.replica import Replica
-from lsgd.client.iteration.reports import Timings
+from lsgd.client.iteration.reports import Timings, numbers_of
 from lsgd.client.iteration.steps import Steps
 from lsgd.client.streams import Part, StreamLoader, is_stream
 from lsgd.errors import (
+    ConfigError,
     ExchangeError,
     JoinError,
     LsgdError,
     NoConsensusError,
-    NonFiniteError,
-    NotTrainedError,
     ServerLostError,
 )
 from lsgd.flat import FlatParameters
-from lsgd.protocol.messages import LOOP_ENDED, Data, Leave, Left, Status, StatusQuery
+from lsgd.protocol.messages import LOOP_ENDED, MAX_LOGGED, Data, Leave, Left, Status, StatusQuery
 from lsgd.run_folder import CHECKPOINTS
 from lsgd.settings import AlgorithmSettings
 from lsgd.shards import full_state_dict
@@ -44,10 +43,10 @@ from lsgd.store.objects import is_url
 
 logger = logging.getLogger("lsgd")
 
-_EndingError = ServerLostError | JoinError | NoConsensusError | NotTrainedError
-"""What ends a script that does not handle it with an exit code of its own."""
-
 T = TypeVar("T")
+
+FINISH_WITHIN_S = 86_400.0
+"""How long a worker that has finished waits for the others by default, in seconds."""
 
 
 class Worker:
@@ -69,10 +68,12 @@ class Worker:
     A step in which an optimizer steps is an iteration. Other steps (micro-batches of gradient accumulation, steps
     that GradScaler skips) need no iteration and do not count.
 
-    A loop that is not a ``for`` over batches uses :meth:`begin_step` and :meth:`end_step`.
+    A loop that is not a ``for`` over batches uses :meth:`begin_step` and :meth:`end_step`, and a script that is to stay
+    as it is :func:`lsgd.wrap`, which calls them by hooks.
 
-    If the run ended with a non-finite model, the end of the ``with`` block leaves the run, names the tensors, and
-    ends the process with exit code 65 (:class:`lsgd.errors.NonFiniteError`).
+    If the run ended with a non-finite model, the end of the ``with`` block (or :meth:`finish`, or the end of the
+    script) leaves the run, names the tensors, and ends the process with exit code 65
+    (:class:`lsgd.errors.NonFiniteError`).
     """
 
     def __init__(self, membership: Membership, replica: Replica, steps: Steps, checkpoints: Checkpoints) -> None:
@@ -83,6 +84,7 @@ class Worker:
         self._replica = replica
         self._steps, self._checkpoints, self._open = steps, checkpoints, True
         self._data = loaders.FirstData(lambda digest: self._channel.send(Data(*membership.who, digest)))
+        leave_on_errors(self)
         self._parts = weakref.WeakSet[Part]()
         atexit.register(_leave_at_exit, weakref.ref(self))
 
@@ -95,6 +97,7 @@ class Worker:
         timeout_s: float = 600.0,
         checkpoint_dir: Path | None = None,
         extra: Mapping[str, Stateful] | None = None,
+        step: int = 0,
         identity: Identity | None = None,
     ) -> Self:
         """Join the run of this machine's local server, and return when all expected workers have joined.
@@ -111,6 +114,7 @@ class Worker:
             checkpoint_dir: folder for this run's checkpoints. None: ``checkpoints`` in :attr:`run_dir`, if that is set.
             extra: objects to checkpoint by name, with ``state_dict`` and ``load_state_dict``, such as a GradScaler.
                 If the run resumes (``LSGD_RESUME``), this call restores them, like the model and the optimizers.
+            step: iteration at which the script's own loop begins, if it has resumed by itself; see :attr:`step`.
             identity: this worker's place in the run, instead of the variables: several workers can so join as
                 threads of one process. None: :func:`lsgd.client.control.identity.identify`.
 
@@ -129,7 +133,7 @@ class Worker:
                 checkpoint_dir = identity.run_dir / CHECKPOINTS
             checkpoints = Checkpoints(model, optimizers, extra or {}, checkpoint_dir, identity.resume, island)
             checkpoints.restarted = identity.restarted
-            membership = join_run(model, identity, timeout_s, checkpoints.load, island)
+            membership = join_run(model, identity, timeout_s, checkpoints.load, island, step)
             checkpoints.start(membership.welcome.run)
             flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
             replica = Replica(membership, flat, model, optimizers, checkpoints)
@@ -156,6 +160,41 @@ class Worker:
     def world_size(self) -> int:
         """Members of the current generation; before the first round, those expected in it."""
         return self._steps.rounds.world_size
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker saves for all: ``if worker.first: save()``.
+
+        It is true for exactly one worker, in all processes of its island, from the join on. Only if that worker is gone
+        for good when the run's last round makes the consensus, rank 0 of that round takes its place.
+        """
+        members = self._steps.rounds.final_members
+        gone = bool(members) and self._membership.welcome.first not in members
+        return members[0] == self.name if gone else self._membership.welcome.first == self.name
+
+    @property
+    def steps(self) -> int:
+        """Length of the script's own loop in iterations; 0: it has none, and the plan ends the run.
+
+        A run whose plan has no end has as many iterations as the loops of its workers together. Set it before the
+        first step: an epoch's length may depend on the number of workers.
+        """
+        return self._steps.rounds.grants.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        check_steps(steps)
+        self._steps.rounds.grants.steps = int(steps)
+        self._steps.rounds.grants.progress.expect(int(steps))
+
+    @property
+    def step(self) -> int:
+        """Place of this worker in its script's own loop: iterations before the join, and those since.
+
+        It is 0 in a new run, or what the join was told. A worker that resumes from a checkpoint of lsgd, joins later or
+        is started again begins where the others are: ``for step in range(worker.step, max_steps)``.
+        """
+        return self._membership.welcome.step + self._steps.rounds.grants.done
 
     @property
     def progress(self) -> float:
@@ -229,20 +268,32 @@ class Worker:
         loader = loaders.shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._checkpoints.attend(loader)
 
-    def shard(self, stream: Iterable[Any]) -> Part:
-        """Return this worker's part of a stream, for a loader of your own or for :meth:`batches`.
+    def shard(self, data: Iterable[Any]) -> Any:
+        """Return this worker's part of data: of a DataLoader one like it, of a stream a stream.
 
-        Each pass divides the stream anew, by the members of that time. Streams of ``datasets`` and webdataset are
+        A DataLoader of a dataset with a length gets this worker's shard, and its length, as from :meth:`loader`, if it
+        draws at random, in order, or by torch's DistributedSampler. Of any other sampler, or batch sampler, each
+        worker takes every n-th index, or batch.
+
+        Each pass divides a stream anew, by the members of that time. Streams of ``datasets`` and webdataset are
         divided by files where these suffice. Of any other, each worker reads all and takes every n-th element, and a
         change of members counts at once. Checkpoints have its place, if nothing reads ahead; see :meth:`attend`.
 
         Args:
-            stream: iterable, the same on all workers: shuffled with the same seed, if at all.
+            data: DataLoader or stream, the same on all workers; a stream shuffled with the same seed, if at all.
 
         Raises:
-            ConfigError: it is no stream.
+            ConfigError: it is neither, or a dataset has fewer samples than workers.
         """
-        return self._checkpoints.attend(self._part(stream))
+        if not isinstance(data, DataLoader):
+            return self._checkpoints.attend(self._part(data))
+        island = self._membership.island
+        if is_stream(data.dataset):
+            stream, agree = self._part(data.dataset), partial(_all_have_a_batch, island)
+            return self._checkpoints.attend(StreamLoader(stream, agree, loaders.options_of(data)))
+        self._data.is_sharded()
+        shard = loaders.shard_of(data, partial(_place, weakref.ref(self)), island.size)
+        return self._checkpoints.attend(shard) if isinstance(shard, loaders.ShardLoader) else shard
 
     def attend(self, name: str, thing: Stateful) -> None:
         """Save an object in checkpoints from now on; if the run resumes, restore it at once. As ``extra`` of the join.
@@ -261,12 +312,12 @@ class Worker:
         self._parts.add(part)
         return part
 
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the loader's batches, each in its own step (:meth:`begin_step`, :meth:`end_step`).
+    def batches(self, loader: Iterable[T]) -> "loaders.Pass[T]":
+        """Return an iterable over the loader's batches, each in its own step (:meth:`begin_step`, :meth:`end_step`).
 
-        Ends with the loader, or for good when the run stops; then no drawn batch is wasted. Rounds change the model
-        between iterations only. After the last batch the worker asks for no iteration, because the script may pause
-        between two passes.
+        Its length is the loader's, but it ends for good when the run stops; then no drawn batch is wasted. Rounds
+        change the model between iterations only. After the last batch the worker asks for no iteration, because the
+        script may pause between two passes.
 
         Raises:
             DetachedError: a parameter was replaced, or taken from its optimizer, since the join.
@@ -278,6 +329,9 @@ class Worker:
         Before the last two are raised, this worker's state is saved. If the script does not handle the last four,
         the end of the ``with`` block ends the process with that exit code.
         """
+        return loaders.Pass(loader, lambda: self._steps_over(loader))
+
+    def _steps_over(self, loader: Iterable[T]) -> Iterator[T]:
         if self.stopped:
             return
         self._check_open()
@@ -335,6 +389,10 @@ class Worker:
         if loss is not None:
             self.report(loss)
         return self._steps.end()
+
+    def close_step(self) -> None:
+        """End a step, after the optimizer's, and leave it to :meth:`begin_step` to get the next iteration."""
+        self._steps.close_step()
 
     def schedule(
         self,
@@ -412,6 +470,33 @@ class Worker:
         self._steps.pause()
         yield
 
+    def mean(self, numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Return the mean of each number over all workers that train, the same on all of them.
+
+        Each worker calls it, with the same names, in the same order as its other calls: in each one's next call they
+        meet. Until the last one has come, it takes part in rounds, and the log says whom it waits for. Workers that
+        have finished, left or died do not count. For best-of saves, plateau schedules and early stopping::
+
+            if worker.mean({"val": evaluate(model)})["val"] < best and worker.first: ...
+
+        After the end of the run it returns this worker's numbers.
+
+        Args:
+            numbers: at most 32, with names as in :meth:`log`; NaN makes the mean NaN.
+
+        Raises:
+            ConfigError: a name or a number is invalid, or there are too many.
+            LsgdError: another worker makes another call; otherwise as batches().
+        """
+        own = numbers_of(numbers, "mean")
+        if len(own) > MAX_LOGGED:
+            raise ConfigError(f"mean() takes at most {MAX_LOGGED} numbers, not {len(own)}: call it several times")
+        return own if self.stopped or not self._open else self._steps.meet(own)
+
+    def barrier(self) -> None:
+        """Wait, as in :meth:`mean`, until all workers that train call it, too."""
+        self.mean({})
+
     def status(self) -> dict[str, Any]:
         """Return the state of the whole run, from the global server; docs/guides/monitoring.md lists the keys.
 
@@ -435,7 +520,7 @@ class Worker:
         """Write the whole model (after the run, the consensus) to a folder as safetensors files; return their paths.
 
         They have the names that Hugging Face's libraries expect: ``model.safetensors``, or several files and an index.
-        Tied parameters are written once, under their first name. One worker saves: ``if worker.rank == 0``. In an
+        Tied parameters are written once, under their first name. One worker saves: ``if worker.first``. In an
         island all processes call it, and the head writes.
 
         Args:
@@ -473,6 +558,41 @@ class Worker:
             self._end(reason="it has completed its last round")
         return self._steps.rounds.has_consensus
 
+    def finish(self, *, timeout_s: float = FINISH_WITHIN_S) -> bool:
+        """End this script's own loop: wait until those of the other workers end, and leave the run with its consensus.
+
+        The others continue without this worker, whose last iterations the next global round takes in. Those that die
+        or hang are not waited for beyond the servers' deadlines. Then all hold the same model.
+
+        Args:
+            timeout_s: longest wait for the others.
+
+        Returns:
+            Whether the model is the run's consensus.
+
+        Raises:
+            As :meth:`batches`; if the consensus is not finite, the process ends with exit code 65.
+        """
+        self._steps.rounds.grants.wait_s = timeout_s
+        if self._open and not self.stopped:
+            try:
+                self._steps.finish(waits=True)
+            except NoConsensusError:
+                raise
+            except ExchangeError as error:
+                logger.error("%s leaves without the run's consensus: %s", self.name, error)
+        looks = self._open or self._membership.island.size == 1
+        broken = self._checkpoints.non_finite_error() if looks and self.stopped else None
+        self._end(reason="" if self.has_consensus else "it waited for the others for too long")
+        if broken is not None:
+            exit_for(broken, self.name)
+        return self.has_consensus
+
+    @property
+    def has_consensus(self) -> bool:
+        """Whether the run has ended, and the model is its consensus."""
+        return self._steps.rounds.has_consensus
+
     def _end(self, *, failed: bool = False, reason: str = "") -> None:
         """Tell the servers once that this worker leaves; unused grants go back."""
         if not self._open:
@@ -505,20 +625,34 @@ class Worker:
         looks = error is None and self.stopped and (self._open or self._membership.island.size == 1)
         broken = self._checkpoints.non_finite_error() if looks else None
         self._end(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
-        if isinstance(error, _EndingError):
-            self._exit(error)
+        if isinstance(error, CodedError):
+            exit_for(error, self.name)
         if broken is not None:
-            self._exit(broken)
+            exit_for(broken, self.name)
 
-    def _exit(self, error: _EndingError | NonFiniteError) -> NoReturn:
-        logger.error("%s ends with exit code %d: %s", self.name, error.exit_code, error)
-        raise SystemExit(error.exit_code) from error
+    def fails(self, error: BaseException) -> None:
+        """Leave the run because the script ends with an error; nothing does so after an orderly end."""
+        self._end(failed=True, reason=f"{type(error).__name__}: {error}")
+
+    def at_exit(self) -> None:
+        """Leave the run when the script ends without having done so; a model that is not finite sets the exit code."""
+        looks = self._open and self.stopped and self._membership.island.size == 1
+        broken = self._checkpoints.non_finite_error() if looks else None
+        self._end(reason="its process ended")
+        if broken is not None:
+            exit_at_once(broken, self.name)
 
     def _check_open(self) -> None:
         if not self._open:
             calls = "batches(), begin_step(), status() and the save() of an island"
             where = f"{calls} belong inside the with block of Worker.join, before leave()"
             raise LsgdError(f"{self.name} has left the run; {where}")
+
+
+def check_steps(steps: int) -> None:
+    """Raise a ConfigError if a number cannot be the length of a script's own loop."""
+    if steps < 0:
+        raise ConfigError(f"steps = {steps}: the length of the script's own loop in iterations is 0 or more")
 
 
 def _place(me: "weakref.ref[Worker]") -> tuple[int, int]:
@@ -537,4 +671,4 @@ def _leave_at_exit(me: "weakref.ref[Worker]") -> None:
     """Leave when a script ends without ending a ``with`` block."""
     worker = me()
     if worker is not None:
-        worker._end(reason="its process ended")
+        worker.at_exit()

@@ -30,7 +30,7 @@ class LsgdCallback(Integration, Callback):
     ``min_epochs``; the module is then the consensus. If the Trainer stops first, the worker leaves.
 
     Each worker draws its shard of the training data. It is paused while the Trainer validates or saves. Only one
-    worker saves, and only rank 0 logs.
+    worker saves, and only the first logs.
 
     Args:
         shard: whether to deal the training data to the workers; False if each has its own data.
@@ -57,8 +57,13 @@ class LsgdCallback(Integration, Callback):
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the run, 0 before training: ``if callback.rank == 0: trainer.save_checkpoint(...)``."""
+        """This worker's rank in the run, 0 before training."""
         return self._place()[0]
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker saves for all, ``if callback.first: trainer.save_checkpoint(...)``; at first true."""
+        return self._worker is None or self._worker.first
 
     # -- the hooks of a Trainer, in their order ----------------------------------------------------------------
 
@@ -78,8 +83,8 @@ class LsgdCallback(Integration, Callback):
                 iter(trainer.fit_loop._data_fetcher)  # its processes have already prefetched
         self._in_step = self._away = self._closed = False
         worker = self._join(pl_module, trainer.optimizers)
-        rank_zero_only.rank = worker.rank
-        if worker.rank != 0 and trainer.progress_bar_callback is not None:
+        rank_zero_only.rank = 0 if worker.first else max(1, worker.rank)
+        if not worker.first and trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.disable()
         if not isinstance(trainer.strategy.checkpoint_io, _OneSaves):
             trainer.strategy.checkpoint_io = _OneSaves(trainer.strategy.checkpoint_io, self)
@@ -106,14 +111,14 @@ class LsgdCallback(Integration, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report the loss, and log the run's state on rank 0; the next batch, or a pause before it, ends the step."""
+        """Report the loss; the first worker logs the run's state. The next batch, or a pause, ends the step."""
         worker = self.worker
         self._muted.close()
         self._consume()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):  # of a micro-batch: its share of the step's
             worker.report(loss.detach() * (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1))
-        if trainer.loggers and worker.rank == 0 and trainer.global_step % trainer.log_every_n_steps == 0:
+        if trainer.loggers and worker.first and trainer.global_step % trainer.log_every_n_steps == 0:
             self._log(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,7 +135,7 @@ class LsgdCallback(Integration, Callback):
         """Leave the run."""
         worker = self.worker
         worker.leave()
-        if worker.rank == 0:
+        if worker.first:
             self._log(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -167,7 +172,7 @@ class LsgdCallback(Integration, Callback):
     def saves(self) -> bool:
         """Whether this worker is the one that saves; if so, pause it."""
         if self._worker is None or self._closed:
-            return self.rank == 0
+            return self.first
         if not is_saver(self._worker):
             return False
         self._pause()

@@ -88,9 +88,9 @@ class Integration:
 
 
 def is_saver(worker: Worker) -> bool:
-    """Whether this worker is the one that saves: rank 0 at the end, before that the first that has not left the run."""
+    """Whether this worker saves: at the end ``worker.first``, before that the first that has not left the run."""
     if worker.stopped:
-        return worker.rank == 0
+        return worker.first
     # Not rank 0: while a worker pauses, the others' ranks do not count it.
     members = [each["worker"] for each in worker.status()["members"] if each["state"] != "left"]
     return worker.name in members[:1]

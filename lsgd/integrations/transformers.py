@@ -34,8 +34,8 @@ class LsgdCallback(Integration, TrainerCallback):
     worker leaves.
 
     Each worker draws its shard of the training data. The Trainer's learning-rate schedule follows the run. The worker
-    is paused while the Trainer evaluates or saves, and only rank 0 saves. At the end, the Trainer evaluates and saves
-    the consensus, if it evaluates and saves at all.
+    is paused while the Trainer evaluates or saves, and only the first one saves. At the end, the Trainer evaluates and
+    saves the consensus, if it evaluates and saves at all.
 
     It may be used in a ``with`` statement around ``train()``: then the run learns of an exception there, and lsgd's
     errors end the process with the exit codes of ``with Worker.join(...)``.
@@ -65,8 +65,13 @@ class LsgdCallback(Integration, TrainerCallback):
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the run, 0 before training: ``if callback.rank == 0: trainer.save_model()``."""
+        """This worker's rank in the run, 0 before training."""
         return self._place()[0]
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker saves for all; true before training: ``if callback.first: trainer.save_model()``."""
+        return self._worker is None or self._worker.first
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +116,7 @@ class LsgdCallback(Integration, TrainerCallback):
             model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
         self._save_strategy = args.save_strategy
-        state.is_world_process_zero = worker.rank == 0  # has the progress bar; later, that must not change
+        state.is_world_process_zero = worker.first  # has the progress bar; later, that must not change
         say_who_ends(worker, state.max_steps, "max_steps, or num_train_epochs")
         if not isinstance(lr_scheduler, LambdaLR):
             logger.warning(
@@ -178,18 +183,18 @@ class LsgdCallback(Integration, TrainerCallback):
         if self._at_end is not None:
             model.load_state_dict(self._at_end, strict=False)
             self._at_end = None
-        self._let_save(args, worker.rank == 0)
+        self._let_save(args, worker.first)
         control.should_evaluate = args.eval_strategy != "no"
         control.should_save = args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, Any], **_: Any
     ) -> None:
-        """Add the run's state to rank 0's logs; report the loss if the model does not return it."""
+        """Add the run's state to the first worker's logs; report the loss if the model does not return it."""
         worker = self._joined
         if "loss" in logs and not self._has_losses:
             worker.report(logs["loss"])
-        if worker.rank != 0 or not {"loss", "train_loss"} & logs.keys():
+        if not worker.first or not {"loss", "train_loss"} & logs.keys():
             return
         more = state_of_run(worker)
         logs |= more

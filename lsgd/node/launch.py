@@ -2,7 +2,8 @@
 
 This process is the node's local server. It starts the workers and, on node 0, the global server. The workers learn
 who they are from variables: ``LSGD_LOCAL`` (the local server's address), ``LSGD_NODE``, ``LSGD_LOCAL_RANK``,
-``LSGD_DEVICE``, ``LSGD_RUN_DIR``, and ``LSGD_RESUME`` for a resumed run. A worker of several processes has a parent
+``LSGD_RANK`` and ``LSGD_WORKERS`` (as if all nodes had as many workers), ``LSGD_DEVICE``, ``LSGD_RUN_DIR``, and
+``LSGD_RESUME`` for a resumed run. A worker of several processes has a parent
 process (:mod:`lsgd.node.island`), so each worker is one process here.
 """
 
@@ -73,6 +74,7 @@ class LaunchSettings:
         dashboard: port of the run's page, on node 0; 0: any; None: no page.
         plain: whether to print lines only, even on a terminal.
         processes: number of processes per worker; several share a model that the script shards.
+        torchrun: whether a single process, too, gets torchrun's variables.
         store: URL to which this node's files are uploaded; empty: none.
     """
 
@@ -89,6 +91,7 @@ class LaunchSettings:
     dashboard: int | None = None
     plain: bool = False
     processes: int = 1
+    torchrun: bool = False
     store: str = ""
 
     @property
@@ -312,6 +315,8 @@ def _workers(settings: LaunchSettings, local: str, environ: Mapping[str, str]) -
             "LSGD_LOCAL": local,
             "LSGD_NODE": str(node),
             "LSGD_LOCAL_RANK": str(index),
+            "LSGD_RANK": str(node * settings.workers + index),
+            "LSGD_WORKERS": str(settings.place.nodes * settings.workers),
             "LSGD_RUN_DIR": str(settings.run_dir),
             "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads),
         }
@@ -336,7 +341,7 @@ def _workers(settings: LaunchSettings, local: str, environ: Mapping[str, str]) -
 def _worker(settings: LaunchSettings, index: int) -> tuple[Sequence[str], dict[str, str]]:
     """Return the arguments of a worker's command, and the variables with its devices."""
     devices = settings.devices[index * settings.processes : (index + 1) * settings.processes]
-    if settings.processes == 1:
+    if settings.processes == 1 and not settings.torchrun:
         return settings.command, {"LSGD_DEVICE": devices[0]}
     devices, visible = gpus.own(devices, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     shown = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}

@@ -55,6 +55,9 @@ FROZEN_S = 1.0
 LEAVE_WITHIN_S, LAST_LEAVE_WITHIN_S = 15.0, 3.0
 """How long the workers have to leave once the run or the node ends; then, this server to tell the global server so."""
 
+UNJOINED_S = 60.0
+"""How long no worker's process joins until that is said, again and again."""
+
 GATHER_S = 2.0
 """How long a server that got a signal before it could serve waits for its workers to find it."""
 
@@ -129,6 +132,7 @@ class LocalServer:
         self._clock = clock
         self._now = self._started_at = clock()
         self._greeted_at = self._said_at = -math.inf
+        self._unjoined_at = self._started_at  # when it was last said that nobody has joined
 
     @property
     def sources(self) -> tuple[Listener, Connector, Processes]:
@@ -203,6 +207,13 @@ class LocalServer:
         elif self._away(now) and now - max(self._said_at, self._started_at) > SILENT_AFTER_S:
             self._say(self._away(now))
             self._said_at = now + 5
+        elif not (self._ending or self.joined) and now - self._unjoined_at >= UNJOINED_S:
+            self._unjoined_at = now
+            self._say(
+                f"none of the {self._own_workers} workers of node{self._node} has joined for "
+                f"{now - self._started_at:.0f} s: does the script call lsgd.wrap(model, optimizer), Worker.join or a "
+                f"callback of lsgd, in each of its processes? A long preparation of data needs nothing"
+            )
 
     def _hello(self) -> NodeHello:
         host = socket.gethostname()

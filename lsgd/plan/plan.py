@@ -29,7 +29,7 @@ from lsgd.settings import LARGEST, AlgorithmSettings, checked, fields, nearest, 
 
 VARIABLE_PREFIX = "LSGD_"
 OTHER_VARIABLES = frozenset(
-    {"LSGD_LOCAL", "LSGD_NODE", "LSGD_LOCAL_RANK", "LSGD_DEVICE", "LSGD_RUN_DIR", "LSGD_PLAN"}
+    {"LSGD_LOCAL", "LSGD_NODE", "LSGD_RANK", "LSGD_LOCAL_RANK", "LSGD_DEVICE", "LSGD_RUN_DIR", "LSGD_PLAN"}
     | {"LSGD_TOKEN", "LSGD_KEYS", "LSGD_RESUME", "LSGD_RESTARTED", "LSGD_SOLO", "LSGD_ISLAND"}
 )
 """Variables that are not settings of the plan: the place of a process, its keys, and its checkpoints."""

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self, get_args
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -86,6 +86,7 @@ class Join:
         address: where it exchanges tensors.
         resumed: iterations of the run at the checkpoint that it resumes from; 0: it has none.
         resumed_run: run that wrote this checkpoint; empty if it has none.
+        step: place in its script's own loop, where that has resumed by itself.
     """
 
     protocol: int
@@ -100,6 +101,7 @@ class Join:
     address: str
     resumed: int = 0
     resumed_run: str = ""
+    step: int = 0
 
     @property
     def origin(self) -> Origin:
@@ -136,6 +138,11 @@ class Request(FromWorker):
             worker that has none left asks again, with the same number.
         last: whether it wants no iteration but a round, after which it leaves.
         rate: learning rate, if it has fallen; None: it has not, or the request is ahead.
+        finished: whether its script's own loop is over, and a round has what it learned: it waits for the run's end.
+        steps: length of that loop in iterations; 0: it has none, and the plan ends the run.
+        call: number, from 1, of a call in which it waits for all others to make one, too; answered by :class:`Met`.
+            Until then it takes part in rounds, as a ``last`` request. 0: no call.
+        numbers: what to average in the call, by name; empty: it only waits.
     """
 
     seq: int
@@ -146,6 +153,10 @@ class Request(FromWorker):
     ahead: bool = False
     last: bool = False
     rate: float | None = None
+    finished: bool = False
+    steps: int = 0
+    call: int = 0
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +209,19 @@ class Paused:
     """The servers know that the worker pauses after its request ``seq``."""
 
     seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The answer to a :class:`Request` with a call: means over ``workers`` workers; ``error`` says why there are none.
+
+    ``number`` is the call's.
+    """
+
+    number: int
+    values: dict[str, float]
+    workers: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +441,8 @@ class Welcome:
         certificate: key and certificate (PEM) for connections that carry tensors; empty: these are not encrypted.
         relay: address of the relay; empty: there is none.
         relay_secret: proof for the relay that the worker is a member.
+        first: name of the worker that saves for all.
+        step: place of this worker in its script's own loop, where it has one.
     """
 
     run: str
@@ -427,6 +453,8 @@ class Welcome:
     certificate: bytes = b""
     relay: str = ""
     relay_secret: bytes = field(default=b"", repr=False)
+    first: str = ""
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,6 +561,7 @@ Downward = (
     | Evicted
     | Over
     | Paused
+    | Met
     | Refused
     | Waiting
     | Go
@@ -582,6 +611,7 @@ Message = (
     | EventsQuery
     | Events
     | GivenUp
+    | Met
 )
 """Every message; its position is its kind on the wire."""
 

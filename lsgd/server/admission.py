@@ -72,6 +72,7 @@ def _welcome(state: RunState, members: list[Member]) -> None:
     everybody = sorted(state.roster.members.values(), key=by_place)
     if not state.welcoming and state.suffices(len(everybody)):
         state.welcoming, members = True, everybody
+        state.first = state.first or everybody[0].worker
         state.few_since = state.now  # from now on the run waits for their first requests
     if not state.welcoming:
         for member in members:
@@ -82,8 +83,23 @@ def _welcome(state: RunState, members: list[Member]) -> None:
     first = [member.join for member in state.roster.members.values()][:1]
     for member in members:
         warnings = tuple(warned for _, warned in _differences(member.join, first) if warned)
-        secrets = state.certificate, state.relay, state.relay_secret
-        state.answer(member, Welcome(state.run, state.plan_json, ranks[member], size, warnings, *secrets))
+        if member.began < 0:
+            member.began = _place_in_loop(state, member, everybody)
+        more = state.certificate, state.relay, state.relay_secret, state.first, member.began
+        state.answer(member, Welcome(state.run, state.plan_json, ranks[member], size, warnings, *more))
+
+
+def _place_in_loop(state: RunState, member: Member, everybody: Sequence[Member]) -> int:
+    """Return where a worker's own loop begins: where the others are, or its predecessor was, or its checkpoint is."""
+    steps = [m.step for m in everybody if m.began >= 0 and m.steps and m is not member]
+    if state.roster.generation is None:
+        place = max(member.join.step, origin_of(m.join for m in everybody).iterations // len(everybody))
+    elif steps:
+        place = sum(steps) // len(steps)
+    else:
+        before = state.roster.left.get(member.worker)
+        place = before.step if before else member.join.step
+    return place
 
 
 def end_waiting(state: RunState) -> None:
@@ -113,7 +129,7 @@ def node_leaves(state: RunState, node: int, reason: Reason) -> None:
     state.announced.pop(node, None)
     for member in [m for m in state.roster.members.values() if m.join.node == node]:
         member.leaving = reason
-        if member.held or member.state is MemberState.CUT:
+        if member.state in (MemberState.HELD, MemberState.CUT, MemberState.FINISHED):
             answers.dismiss(state, member)
         elif member.state is MemberState.PAUSED:
             state.roster.move(member, MemberState.ENDED)

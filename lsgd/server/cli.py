@@ -206,7 +206,8 @@ def _announce(address: str, plan: Plan, keys: Path | None) -> None:
     if not (plan.run.iterations or plan.run.seconds):
         say(
             f"this run has no end: its plan has neither iterations nor seconds; end it with: lsgd stop --connect "
-            f"{address}, or give it an end: lsgd set --connect {address} iterations=N (of all workers together)"
+            f"{address}, or give it an end: lsgd set --connect {address} iterations=N (of all workers together). A "
+            f"script of lsgd.wrap(steps=N) ends it by itself"
         )
 
 

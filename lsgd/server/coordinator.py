@@ -26,7 +26,12 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
     longer live. Some time later a global round holds them again, and probes the connections first.
 12. A request for a last round gets no iteration, and its worker leaves after the next global round. If all members
     ask so, that round makes the consensus; where models are identical by definition, nobody waits for the others.
-13. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Any
+13. A worker whose script's own loop is over waits for the end of the run, once a global round has what it learned.
+    The others continue without it. When all have finished, or left, the run stops; a worker that failed in the middle
+    of its loop has time to be started again.
+14. Workers that make a call together (``mean``, ``barrier``) get one answer, the same for all, when everybody has come
+    who still trains. Until then they take part in rounds, without iterations.
+15. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Any
     later request is answered with the end, and so is every request if there can be no consensus.
 """
 
@@ -52,7 +57,7 @@ from lsgd.protocol.messages import (
     StopRun,
     Upward,
 )
-from lsgd.server import admission, answers, endings, scheduler
+from lsgd.server import admission, answers, endings, meeting, scheduler
 from lsgd.server.reasons import NO_REASON, Why
 from lsgd.server.roster import Member, MemberState, finite
 from lsgd.server.state import Decision, RunState
@@ -102,6 +107,7 @@ class Coordinator:
             endings.stop(state, Why.TIME_OVER(seconds=run.seconds))
         endings.evict_stragglers(state)
         endings.fail_stuck(state)
+        endings.end_stalled(state)
         admission.end_waiting(state)
         if now > state.closed_at + LINGER_S:
             state.over = True
@@ -139,6 +145,7 @@ class Coordinator:
         state.now = now
 
     def _decide(self) -> Decision:
+        meeting.conclude(self.state)
         scheduler.advance(self.state)
         state, happened = self.state, self.state.roster.happened
         if happened or state.over:
@@ -187,6 +194,9 @@ class Coordinator:
 
     def _request(self, member: Member, request: Request) -> None:
         state = self.state
+        if request.call and (met := state.meeting.again(request)):
+            state.answer(member, met)
+            return
         if request.seq < max(member.seq, 1):
             return
         if request.seq == member.seq and not self._takes_back(member, request.dropped):
@@ -199,6 +209,9 @@ class Coordinator:
         endings.committed(state, member, request.committed)
         endings.left_round(state, member, Why.PASSED_OVER)
         member.seq, member.answer, member.last = request.seq, None, request.last
+        state.changes += request.last
+        member.finished, member.steps = request.finished, request.steps
+        member.call, member.numbers = request.call, request.numbers
         member.loss, member.rate = request.loss, finite(request.rate)
         member.held_at = state.moved_at = state.now
         if member.state is MemberState.PAUSED or member.state is MemberState.STRAGGLER:

@@ -16,16 +16,28 @@ from lsgd.server.state import RunState
 EXCHANGE_STEPS = 10
 """Most steps of a round that members wait for, each with the deadline ``exchange_timeout_s``."""
 
+STALLED_PATIENCES = 10
+"""How long workers that have finished wait for others of which nothing happens, as a multiple of ``patience_s``."""
+
 
 def stop(state: RunState, reason: Reason) -> None:
     """End the run: withdraw all tokens; the consensus round follows when all live members are held."""
     if not state.stopping:
+        call_back(state)
         state.stopping = reason
         state.changes += 1
         state.ledger.withdraw()
         state.links.relent(state.now)
         answers.recall(state, state.ledger.lent)
         state.note(Why.STOPPING(reason=reason))
+
+
+def call_back(state: RunState) -> None:
+    """Hold the requests of members that have finished, so that the next round has them."""
+    for member in state.roster.within(MemberState.FINISHED):
+        member.held_at = state.now
+        state.changes += 1
+        state.roster.move(member, MemberState.HELD)
 
 
 def fail(state: RunState, reason: Reason) -> None:
@@ -159,6 +171,16 @@ def evict_stragglers(state: RunState) -> None:
     state.ledger.set_aside(stragglers)
     for member in stragglers:
         roster.move(member, MemberState.STRAGGLER, reason)
+
+
+def end_stalled(state: RunState) -> None:
+    """Stop the run if those that have finished wait for others, of which none has asked or exchanged for long."""
+    waited_s = STALLED_PATIENCES * state.plan.run.patience_s
+    if state.stopping or not waited_s or state.now - state.moved_at < waited_s:
+        return
+    if state.roster.within(MemberState.FINISHED):
+        who = named(m for m in state.roster.members.values() if m.state is not MemberState.FINISHED)
+        stop(state, Why.STALLED(who=who, waited_s=waited_s, count=state.ledger.count))
 
 
 def fail_stuck(state: RunState) -> None:

@@ -27,6 +27,7 @@ from lsgd.server.books import MAX_ELECTIONS, Ledger, RoundBook
 from lsgd.server.course import Pace, Stretch
 from lsgd.server.daemon import say
 from lsgd.server.links import Ways
+from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState, OpenRound, Roster, finite
 from lsgd.server.state import RunState
@@ -233,10 +234,22 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Ru
     return state
 
 
-VERSION = 8
+VERSION = 9
 """Version of the format."""
 
-_KEPT = ("rank", "synced", "done", "committed", "times_leader", "usual")
+_KEPT = (
+    "rank",
+    "synced",
+    "done",
+    "committed",
+    "times_leader",
+    "usual",
+    "finished",
+    "steps",
+    "call",
+    "numbers",
+    "began",
+)
 """Fields of a member that are kept unchanged."""
 
 
@@ -274,6 +287,8 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "made": roster.made,
         "links": state.links.capture(now),
         "ways": state.ways.capture(),
+        "first": state.first,
+        "meeting": state.meeting.to_json(),
     }
 
 
@@ -314,6 +329,8 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened),
         started_at=None if saved["elapsed_s"] is None else now - saved["elapsed_s"],
         ways=Ways(*saved["ways"]),
+        first=saved["first"],
+        meeting=Meeting.from_json(saved["meeting"]),
         stopping=Reason(*saved["stopping"]),
         failed=Reason(*saved["failed"]),
         closed_at=now if saved["closed"] else math.inf,

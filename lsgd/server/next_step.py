@@ -1,6 +1,6 @@
 """What a run does next when all its live members are held: a pure function of its state. The scheduler carries it out.
 
-It decides rules 3, 4, 10, 12 and 13 at the top of :mod:`lsgd.server.coordinator`.
+It decides rules 3, 4, 10, 12, 13 and 15 at the top of :mod:`lsgd.server.coordinator`.
 """
 
 import math
@@ -13,6 +13,9 @@ from lsgd.server.course import Stretch
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState, by_place
 from lsgd.server.state import RunState
+
+RETURN_LEASES = 2
+"""How long a worker that failed has to be started again before a run ends without it, in leases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,10 @@ def choose(state: RunState) -> Step:
     if given >= state.limit:
         return EndRun(state.all_made(out))
     if all(m.last for m in members):  # those that stay must get the run's model first
-        return Wait() if state.roster.away() else EndRun(Why.ALL_LEAVE(count=state.ledger.count))
+        if state.roster.away() or missing(state):
+            return Wait()
+        over = Why.ALL_FINISHED if any(m.steps for m in members) else Why.ALL_LEAVE
+        return EndRun(over(count=state.ledger.count))
     return _training(state, members, given)
 
 
@@ -110,8 +116,8 @@ def held(state: RunState) -> list[Member]:
 
 def _training(state: RunState, members: list[Member], given: int) -> Step:
     """Return the next step of a run that continues after ``given`` iterations, granted ones included."""
-    count, run = state.ledger.count, state.plan.run
-    progress = state.progress(state.now) if run.iterations or run.seconds else None
+    count = state.ledger.count
+    progress = state.progress(state.now) if state.has_end else None
     stretch = state.course.following(state.now, count, given, len(members), progress, _rate_of(members))
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
@@ -161,6 +167,14 @@ def _begun(state: RunState, members: Sequence[Member]) -> bool:
 
 def _origin(members: Sequence[Member]) -> Origin:
     return origin_of(m.join for m in members)
+
+
+def missing(state: RunState) -> list[Member]:
+    """Return the workers that have just failed in the middle of their own loops: they may be started again."""
+    if state.now - state.few_since > RETURN_LEASES * state.plan.run.lease_s:
+        return []
+    gone = (m for m in state.roster.left.values() if m.worker not in state.roster.members)
+    return [m for m in gone if m.steps_left and m.left.code.startswith((Why.FAILED.code, Why.SILENT.code))]
 
 
 def from_checkpoint(member: Member, origin: Origin) -> bool:

@@ -46,6 +46,11 @@ class Why(enum.Enum):
         "(LSGD_ITERATIONS, or --iterations of lsgd-server)"
     )
     ALL_LEAVE = "all workers leave after {count} iterations"
+    STALLED = (
+        "{who} did nothing for {waited_s:g} s, while all others had made the iterations of their own loops; "
+        "{count} iterations are done"
+    )
+    ALL_FINISHED = "all workers have made the steps of their own loops, {count} iterations"
     HOLDERS_LEAVE = "all workers that have the run's model leave after {count} iterations"
     REST_IS_OUT = "{count} of {limit:.0f} iterations are done; the last were granted to {who}, evicted since"
     REST_TOO_SMALL = "{count} of {limit:.0f} iterations are done; too few are left for one of each worker"
@@ -79,6 +84,10 @@ class Why(enum.Enum):
         "the shuffling by rank"
     )
     TOO_FEW = "after {waited_s:g} s only {joined}; start the others, or a run of fewer (--workers)"
+    OTHER_CALL = (
+        "{worker} calls {call}, and {other} waits in {theirs}: all workers must make the same calls of worker.mean(), "
+        "with the same names, and worker.barrier(), in the same order"
+    )
     UNKNOWN = "{worker} is not in run {run}: it was evicted, or belongs to an earlier run; start it again"
 
     # A worker leaves, or a round fails.
@@ -117,6 +126,8 @@ class Why(enum.Enum):
     AWAY = "the next round waits for {who}, which paused"
     MODEL_AWAY = "the next round waits for {who}: nobody else has the run's model"
     NOBODY = "all workers are training; {joined}"
+    TRAIN_ON = "the end of the run waits for {who}, still in the loop"
+    MEETING = "{call} waits for the same call of {who}"
 
     # A request is granted.
     TOKEN = "the run and the node have a token left"
@@ -137,6 +148,7 @@ class Why(enum.Enum):
     TOO_LATE = "{worker} joins too late: the run is ending"
     IS_REFUSED = "{worker} is refused, {reason}"
     LEAVES = "{worker} leaves: {reason} ({done} iterations)"
+    FINISHES = "{worker} has made {done} iterations, all of its own loop, and waits for the end of the run"
     PAUSES = "{worker} pauses until its next iteration"
     BACK = "{worker} is back, and has the run's model"
     STOPPING = "stopping: {reason}"

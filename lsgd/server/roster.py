@@ -29,6 +29,7 @@ class MemberState(enum.Enum):
     )
     CUT = ("evicted from rounds: others cannot reach it; its request waits", False, "cut")
     PAUSED = ("stepped aside until its next request", False, "away")
+    FINISHED = ("its script's own loop is over; its request waits for the end of the run", False, "away")
     ENDED = ("was told to stop, and has only to leave", False, "away")
 
     def __init__(self, means: str, live: bool, shown: str) -> None:
@@ -45,8 +46,9 @@ TRANSITIONS = tuple(
         ("JOINED", "CUT", _AT_ONCE),
         ("HELD", "BUSY", "Go, or Stop with a round"),
         ("HELD", "ENDED", "Stop"),
-        ("HELD", "PAUSED", "Pause"),
+        ("HELD", "PAUSED", "Pause, or the answer to a call"),
         ("HELD", "CUT", "a later request, while others cannot reach it"),
+        ("HELD", "FINISHED", "it says that its own loop is over"),
         ("BUSY", "HELD", "next request, or the same one with its round dropped"),
         ("BUSY", "CUT", _AT_ONCE),
         ("BUSY", "PAUSED", "Pause"),
@@ -61,6 +63,8 @@ TRANSITIONS = tuple(
         ("PAUSED", "HELD", "request"),
         ("PAUSED", "CUT", _AT_ONCE),
         ("PAUSED", "ENDED", "its node leaves"),
+        ("FINISHED", "HELD", "the run stops, or nobody else has the run's model"),
+        ("FINISHED", "ENDED", "its node leaves"),
         ("ENDED", "HELD", "a new request, which gets Stop, or joins a last round that is made again"),
         ("ENDED", "CUT", _AT_ONCE),
         ("ENDED", "PAUSED", "Pause"),
@@ -91,6 +95,11 @@ class Member:
         synced: whether it has completed the last global round, and so has the run's model.
         leaving: reason why it must leave, although the run continues.
         last: whether its request is for a round without an iteration, after which it leaves.
+        finished: whether its request says that its script's own loop is over.
+        steps: length of that loop; 0: it has none.
+        call: number of the call in which it waits for all others; 0: none.
+        numbers: what the call averages, by name.
+        began: place in that loop when it was welcomed; -1 before that.
         seq: number of its last request.
         answer: to that request; None while there is none.
         round: until it completes the round or the round fails.
@@ -113,6 +122,11 @@ class Member:
     synced: bool = False
     leaving: Reason = NO_REASON
     last: bool = False
+    finished: bool = False
+    steps: int = 0
+    call: int = 0
+    numbers: dict[str, float] = field(default_factory=dict)
+    began: int = -1
     left: Reason = NO_REASON
     seq: int = 0
     answer: Go | Stop | None = None
@@ -136,6 +150,16 @@ class Member:
     def place(self) -> tuple[int, int]:
         """Node and index: the order of ranks."""
         return (self.join.node, self.join.index)
+
+    @property
+    def step(self) -> int:
+        """Its place in its script's own loop."""
+        return max(0, self.began) + self.done
+
+    @property
+    def steps_left(self) -> int:
+        """Iterations that its script's own loop has yet to make; 0 if it has none."""
+        return 0 if self.finished else max(0, self.steps - self.step)
 
     @property
     def held(self) -> bool:

@@ -1,6 +1,6 @@
 """Carries out what is next: answers those who ask, starts rounds that are due, and ends the run.
 
-This file implements rules 2 to 4, 6 and 10 to 13 at the top of :mod:`lsgd.server.coordinator`.
+This file implements rules 2 to 4, 6 and 10 to 15 at the top of :mod:`lsgd.server.coordinator`.
 """
 
 import math
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 
 from lsgd.protocol.events import GenerationBegan, PeriodChosen, PhaseBegan
 from lsgd.protocol.messages import Round
-from lsgd.server import answers, next_step
+from lsgd.server import answers, meeting, next_step
 from lsgd.server.admission import transport_of
 from lsgd.server.books import election, line, roles
 from lsgd.server.course import Stretch
-from lsgd.server.endings import close, fail, stop
+from lsgd.server.endings import call_back, close, fail, stop
 from lsgd.server.reasons import Why, number_of
 from lsgd.server.roster import Member, MemberState, NodeQueue, named
 from lsgd.server.state import RunState
@@ -20,11 +20,19 @@ from lsgd.server.state import RunState
 
 def serve(state: RunState, member: Member) -> None:
     """Answer a new request, unless it is held: with an iteration, its node's round, the end, or why it is cut off."""
+    if member.call:
+        meeting.come(state, member)
     if state.closed or member.leaving:
         answers.dismiss(state, member)
     elif member.state is MemberState.CUT:
         answers.repeat(state, member)
-    elif not answers.give(state, member, member.seq) and (queue := state.roster.queue_of(member)):
+    elif member.finished and (member.synced or state.course.schedule.identical):
+        state.changes += 1
+        finishes = Why.FINISHES(worker=member.worker, done=member.done)
+        state.note(finishes)
+        state.roster.move(member, MemberState.FINISHED, finishes)
+        answers.repeat(state, member)
+    elif member.held and not answers.give(state, member, member.seq) and (queue := state.roster.queue_of(member)):
         if not _start_local(state, queue):
             answers.recall(state, queue.members if state.ledger.tokens >= 1 else state.ledger.lent)
 
@@ -43,6 +51,8 @@ def advance(state: RunState) -> None:
         state.over = True
     if not roster.live:
         _let_back(state)
+    if roster.held >= roster.live and not state.stopping:
+        _call_back(state)
     live = roster.live
     if state.book.final or not live or roster.held < live:
         return
@@ -141,6 +151,15 @@ def _let_back(state: RunState) -> None:
             member.held_at = state.now
             state.changes += 1
             state.roster.move(member, MemberState.HELD)
+
+
+def _call_back(state: RunState) -> None:
+    """Hold the requests of members that have finished if they have the run's model, and nobody else has."""
+    finished = state.roster.within(MemberState.FINISHED)
+    if finished:
+        others = (m for m in state.roster.members.values() if m.state not in (MemberState.FINISHED, MemberState.ENDED))
+        if _model_of(finished) > _model_of(others):
+            call_back(state)
 
 
 def _begin_generation(state: RunState, members: Sequence[Member]) -> None:

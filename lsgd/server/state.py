@@ -10,11 +10,15 @@ from lsgd.protocol.messages import Downward, Join, Pause, Request
 from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.course import Course
 from lsgd.server.links import Links, Ways
+from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
 from lsgd.server.roster import Member, MemberState, Roster, named
 
 WAIT_WORDS_S = 0.2
 """How long the sentence is cached that says what requests wait for."""
+
+LOOPS_EVERY_S = 1e-4
+"""How long, for each worker, the share of their own loops is cached."""
 
 
 @dataclass(slots=True)
@@ -50,6 +54,8 @@ class RunState:
     Attributes:
         welcoming: whether enough workers have joined for the run to begin.
         few_since: time from which workers wait for others to join.
+        first: name of the worker that saves for all, fixed when the run begins.
+        meeting: call that workers make together.
         announced: number of workers on each node, according to its local server.
         links: members that the run continues without, because others cannot reach them.
         over: whether the run waits for nobody any more.
@@ -80,6 +86,8 @@ class RunState:
     course: Course = field(init=False)
     links: Links = field(init=False)
     ways: Ways = field(default_factory=Ways)
+    first: str = ""
+    meeting: Meeting = field(default_factory=Meeting)
     over: bool = False
     changes: int = 0
     moved_at: float = field(init=False)
@@ -88,6 +96,7 @@ class RunState:
     events: Counter[str] = field(default_factory=Counter)
     decision: Decision = field(default_factory=Decision)
     _wait: tuple[float, Reason] = (-math.inf, NO_REASON)
+    _loops: tuple[float, float] = (-math.inf, 0.0)  # when their share was computed, and the share
 
     def __post_init__(self) -> None:
         self.course = Course(self.plan.phases)
@@ -110,6 +119,19 @@ class RunState:
     def limit(self) -> float:
         """How many iterations the run makes; infinite: as many as its time allows."""
         return self.plan.run.iterations or math.inf
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the plan ends the run, or the scripts' own loops do."""
+        run = self.plan.run
+        return bool(run.iterations or run.seconds) or any(m.steps for m in self.roster.members.values())
+
+    @property
+    def expected(self) -> int:
+        """How many iterations the run makes, by its plan or by the scripts' own loops; 0: nobody knows."""
+        if self.plan.run.iterations or not any(m.steps for m in self.roster.members.values()):
+            return self.plan.run.iterations
+        return self.ledger.count + sum(m.steps_left for m in self.roster.members.values())
 
     @property
     def wanted(self) -> int:
@@ -140,9 +162,17 @@ class RunState:
         """Return the completed share of the run, 0 to 1; 0 for one without an end."""
         run = self.plan.run
         elapsed_s = 0.0 if self.started_at is None else now - self.started_at
-        by_count = self.ledger.count / run.iterations if run.iterations else 0.0
+        by_count = self.ledger.count / run.iterations if run.iterations else self._share_of_loops(now)
         by_time = elapsed_s / run.seconds if run.seconds else 0.0
         return min(1.0, max(by_count, by_time))
+
+    def _share_of_loops(self, now: float) -> float:
+        """Return the completed share of the scripts' own loops; with many workers, as of a moment ago."""
+        if now - self._loops[0] > LOOPS_EVERY_S * len(self.roster.members):
+            own = [m for m in self.roster.members.values() if m.steps]
+            left = sum(m.steps_left / m.steps for m in own)
+            self._loops = now, 1 - left / len(own) if own else 0.0
+        return self._loops[1]
 
     def note(self, event: Reason) -> None:
         """Add an event to the log, and count it."""
@@ -171,11 +201,17 @@ class RunState:
             return Why.JOINING_NODES(workers=number_of(here, "worker"), nodes=nodes, wanted=run.nodes)
         return Why.JOINING(here=here, wanted=max(here, self.wanted))
 
-    def waits_for(self, now: float) -> Reason:
-        """Say what the held requests wait for."""
+    def waits_for(self, now: float, finished: bool = False) -> Reason:
+        """Say what the held requests wait for, or those of workers that have ``finished``."""
+        if finished and not self.stopping:
+            return self._what_finished_wait_for()
         if now - self._wait[0] > WAIT_WORDS_S:
             self._wait = (now, self._what_is_waited_for(now))
         return self._wait[1]
+
+    def _what_finished_wait_for(self) -> Reason:
+        members = self.roster.members.values()
+        return Why.TRAIN_ON(who=named(m for m in members if not m.finished) or "one that failed")
 
     def forget_words(self) -> None:
         """Drop the cached sentence of :meth:`waits_for`, because something has happened."""

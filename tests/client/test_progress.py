@@ -122,4 +122,4 @@ def test_the_last_schedule_of_an_optimizer_counts_and_others_are_refused() -> No
     with pytest.raises(ConfigError, match="an optimizer that this worker did not join with; pass the optimizer"):
         schedules.add([optimizer_of(0.1)], "wsd", 0.0, 0.2)
     with pytest.raises(ConfigError, match="neither iterations nor seconds; add --iterations or --seconds"):
-        RateSchedules(bench.progress.share, [one], endless=True).add([one], "wsd", 0.0, 0.2)
+        RateSchedules(bench.progress.share, [one], has_end=lambda: False).add([one], "wsd", 0.0, 0.2)

@@ -97,6 +97,22 @@ def test_a_run_is_stopped_by_words_that_are_repeated_until_they_are_heard(betwee
     between.until(lambda: isinstance(between.above[-1], NodeHello), "it is said no more")
 
 
+def test_a_node_whose_processes_do_not_join_says_so_every_minute(between) -> None:
+    between.until(lambda: any(isinstance(m, NodeHello) for m in between.above), "a greeting comes")
+    between.say(NodeWelcome("run"))
+    between.until(lambda: "connected to the global server" in "".join(between.said), "it is welcome")
+    began = 1000.0
+    for minute in (1, 2):
+        for between.now in (began + 60 * minute + 1, began + 60 * minute + 30):
+            between.turn()
+        (*_, last) = said = [line for line in between.said if "has joined for" in line]
+        assert len(said) == minute and f"has joined for {60 * minute + 1}" in last and "call lsgd.wrap" in last
+    between.join()
+    between.now = began + 200
+    between.turn()
+    assert len([line for line in between.said if "has joined for" in line]) == 2
+
+
 def test_workers_are_given_up_at_once_and_whenever_they_ask(between) -> None:
     between.join()
     between.server.give_up()

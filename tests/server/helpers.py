@@ -27,6 +27,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.coordinator import Coordinator
+from lsgd.server.next_step import missing
 from lsgd.server.reasons import Reason
 from lsgd.server.roster import MemberState, Roster
 from lsgd.server.state import Decision, RunState
@@ -170,6 +171,8 @@ class Bench:
         dropped: int = 0,
         last: bool = False,
         rate: float | None = None,
+        finished: bool = False,
+        **more: object,
     ) -> dict[str, list[Downward]]:
         """Ask for the next iteration, having done the last; or, with ``same``, again for the same one."""
         if not same:
@@ -178,8 +181,10 @@ class Bench:
         return self.say(
             Request(
                 *(*self.who(place), self.seqs[place], self.done[place], self.committed[place], dropped, loss),
-                last=last,
+                last=last or finished,
                 rate=rate,
+                finished=finished,
+                **more,  # type: ignore[arg-type]
             )
         )
 
@@ -303,7 +308,7 @@ def _check_nobody_waits_in_vain(state: RunState) -> None:
                 not any(m.synced for m in everybody if m.live)
                 and any(m.synced or m.committed for m in everybody if m.state is MemberState.STRAGGLER)
             )
-            or (all(m.last for m in everybody if m.held) and roster.live < len(everybody))
+            or (all(m.last for m in everybody if m.held) and (roster.live < len(everybody) or missing(state)))
             or (roster.generation is None and not state.suffices(roster.live))
         )
 

@@ -4,6 +4,7 @@ import functools
 import heapq
 import itertools
 import json
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from lsgd.protocol.messages import (
     Heartbeat,
     Leave,
     Left,
+    Met,
     Over,
     Pause,
     Paused,
@@ -96,7 +98,10 @@ class SimulatedWorker:
         self.ahead: int | None = None  # number of the request for more
         self.granted_ahead: Go | None = None
         self.recalled = False
-        self.last = False
+        self.last = self.finished = False
+        self.began = 0  # its place in its own loop of run.own_steps iterations
+        self.met: list[Met] = []
+        self.meets, self.value = False, 0.0  # whether it is in a call with others, and its number there
         self.over: set[int] = set()
         self.current: Go | Stop | None = None
         self.pending: Upward | None = None
@@ -128,7 +133,10 @@ class SimulatedWorker:
         self.state = "waiting"
         loss = self.run.random.choice([None, float("nan"), self.run.random.random(), float("inf")])
         progress = (self.done, self.committed, self.dropped)
-        self.ask(Request(self.name, self.incarnation, self.seq, *progress, loss, last=self.last))
+        own: dict[str, Any] = {"last": self.last, "finished": self.finished, "steps": self.run.own_steps}
+        if self.meets:
+            own |= {"last": True, "call": len(self.met) + 1, "numbers": {"value": self.value}}
+        self.ask(Request(self.name, self.incarnation, self.seq, *progress, loss, **own))
 
     def next_request(self) -> None:
         """Go on with what was granted ahead, or ask."""
@@ -165,7 +173,7 @@ class SimulatedWorker:
                 self.refused = reason
                 self.end()
             case Welcome() if self.state == "joining":
-                self.state, self.pending = "training", None
+                self.state, self.pending, self.began = "training", None, message.step
                 self.run.after(self.run.random.random(), self.next_request)
             case GenerationOver(number, _):
                 self.over.add(number)
@@ -177,6 +185,10 @@ class SimulatedWorker:
                 self.granted_ahead = message
             case Recall():
                 self.recalled = True
+            case Met(number) if self.state == "waiting" and self.meets and number == len(self.met) + 1:
+                self.met.append(message)
+                self.meets, self.pending = False, None
+                self.next_request()
             case Paused(seq) if self.state == "paused" and seq == self.seq:
                 self.pending = None
             case Left() if self.state == "leaving":
@@ -221,6 +233,13 @@ class SimulatedWorker:
             self.stopped_with = self.current.round
             self.leave("stopped")
             return
+        if self.meets:
+            self.meet()
+            return
+        if self.last and self.run.own_steps:
+            self.finished |= self.round.scope == "global"
+            self.ask_last()
+            return
         if self.last and self.round.scope == "global":
             self.leave("has made its last round")
             return
@@ -244,7 +263,12 @@ class SimulatedWorker:
             return
         self.done += 1
         self.run.steps += 1
-        if self.run.happens(self.run.faults.leave):
+        if self.run.own_steps and self.began + self.done >= self.run.own_steps:
+            self.ask_last()
+        elif self.run.meet_every and self.done % self.run.meet_every == 0:
+            self.value = self.run.random.random()
+            self.meet()
+        elif self.run.happens(self.run.faults.leave):
             self.leave("has enough")
         elif self.run.happens(self.run.faults.last):
             self.ask_last()
@@ -258,6 +282,13 @@ class SimulatedWorker:
     def ask_last(self) -> None:
         self.give_back_ahead()
         self.last = True
+        self.seq += 1
+        self.request()
+
+    def meet(self) -> None:
+        """Make a call together with the others, and take part in rounds until they have come."""
+        self.give_back_ahead()
+        self.meets = True
         self.seq += 1
         self.request()
 
@@ -290,7 +321,13 @@ class SimulatedRun:
         seed: of everything random.
         faults: what goes wrong.
         latecomers: workers that join in the middle, some of them on new nodes.
+
+    Attributes:
+        own_steps: length of each worker's own loop; 0: the plan ends the run.
+        meet_every: steps of a worker after which it calls mean(); 0: never.
     """
+
+    own_steps = meet_every = 0
 
     def __init__(
         self, plan: Plan, queues: list[int], seed: int, faults: Faults | None = None, latecomers: int = 0
@@ -377,7 +414,7 @@ class SimulatedRun:
     def act(self, decision: Decision) -> bool:
         """Do as the global server does with a decision; return whether it lived to journal it."""
         check_invariants(self.state)
-        assert self.state.ledger.count <= self.plan.run.iterations
+        assert self.state.ledger.count <= (self.plan.run.iterations or math.inf)
         dies = self.now - self._started_at > LEAST_UP_S and self.kills < MOST_KILLS and self.happens(self.faults.kill)
         killed = self.random.choice(("decided", "kept", "sent")) if dies else ""
         if killed == "decided":

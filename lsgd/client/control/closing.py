@@ -1,7 +1,20 @@
-"""Undo something when a later step fails."""
+"""How a worker ends: undo what a failed join has done, and leave the run however the script ends."""
 
+import logging
+import os
+import sys
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+from lsgd.errors import JoinError, NoConsensusError, NonFiniteError, NotTrainedError, ServerLostError
+
+logger = logging.getLogger("lsgd")
+
+CodedError = ServerLostError | JoinError | NoConsensusError | NotTrainedError | NonFiniteError
+"""The errors with an exit code of their own, which tells the launcher what to do, and need no traceback."""
 
 
 @contextmanager
@@ -12,3 +25,52 @@ def on_error(undo: Callable[[], object]) -> Iterator[None]:
     except BaseException:
         undo()
         raise
+
+
+class Leaver(Protocol):
+    """What :func:`leave_with` ends: a worker."""
+
+    def fails(self, error: BaseException) -> None:
+        """Leave the run, because of an error that nothing handles."""
+
+
+_leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+
+
+def leave_on_errors(leaver: Leaver) -> None:
+    """From now on, an error that nothing handles makes this worker leave, and sets the process's exit code."""
+    _leavers.add(leaver)
+    if not getattr(sys.excepthook, "leaves_run", False):
+        sys.excepthook = _hook(sys.excepthook)
+
+
+def _hook(
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, CodedError):
+            show(kind, error, trace)
+        for leaver in list(_leavers):
+            with suppress(Exception):
+                leaver.fails(error)
+        if isinstance(error, CodedError):
+            exit_for(error, "this process")
+
+    hook.leaves_run = True  # type: ignore[attr-defined]
+    return hook
+
+
+def exit_for(error: CodedError, who: str) -> NoReturn:
+    """End the process with the exit code of an error; ``who`` is its worker."""
+    logger.error("%s ends with exit code %d: %s", who, error.exit_code, error)
+    raise SystemExit(error.exit_code) from error
+
+
+def exit_at_once(error: NonFiniteError, who: str) -> NoReturn:
+    """End an interpreter that is already ending, and so can no longer choose its exit code."""
+    logger.error("%s ends with exit code %d: %s", who, error.exit_code, error)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(error.exit_code)

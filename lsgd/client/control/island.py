@@ -307,6 +307,12 @@ def island_of(model: nn.Module) -> Island:
             f"lsgd launch has started {expected} processes for this worker (--processes-per-worker), but its model is "
             f"not sharded over them: call fully_shard(model) before Worker.join, or launch with --workers instead"
         )
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"torch.distributed is initialized with {dist.get_world_size()} processes, and this model is not sharded "
+            f"over them: lsgd takes the place of DistributedDataParallel. Start each worker by itself, with lsgd "
+            f"launch --torchrun, whose groups have one process; or shard a model that is too large by fully_shard"
+        )
     return Island()
 
 

@@ -5,12 +5,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from lsgd.algorithms.gradient import GradientSettings
 from lsgd.client.control.channel import Channel
 from lsgd.client.control.identity import Identity, Interface, gpu_name, interface_towards, versions
 from lsgd.client.control.island import FollowerChannel, Island
@@ -80,19 +82,23 @@ def join_run(
     timeout_s: float,
     load: Callable[[str, str, str], Origin],
     island: Island,
+    step: int = 0,
 ) -> Membership:
     """Join the run of this machine's local server, or run alone; raises as ``Worker.join``.
 
     All processes of an island call this. ``load`` restores the checkpoint of the worker with this name, whose model has
-    this digest and summary, and returns where it is from.
+    this digest and summary, and returns where it is from. ``step``: place in the script's own loop.
     """
     try:
         with contextlib.ExitStack() as opened:
             servers, channel = _connect(identity, island, opened)
             here = island.share("joins", lambda: _find_server(channel, identity))
             interface = _interface(here.address)
-            join = _introduction(model, identity, here.node, interface.address, load)
-            welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.size))
+            join = replace(_introduction(model, identity, here.node, interface.address, load), step=step)
+            reduces = isinstance(model, DistributedDataParallel)
+            welcome, plan = island.share(
+                "joins", lambda: _welcome(channel, join, timeout_s, island.size, reduces=reduces)
+            )
             opened.pop_all()
     except RunOverError as error:
         logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
@@ -223,8 +229,11 @@ def _find_server(channel: Channel, identity: Identity) -> WorkerHelloReply:
     return here
 
 
-def _welcome(channel: Channel, join: Join, timeout_s: float, processes: int) -> tuple[Welcome, Plan]:
-    """Return the servers' welcome and its plan; a worker that cannot use the plan leaves, so that no one waits."""
+def _welcome(channel: Channel, join: Join, timeout_s: float, processes: int, *, reduces: bool) -> tuple[Welcome, Plan]:
+    """Return the servers' welcome and its plan; a worker that cannot use the plan leaves, so that no one waits.
+
+    ``reduces``: whether the model reduces its gradients itself.
+    """
     channel.start_heartbeat(join.worker)
     what = f"{join.worker} waits to join"
     try:
@@ -235,6 +244,13 @@ def _welcome(channel: Channel, join: Join, timeout_s: float, processes: int) -> 
         plan = Plan.from_json(welcome.plan)
         if processes > 1 and (obstacle := plan.obstacle_to_islands()):
             raise ConfigError(f"its model is sharded over {processes} processes, and {obstacle}")
+        if reduces and (
+            exchanging := [p.algorithm.name for p in plan.phases if isinstance(p.algorithm, GradientSettings)]
+        ):
+            raise ConfigError(
+                f"DistributedDataParallel puts its own gradients in the place of those that {exchanging[0]} exchanges: "
+                f"join with model.module and train that, or choose an algorithm that exchanges models, such as local"
+            )
     except ConfigError as error:
         leave = Leave(join.worker, join.incarnation, 0, True, str(error))
         with contextlib.suppress(ExchangeError, JoinError, ServerLostError):

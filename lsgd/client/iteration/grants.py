@@ -1,9 +1,10 @@
 """How a worker gets its iterations: it asks the servers, one request after another and ahead of need."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lsgd.client.control.channel import Expected
@@ -11,7 +12,7 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.reports import ElectionInput, Stopwatch
 from lsgd.errors import ExchangeError, JoinError, LsgdError, ServerLostError
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.messages import Go, Pause, Paused, Request, Stop
+from lsgd.protocol.messages import Go, Met, Pause, Paused, Request, Stop
 
 logger = logging.getLogger("lsgd")
 
@@ -100,7 +101,8 @@ class ProgressEstimate:
     def __init__(
         self, run: RunSettings, world_size: int, done: Callable[[], int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._run = run
+        self._run, self._world_size = run, world_size
+        self._counts = run.iterations > 0
         self._done = done
         self._clock = clock
         self._answer: float | None = None  # the last one; below, when it came
@@ -109,6 +111,11 @@ class ProgressEstimate:
         # This many iterations of this worker were this share of the run; older ones count less.
         self._iterations = EQUAL_FOR
         self._share = EQUAL_FOR * world_size / run.iterations if run.iterations else 0.0
+
+    def expect(self, steps: int) -> None:
+        """Take the length of this worker's own loop for an equal share of the run, if the plan has no length."""
+        if steps and not self._run.iterations:
+            self._counts, self._share = True, EQUAL_FOR / steps
 
     def answered(self, answer: float, done: int) -> None:
         """Accept the share in an answer to a request that reported ``done`` iterations of this worker."""
@@ -125,18 +132,24 @@ class ProgressEstimate:
         if self._answer is None:
             return 0.0
         made = self._done() - self._answer_done + ahead
-        by_count = made * self._share / self._iterations if self._run.iterations else 0.0
+        by_count = made * self._share / self._iterations if self._counts else 0.0
         by_time = (self._clock() - self._answer_s) / self._run.seconds if self._run.seconds else 0.0
         self._highest = max(self._highest, min(1.0, self._answer + max(by_count, by_time)))
         return self._highest
 
 
 class Report(NamedTuple):
-    """A process's loss, its iterations, and whether its part of the model is finite, for the head of its island."""
+    """What a process tells the head of its island.
+
+    Args:
+        finite: whether its part of the model is finite; None: the round need not know.
+        numbers: for the mean over the workers.
+    """
 
     loss: float | None
     done: int
     finite: bool | None
+    numbers: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,7 @@ class NextStep:
         middle: progress in the middle of the next iteration, for learning rates.
         finite: whether the model is finite in all processes; None: nobody has looked.
         warning: words for the log of each process.
+        met: answer to a call that all workers make together, which then is the only answer.
     """
 
     answer: Go | Stop | None
@@ -156,6 +170,7 @@ class NextStep:
     middle: float
     finite: bool | None = None
     warning: str = ""
+    met: Met | None = None
 
 
 class GrantClient:
@@ -167,6 +182,9 @@ class GrantClient:
         done: iterations completed since it joined.
         granted: whether an iteration is granted and has not run.
         middle: progress in the middle of the next iteration; equal in all processes of an island.
+        steps: length of the script's own loop in iterations; 0: it has none.
+        met: answer to the last call that all workers make together; None while it waits.
+        wait_s: longest wait for the end of the run once that loop is over; None: no limit.
         stopped: whether the run has ended, at least for this worker.
     """
 
@@ -174,13 +192,18 @@ class GrantClient:
         self.done = 0
         self.granted = self.stopped = False
         self.progress = ProgressEstimate(membership.plan.run, membership.welcome.world_size, lambda: self.done)
-        self.middle = 0.0
+        self.middle, self.steps = 0.0, 0
+        self.wait_s: float | None = None
         self._island, self._channel, self._who = membership.island, membership.channel, membership.who
         self._election, self._stopwatch = election, stopwatch
         self._may_be_alone = membership.plan.run.offline_iterations
         self._held = GrantedIterations(membership.plan.run.lookahead)
         self._ahead: Expected | None = None  # the answer to the request for more
         self._last = False  # requests are for a round only, without an iteration
+        self._finished = False  # and for the last round only
+        self._calls = 0  # that all workers make together
+        self._numbers: dict[str, float] | None = None  # of the call that waits; None: no call does
+        self.met: Met | None = None
         self._reported = 0  # iterations completed, as of the last request
         self._alone = 0  # iterations since the servers fell silent
 
@@ -199,7 +222,8 @@ class GrantClient:
         """
 
         def report() -> Report:
-            return Report(self._election.loss(self.done, rounds[0]), self.done, look() if look else None)
+            loss = self._election.loss(self.done, rounds[0])
+            return Report(loss, self.done, look() if look else None, self._numbers or {})
 
         def decide(reports: Callable[[], list[Report]]) -> NextStep:
             reported = self._take_ahead()
@@ -207,7 +231,11 @@ class GrantClient:
                 return NextStep(None, reported, self._middle(reported))
             may = not (again or lockstep or self._last)
             reported_by_all = reports()
+            if self._numbers is not None:
+                self._numbers = _means([each.numbers for each in reported_by_all])
             answer, warning = self._ask(self._mean_loss(reported_by_all), rounds, alone=may)
+            if isinstance(answer, Met):
+                return NextStep(None, reported, self._middle(reported), met=answer)
             if answer is not None:
                 reported = (1.0 if isinstance(answer, Stop) else answer.progress), self._reported
             finite = all(each.finite for each in reported_by_all) if look else None
@@ -218,8 +246,11 @@ class GrantClient:
             self.progress.answered(*decision.reported)
         if decision.warning:
             logger.warning("%s", decision.warning)
-        self.middle = decision.middle
-        self.granted = again or decision.answer is None
+        self.middle, self.met = decision.middle, decision.met
+        if self.met is not None:
+            self._give_all_back()
+            self._last, self._numbers = False, None
+        self.granted = again or (decision.answer is None and self.met is None)
         return decision
 
     def take(self, answer: Go | Stop) -> bool:
@@ -236,10 +267,15 @@ class GrantClient:
         self.granted = False
         self.done += 1
 
-    def want_only_round(self) -> None:
-        """Give back all grants; the next request is only for a round, after which this worker leaves."""
+    def want_only_round(self, *, finished: bool = False) -> None:
+        """Give back all grants; the next request is only for a round: the next one, or the run's last if finished."""
         self._give_all_back()
-        self.granted, self._last = False, True
+        self.granted, self._last, self._finished = False, True, finished
+
+    def call(self, numbers: dict[str, float]) -> None:
+        """Begin a call that all workers make together; :meth:`want_only_round` waits for them."""
+        self._calls += 1
+        self._numbers, self.met = numbers, None
 
     def ask_ahead(self, rounds: tuple[int, int]) -> None:
         """If few iterations are left, ask for more without waiting."""
@@ -283,7 +319,7 @@ class GrantClient:
         losses = [each.loss for each in reports if each.loss is not None]
         return sum(losses) / len(losses) if losses else None
 
-    def _ask(self, loss: float | None, rounds: tuple[int, int], *, alone: bool) -> tuple[Go | Stop | None, str]:
+    def _ask(self, loss: float | None, rounds: tuple[int, int], *, alone: bool) -> tuple[Go | Stop | Met | None, str]:
         """Ask for an iteration; None: nobody answers, and this worker continues ``alone``, as the plan allows."""
         request = self._request(self._held.seq, loss, rounds)
         may = alone and self._may_continue_alone(rounds)
@@ -306,17 +342,30 @@ class GrantClient:
     def _may_continue_alone(self, rounds: tuple[int, int]) -> bool:
         return self._alone < self._may_be_alone and rounds[0] > 0 and not self._channel.given_up
 
-    def _answer(self, request: Request, silence_s: float | None) -> Go | Stop:
+    def _answer(self, request: Request, silence_s: float | None) -> Go | Stop | Met:
         """Return the answer to a request; ``silence_s``: how long the servers may be silent, None: as in the plan."""
         seq, (expected, self._ahead) = request.seq, (self._ahead, None)
+
+        def answers(message: object) -> bool:
+            if isinstance(message, Met):
+                return message.number == request.call
+            return isinstance(message, Go | Stop) and message.seq == seq
+
         with self._stopwatch.spending("waiting"):
-            answer: Go | Stop = self._channel.ask(
+            answer: Go | Stop | Met = self._channel.ask(
                 request,
-                expected or (lambda m: isinstance(m, Go | Stop) and m.seq == seq),
-                what=f"{self._who[0]} waits for its next iteration",
+                expected or answers,
+                what=f"{self._who[0]} waits for {self._awaited}",
                 silence_s=silence_s,
+                timeout_s=self.wait_s if self._finished else None,
             )
         return answer
+
+    @property
+    def _awaited(self) -> str:
+        if self._numbers is not None:
+            return "the others in mean()" if self._numbers else "the others in barrier()"
+        return "the end of the run" if self._finished else "its next iteration"
 
     def _tell_pause(self, committed: int) -> None:
         self._give_all_back()
@@ -344,4 +393,14 @@ class GrantClient:
     def _request(self, seq: int, loss: float | None, rounds: tuple[int, int], *, ahead: bool = False) -> Request:
         self._reported = self.done
         rate = None if ahead else self._election.rate(self.done)  # only rounds use it
-        return Request(*self._who, seq, self.done, *rounds, loss, ahead, self._last, rate)
+        request = Request(
+            *self._who, seq, self.done, *rounds, loss, ahead, self._last, rate, self._finished, self.steps
+        )
+        return request if self._numbers is None else replace(request, call=self._calls, numbers=self._numbers)
+
+
+def _means(reports: list[dict[str, float]]) -> dict[str, float]:
+    """Return the means over the processes of an island."""
+    if any(report.keys() != reports[0].keys() for report in reports):
+        raise LsgdError("the processes of this island average numbers of different names in mean()")
+    return {name: math.fsum(report[name] for report in reports) / len(reports) for name in reports[0]}

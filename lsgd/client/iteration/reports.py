@@ -92,7 +92,7 @@ class Logged:
         Raises:
             ConfigError: a name or a number is invalid, or there are too many names.
         """
-        merged = self.numbers | {_name(name): _number(name, value) for name, value in numbers.items()}
+        merged = self.numbers | numbers_of(numbers, "log")
         merged = {name: number for name, number in merged.items() if math.isfinite(number)}
         if len(merged) > MAX_LOGGED:
             raise ConfigError(
@@ -102,22 +102,31 @@ class Logged:
         self.numbers = merged
 
 
-def _name(name: object) -> str:
+def numbers_of(numbers: Mapping[str, Tensor | float], call: str) -> dict[str, float]:
+    """Return the numbers that a script has passed to a ``call``.
+
+    Raises:
+        ConfigError: a name or a number is invalid.
+    """
+    return {_name(name, call): _number(name, value, call) for name, value in numbers.items()}
+
+
+def _name(name: object, call: str) -> str:
     if isinstance(name, str) and _NAME.fullmatch(name):
         return name
     raise ConfigError(
-        f"log() takes names of 1 to {MAX_LOGGED_NAME} letters, digits, '_', '-', '.' and '/', such as "
+        f"{call}() takes names of 1 to {MAX_LOGGED_NAME} letters, digits, '_', '-', '.' and '/', such as "
         f"'accuracy' or 'grad/norm', not {name!r:.100}"
     )
 
 
-def _number(name: str, value: object) -> float:
+def _number(name: str, value: object, call: str) -> float:
     try:
         return _float(value)
     except OverflowError:
         return math.inf
     except TypeError as error:
-        raise ConfigError(f"log() takes numbers and tensors of one element; {name!r} is {error}") from None
+        raise ConfigError(f"{call}() takes numbers and tensors of one element; {name!r} is {error}") from None
 
 
 def _loss(value: object) -> float:

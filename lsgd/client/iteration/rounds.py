@@ -27,7 +27,7 @@ from lsgd.errors import (
     NoConsensusError,
     ServerLostError,
 )
-from lsgd.protocol.messages import Done, Round, Stop
+from lsgd.protocol.messages import Done, Met, Round, Stop
 
 logger = logging.getLogger("lsgd")
 
@@ -83,6 +83,11 @@ class Rounds:
         """Whether the last round computed the run's consensus."""
         return self.active is not None and self.active.order.final and self.active.state is State.COMMITTED
 
+    @property
+    def final_members(self) -> tuple[str, ...]:
+        """The names of those that have made the run's consensus, in rank order; empty before that."""
+        return self.active.order.generation.members if self.active is not None and self.has_consensus else ()
+
     def timings(self) -> Timings:
         """Return the totals until now; safe from any thread."""
         traffic = self.entry.traffic
@@ -128,15 +133,17 @@ class Rounds:
         if not self._replica.lockstep:
             self.grants.ask_ahead((self.committed, self.dropped))
 
-    def finish(self) -> None:
-        """Carry out rounds up to the next global one, without iterations."""
+    def finish(self, *, waits: bool) -> None:
+        """Carry out rounds up to the next global one, or with ``waits`` up to the run's last, without iterations."""
         before, ends = self.committed, False
+        heard = self._replica.algorithm.settings.schedule().identical  # the others have what this worker has learned
         while not ends:
-            self.grants.want_only_round()
+            self.grants.want_only_round(finished=waits and heard)
             continues = self.follow()
             self.before_step()  # some algorithms exchange here
             is_global = self.active is not None and self.active.order.scope == "global"
-            ends = not continues or (is_global and self.committed > before)
+            heard = heard or (is_global and self.committed > before)
+            ends = not continues or (is_global and self.committed > before and not waits)
         self.grants.stopped = True
         if not self.has_consensus:
             logger.info(
@@ -144,6 +151,16 @@ class Rounds:
                 "that of round %d",
                 *(self._who[0], self.grants.done, self.committed),
             )
+
+    def meet(self, numbers: dict[str, float]) -> Met | None:
+        """Carry out rounds, without iterations, until all workers make this call; None: the run has ended before."""
+        self.grants.call(numbers)
+        while self.grants.met is None:
+            self.grants.want_only_round()
+            if not self.follow():
+                return None
+            self.before_step()
+        return self.grants.met
 
     @torch.no_grad()
     def carry_out(self, order: Round, *, redo: bool = False) -> None:

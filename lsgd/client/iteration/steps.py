@@ -10,6 +10,7 @@ from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
+from lsgd.client.iteration.schedulers import LOOK_AFTER, cut_short
 from lsgd.errors import LsgdError, NotTrainedError
 from lsgd.learning_rate import RateSchedules
 
@@ -34,8 +35,12 @@ class Steps:
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
         self.rounds = Rounds(membership, replica, checkpoints)
         run, self._grants = membership.plan.run, self.rounds.grants
-        endless = not (run.iterations or run.seconds)
-        self.schedules = RateSchedules(lambda: self._grants.middle, replica.optimizers, endless=endless)
+        self._run = run
+        self.schedules = RateSchedules(
+            lambda: self._grants.middle,
+            replica.optimizers,
+            has_end=lambda: bool(run.iterations or run.seconds or self._grants.steps),
+        )
         self._name = membership.join.worker
         self._whole = membership.island.size == 1
         self._replica = replica
@@ -90,8 +95,8 @@ class Steps:
             self._paused = self._begun or self._grants.granted
             self._grants.pause(self.rounds.committed)
 
-    def finish(self) -> bool:
-        """Take part in a last global round; return whether the model is the consensus.
+    def finish(self, *, waits: bool = False) -> bool:
+        """Take part in a last global round, or with ``waits`` the run's last; return whether that is the consensus.
 
         Raises:
             NotTrainedError: this worker has completed no iteration, and has trained without asking, or nobody has.
@@ -107,7 +112,7 @@ class Steps:
             elif self.rounds.pending:
                 self.rounds.drop("leaves in the middle of an iteration")
             with self.rounds.saving():
-                self.rounds.finish()
+                self.rounds.finish(waits=waits)
             if self.rounds.has_consensus and not self.rounds.count:
                 raise self._not_trained("the run ends without an iteration of any worker")
         return self.rounds.has_consensus
@@ -115,8 +120,25 @@ class Steps:
     def _not_trained(self, why: str) -> NotTrainedError:
         return NotTrainedError(
             f"{self._name} has trained nothing: {why}. Only steps of the run count and are exchanged: draw batches "
-            f"with `for batch in worker.batches(loader)`, or call begin_step() and end_step()"
+            f"with `for batch in worker.batches(loader)`, call begin_step() and end_step(), or use lsgd.wrap"
         )
+
+    def meet(self, numbers: dict[str, float]) -> dict[str, float]:
+        """Return the means over all workers, once all have made this call, between two iterations.
+
+        Raises:
+            LsgdError: another worker makes another call, or the iteration is not over.
+        """
+        self._count()
+        self._follow()
+        if self.rounds.pending:
+            self.rounds.drop("meets the others in the middle of an iteration")
+        self._paused = self._begun or self._grants.granted
+        with self.rounds.saving():
+            met = self.rounds.meet(numbers)
+        if met is not None and met.error:
+            raise LsgdError(met.error)
+        return numbers if met is None else met.values
 
     def close(self) -> None:
         """Count the last iteration, and remove the hooks."""
@@ -130,6 +152,8 @@ class Steps:
         self.rounds.stopwatch.spend("")
         if self._stepped and self._grants.granted:
             self._grants.complete()
+            if self._grants.done == LOOK_AFTER:
+                self._warn_of_schedulers()
             self._followed = False
             if self._whole:
                 self._follow()
@@ -148,6 +172,18 @@ class Steps:
             return
         self._followed = True
         self.rounds.after_step()
+
+    def _warn_of_schedulers(self) -> None:
+        """Warn of a torch scheduler that this worker will not go through to its end."""
+        own, all_ = self._grants.steps, self._run.iterations
+        share = all_ / self.rounds.world_size if all_ else float("inf")
+        steps = min(own or share, share)
+        if words := cut_short(self._replica.optimizers, steps):
+            of = f" of the {all_} iterations of all workers" if steps == share else ""
+            logger.warning(
+                "%s: %s: this worker makes about %d steps%s. Make it as long as that, or use worker.schedule",
+                *(self._name, words, steps, of),
+            )
 
     def _check_optimizers(self) -> None:
         """Warn, and later fail, if no joined optimizer steps."""

@@ -1,0 +1,291 @@
+"""Makes a script a worker of a run without changing its loop: torch's own hooks call begin_step, close_step and pause.
+
+An iteration begins at the model's first forward pass in training mode with gradients, and ends when all optimizers have
+stepped. A round comes before the next such pass, after all that a script does between two iterations (an evaluation, an
+average of weights). Forward passes without gradients are an evaluation.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lsgd.algorithms.gradient import GradientAlgorithm
+from lsgd.client import loader as loaders
+from lsgd.client.control.joining import unwrapped
+from lsgd.client.iteration.steps import WARN_AFTER_STEPS
+from lsgd.client.worker import Worker, check_steps
+from lsgd.errors import ConfigError, LsgdError
+
+logger = logging.getLogger("lsgd")
+
+T = TypeVar("T")
+
+EVALUATES_FROM = 2
+"""How many forward passes without gradients, one after the other, are an evaluation: one may be a teacher's."""
+
+
+def wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    steps: int = 0,
+    step: int = 0,
+    accumulate: int = 1,
+    **options: Any,
+) -> "WrappedWorker":
+    """Join the run, and let the script's own loop be a worker of it; return the worker.
+
+    ::
+
+        worker = lsgd.wrap(model, optimizer, steps=max_steps)
+        loader = worker.shard(loader)
+        ...                                  # the loop, as it is
+        worker.finish()
+        if worker.first:
+            save(model)
+
+    Model and optimizers stay the objects they are, with hooks. The loss is what the model returns as ``.loss`` or as a
+    scalar; otherwise call ``worker.report``.
+
+    Args:
+        model: as for :meth:`Worker.join`. The loop must call this object, not its ``forward``.
+        optimizer: as there. Of several optimizers each steps once in an iteration.
+        steps: optimizer steps of the script's own loop. The run has those of all workers, if the plan has no length.
+        step: where that loop begins, if the script has resumed by itself; ``worker.step`` is where it is to begin.
+        accumulate: micro-batches before a step; only algorithms that exchange gradients need to know.
+        options: others of :meth:`Worker.join`.
+
+    Raises:
+        ConfigError: an argument is wrong; otherwise as Worker.join.
+    """
+    if accumulate < 1:
+        raise ConfigError(f"accumulate = {accumulate}: the number of micro-batches before a step is 1 or more")
+    check_steps(steps)
+    hooks = _Hooks(model, unwrapped(optimizer), accumulate)
+    try:
+        worker = WrappedWorker.join(model, optimizer, step=step, **options)
+    except BaseException:
+        hooks.close()
+        raise
+    worker.hooks, worker.steps = hooks, steps
+    hooks.attach(worker)
+    return worker
+
+
+class WrappedWorker(Worker):
+    """A worker whose steps hooks begin and end; :func:`wrap` makes one."""
+
+    hooks: "_Hooks"
+
+    def report(self, loss: Tensor | float) -> None:
+        """Record the loss of a batch, from now on instead of what the model returns."""
+        self.hooks.reports = False
+        super().report(loss)
+
+    def batches(self, loader: Iterable[T]) -> loaders.Pass[T]:
+        """Return :meth:`Worker.batches`, whose steps replace those of the hooks."""
+        self.hooks.close()
+        return super().batches(loader)
+
+    def at_exit(self) -> None:
+        """Say that the script has ended without :meth:`finish`, and leave."""
+        if self._open and self.hooks.worker is not None:
+            logger.error(
+                "%s: the script ends after %d steps without worker.finish(), so its model is not the run's consensus, "
+                "and what it has saved is this worker's own: call worker.finish() after the loop, and save after it",
+                *(self.name, self.iterations),
+            )
+        super().at_exit()
+
+    def _end(self, *, failed: bool = False, reason: str = "") -> None:
+        self.hooks.close()
+        super()._end(failed=failed, reason=reason)
+
+    def announce(self, inputs: object) -> None:
+        """Let the servers compare the first inputs of the workers' models."""
+        self._data.tell(inputs)
+
+    def record(self, loss: Tensor) -> None:
+        """Record a loss that the model has returned."""
+        super().report(loss)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients, so that a step changes nothing."""
+        self._replica.drop_gradients()
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether backward passes exchange gradients."""
+        return isinstance(self._replica.algorithm, GradientAlgorithm)
+
+
+class _Hooks:
+    """The hooks on a model and its optimizers, which drive a worker's steps from the join on.
+
+    Attributes:
+        worker: None before the join, and once the hooks are removed.
+        reports: whether to report what the model returns as its loss.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], accumulate: int) -> None:
+        self.worker: WrappedWorker | None = None
+        self.reports = True
+        self._optimizers, self._accumulate = optimizers, accumulate
+        self._begun = False  # a step of the worker
+        self._stepped: set[torch.optim.Optimizer] = set()  # in this iteration
+        self._made = False  # an iteration
+        self._inside = False  # an optimizer's step, which may evaluate a closure
+        self._passes = 0  # forward passes since the optimizers stepped
+        self._without = 0  # forward passes without gradients, one after the other
+        self._said: set[str] = set()
+        self._muted = ExitStack()
+        removable: list[Any] = [
+            model.register_forward_pre_hook(_eager(self._before_forward), prepend=True, with_kwargs=True)
+        ]
+        removable += [model.register_forward_hook(_eager(self._after_forward))]
+        removable += [o.register_step_pre_hook(self._before_step) for o in optimizers]
+        self._removable = removable
+
+    def attach(self, worker: WrappedWorker) -> None:
+        """Drive the worker's steps. Its own hooks on the optimizers run after those before a step, and before these."""
+        self.worker = worker
+        self._removable += [o.register_step_post_hook(self._after_step) for o in self._optimizers]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self.worker = None
+        self._muted.close()
+        for hook in self._removable:
+            hook.remove()
+
+    # -- the model's -------------------------------------------------------------------------------------------
+
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        worker = self.worker
+        if worker is None or self._inside:
+            return
+        if not (model.training and torch.is_grad_enabled()):
+            self._evaluate(worker)
+            return
+        self._without = 0
+        self._next_step(worker)
+        worker.announce((args, kwargs))
+        self._passes += 1
+        self._mute(worker)
+
+    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.worker is not None and self.reports and model.training and torch.is_grad_enabled():
+            if (loss := loss_in(output)) is not None:
+                self.worker.record(loss)
+
+    def _next_step(self, worker: WrappedWorker) -> None:
+        """Begin an iteration, or its next micro-batch; with several optimizers a pass may be for the next of them."""
+        if self._stepped:
+            self._warn_of_missing(worker)
+            return
+        if self._begun:
+            self._warn_of_exchanges(worker)
+            worker.close_step()
+        self._begun = worker.begin_step()
+
+    def _mute(self, worker: WrappedWorker) -> None:
+        """Exchange gradients only in the backward pass of an iteration's last micro-batch."""
+        self._muted.close()
+        if self._begun and self._passes % self._accumulate:
+            self._muted.enter_context(worker.no_sync())
+
+    def _evaluate(self, worker: WrappedWorker) -> None:
+        """Step aside at the start of an evaluation, unless an iteration is under way or none has been."""
+        self._without += 1
+        if self._without == EVALUATES_FROM and self._made and not self._begun and not worker.stopped:
+            with worker.pause():
+                pass
+
+    # -- the optimizers' ---------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        worker, self._inside = self.worker, True
+        if worker is None:
+            return
+        if not self._begun and not worker.stopped:  # the forward pass did not call the model
+            if worker.exchanges_gradients and not callable(kwargs.get("closure") or (*args, None)[1]):
+                raise LsgdError(
+                    f"{worker.name}: optimizer.step() without a forward pass of the wrapped model, in which "
+                    f"{worker.algorithm.name} begins an iteration: call model(...), not model.forward(...) or a part "
+                    f"of it, in training mode"
+                )
+            self._next_step(worker)
+        if worker.stopped:
+            self._say_over(worker)
+            worker.drop_gradients()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._inside = False
+        self._stepped.add(optimizer)
+        if self.worker is not None and len(self._stepped) == len(self._optimizers):
+            self.worker.close_step()
+            self._stepped.clear()
+            self._begun, self._made, self._passes = False, True, 0
+
+    # -- what is said once -------------------------------------------------------------------------------------
+
+    def _say(self, what: str, message: str, *values: object) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning(message, *values)
+
+    def _say_over(self, worker: WrappedWorker) -> None:
+        left = f"{max(1, worker.steps - worker.step)} more of " if worker.steps else ""
+        self._say(
+            "over",
+            "%s: the run has ended after %d iterations of this worker, and its model is final: %sthis script's steps "
+            "change nothing; to end its loop, too: if worker.stopped: break",
+            *(worker.name, worker.iterations, left),
+        )
+
+    def _warn_of_missing(self, worker: WrappedWorker) -> None:
+        if self._passes >= WARN_AFTER_STEPS:
+            missing = [type(o).__name__ for o in self._optimizers if o not in self._stepped]
+            self._say(
+                "missing",
+                "%s: %d forward passes in one iteration, in which %s has not stepped: an iteration counts when all "
+                "optimizers have; leave out of lsgd.wrap those that do not step as often as the others",
+                *(worker.name, self._passes, ", ".join(missing)),
+            )
+
+    def _warn_of_exchanges(self, worker: WrappedWorker) -> None:
+        if self._accumulate == 1 and self._passes > 1 and worker.exchanges_gradients:
+            self._say(
+                "accumulates",
+                "%s: gradients are exchanged in every micro-batch; to exchange once in a step of N, pass "
+                "accumulate=N to lsgd.wrap (a GradScaler that skips steps needs nothing)",
+                worker.name,
+            )
+
+
+def _eager(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that torch.compile does not trace."""
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss in what a model has returned: ``.loss``, or the first scalar with gradients; None: there is none.
+
+    It looks into tuples, lists and dicts, one level deep.
+    """
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    for found in (named, output, *_items(output)):
+        if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
+            return found.detach()
+    return None
+
+
+def _items(output: Any) -> Iterator[Any]:
+    if isinstance(output, Mapping):
+        yield from output.values()
+    elif isinstance(output, tuple | list):
+        yield from output

@@ -1,0 +1,103 @@
+"""The call that all workers make together, to average numbers or only to wait: who has come, and the answer.
+
+This file implements rule 14 at the top of :mod:`lsgd.server.coordinator`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lsgd.protocol.messages import Met, Request
+from lsgd.server.reasons import Reason, Why
+from lsgd.server.roster import Member, MemberState, named
+
+if TYPE_CHECKING:
+    from lsgd.server.state import RunState
+
+WAITING = (MemberState.HELD, MemberState.PAUSED, MemberState.CUT)
+"""The states in which a worker can be answered: it is in no round."""
+
+
+@dataclass(eq=False)
+class Meeting:
+    """The answers of the last meeting; those who wait for the next one have a ``call`` in the roster.
+
+    Attributes:
+        answered: incarnation and answer of each worker, in case the answer is lost; the journal keeps them.
+    """
+
+    answered: dict[str, tuple[int, Met]] = field(default_factory=dict)
+    _looked: int = -1  # number of the state's changes at the last look
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what :meth:`from_json` takes."""
+        return {w: [who, met.number, met.values, met.workers] for w, (who, met) in self.answered.items()}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Sequence[Any]]) -> Meeting:
+        """Return the meeting that :meth:`to_json` described."""
+        return cls({worker: (who, Met(*fields)) for worker, (who, *fields) in saved.items()})
+
+    def again(self, request: Request) -> Met | None:
+        """Return the answer to a call, if it has been given."""
+        incarnation, met = self.answered.get(request.worker, (0, None))
+        return met if met and incarnation == request.incarnation and met.number >= request.call else None
+
+    def is_due(self, changes: int) -> bool:
+        """Whether anything has changed since the last look."""
+        before, self._looked = self._looked, changes
+        return before != changes
+
+
+def come(state: RunState, member: Member) -> None:
+    """Take in a worker's call: refuse it if others wait in another one."""
+    state.changes += 1
+    others = (m for m in state.roster.members.values() if m.call and m is not member)
+    odd = next((m for m in others if m.numbers.keys() != member.numbers.keys()), None)
+    if odd is not None:
+        words = {"call": _words(member), "other": odd.worker, "theirs": _words(odd)}
+        _answer(state, member, Met(member.call, {}, 0, Why.OTHER_CALL(worker=member.worker, **words)))
+    elif state.course.schedule.identical and member.held:  # it has nothing that a round could take in
+        state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
+
+
+def conclude(state: RunState) -> None:
+    """Answer all calls once everybody has come who still trains; if the run stops, nobody else will come."""
+    if not state.meeting.is_due(state.changes):
+        return
+    callers = [m for m in state.roster.members.values() if m.call]
+    if not callers or _missing(state) or any(m.state not in WAITING for m in callers):
+        return
+    means = {name: math.fsum(m.numbers[name] for m in callers) / len(callers) for name in callers[0].numbers}
+    state.changes += 1
+    state.meeting.answered = {}
+    for member in callers:
+        met = Met(member.call, means, len(callers))
+        state.meeting.answered[member.worker] = member.join.incarnation, met
+        _answer(state, member, met)
+
+
+def awaited(state: RunState, member: Member) -> Reason:
+    """Say whom a worker's call waits for."""
+    return Why.MEETING(call=_words(member), who=named(_missing(state)) or "those in a round")
+
+
+def _answer(state: RunState, member: Member, met: Met) -> None:
+    """Answer a call: the worker is paused until its next request."""
+    member.call, member.numbers, member.last = 0, {}, False
+    state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
+    state.answer(member, met)
+
+
+def _missing(state: RunState) -> Sequence[Member]:
+    """Return the members that have not come, and still may."""
+    over = (MemberState.FINISHED, MemberState.ENDED)
+    members = state.roster.members.values()
+    return [] if state.stopping else [m for m in members if not (m.call or m.last or m.leaving or m.state in over)]
+
+
+def _words(member: Member) -> str:
+    return f"mean() of {', '.join(sorted(member.numbers))}" if member.numbers else "barrier()"

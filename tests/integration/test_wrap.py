@@ -1,0 +1,361 @@
+"""Flat scripts: hooks begin and end the steps of their loops, which stay as they are, in runs with real servers."""
+
+import itertools
+import logging
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lsgd
+from lsgd.client.control.identity import Identity
+from lsgd.client.wrap import WrappedWorker, loss_in
+from lsgd.errors import ConfigError, EvictedError, JoinError, LsgdError
+
+from .test_steps import ALGORITHMS, BATCH, network
+
+
+class WithLoss(nn.Module):
+    """Returns its output and, in training mode, its loss, as many scripts' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.inner(x)
+        return out, out.square().mean()
+
+
+class Script:
+    """A model, its optimizer, and the loop of a script that knows nothing of lsgd."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model = WithLoss()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.worker: WrappedWorker = lsgd.wrap(self.model, self.optimizer, **options)
+
+    def step(self, x: Tensor = BATCH, micro_batches: int = 1) -> None:
+        for _ in range(micro_batches):
+            _, loss = self.model(x)
+            (loss / micro_batches).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self, batches: int = 3) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            for _ in range(batches):
+                self.model(BATCH)
+        self.model.train()
+
+    def state(self) -> str:
+        return str(self.worker.status()["members"][0]["state"])
+
+
+def join_here(cluster, monkeypatch, *arguments: str) -> None:
+    """Start the servers of a run of one worker, which is to join in this process."""
+    cluster.start("--workers", "1", *arguments)
+    monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+    monkeypatch.setenv("LSGD_LOCAL_RANK", "0")
+
+
+@pytest.fixture
+def script(here) -> Iterator[Script]:
+    made = Script()
+    with made.worker:
+        yield made
+
+
+def in_threads(cluster, train: Callable[[int, Identity], Any], workers: int = 2) -> list[Any]:
+    """Run a script in threads of this process, each a worker."""
+    identities = [Identity(i, secrets.randbits(63), cluster.local_address(0), None) for i in range(workers)]
+    with ThreadPoolExecutor(workers) as threads:
+        return list(threads.map(train, range(workers), identities))
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_two_scripts_make_their_own_steps_and_end_with_one_model(cluster, arguments) -> None:
+    cluster.start("--workers", "2", *arguments)
+
+    def train(index: int, identity: Identity) -> tuple[Any, ...]:
+        script = Script(steps=20 + 10 * index, identity=identity)
+        worker = script.worker
+        shares = []
+        for step in range(worker.step, worker.steps):
+            script.step(BATCH * (1 + index + step))
+            assert worker.step == worker.iterations == step + 1
+            shares.append(worker.progress)
+        assert worker.finish() and worker.stopped and worker.progress == 1.0
+        assert shares == sorted(shares) and shares[0] < 0.2
+        return worker.iterations, worker.first, script.model.state_dict()
+
+    (made, first, one), (more, second, two) = in_threads(cluster, train)
+    assert (made, more) == (20, 30) and (first, second) == (True, False)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert "all workers have made the steps of their own loops, 50 iterations" in cluster.processes[0].output
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_accumulation_evaluation_and_a_scaler_that_skips(cluster, monkeypatch, arguments) -> None:
+    join_here(cluster, monkeypatch, *arguments)
+    script, scaler = Script(steps=6, accumulate=2), torch.amp.GradScaler("cpu", init_scale=4.0)
+    made = []
+    for step in range(7):
+        for micro in range(2):
+            _, loss = script.model(BATCH)
+            scaler.scale(loss * (float("inf") if step == 2 and micro else 1.0)).backward()
+        scaler.step(script.optimizer)
+        scaler.update()
+        script.optimizer.zero_grad()
+        script.evaluate()
+        assert script.state() == ("live" if step == 2 else "away")
+        made.append(script.worker.iterations)
+    assert made == [1, 2, 2, 3, 4, 5, 6]
+    assert script.worker.finish() and script.worker.iterations == 6
+
+
+def test_one_pass_without_gradients_is_no_evaluation(script) -> None:
+    for _ in range(3):
+        script.evaluate(batches=1)
+        script.step()
+        assert script.state() == "live"
+    script.evaluate(batches=2)
+    assert script.state() == "away"
+    script.step()
+    script.step()
+    assert script.state() == "live" and script.worker.iterations == 5
+
+
+def test_a_pass_without_gradients_inside_an_iteration_is_no_evaluation(script) -> None:
+    script.step()
+    _, loss = script.model(BATCH)
+    script.evaluate()
+    loss.backward()
+    script.optimizer.step()
+    assert script.state() == "live"
+
+
+def test_a_forward_that_does_not_pass_the_hooks_begins_in_the_step(script) -> None:
+    for _ in range(3):
+        script.model.forward(BATCH)[1].backward()
+        script.optimizer.step()
+    script.step()
+    script.step()
+    assert script.worker.iterations == 5
+
+
+def test_gradients_cannot_be_exchanged_without_a_forward_of_the_model(cluster, monkeypatch) -> None:
+    join_here(cluster, monkeypatch, "--algorithm", "allreduce")
+    script = Script(steps=3)
+    script.model.forward(BATCH)[1].backward()
+    with pytest.raises(LsgdError, match=r"without a forward pass of the wrapped model, in which allreduce begins"):
+        script.optimizer.step()
+    script.worker.fails(RuntimeError())
+
+
+def test_micro_batches_that_are_all_exchanged_are_said_once(cluster, monkeypatch, caplog) -> None:
+    join_here(cluster, monkeypatch, "--algorithm", "allreduce")
+    script = Script(steps=4)
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        for _ in range(4):
+            script.step(micro_batches=3)
+    assert sum("pass accumulate=N to lsgd.wrap" in message for message in caplog.messages) == 1
+    assert script.worker.finish() and script.worker.iterations == 4
+
+
+def test_schedulers_closures_and_compiled_models_work(cluster, monkeypatch) -> None:
+    join_here(cluster, monkeypatch)
+    model = WithLoss()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+    compiled = torch.compile(model, backend="eager")
+    worker = lsgd.wrap(compiled, optimizer, steps=5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        _, loss = compiled(BATCH)
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        optimizer.step(closure)
+        scheduler.step()
+    assert type(optimizer) is torch.optim.LBFGS and scheduler.get_last_lr() == [0.0]
+    assert worker.finish() and worker.iterations == 5
+
+
+def test_a_model_that_is_compiled_after_the_join_keeps_its_hooks(script) -> None:
+    compiled = torch.compile(script.model, backend="eager")
+    for _ in range(3):
+        compiled(BATCH)[1].backward()
+        script.optimizer.step()
+    script.evaluate()
+    assert script.worker.iterations == 3
+
+
+def test_an_iteration_of_two_optimizers_ends_when_both_have_stepped(here, caplog) -> None:
+    model = nn.ModuleList([WithLoss(), WithLoss()])
+    model.forward = lambda which: model[which](BATCH)[1]  # type: ignore[method-assign, assignment]
+    both = [torch.optim.SGD(part.parameters(), lr=0.01) for part in model]
+    worker = lsgd.wrap(model, both)
+    for _ in range(4):
+        for which in (0, 0, 1):
+            model(which).backward()
+            both[which].step()
+    assert worker.iterations == 4
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        for _ in range(140):
+            model(0).backward()
+            both[0].step()
+    (message,) = caplog.messages
+    assert "in which SGD has not stepped" in message
+    worker.__exit__(None, None, None)
+
+
+def test_after_the_end_of_the_run_the_loop_changes_nothing(cluster, monkeypatch, caplog) -> None:
+    join_here(cluster, monkeypatch, "--iterations", "5")
+    script = Script(steps=8)
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        for step in range(8):
+            if step == 6:
+                end = {name: x.clone() for name, x in script.model.state_dict().items()}
+            script.step()
+            script.evaluate()
+    (message,) = [m for m in caplog.messages if "change nothing" in m]
+    assert (
+        "the run has ended after 5 iterations of this worker" in message and "3 more of this script's steps" in message
+    )
+    assert script.worker.stopped and script.worker.mean({"val": 2.0}) == {"val": 2.0}
+    script.worker.barrier()
+    assert script.worker.finish()
+    assert all(torch.equal(end[name], x) for name, x in script.model.state_dict().items())
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_means_and_barriers_over_scripts(cluster, arguments) -> None:
+    cluster.start("--workers", "2", *arguments)
+
+    def train(index: int, identity: Identity) -> list[Any]:
+        script = Script(steps=12, identity=identity)
+        script.worker.barrier()
+        means = []
+        for step in range(12):
+            script.step(BATCH * (1 + index + step))
+            if step % 4 == 3:
+                script.evaluate()
+                means.append(script.worker.mean({"val": torch.tensor(float(step + index)), "nan": float("nan")}))
+        assert script.worker.finish() and script.worker.iterations == 12
+        assert script.worker.mean({"alone": index}) == {"alone": index}
+        return means
+
+    one, two = in_threads(cluster, train)
+    assert [mean["val"] for mean in one] == [mean["val"] for mean in two] == [3.5, 7.5, 11.5]
+    assert all(mean["nan"] != mean["nan"] for mean in one)
+
+
+def test_equal_inputs_on_two_workers_are_refused(cluster) -> None:
+    cluster.start("--workers", "2", "--algorithm", "local", "--period", "2")
+
+    def train(index: int, identity: Identity) -> str:
+        script = Script(steps=1000, identity=identity)
+        try:
+            for _ in range(1000):
+                script.step()
+        except JoinError as error:
+            script.worker.fails(error)
+            return str(error)
+        script.worker.finish()
+        return ""
+
+    for said in in_threads(cluster, train):
+        assert "draw the same batches, so one of them learns nothing new" in said
+
+
+def test_a_loss_is_found_or_reported(script) -> None:
+    script.step()
+    window = script.worker._steps.rounds.election.losses
+    assert len(window.values) == 1
+    script.worker.report(7.0)
+    script.step()
+    assert window.values[1:] == [7.0]
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        (lambda loss: loss, True),
+        (lambda loss: (BATCH, loss), True),
+        (lambda loss: {"logits": BATCH, "loss": loss}, True),
+        (lambda loss: SimpleNamespace(loss=loss), True),
+        (lambda loss: [BATCH], False),
+        (lambda loss: BATCH, False),
+        (lambda loss: (BATCH, loss.detach()), False),
+        (lambda loss: None, False),
+    ],
+)
+def test_where_a_model_returns_its_loss(output, found) -> None:
+    loss = torch.ones((), requires_grad=True) * 3
+    got = loss_in(output(loss))
+    assert got is None if not found else got.item() == 3 and not got.requires_grad
+
+
+def test_wrong_arguments_leave_no_hooks(here) -> None:
+    model = WithLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.raises(ConfigError, match="accumulate = 0"):
+        lsgd.wrap(model, optimizer, accumulate=0)
+    with pytest.raises(TypeError):
+        lsgd.wrap(model, optimizer, nonsense=1)
+    assert not model._forward_pre_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+def test_batches_takes_the_place_of_the_hooks(script) -> None:
+    loader = script.worker.batches([BATCH] * 5)
+    assert len(loader) == 5
+    for x in loader:
+        script.step(x)
+    assert script.worker.iterations == 5
+
+
+def test_a_script_without_finish_is_told_so(script, caplog) -> None:
+    script.step()
+    script.step()
+    with caplog.at_level(logging.ERROR, logger="lsgd"):
+        script.worker.at_exit()
+    (message,) = caplog.messages
+    assert "the script ends after 2 steps without worker.finish()" in message
+
+
+def test_errors_that_nothing_handles_set_the_exit_code(script, monkeypatch) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(EvictedError, EvictedError("silent"), None)
+    assert ended.value.code == 76
+    assert not script.worker._open
+
+
+def test_finish_gives_up_after_its_time(cluster, caplog) -> None:
+    cluster.start("--workers", "2", "--algorithm", "local", "--period", "2")
+    go_on = itertools.count()
+
+    def train(index: int, identity: Identity) -> bool:
+        script = Script(steps=10, identity=identity)
+        script.worker.barrier()
+        script.step(BATCH * (index + 1))
+        if index == 0:
+            return script.worker.finish(timeout_s=0.5)
+        while script.worker.status()["members"][0]["state"] != "left":
+            script.step(BATCH * next(go_on))
+        return script.worker.finish()
+
+    assert in_threads(cluster, train) == [False, True]
+    assert any(
+        "leaves without the run's consensus" in message and "node0/worker1, still in the loop" in message
+        for message in caplog.messages
+    )

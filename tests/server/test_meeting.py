@@ -1,0 +1,163 @@
+"""Calls that all workers make together: one answer for all, whoever dies in between."""
+
+from collections import defaultdict
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lsgd.protocol.messages import Evicted, Met, Request, StopRun, Waiting
+from lsgd.server.journal import capture, restore
+
+from ..search import examples
+from .helpers import Bench, make_plan, started
+from .simulated_run import Faults, SimulatedRun
+
+
+def meet(bench: Bench, place: str, number: int = 1, **values: float) -> None:
+    """Make a call, or repeat it."""
+    member = bench.roster.members.get(bench.who(place)[0])
+    same = member is not None and member.call == number and member.round is None and member.held
+    bench.ask(place, same=same, did=not same and bench.seqs[place] > 0, last=True, call=number, numbers=values)
+
+
+def test_the_mean_comes_when_all_have_come() -> None:
+    bench = started("00", "01", "10")
+    meet(bench, "00", val=1.0)
+    meet(bench, "00", val=1.0)
+    assert bench.only("00").reason.code == "meeting"  # type: ignore[union-attr]
+    assert "node0/worker1, node1/worker0" in bench.only("00").reason  # type: ignore[union-attr]
+    meet(bench, "10", val=6.0)
+    meet(bench, "01", val=2.0)
+    assert bench.got == {place: [Met(1, {"val": 3.0}, 3)] for place in ("00", "01", "10")}
+
+
+def test_a_barrier_is_a_meeting_without_numbers_even_before_the_first_iteration() -> None:
+    bench = Bench("00", "01")
+    meet(bench, "00")
+    meet(bench, "01")
+    assert bench.only("00") == bench.only("01") == Met(1, {}, 2)
+
+
+def test_a_lost_answer_is_given_again_and_an_old_one_changes_nothing() -> None:
+    bench = started("00", "01")
+    for place, value in (("00", 1.0), ("01", 3.0)):
+        meet(bench, place, v=value)
+    meet(bench, "01", v=3.0)
+    assert bench.got == {"01": [Met(1, {"v": 2.0}, 2)]}
+    meet(bench, "00", 2, v=5.0)
+    meet(bench, "00", 2, v=5.0)
+    assert isinstance(bench.only("00"), Waiting)
+    meet(bench, "01", v=3.0)  # it has not heard of the first one yet
+    assert bench.got == {"01": [Met(1, {"v": 2.0}, 2)]}
+    meet(bench, "01", 2, v=7.0)
+    assert bench.only("00") == bench.only("01") == Met(2, {"v": 6.0}, 2)
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_one_who_dies_is_neither_waited_for_nor_counted(came) -> None:
+    bench = started("00", "01", "02")
+    if came:
+        meet(bench, "02", v=100.0)
+    for place, value in (("00", 1.0), ("01", 3.0)):
+        meet(bench, place, v=value)
+    assert came or not bench.got
+    if not came:
+        bench.leave("02", failed=True)
+        assert all(Met(1, {"v": 2.0}, 2) in bench.got[place] for place in ("00", "01"))
+    else:
+        assert bench.only("00") == Met(1, {"v": 104 / 3}, 3)
+
+
+def test_one_who_came_and_died_before_the_last_does_not_count() -> None:
+    bench = started("00", "01", "02")
+    meet(bench, "02", v=100.0)
+    bench.leave("02", failed=True)
+    bench.join("02", incarnation=2)
+    for place, value in (("00", 1.0), ("01", 3.0)):
+        meet(bench, place, v=value)
+    meet(bench, "02", v=5.0)
+    assert bench.only("00") == Met(1, {"v": 3.0}, 3)
+
+
+def test_one_who_has_finished_is_not_waited_for() -> None:
+    bench = started("00", "01")
+    meet(bench, "01", v=1.0)
+    bench.ask("00", last=True, steps=9)
+    assert Met(1, {"v": 1.0}, 1) in bench.got["01"]
+
+
+def test_when_the_run_stops_nobody_else_comes() -> None:
+    bench = started("00", "01", "02")
+    bench.pause("00")
+    meet(bench, "00", v=1.0)
+    bench.say(StopRun("enough"))
+    assert Met(1, {"v": 1.0}, 1) in bench.got["00"]
+
+
+def test_different_calls_are_an_error_for_the_second() -> None:
+    bench = started("00", "01")
+    meet(bench, "00", val=1.0)
+    meet(bench, "01")
+    met = bench.only("01")
+    assert (
+        isinstance(met, Met) and "node0/worker1 calls barrier(), and node0/worker0 waits in mean() of val" in met.error
+    )
+    meet(bench, "01", 2, val=3.0)
+    assert bench.only("00") == Met(1, {"val": 2.0}, 2)
+
+
+def test_a_process_that_is_no_member_is_told_so() -> None:
+    bench = started("00", "01")
+    request = Request("node0/worker1", 77, 1, 0, 0, 0, None, call=1)
+    ((_, _, answer),) = bench.coordinator.handle(request, bench.now).answers
+    assert isinstance(answer, Evicted)
+
+
+def test_a_restarted_server_gives_the_same_answer() -> None:
+    bench = started("00", "01")
+
+    def restart() -> None:
+        bench.coordinator.state = restore(capture(bench.state, bench.now), bench.now)
+
+    meet(bench, "00", v=1.0)
+    restart()
+    meet(bench, "01", v=3.0)
+    assert not bench.got, "not before all have asked again"
+    meet(bench, "00", v=1.0)
+    answer = Met(1, {"v": 2.0}, 2)
+    assert bench.got == {"00": [answer], "01": [answer]}
+    restart()
+    meet(bench, "00", v=1.0)
+    assert bench.got == {"00": [answer]}
+
+
+def test_a_caller_takes_part_in_rounds_until_all_have_come() -> None:
+    bench = started("00", "01")
+    meet(bench, "00", v=1.0)
+    while not bench.member("00").round:
+        bench.ask("01")
+    assert bench.member("00").round is bench.member("01").round, "whose model a newcomer could take"
+    bench.complete_all("00", "01")
+    meet(bench, "00", v=1.0)
+    assert bench.member("00").held
+    meet(bench, "01", v=3.0)
+    assert bench.only("00") == bench.only("01") == Met(1, {"v": 2.0}, 2)
+
+
+@examples(15)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 1 << 16), st.floats(0, 0.01))
+def test_all_get_one_answer_over_a_bad_network_with_kills(sizes: list[int], seed: int, crash: float) -> None:
+    faults = Faults(0.05, 0.1, 0.5, crash=crash, exchange_timeout_s=30.0, kill=0.05)
+    run = SimulatedRun(make_plan(period=8, local_period=4, workers=sum(sizes)), sizes, seed, faults)
+    run.own_steps, run.meet_every = 40, 10
+    run.go()
+    answers = defaultdict(set)
+    for worker in run.workers:
+        for number, met in enumerate(worker.met):
+            assert not met.error and 1 <= met.workers <= len(run.workers)
+            answers[number].add((Fraction(met.values["value"]), met.workers))
+    if not crash and not run.stragglers:
+        assert all(len(worker.met) >= 3 for worker in run.workers)
+        assert all(len(given) == 1 for given in answers.values())
