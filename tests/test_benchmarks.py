@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tables
+from benchmarks.efficiency.__main__ import row as efficiency_row
+from benchmarks.efficiency.run import Measured
 from benchmarks.endtoend.tables import table_of
 from benchmarks.mixing import measure, mixing
 from benchmarks.network import tables as network_tables
@@ -305,3 +307,10 @@ def test_the_page_of_conclusions_names_each_page() -> None:
 def test_a_table_that_cannot_be_made_is_named(what: str, reason: str) -> None:
     with pytest.raises(ValueError, match=f"network.md.* {reason}"):
         tables.made_anew(f"<!-- table: {what} -->\n<!-- end of table -->\n", Path("network.md"))
+
+
+def test_efficiency_is_that_of_equal_times() -> None:
+    calm = Measured(0, 100.0, 4000, 1.0, "")
+    disturbed = Measured(9, 50.0, 1500, 0.875, "")
+    assert efficiency_row("worker", 10.0, disturbed, calm) == ["worker", "10", "9", "1,500", "0.750", "0.875"]
+    assert efficiency_row("", 0.0, calm, calm)[:2] == ["nothing", ""]
