@@ -54,7 +54,8 @@ def write_results(worker: Worker, model: nn.Module, test: TensorDataset) -> None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "accuracy.json").write_text(json.dumps(result, indent=2) + "\n")
     worker.save(folder)
-    of_leader = f", {leader_accuracy:.4f} of the leader" if leader_accuracy is not None else ""
+    leads = worker.algorithm.elects and leader_accuracy is not None
+    of_leader = f", {leader_accuracy:.4f} of the leader" if leads else ""
     print(f"test accuracy: {result['test_accuracy']:.4f} of the average{of_leader}")
     print(f"written to {folder}: accuracy.json, model.safetensors", flush=True)
 

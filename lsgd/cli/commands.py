@@ -1,5 +1,6 @@
 """``lsgd``: the command line of those who train."""
 
+import functools
 import json
 import os
 import shlex
@@ -8,6 +9,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 from click.shell_completion import get_completion_class
@@ -18,6 +20,7 @@ from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
 from lsgd.cli import options, quickstart, runs, watching
 from lsgd.cli.options import Commands, Main, first_steps
+from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
 from lsgd.node.launch import LaunchSettings, launch
 from lsgd.node.place import Place, find_place
@@ -259,8 +262,22 @@ def _new_run_dir() -> Path:
     return Path("runs", time.strftime("%Y%m%d-%H%M%S"))
 
 
-@main.command("status", short_help="Show a run's progress, and what it waits for.")
-@options.connect
+def _show_end(folder: Path, *, as_json: bool = False, healthy: bool = False, **_: Any) -> bool:
+    """Show how the newest run in a folder ended; return False if there is none that has ended."""
+    run = next(iter(runs.find_runs(folder)), {})
+    if healthy or run.get("state") not in runs.ENDED:
+        return False
+    if as_json:
+        click.echo(json.dumps(run))
+        return True
+    click.echo(f"the run in {run['folder']} has ended:", err=True)
+    shown = terminal.view(RunView(run)) if "run" in run else f"{run['state']}: {run.get('reason', '')}"
+    Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(shown)
+    return True
+
+
+@main.command("status", short_help="Show a run's progress, and what it waits for, or how it ended.")
+@functools.partial(options.connect, ended=_show_end)
 @click.option(
     "--json", "as_json", is_flag=True, help="Print everything, as JSON (docs/guides/monitoring.md lists the keys)."
 )
@@ -271,7 +288,16 @@ def _new_run_dir() -> Path:
     help=f"Print one line; exit code 1 if no global server answers within {HEALTHY_WITHIN_S:g} s (for probes).",
 )
 def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watch: bool, healthy: bool) -> None:
-    """Show a running run: its workers, its rounds, and what it waits for."""
+    """Show a running run: its workers, its rounds, and what it waits for; if none is running, how the newest ended."""
+    try:
+        _show(connect, keys, as_json=as_json, watch=watch, healthy=healthy)
+    except JoinError:  # it has perhaps ended meanwhile
+        folder = click.get_current_context().meta.get(options.FOLDER)
+        if not (watch and folder and _show_end(folder, as_json=as_json)):
+            raise
+
+
+def _show(connect: str, keys: ConnectorKeys | None, *, as_json: bool, watch: bool, healthy: bool) -> None:
     if healthy:
         status = ask(connect, StatusQuery(0), keys, HEALTHY_WITHIN_S)
         click.echo(

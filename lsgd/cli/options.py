@@ -10,7 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from lsgd.algorithms import ALGORITHMS
-from lsgd.errors import LsgdError
+from lsgd.errors import ConfigError, LsgdError
 from lsgd.plan.run import LENGTH_SETTINGS
 from lsgd.protocol.keys import OPERATOR, connector_keys
 from lsgd.protocol.sockets import DEFAULT_PORT
@@ -133,8 +133,13 @@ def place(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def connect(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give an operator's command the address of the run's global server and the keys for it."""
+def connect(
+    command: Callable[..., Any], *, ended: Callable[..., bool] = lambda folder, **others: False
+) -> Callable[..., Any]:
+    """Give an operator's command the address of the run's global server and the keys for it.
+
+    ``ended``: called instead if no run is running, with the folder and the other options; False: that is an error.
+    """
 
     @click.option(
         "--run",
@@ -159,7 +164,12 @@ def connect(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def connected(folder: Path, connect: str | None, token: Path | None, insecure: bool, **others: Any) -> Any:
         if connect is None:
-            folder, connect = find_live(folder)
+            try:
+                folder, connect = find_live(folder)
+            except ConfigError:
+                if ended(folder, **others):
+                    return None
+                raise
             click.get_current_context().meta[FOLDER] = folder
             click.echo(f"the run in {folder}, at {connect}:", err=True)
         elif "://" not in connect:

@@ -179,7 +179,8 @@ def _run(
         if settings.place.node == 0:
             commands += _observers(settings, network, environ)
             panel = Panel(screen, network, insecure=settings.insecure) if screen.is_terminal else None
-        server = LocalServer(settings.place.node, incarnation, listener, link, settings.workers, say=say, complain=say)
+        tell = (lambda words: None) if settings.place.node == 0 else say  # the global server's lines are here
+        server = LocalServer(settings.place.node, incarnation, listener, link, settings.workers, say=tell, complain=say)
         start = partial(Process, screen=screen, reading=reading)
         outlives = bool(servers) and settings.place.nodes > 1
         node = Node(name, commands, server, start, screen.say, panel=panel, outlives=outlives)
@@ -249,13 +250,13 @@ def _access(settings: LaunchSettings, network: str) -> tuple[list[str], Connecto
 
 
 def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
-    """Print the lines that start the other nodes; if others can read our output, write them to a private file."""
+    """Write the lines that start the other nodes to a private file; print them unless others can read our output."""
     if not lines:
         return
     output = os.fstat(sys.stdout.fileno())
-    if not (stat.S_ISREG(output.st_mode) and output.st_mode & 0o077):
+    shown = not (stat.S_ISREG(output.st_mode) and output.st_mode & 0o077)
+    if shown:
         print(*(f"{LAUNCHER}{line}" for line in lines), sep="\n", flush=True)
-        return
     path = run_dir / "join.txt"
     path.unlink(missing_ok=True)
     try:
@@ -265,7 +266,8 @@ def _show_tokens(lines: Sequence[str], run_dir: Path) -> None:
         where = f"{default_folder()}, because {path} cannot be written: {error.strerror}"
     else:
         where = str(path)
-    print(f"{LAUNCHER}others can read this output, so the other nodes' tokens are in {where}", flush=True)
+    why = "the same lines are" if shown else "others can read this output, so the other nodes' tokens are"
+    print(f"{LAUNCHER}{why} in {where}", flush=True)
 
 
 def _shared_servers(settings: LaunchSettings, network: str, keys: Sequence[str]) -> dict[str, list[str]]:
@@ -277,7 +279,7 @@ def _shared_servers(settings: LaunchSettings, network: str, keys: Sequence[str])
     keeps_plan = settings.plan_path is None and settings.resume and used.exists()
     path = used if keeps_plan else settings.plan_path
     nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
-    arguments = ["--global", "--listen", network, "--save-plan", str(used), "--nodes", str(nodes), *keys]
+    arguments = ["--global", "--launched", "--listen", network, "--save-plan", str(used), "--nodes", str(nodes), *keys]
     arguments += ["--journal", str(settings.run_dir / JOURNAL), "--results", str(settings.run_dir)]
     if settings.continues:
         arguments += ["--continue"]

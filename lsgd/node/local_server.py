@@ -205,7 +205,7 @@ class LocalServer:
             self._forget_gone()
             self._leave(now)
         elif self._away(now) and now - max(self._said_at, self._started_at) > SILENT_AFTER_S:
-            self._say(self._away(now))
+            self._complain(self._away(now))
             self._said_at = now + 5
         elif not (self._ending or self.joined) and now - self._unjoined_at >= UNJOINED_S:
             self._unjoined_at = now

@@ -102,7 +102,8 @@ class Node:
     def run(self) -> None:
         """Run all processes until they have ended."""
         signals = Signals(signal.SIGHUP)
-        orphans = Orphans(lambda: [child.process.pid for child in self._children])
+        local = next((c.environment.get("LSGD_LOCAL", "") for c in self._commands if c.role is Role.WORKER), "")
+        orphans = Orphans(f"LSGD_LOCAL={local}", lambda: [child.process.pid for child in self._children])
         poller = Poller(*self._local.sources, signals.wakeup)
         try:
             self.begin()

@@ -178,6 +178,7 @@ class RunProgress:
         share: completed part of the run, 0 to 1.
         workers: at most 4,096, in rank order.
         logged: numbers that scripts have logged (``worker.log``), by name: the mean over live workers that have one.
+        participation: mean share of the run's workers that were members of the last global rounds; None: unknown.
     """
 
     seconds: float
@@ -189,6 +190,7 @@ class RunProgress:
     share: float
     workers: tuple[WorkerProgress, ...]
     logged: dict[str, float] = field(default_factory=dict)
+    participation: float | None = None
 
 
 Happening = (

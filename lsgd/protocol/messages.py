@@ -163,7 +163,8 @@ class Request(FromWorker):
 class Heartbeat(FromWorker):
     """A worker's process is alive, whatever it is doing; not answered.
 
-    The other fields are the totals of its ``timings`` and the last numbers that its script logged, by name.
+    The other fields are the totals of its ``timings``, the last numbers that its script logged, by name, and how far
+    a transfer of tensors is that takes long; an empty text: none does.
     """
 
     compute_s: float = 0.0
@@ -172,6 +173,7 @@ class Heartbeat(FromWorker):
     sent_nbytes: int = 0
     received_nbytes: int = 0
     logged: dict[str, float] = field(default_factory=dict)
+    transfer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ import ctypes
 import os
 import resource
 import selectors
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -61,29 +63,36 @@ class Processes:
         return names
 
 
+FORGOTTEN_S = 5.0
+"""A child that has ended and was not let go for this long is nobody's but ours."""
+
+
 class Orphans:
     """Adopts what our children start and leave behind, also in sessions of their own, and ends it with us.
 
-    ``own``: returns the children whose ends somebody else awaits. Those that we had before are left alone.
+    Args:
+        mark: a variable and its value that only they have: ``NAME=VALUE``.
+        own: returns the children that have it too, but are no orphans.
     """
 
-    def __init__(self, own: Callable[[], Collection[int]]) -> None:
-        self._before = {each.pid for each in psutil.Process().children()}
-        self._own = own
+    def __init__(self, mark: str, own: Callable[[], Collection[int]]) -> None:
+        self._mark, self._own = mark.encode(errors="surrogateescape"), own
+        self._groups: set[int] = set()  # of all children so far
+        self._known: set[int] = set()
+        self._ended_at: dict[int, float] = {}  # children of unknown origin that nobody has let go yet
         _adopt(1)
 
     def reap(self) -> None:
         """Let orphans that have ended go."""
-        own = {*self._before, *self._own()}
-        with suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
-                os.waitpid(ended.si_pid, 0)
+        for pid in self._find():
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
     def end(self, within_s: float) -> list[int]:
         """End them, by force after ``within_s``, and adopt no more; return their numbers."""
-        own = {*self._before, *self._own()}
-        found = [each for each in psutil.Process().children() if each.pid not in own]
-        family = [*found, *(child for each in found for child in _children(each))]
+        self.reap()
+        found = list(self._find())
+        family = [process for pid in found for process in _family(pid)]
         for process in family:
             with suppress(psutil.Error):
                 process.terminate()
@@ -93,16 +102,42 @@ class Orphans:
                 process.kill()
         psutil.wait_procs(alive, within_s)
         _adopt(0)
-        return [each.pid for each in found]
+        return found
+
+    def _find(self) -> Iterator[int]:
+        own, children = set(self._own()), set(_children())
+        self._groups |= own
+        self._known &= children
+        self._ended_at = {pid: at for pid, at in self._ended_at.items() if pid in children}
+        self._known |= {pid for pid in children - own - self._known if self._is_orphan(pid)}
+        yield from self._known - own
+
+    def _is_orphan(self, pid: int) -> bool:
+        variables = b""
+        with suppress(OSError):  # it has ended
+            variables = Path(f"/proc/{pid}/environ").read_bytes()
+        if variables:
+            return self._mark in variables.split(b"\0")
+        now = time.monotonic()
+        with suppress(ProcessLookupError):  # somebody has just let it go
+            return os.getpgid(pid) in self._groups or now - self._ended_at.setdefault(pid, now) > FORGOTTEN_S
+        return False
 
 
 def _adopt(on: int) -> None:
     ctypes.CDLL(None).prctl(36, on, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, in Linux's prctl.h
 
 
-def _children(process: psutil.Process) -> list[psutil.Process]:
+def _children() -> Iterator[int]:
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            yield from map(int, path.read_text().split())
+
+
+def _family(pid: int) -> list[psutil.Process]:
     with suppress(psutil.Error):
-        return list(process.children(recursive=True))
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
     return []
 
 

@@ -76,7 +76,7 @@ def _welcome(state: RunState, members: list[Member]) -> None:
         state.few_since = state.now  # from now on the run waits for their first requests
     if not state.welcoming:
         for member in members:
-            state.answer(member, Waiting(0, state.joined()))
+            state.answer(member, Waiting(0, state.joined(names=True)))
         return
     ranks = {member: rank for rank, member in enumerate(everybody)}
     size = max(len(everybody), state.wanted if state.roster.generation is None else 0)
@@ -111,7 +111,7 @@ def end_waiting(state: RunState) -> None:
         for member in state.roster.within(MemberState.JOINED):
             remove(state, member, Why.NEVER_ASKED(waited_s=waited_s))
         return
-    reason = Why.TOO_FEW(waited_s=waited_s, joined=state.joined())
+    reason = Why.TOO_FEW(waited_s=waited_s, joined=state.joined(names=True))
     for member in list(members.values()):
         refuse(state, member, reason)
     state.welcoming = False

@@ -138,6 +138,9 @@ FIRST_CHECKPOINT_S = 60.0
 FIRST_LINES, LINES_EVERY_S = 20, 1.0
 """The first rounds each get a line in the log; later ones at most one line per interval."""
 
+PARTICIPATION_ROUNDS = 100
+"""Over how many of the last completed global rounds participation is the mean."""
+
 MAX_LOSSES = 64
 """How many workers' losses, in rank order, the history keeps for a round; it always keeps the leader's."""
 
@@ -157,6 +160,7 @@ class RoundBook:
         open: rounds that some members have not completed, by id.
         fresh: whether no round of the generation has been ordered yet.
         elections: the last rounds.
+        unlisted: number of rounds without a line in the log.
     """
 
     def __init__(
@@ -171,6 +175,8 @@ class RoundBook:
         self.open = {each.round.id: each for each in opened}
         self.fresh = False
         self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
+        self._shares: deque[float] = deque(maxlen=PARTICIPATION_ROUNDS)
+        self.unlisted = 0
         self._line_at = -math.inf
         self._has_saved = False
         self._saved_at = 0  # global rounds before the last one that was completed with a checkpoint
@@ -185,6 +191,15 @@ class RoundBook:
     def hopeless(self) -> bool:
         """Whether too many rounds have failed in a row."""
         return self.failures >= MAX_FAILED_ROUNDS
+
+    @property
+    def participation(self) -> float | None:
+        """Mean share of the workers in the run that were members of the last completed global rounds; None: unknown."""
+        return statistics.fmean(self._shares) if self._shares else None
+
+    def took_part(self, members: int, workers: int) -> None:
+        """Note that a global round of ``members`` is completed while so many ``workers`` are in the run."""
+        self._shares.append(min(1.0, members / max(1, workers)))
 
     def begin(self, now: float) -> None:
         """Note that the first round is ordered; checkpoints by time count from here."""
@@ -201,6 +216,7 @@ class RoundBook:
         """Whether a round that is ordered now gets a line in the log."""
         due = round_id <= FIRST_LINES or now - self._line_at >= LINES_EVERY_S
         self._line_at = now if due else self._line_at
+        self.unlisted += not due
         return due
 
     def order(self, order: Round, members: Iterable[Member], now: float) -> None:

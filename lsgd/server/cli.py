@@ -80,6 +80,7 @@ _PATH: Any = click.Path(path_type=Path)
     type=_PATH,
     help="Local: the file with this node's token; else LSGD_TOKEN, or the user's, where one is needed.",
 )
+@click.option("--launched", is_flag=True, hidden=True, help="Global: lsgd launch says how the other nodes join.")
 @click.option("--insecure", is_flag=True, help="Go without keys on a network where everybody is trusted.")
 @plan_options
 def main(
@@ -95,6 +96,7 @@ def main(
     relay_address: str | None,
     keys_path: Path | None,
     token_path: Path | None,
+    launched: bool,
     insecure: bool,
     **flags: Any,
 ) -> None:
@@ -124,7 +126,9 @@ def main(
             if relay_address:
                 place_of(relay_address)
             files = save_plan, journal_path, results
-            sys.exit(_serve_global(plan, address, keys, relay_address or "", *files, continues=continues))
+            sys.exit(
+                _serve_global(plan, address, keys, relay_address or "", *files, continues=continues, launched=launched)
+            )
         if role == "local":
             workers = checked(RunSettings, "workers", flags.pop("workers") or 1, "flag --workers")
             if not workers:
@@ -174,6 +178,7 @@ def _serve_global(
     results: Path | None,
     *,
     continues: bool,
+    launched: bool,
 ) -> int:
     signals = Signals()
     journal = Journal(journal_path) if journal_path else None
@@ -186,27 +191,32 @@ def _serve_global(
             state.relay, state.relay_secret = relay, secret_of_run(_relay_secret(keys), state.run.encode())
         if save_plan:
             _save_plan(state.plan, save_plan, continued=journal is not None and journal.resumed)
-        _announce(listener.address, state.plan, keys.folder if keys else None)
+        _announce(listener.address, state.plan, keys.folder if keys else None, launched=launched)
         record = Record(results, state.run) if results else None
         return GlobalDaemon(coordinator, listener, journal, record).run(signals)
 
 
-def _announce(address: str, plan: Plan, keys: Path | None) -> None:
-    """Print where the server listens, who may connect, how to join it, and how to end a run without an end."""
+def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) -> None:
+    """Print where the server listens, who may connect, how to join it, and how to end a run without an end.
+
+    ``launched``: ``lsgd launch`` says how to join, and its run folder is where ``lsgd stop`` looks.
+    """
     listens_on = address
     for wildcard in ("//0.0.0.0:", "//[::]:"):
         address = address.replace(wildcard, "//ADDRESS-OF-THIS-MACHINE:")
     workers, nodes = plan.run.workers, plan.run.nodes
     waits = number_of(workers, "worker") if workers else f"the workers of {number_of(nodes, 'node')}"
     token = f" --token nodeN.token, from {keys}" if keys else ""
+    how = f"; join from each machine with: lsgd-server --local --node N --connect {address}{token}"
     say(
-        f"lsgd {__version__} global server on {listens_on}, {plan.algorithm.name}, waits for {waits}; "
-        f"join from each machine with: lsgd-server --local --node N --connect {address}{token}"
+        f"lsgd {__version__} global server on {listens_on}, {plan.algorithm.name}, waits for {waits}"
+        f"{'' if launched else how}"
     )
     if not (plan.run.iterations or plan.run.seconds):
+        where = "" if launched else f" --connect {address}"
         say(
-            f"this run has no end: its plan has neither iterations nor seconds; end it with: lsgd stop --connect "
-            f"{address}, or give it an end: lsgd set --connect {address} iterations=N (of all workers together). A "
+            f"this run has no end: its plan has neither iterations nor seconds; end it with: lsgd stop{where}, "
+            f"or give it an end: lsgd set{where} iterations=N (of all workers together). A "
             f"script of lsgd.wrap(steps=N) ends it by itself"
         )
 

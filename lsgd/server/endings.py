@@ -78,6 +78,7 @@ def committed(state: RunState, member: Member, round_id: int, sent_nbytes: int |
     state.happened(RoundCompleted(round_id, took_s, opened.sent_nbytes))
     if opened.round.scope == "global":
         state.course.pace.completed(state.now)
+        state.book.took_part(len(opened.round.generation.indices), len(state.roster.members))
     if opened.round.final:
         close(state)
 

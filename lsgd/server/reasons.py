@@ -110,10 +110,10 @@ class Why(enum.Enum):
     ROUND_FAILED = "its round failed"
 
     # A request waits.
-    JOINING = "{here} of {wanted} workers have joined"
+    JOINING = "{here} of {wanted} workers have joined{missing}"
     GOES_ON = "the others continue without it; it has their model as of its last iteration"
     LAST_HOLDERS = "the last round waits for {who}: all others leave"
-    JOINING_NODES = "joined so far: {workers}; {nodes} of {wanted} nodes have connected"
+    JOINING_NODES = "joined so far: {workers}; {nodes} of {wanted} nodes have connected{missing}"
     STARTED = "{here} worker{are} in the run"
     NAME_CONTESTED = (
         "another process was {worker} until {heard_s:.1f} s ago; this one takes its place if it stays silent"
@@ -121,10 +121,11 @@ class Why(enum.Enum):
     CUT = "{why}the run continues without {worker}; {check}; it is tried again {when}"
     ENDED = "the run is over: {reason}"
     FIRST_REQUESTS = "the first round waits for the first request of {who}"
-    CONSENSUS = "the last round waits for {who} to complete it"
+    CONSENSUS = "the last round waits for {who} to complete it{transfer}"
     BUSY = "the next round waits {waited_s:.1f} s for {who}{open_round}"
     AWAY = "the next round waits for {who}, which paused"
     MODEL_AWAY = "the next round waits for {who}: nobody else has the run's model"
+    UNDER_WAY = "round {id} has been under way for {for_s:.0f} s at {who}{transfer}"
     NOBODY = "all workers are training; {joined}"
     TRAIN_ON = "the end of the run waits for {who}, still in the loop"
     MEETING = "{call} waits for the same call of {who}"
@@ -154,6 +155,7 @@ class Why(enum.Enum):
     STOPPING = "stopping: {reason}"
     CHANGED = "{name} is set to {text}"
     ROUND = "{scope} round {id}{where}: {who}, {count} iterations"
+    FEWER_LINES = "from here on at most one round a second is listed"
     ROUND_FAILS = "round {id} failed: {reason}"
     EVICTED = "{who} {are} evicted from round {id}: the others waited {patience_s:g} s for {them}"
     EVICTED_LINK = "{who} evicted for {wait_s:g} s, the others continue: {reason}; {check}"

@@ -56,6 +56,7 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
         "count": state.ledger.count,
         "iterations": state.expected,
         "progress": state.progress(now),
+        "participation": book.participation,
         "loss": _loss(book.elections),
         "seconds": 0.0 if state.started_at is None else now - state.started_at,
         "rounds_local": book.ordered["local"],
@@ -83,6 +84,7 @@ def progress(state: RunState, now: float, departed: Collection[str] = ()) -> Run
         share=state.progress(now),
         workers=tuple(_progress_of(roster, member, now) for member in members),
         logged=_logged(members),
+        participation=state.book.participation,
     )
 
 

@@ -418,6 +418,14 @@ def finite(loss: float | None) -> float | None:
     return loss if loss is not None and math.isfinite(loss) else None
 
 
+def transfer_of(members: Iterable[Member], most: int = 120) -> str:
+    """Return how far the transfer of one of the members is that says so, with a colon before it, or an empty text."""
+    for member in sorted(members, key=by_place):
+        if member.spent and member.spent.transfer:
+            return f": {member.worker} has moved {member.spent.transfer[:most]}"
+    return ""
+
+
 def named(members: Iterable[Member], most: int = 4) -> str:
     """Return the names of the first ``most`` members in rank order, and how many more there are."""
     ordered = sorted(members, key=by_place)

@@ -200,8 +200,11 @@ def _order(
     entry = election(order, leader if state.leads else None, members, state.now - state.started_at)
     state.book.elections.append(entry)
     state.happened(entry)
-    if final or (not state.course.schedule.lockstep and state.book.line_due(order.id, state.now)):
+    lockstep = state.course.schedule.lockstep
+    if final or (not lockstep and state.book.line_due(order.id, state.now)):
         state.note(line(entry, final=final))
+    elif not lockstep and state.book.unlisted == 1:
+        state.note(Why.FEWER_LINES())
     if scope == "local":
         reason = Why.LOCAL_ROUND(id=order.id, members=len(members), node=members[0].join.node)
     else:

@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 
 from lsgd.plan.plan import Plan
 from lsgd.protocol.events import Happening, Note
-from lsgd.protocol.messages import Downward, Join, Pause, Request
+from lsgd.protocol.messages import Downward, Join, Pause, Request, worker_name
 from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.course import Course
 from lsgd.server.links import Links, Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
-from lsgd.server.roster import Member, MemberState, Roster, named
+from lsgd.server.roster import Member, MemberState, OpenRound, Roster, named, transfer_of
+
+LONG_ROUND_S = 3.0
+"""After how long a round that nobody waits for is mentioned."""
 
 WAIT_WORDS_S = 0.2
 """How long the sentence is cached that says what requests wait for."""
@@ -192,14 +195,26 @@ class RunState:
         """Send a message to a member."""
         self.decision.answers.append((member.worker, member.join.incarnation, message))
 
-    def joined(self) -> Reason:
-        """Say how many workers have joined; once the run has started, how many there are."""
+    def joined(self, *, names: bool = False) -> Reason:
+        """Say how many workers have joined, and who is missing with ``names``; once it runs, how many there are."""
         run, here, nodes = self.plan.run, len(self.roster.members), len(self.announced)
         if self.roster.generation is not None:
             return Why.STARTED(here=here, are="s are" if here != 1 else " is")
         if not run.workers and nodes < run.nodes:
-            return Why.JOINING_NODES(workers=number_of(here, "worker"), nodes=nodes, wanted=run.nodes)
-        return Why.JOINING(here=here, wanted=max(here, self.wanted))
+            words = {"workers": number_of(here, "worker"), "nodes": nodes, "wanted": run.nodes}
+            return Why.JOINING_NODES(**words, missing=self._missing() if names else "")
+        return Why.JOINING(here=here, wanted=max(here, self.wanted), missing=self._missing() if names else "")
+
+    def _missing(self, most: int = 4) -> str:
+        """Name the nodes that have not connected and the workers that have not joined, as far as that is known."""
+        expected = sorted(self.announced.items())
+        nodes = sum(count for _, count in expected)
+        missing = [f"node{node}" for node in range(self.plan.run.nodes) if node not in self.announced and expected]
+        if not self.plan.run.workers or nodes == self.plan.run.workers:
+            names = [worker_name(node, index) for node, count in expected for index in range(count)]
+            missing += [name for name in names if name not in self.roster.members]
+        more = f" and {len(missing) - most} more" if len(missing) > most else ""
+        return f"; missing: {', '.join(missing[:most])}{more}" if missing else ""
 
     def waits_for(self, now: float, finished: bool = False) -> Reason:
         """Say what the held requests wait for, or those of workers that have ``finished``."""
@@ -223,23 +238,33 @@ class RunState:
             return Why.ENDED(reason=self.stopping)
         if self.roster.generation is None:
             if not self.suffices(len(members)):
-                return self.joined()
+                return self.joined(names=True)
             return Why.FIRST_REQUESTS(who=named(self.roster.within(MemberState.JOINED)))
         if self.lost_at:
             return Why.MODEL_LOST(count=self.ledger.count)
+        opened = next(iter(self.book.open.values()), None)
         if self.book.final:
-            return Why.CONSENSUS(who=named(m for m in members if m.round is not None))
+            who = [m for m in members if m.round is not None]
+            return Why.CONSENSUS(who=named(who), transfer=transfer_of(who))
         if not self.roster.held:
-            return Why.NOBODY(joined=self.joined())
+            return self._at_work(opened, now)
         if busy := self.roster.within(MemberState.BUSY):
             waited_s = now - min(m.held_at for m in members if m.held)
-            unfinished = f" (round {max(self.book.open)} is not completed yet)" if self.book.open else ""
+            transfer = transfer_of(opened.waiting) if opened else ""
+            unfinished = f" (round {opened.round.id} is not completed yet{transfer})" if opened else ""
             return Why.BUSY(waited_s=waited_s, who=named(busy), open_round=unfinished)
         if (away := self.roster.away()) and all(m.last for m in members if m.held):
             return Why.LAST_HOLDERS(who=named(away))
         if paused := self.roster.within(MemberState.PAUSED):
             return Why.AWAY(who=named(paused))
         return Why.MODEL_AWAY(who=named(self.roster.within(MemberState.STRAGGLER)))
+
+    def _at_work(self, opened: OpenRound | None, now: float) -> Reason:
+        """Say what all workers do while nobody waits; ``opened``: the oldest round that is open."""
+        if opened is None or opened.opened_at is None or now - opened.opened_at < LONG_ROUND_S:
+            return Why.NOBODY(joined=self.joined())
+        for_s, who = now - opened.opened_at, named(opened.waiting)
+        return Why.UNDER_WAY(id=opened.round.id, for_s=for_s, who=who, transfer=transfer_of(opened.waiting))
 
     def all_made(self, out: list[Member]) -> Reason:
         """Say that no iteration is left to grant: the members in ``out`` still have the last ones."""

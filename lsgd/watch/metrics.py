@@ -72,6 +72,8 @@ def _run(view: RunView) -> Iterator["Metric"]:
     states = {(state,): state == view.state for state in RUN_STATES}
     yield _gauge("run_state", "State of the run.", states, "state")
     yield _gauge("run_progress_ratio", "Share of the run that is made.", view.share)
+    help_ = "Mean share of the run's workers that were members of the last global rounds."
+    yield _gauge("run_participation_ratio", help_, view.participation)
     yield _gauge("run_elapsed_seconds", "Time since the first round.", view.seconds)
     yield _gauge("run_remaining_seconds", "Time that is left at the present pace.", view.left_s)
     yield _gauge("run_iterations_limit", "Iterations that the run ends after; 0: there is no limit.", view.iterations)

@@ -56,11 +56,12 @@ def view(run: RunView) -> Group:
     limit = f" of {run.iterations}" if run.iterations else ""
     rate = run.rate or (run.count / run.seconds if run.seconds else 0.0)
     left = f", about {duration(round(run.left_s))} left" if run.left_s else ""
+    part = "" if run.participation is None else f", participation {run.participation:.0%}"
     lines = Text(
         f"{run.state}: {run.reason}\n"
         f"{run.count}{limit} iterations in {duration(run.seconds)} ({rate:.1f} a second){left}\n"
         f"run {run.run}, {run.algorithm}: {run.rounds_global} global and {run.rounds_local} local rounds, "
-        f"generation {run.generation}\n"
+        f"generation {run.generation}{part}\n"
         f"period {run.period}: {run.period_reason}"
     )
     workers = run.workers.values()

@@ -172,6 +172,7 @@ class RunView:
         period: iterations of a worker between global rounds; ``period_reason``: why this period.
         count: completed iterations; ``iterations``: the limit, 0 without one; ``share``: the run's progress, 0 to 1.
         seconds: time since the first round.
+        participation: mean share of the run's workers that were members of the last global rounds; None: unknown.
         loss: mean of the finite losses at the last global round; None: there are none.
         workers: workers by name, in the order of node and index, including those that have left.
         ways: pairs of nodes that do not simply dial each other, as in the report.
@@ -187,6 +188,7 @@ class RunView:
         self.rounds_local = self.rounds_global = self.generation = self.nodes = 0
         self.share = self.seconds = self.time = 0.0
         self.loss: float | None = None
+        self.participation: float | None = None
         self.ways: list[dict[str, Any]] = []
         self.workers: dict[str, WorkerView] = {}
         self.rounds: Series[RoundView] = Series(MAX_ROUNDS)
@@ -249,6 +251,7 @@ class RunView:
         for name in SHARED:
             setattr(self, name, report.get(name, getattr(self, name)))
         self.share = report.get("progress", self.share)
+        self.participation = report.get("participation", self.participation)
         self.ways = report.get("ways", [])
         self._as_of = report.get("stream", {}).get("last", 0)
         self.counters.made(self.count)
@@ -346,6 +349,7 @@ class RunView:
                 self.state, self.code, self.reason = what.state, what.code, what.reason
                 self.seconds, self.count = what.seconds, what.count
                 self.iterations, self.share, self.logged = what.iterations, what.share, what.logged
+                self.participation = what.participation
                 for each in what.workers:
                     worker = self._worker(each.worker)
                     worker.rank, worker.state, worker.done = each.rank, each.state, each.done

@@ -84,7 +84,35 @@ def test_the_run_is_found_by_its_folder(servers, tmp_path, monkeypatch):
         assert CliRunner().invoke(main, ["stop", "--run", str(mine)]).exit_code == 1
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    assert CliRunner().invoke(main, ["status"]).exit_code == 1  # their launchers have ended
+    assert "failed: its launcher was killed" in CliRunner().invoke(main, ["status"]).stdout  # it has ended
+    assert CliRunner().invoke(main, ["set", "period=8"]).exit_code == 1
+
+
+def test_the_status_of_a_run_that_has_ended_is_its_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs", "ended")
+    with claimed(folder, 0, "tcp://127.0.0.1:9"):
+        pass
+    member = {
+        "worker": "node0/worker0",
+        "node": 0,
+        "rank": -1,
+        "state": "left",
+        "reason": "the run is over",
+        "code": "",
+    }
+    member |= {"done": 900, "loss": 0.5, "times_leader": 0, "heard_s_ago": 1.0}
+    result = {"run": "r", "state": "finished", "code": "all_made", "reason": "all 900 iterations are done"}
+    result |= {"count": 900, "iterations": 900, "seconds": 9.0, "algorithm": "local", "members": [member]}
+    (folder / "result.json").write_text(json.dumps(result))
+    for arguments in ([], ["--watch"], ["--run", str(folder)]):
+        done = CliRunner().invoke(main, ["status", *arguments])
+        assert done.exit_code == 0 and f"the run in {folder} has ended:" in done.stderr
+        assert "finished: all 900 iterations are done\n900 of 900 iterations in 9.0s" in done.stdout
+    assert json.loads(CliRunner().invoke(main, ["status", "--json"]).stdout)["reason"] == result["reason"]
+    refused = CliRunner().invoke(main, ["status", "--healthy"])
+    assert refused.exit_code == 1 and "none of the runs that you launched is running" in refused.output
+    assert CliRunner().invoke(main, ["stop"]).exit_code == 1
 
 
 def test_a_look_at_a_run_folder_keeps_no_launcher_from_it(tmp_path):

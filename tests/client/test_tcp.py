@@ -371,6 +371,25 @@ def test_a_byte_that_is_changed_on_the_way_is_found_and_sent_again() -> None:
     assert changed
 
 
+def test_how_far_a_transfer_is_can_be_asked_from_another_thread(monkeypatch) -> None:
+    monkeypatch.setattr(mesh, "SHOWN_AFTER_S", 0.0)
+    shown: list[str] = []
+
+    def carry(data: bytes, before: int) -> bytes:
+        if 1_000_000 < before < 4_000_000:
+            shown.extend(filter(None, [group.progress() for group in groups]))
+        return data
+
+    network = Network(carry)
+    groups, _ = members(2, [b""] * 2, routes=network.routes)
+    try:
+        all_at_once(groups, lambda group: group.all_reduce(torch.ones(2_000_000)).wait())
+    finally:
+        network.close()
+    assert re.fullmatch(r"[\d.]+ of [\d.]+ MB with node\d/worker\d at [\d.]+ Mbit/s(, about \d+ s left)?", shown[0])
+    assert [group.progress() for group in groups] == ["", ""]
+
+
 def summed(group: TcpGroup) -> float:
     x = torch.tensor([1.0 + group.rank])
     group.all_reduce(x).wait()

@@ -50,7 +50,8 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, repor
     plan = tmp_path / "no_exchange.toml"
     plan.write_text(NO_EXCHANGE)
     plan_of_example = EXAMPLE.with_suffix(".toml")
-    output = train(plan_of_example, tmp_path / "exchange", LSGD_ITERATIONS="576", LSGD_PERIOD="16", DRAWS="1")
+    settings = {"LSGD_ALGORITHM": "leader", "LSGD_ITERATIONS": "576", "LSGD_PERIOD": "16", "DRAWS": "1"}
+    output = train(plan_of_example, tmp_path / "exchange", **settings)
     train(plan, tmp_path / "none", workers=3)
 
     result, alone = result_of(tmp_path / "exchange"), result_of(tmp_path / "none")

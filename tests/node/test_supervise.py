@@ -101,7 +101,13 @@ class Supervised:
         patience = {"SAVE_PATIENCE_S": 0.3, **options.pop("patience", {})}  # type: ignore[dict-item]
         plain = {"output": {}, "restarts": 0}
         options = {**plain, "patience": patience, **options}
-        environ = {**os.environ, "HERE": str(folder), "SUPERVISED": self.token, "TERM": "xterm"}
+        environ = {
+            **os.environ,
+            "HERE": str(folder),
+            "SUPERVISED": self.token,
+            "LSGD_LOCAL": self.token,
+            "TERM": "xterm",
+        }
         arguments = [str(folder), json.dumps(scripts), json.dumps(options)]
         self.process = subprocess.Popen(
             [sys.executable, "-c", DRIVER, *arguments],
@@ -205,7 +211,7 @@ def test_nothing_is_left_of_a_process_that_started_others(start, tmp_path):
 
 
 def test_nothing_is_left_of_what_left_its_session(start, tmp_path):
-    daemon = f"(setsid bash -c 'touch $HERE/1.ready; {FOREVER}' &); (setsid true &)"
+    daemon = f"(setsid bash -c 'touch $HERE/1.ready; {FOREVER}' &); (true &)"
     ready = "until [ -e $HERE/1.ready ]; do sleep 0.05; done"
     supervised = start(worker=f"{daemon}; {ready}; echo started; until [ -e $HERE/go ]; do sleep 0.05; done")
     until((tmp_path / "1.ready").exists, "the daemon is up")

@@ -23,10 +23,10 @@ def test_it_begins_with_the_workers_of_all_nodes(bench) -> None:
         bench.say(hello(node, workers))
     for place in places[:3]:
         assert isinstance(bench.join(place)[place][0], Waiting)
-    assert bench.only("11").reason == "joined so far: 3 workers; 2 of 3 nodes have connected"
+    assert bench.only("11").reason == "joined so far: 3 workers; 2 of 3 nodes have connected; missing: node2"
     bench.say(hello(2, 2))
     assert not bench.got
-    assert bench.join("20")["20"][0].reason == "4 of 5 workers have joined"
+    assert bench.join("20")["20"][0].reason == "4 of 5 workers have joined; missing: node2/worker1"
     bench.join("21")
     welcomes = [bench.only(place) for place in places]
     assert [(w.rank, w.world_size) for w in welcomes] == [(rank, 5) for rank in range(5)]

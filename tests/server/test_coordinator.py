@@ -29,10 +29,11 @@ from lsgd.protocol.messages import (
     StopRun,
     encode,
 )
-from lsgd.server.books import MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
+from lsgd.server.books import FIRST_LINES, MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
 from lsgd.server.coordinator import LINGER_S
 from lsgd.server.reasons import NO_REASON
 from lsgd.server.roster import MAX_LEFT, Member, MemberState, Roster
+from lsgd.server.state import LONG_ROUND_S
 from lsgd.settings import AlgorithmSettings
 
 from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_plan, started
@@ -890,6 +891,38 @@ def test_a_worker_that_comes_later_with_the_same_batches_is_refused() -> None:
     bench.leave("00")
     bench.data("02", "digest")
     assert "02" not in bench.got
+
+
+def test_that_some_rounds_get_no_line_is_said_once() -> None:
+    bench = started("00", "01", period=1, local_period=1)
+    notes = list(bench.codes)
+    for _ in range(FIRST_LINES + 5):
+        bench.ask_all("00", "01")
+        notes += bench.codes
+        bench.complete_all("00", "01")
+    assert notes.count("fewer_lines") == 1 and notes.index("fewer_lines") == len(notes) - 1
+
+
+def test_participation_is_the_share_of_the_workers_in_global_rounds() -> None:
+    bench = started("00", "01", period=1, local_period=1, patience_s=5.0)
+    assert bench.book.participation == 1.0
+    bench.join("10")
+    bench.join("11")
+    for _ in range(3):
+        bench.ask_all("00", "01")
+        bench.complete_all("00", "01")
+    assert bench.book.participation == (1.0 + 3 * 0.5) / 4
+
+
+def test_a_round_that_takes_long_is_said_with_how_far_it_is() -> None:
+    bench = Bench("00", "01")
+    bench.ask_all("00", "01")
+    assert bench.waits(1.0) == "nobody"
+    bench.say(Heartbeat(*bench.who("01"), transfer="7.1 of 50.0 MB with node0/worker0 at 5.00 Mbit/s, about 69 s left"))
+    assert bench.state.waits_for(bench.now + LONG_ROUND_S + 1.0) == (
+        "round 1 has been under way for 4 s at node0/worker0, node0/worker1: node0/worker1 has moved 7.1 of 50.0 MB "
+        "with node0/worker0 at 5.00 Mbit/s, about 69 s left"
+    )
 
 
 # -- rounds that fail ------------------------------------------------------------------------------------------

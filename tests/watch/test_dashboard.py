@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from http.client import HTTPConnection
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 from lsgd.cli.commands import main
 from lsgd.protocol.events import Event, RoundOrdered, RunProgress, WorkerChanged, WorkerProgress
+from lsgd.watch.dashboard import server
 from lsgd.watch.dashboard.data import MAX_LOSSES, Story, columns, encoded, shares, snapshot
 from lsgd.watch.reader import Batch
 from lsgd.watch.view import Totals
@@ -149,6 +151,25 @@ def test_a_token_is_needed_for_everything(dashboard, options):
     assert answer(port, "/", Cookie=cookie)[0] == 200
     assert answer(port, "/", Cookie=cookie, host="attacker.example")[0] == 403
     assert answer(port, "/nothing", Cookie=cookie)[0] == 404
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # tornado drops a socket that fails
+def test_another_port_than_the_usual_is_explained(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken = holder.getsockname()[1]
+        monkeypatch.setattr(server, "DEFAULT_PORT", taken)
+        said = []
+
+        async def serve(dashboard, sockets, folder, say, parent):
+            say(dashboard.url())
+            for each in sockets:
+                each.close()
+
+        monkeypatch.setattr(server, "_serve", serve)
+        server.open_dashboard("tcp://127.0.0.1:9", None, "127.0.0.1", None, None, said.append)
+        server.open_dashboard("tcp://127.0.0.1:9", None, "127.0.0.1", 0, None, said.append)
+    assert re.fullmatch(rf"http://127\.0\.0\.1:\d+/ \(port {taken} is taken\)", said[0])
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", said[1])
 
 
 def test_another_page_takes_the_place_of_the_oldest(dashboard):

@@ -5,7 +5,7 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,12 +36,19 @@ COMPILED = "_orig_mod."
 """Prefix that ``torch.compile(model)`` adds to the names of the model's tensors."""
 
 
-def save_model(model: nn.Module, folder: Path, file_nbytes: int, island: Island) -> list[Path]:
+def save_model(
+    model: nn.Module,
+    folder: Path,
+    file_nbytes: int,
+    island: Island,
+    then: Callable[[list[Path]], None] = lambda paths: None,
+) -> list[Path]:
     """Write a model to a folder, replacing the one there.
 
     All processes of an island call this together. The head writes, and holds the tensors of one file at a time in
     host memory. Tied tensors are written once, under their first name. A tensor larger than ``file_nbytes`` gets its
-    own file. Returns the files: ``model.safetensors``, or several and then their index.
+    own file. Returns the files: ``model.safetensors``, or several and then their index. The head calls ``then`` with
+    them first.
 
     Raises:
         ConfigError: ``file_nbytes`` is less than 1.
@@ -56,7 +63,7 @@ def save_model(model: nn.Module, folder: Path, file_nbytes: int, island: Island)
     files = _divided(sizes, file_nbytes)
     weight_map = {name: file for file, held in files.items() for name in held}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-    with _Files(folder, files, index) as written:
+    with _Files(folder, files, index, then) as written:
         for file, held in files.items():
             copies = whole({name: tensors[name] for name in held}, here=island.is_head)
             paths = island.share("saves the model", partial(written.write, file, copies))
@@ -66,8 +73,10 @@ def save_model(model: nn.Module, folder: Path, file_nbytes: int, island: Island)
 class _Files:
     """The files of a model, in a temporary folder in the model's folder until all are written."""
 
-    def __init__(self, folder: Path, files: Iterable[str], index: Mapping[str, object]) -> None:
-        self._folder, self._files, self._index = folder, list(files), index
+    def __init__(
+        self, folder: Path, files: Iterable[str], index: Mapping[str, object], then: Callable[[list[Path]], None]
+    ) -> None:
+        self._folder, self._files, self._index, self._then = folder, list(files), index, then
         self._unfinished: Path | None = None
 
     def __enter__(self) -> Self:
@@ -84,7 +93,11 @@ class _Files:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._unfinished = Path(tempfile.mkdtemp(".tmp", "model-", self._folder))
             save_file({name: x.contiguous() for name, x in tensors.items()}, self._unfinished / file, {"format": "pt"})
-            return _move(self._unfinished, self._index, self._files) if file == self._files[-1] else []
+            if file != self._files[-1]:
+                return []
+            paths = _move(self._unfinished, self._index, self._files)
+        self._then(paths)
+        return paths
 
 
 def save_to_store(model: nn.Module, url: str, file_nbytes: int, island: Island) -> list[str]:
@@ -93,11 +106,10 @@ def save_to_store(model: nn.Module, url: str, file_nbytes: int, island: Island) 
     The files go there from a temporary folder, which must have room for the model, each tried several times. The last
     object is the index, or the only file.
     """
-    base = island.share("saves the model", lambda: Store(url).url)  # a wrong one is noticed before anything is written
+    store = Store(url)  # a wrong one is noticed before anything is written
     with tempfile.TemporaryDirectory(prefix="lsgd-model-") as folder:
-        paths = save_model(model, Path(folder), file_nbytes, island)
-        island.share("saves the model", lambda: _upload(Store(url), paths))
-    return [f"{base}/{path.name}" for path in paths]
+        paths = save_model(model, Path(folder), file_nbytes, island, partial(_upload, store))
+    return [f"{store.url}/{path.name}" for path in paths]
 
 
 def _upload(store: Store, paths: Iterable[Path]) -> None:

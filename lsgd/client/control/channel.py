@@ -43,8 +43,8 @@ MAX_OUTBOX = 1000
 CLOSE_WITHIN_S = 1.0
 """How long a channel that closes tries to send what is left, in seconds."""
 
-Totals = tuple[float, float, float, int, int, dict[str, float]]
-"""The last six fields of a :class:`Heartbeat`."""
+Totals = tuple[float, float, float, int, int, dict[str, float], str]
+"""The last seven fields of a :class:`Heartbeat`."""
 
 Message = Upward | WorkerHello | StatusQuery
 """What a worker sends its local server."""
@@ -136,7 +136,7 @@ class Channel:
         self.global_silence_s = math.inf
         self.run = ""
         self.given_up = False
-        self.totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {})
+        self.totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {}, "")
         self.when_over: Callable[[int], None] = lambda generation: None
         self.pass_down: Callable[[bytes], None] = lambda frame: None
         self._incarnation = incarnation

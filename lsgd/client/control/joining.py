@@ -107,10 +107,11 @@ def join_run(
     device = next(model.parameters()).device
     for warning in welcome.warnings:
         logger.warning("%s joins with other versions: %s", join.worker, warning)
+    alone = plan.run.nodes == 1 and interface.name == "lo" and identity.run_dir is not None  # a launch of one node
+    travel = f"; tensors travel on {interface.address} ({interface.name}), because {interface.reason}"
     logger.info(
-        "%s joins run %s as rank %d of %d on %s; tensors travel on %s (%s), because %s",
-        *(join.worker, welcome.run, welcome.rank, welcome.world_size, device),
-        *(interface.address, interface.name, interface.reason),
+        "%s joins run %s as rank %d of %d on %s%s",
+        *(join.worker, welcome.run, welcome.rank, welcome.world_size, device, "" if alone else travel),
     )
     return Membership(identity, device, channel, join, welcome, plan, island, servers)
 

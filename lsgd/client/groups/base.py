@@ -114,6 +114,10 @@ class WorkerGroup(Group):
             waited_s, why = time.monotonic() - started_at, str(error).partition("\n")[0]
             raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {why}") from error
 
+    def progress(self) -> str:
+        """Return how far a transfer is that takes long; an empty text: none does, or nobody knows."""
+        return ""
+
     def cut(self) -> None:
         """Make everything that waits in this group or its subgroups fail at once; safe from any thread."""
         raise NotImplementedError

@@ -29,6 +29,9 @@ KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP
 TELL_EVERY_S = 20.0
 """How often the progress of a long transfer is logged, in seconds."""
 
+SHOWN_AFTER_S = 2.0
+"""After how long the progress of a transfer is told to the servers."""
+
 _OTHER_CERTIFICATE = ("TLSV1_ALERT_UNKNOWN_CA", "SSLV3_ALERT_BAD_CERTIFICATE", "TLSV1_ALERT_DECRYPT_ERROR")
 """What the other end says to a certificate that is not the run's."""
 
@@ -121,6 +124,13 @@ class Mesh:
         if min(slowest.seconds, now - self._told_at) > TELL_EVERY_S:
             self._told_at = now
             logger.info("%s: %s", what, slowest)
+
+    def progress(self) -> str:
+        """Return the progress of the slowest stream that has been moving for a while; an empty text: there is none."""
+        with self._lock:
+            streams = list(self._streams.values())
+        moving = [one for stream in streams if (one := stream.progress()).left_nbytes and one.seconds > SHOWN_AFTER_S]
+        return str(max(moving, key=lambda one: one.left_s)) if moving else ""
 
     def _endpoint_of(self, rank: int) -> Endpoint:
         if rank not in self._endpoints:

@@ -60,6 +60,10 @@ class TcpGroup(WorkerGroup):
     def _group_of(self, members: Members) -> "TcpGroup":
         return TcpGroup(self._mesh, members, self._timeout_s, self._traffic, self._copiers)
 
+    def progress(self) -> str:
+        """Return how far the slowest transfer is, if it takes long; safe from any thread."""
+        return self._mesh.progress()
+
     def cut(self) -> None:
         """Make everything that waits in this group or its subgroups fail at once; safe from any thread."""
         self._mesh.cut()

@@ -131,6 +131,11 @@ class RoundEntry:
             self._begin(group, order)
         return anew
 
+    def transfer(self) -> str:
+        """Return how far a transfer is that takes long; an empty text: none does. Safe from any thread."""
+        group = self._group
+        return "" if group is None else group.progress()
+
     def leave(self, *, cut: bool = False) -> None:
         """Drop the process groups, so that members waiting for this worker fail at once; ``cut``: also an exchange."""
         if self._group is not None:

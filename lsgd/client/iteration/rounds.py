@@ -94,8 +94,9 @@ class Rounds:
         return Timings(self.grants.done, *self.stopwatch.seconds(), traffic.sent_nbytes, traffic.received_nbytes)
 
     def _totals(self) -> Totals:
-        """Return the totals for heartbeats, with the bytes of all processes of the island."""
-        return *self.stopwatch.seconds(), *self._island.total_passed(), self.logged.numbers
+        """Return the totals for heartbeats, with the bytes of all processes of the island, and the transfer."""
+        transfer = self.entry.transfer()
+        return *self.stopwatch.seconds(), *self._island.total_passed(), self.logged.numbers, transfer
 
     # -- from the order to its end -----------------------------------------------------------------------------
 

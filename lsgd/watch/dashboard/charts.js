@@ -65,8 +65,8 @@ const charts = (() => {
     const traces = few ? names.map(line) : [crowd(data, t)];
     if (!few && chosen in data.workers) traces.push(line(chosen, names.indexOf(chosen)));
     traces.push({
-      x: data.consensus.map((p) => p[0]), y: data.consensus.map((p) => p[1]), name: "consensus", type: "scatter",
-      mode: "lines", line: { color: t.consensus, width: 2.5 }, hovertemplate: "consensus: %{y:.5g} at %{x}<extra></extra>",
+      x: data.consensus.map((p) => p[0]), y: data.consensus.map((p) => p[1]), name: "mean", type: "scatter",
+      mode: "lines", line: { color: t.consensus, width: 2.5 }, hovertemplate: "mean: %{y:.5g} at %{x}<extra></extra>",
     });
     traces.push({
       x: data.leaders.map((p) => p[0]), y: data.leaders.map((p) => p[1]), name: "new leader", type: "scatter",
@@ -74,7 +74,7 @@ const charts = (() => {
       marker: { symbol: "diamond-open", size: narrow || data.leaders.length > 50 ? 5 : 8, color: t.consensus, line: { width: 1.5 } },
       hovertemplate: "%{text} leads from %{x}<extra></extra>",
     });
-    const legend = narrow ? { orientation: "h", y: -0.25 } : { orientation: "v", x: 1.01, y: 1 };
+    const legend = { orientation: "h", y: narrow ? -0.25 : -0.2 };  // the buttons are above
     return [traces, layout(t, {
       xaxis: { title: { text: "iterations of the run" }, rangemode: "tozero" },
       yaxis: { title: { text: "loss" }, type: logarithmic ? "log" : "linear" },

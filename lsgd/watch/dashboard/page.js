@@ -38,6 +38,7 @@ function write() {
   at("reason").textContent = head.reason;
   at("share").value = head.share;
   at("percent").textContent = percent(head.share);
+  at("share").parentElement.hidden = !head.iterations && !head.share;  // a run without an end
   at("period").textContent = head.period ? `period ${head.period}: ${head.period_reason}` : "";
   const sums = data.workers.reduce((sum, w) => [sum[0] + (w.bytes_per_s || 0), sum[1] + (w.sent_nbytes || 0)], [0, 0]);
   const known = data.workers.some((w) => w.sent_nbytes !== null);
@@ -58,9 +59,21 @@ function write() {
   at("leaders").textContent = data.loss.leader_changes ? `leader changes: ${data.loss.leader_changes}` : "";
   table();
   log();
+  show();
   at("names").replaceChildren(...data.names.map((name) => make("option", { value: name })));
   const changes = Object.entries(data.settings).map(([name, value]) => `${name} = ${value}`);
   at("changed").textContent = changes.length ? `Changed so far: ${changes.join(", ")}` : "";
+}
+
+// Show the parts that have something in them, and the controls while they work.
+function show() {
+  document.querySelector("main").hidden = !data.head.run;
+  at("nothing").hidden = Boolean(data.head.run);
+  at("loss-section").hidden = !Object.values(data.loss.workers).some((losses) => losses.some((x) => x !== null));
+  at("workers-section").hidden = !data.workers.length;
+  at("log-section").hidden = !data.log.length;
+  at("change-section").hidden = !live || isOver();
+  at("stop").disabled = data.head.state === "stopping" || !data.connected;
 }
 
 function tiles(values) {
@@ -148,20 +161,21 @@ function draw() {
 function drawAll() {
   const t = charts.theme(dark.matches), which = document.querySelector("[name=span]:checked").value;
   const look = { chosen, narrow: narrowly.matches, logarithmic: at("log-scale").checked };
-  plot("loss", JSON.stringify([data.loss, look, dark.matches]), () => charts.loss(data.loss, t, look));
+  if (!at("loss-section").hidden) plot("loss", JSON.stringify([data.loss, look, dark.matches]), () => charts.loss(data.loss, t, look), look);
   const shown = data[which] && { ...data[which], name: which };
   at("timeline-section").hidden = !data.recent && !data.whole;
   if (!shown) return;
-  plot("timeline", JSON.stringify([shown, data.gaps, look, dark.matches]), () => charts.timeline(shown, data.gaps, t, look));
-  plot("traffic", JSON.stringify([shown, look, dark.matches]), () => charts.traffic(shown, t, look));
+  plot("timeline", JSON.stringify([shown, data.gaps, look, dark.matches]), () => charts.timeline(shown, data.gaps, t, look), look);
+  plot("traffic", JSON.stringify([shown, look, dark.matches]), () => charts.traffic(shown, t, look), look);
 }
 
-function plot(id, key, chart) {
+function plot(id, key, chart, look) {
   if (drawn[id] === key) return;
   drawn[id] = key;
   const [traces, layout] = chart();
   if (layout.height) at(id).style.height = `${layout.height}px`;
-  const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
+  const config = { displaylogo: false, responsive: true, displayModeBar: look.narrow ? false : "hover",
+    modeBarButtonsToRemove: ["lasso2d", "select2d"] };
   Plotly.react(at(id), traces, layout, config);
   if (at(id).dataset.ready) return;
   at(id).dataset.ready = "yes";
@@ -218,7 +232,6 @@ async function change(what, body, said) {
 }
 
 function controls() {
-  if (!live) at("change-section").hidden = true;
   if (about.control !== "yes") {
     at("set").hidden = true;
     at("answer").textContent = "This page only shows the run. To change it from here, start lsgd dashboard --private, or use lsgd set and lsgd stop.";

@@ -336,7 +336,8 @@ def open_dashboard(
     dashboard = Dashboard(address, keys, host, token, control=bool(token) or keys is None)
     sockets = _bind(host, port)
     dashboard.port = sockets[0].getsockname()[1]
-    asyncio.run(_serve(dashboard, sockets, folder, say, parent))
+    taken = f" (port {DEFAULT_PORT} is taken)" if port is None and dashboard.port != DEFAULT_PORT else ""
+    asyncio.run(_serve(dashboard, sockets, folder, lambda url: say(f"{url}{taken}"), parent))
 
 
 def _bind(host: str, port: int | None) -> list[socket.socket]:
