@@ -570,8 +570,7 @@ class Worker:
         Returns:
             Whether the model is the run's consensus.
 
-        Raises:
-            As :meth:`batches`; if the consensus is not finite, the process ends with exit code 65.
+        Raises as :meth:`batches`. If the consensus is not finite, the process ends with exit code 65.
         """
         self._steps.rounds.grants.wait_s = timeout_s
         if self._open and not self.stopped:
