@@ -204,6 +204,17 @@ def test_endtoend_tests_the_average_of_the_models_and_draws_it(tmp_path: Path) -
     assert picture.stat().st_size > 10_000
 
 
+@slow
+def test_finetuning_gives_both_optimizers_the_same_pretrained_models(tmp_path: Path) -> None:
+    results = quick("finetuning", tmp_path)["results"]
+    assert len(results) == 8
+    for before in ("task", "muon"):
+        here = [r for r in results if r["pretrained_with"] == before]
+        assert len({r["before"] for r in here}) == 1
+        assert all(r["loss"] < r["before"] for r in here)
+        assert len({r["loss"] for r in here}) == 4
+
+
 def test_the_table_of_endtoend_has_medians_and_ratios_only_where_both_reached_the_target() -> None:
     common = {"steps": 80, "sent_nbytes": 2.1e6, "final_loss": 0.07, "final_accuracy": 0.98}
     measured = [("ddp", 40.0, 64, 0.5), ("leader", 5.0, 72, 0.1), ("alone", None, None, 0.05)]

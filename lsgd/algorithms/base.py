@@ -59,6 +59,9 @@ class Algorithm:
     finite: bool | None = None
     """Whether the model that enters a round is finite in all processes of this member; None: nobody has looked."""
 
+    counts: bool = True
+    """Whether this member's model counts in the consensus at the end of the run."""
+
     spans_backward: ClassVar[bool] = False
     """Whether :meth:`after_backward` completes a round; otherwise :meth:`before_forward` does."""
 

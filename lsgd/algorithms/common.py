@@ -14,8 +14,8 @@ from lsgd.settings import AlgorithmSettings, Schedule, setting
 GAIN = 0.7
 """How many machines' worth each further worker adds, if workers exchange in every step."""
 
-HALF_SHARE, LONGEST_HALF = 1 / 20, 256
-"""The period that halves this gain: this share of a worker's steps in the whole run, and at most so many."""
+HALF, LONGEST_HALF = 0.6, 256
+"""The period that halves this gain: so many times the root of a worker's steps in the run, and at most so many."""
 
 LONGEST_PERIOD, SMALLEST_RATE = 1 << 20, 1e-30
 """Bounds of :func:`quadratic_period` when the learning rate falls to 0."""
@@ -87,7 +87,8 @@ def period_cost(period: int, exchange_steps: float, workers: int, steps: float =
     It is the product of two costs. An exchange that takes as long as ``exchange_steps`` steps makes a step longer, by
     ``exchange_steps / period``. And with rare exchanges more steps are needed: of what N workers gain over one,
     ``0.7 (N - 1)`` machines' worth, ``period / (period + h)`` is lost. So a period of h loses half of it, and an
-    endless one leaves N workers with what one machine learns. h is a twentieth of a worker's ``steps`` in the run.
+    endless one leaves N workers with what one machine learns. h is 0.6 times the root of a worker's ``steps``, those in
+    the whole run.
 
     The constants are fits to trainings of one to four workers (benchmarks/results/convergence.md).
     """
@@ -97,7 +98,7 @@ def period_cost(period: int, exchange_steps: float, workers: int, steps: float =
 
 def half_period(steps: float) -> float:
     """Return the period at which workers keep half of what they gain, in a run of so many steps each."""
-    return max(1.0, min(HALF_SHARE * steps, LONGEST_HALF))
+    return max(1.0, min(HALF * math.sqrt(steps), LONGEST_HALF))
 
 
 def best_period(exchange_steps: float, workers: int, steps: float = math.inf) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -14,12 +15,13 @@ from typing import Any, ClassVar, Self
 from lsgd.algorithms.base import Commit, Flat, all_finite, clones, copy_all
 from lsgd.algorithms.common import Periodic, block, codec, delay, hierarchical, period
 from lsgd.algorithms.delayed import Delayed
+from lsgd.algorithms.outliers import FEWEST, PATIENCE, SUMS, Outliers
 from lsgd.codecs import Codec, codec_of
 from lsgd.collectives.compressed_mean import CompressedMean, sent_nbytes
 from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import chunk_bounds
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, OutlierError
 from lsgd.lazy import Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import Schedule, setting
@@ -62,6 +64,10 @@ class LocalSettings(Periodic):
     delay: int = delay("apply the outer step's result")
     keep: float = setting(
         0.5, "with delay: share of its own model that a worker keeps when it takes the common one", low=0, high=1
+    )
+
+    drop_outliers: bool = setting(
+        True, "leave out members whose changes do not fit to the others', from three members on; not with delay"
     )
 
     def __post_init__(self) -> None:
@@ -185,6 +191,8 @@ class LocalSGD(Delayed):
     With ``fragments``, each round does that for one of that many equal parts of the model, in turn. With ``delay``, d
     is taken at the round and c changes that many steps later; then ``x ← keep x + (1 - keep) c`` (Streaming DiLoCo,
     arXiv 2501.18512). A failed transfer changes nothing; the part's next round sends what this one would have sent.
+
+    With ``drop_outliers``, :class:`Outliers` says whose changes do not count. The sum is divided by the others' number.
     """
 
     settings: LocalSettings
@@ -205,6 +213,8 @@ class LocalSGD(Delayed):
             ]
         self._mean: CompressedMean | None = None
         self._members: tuple[str, ...] = ()
+        self._outliers = Outliers()
+        self._gives_up = ""
 
     @property
     def velocity(self) -> list[Tensor]:
@@ -218,6 +228,7 @@ class LocalSGD(Delayed):
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Drop the pending transfer and, if members have changed, the residuals of results."""
         super().reset(parameters, group, order)
+        self._outliers, self.counts = Outliers(), True
         if not self._codec.lossless:
             hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
             self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
@@ -228,7 +239,13 @@ class LocalSGD(Delayed):
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
-        """Begin to average a fragment's changes; without a delay, wait for it, to take the outer step."""
+        """Begin to average a fragment's changes; without a delay, wait for it, to take the outer step.
+
+        Raises:
+            OutlierError: this member has been left out too often.
+        """
+        if self._gives_up:
+            raise OutlierError(self._gives_up)
         if order is None:
             return None
         finite = self.is_finite(parameters)
@@ -239,19 +256,33 @@ class LocalSGD(Delayed):
         for x, c in self._parts(fragment, parameters, self.common):
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
             changes.append(torch.sub(x, c, out=change) if finite else change.zero_())
-        squares = [0.0, 0.0]  # sums over members: the squared length of their own change, and of the mean
+        measured = [0.0] * SUMS * group.size
 
         def transfer() -> None:
-            own = _squared(changes) if self.settings.rescale and changes else None
+            own = _squared(changes) if changes and (self.settings.rescale or self._judges(group)) else None
             for index, change in enumerate(changes):
+                if group.rank in self._left_out(group):
+                    change.zero_()
                 self._average(change, fragment, index, group, order)
             if own is not None:
-                sums = torch.stack([own, _squared(changes)])
-                group.all_reduce(sums).wait()  # the mean's, too: members may have summed it in another order
-                squares[:] = sums.tolist()
+                product = torch.zeros_like(own)
+                if self._judges(group) and finite:
+                    product = _product(self._parts(fragment, parameters, self.common), changes)
+                sums = torch.stack([own, _squared(changes), product])
+                gathered = [torch.empty_like(sums) for _ in range(group.size)]
+                group.all_gather(gathered, sums).wait()
+                measured[:] = torch.cat(gathered).tolist()
 
-        land = partial(self._land_mean, group, order, changes, squares, finite)
+        land = partial(self._land_mean, group, order, changes, measured, finite)
         return self._begin(transfer, land, parameters, self.settings.delay)
+
+    def _judges(self, group: Group) -> bool:
+        """Whether members judge each other's changes."""
+        return self.settings.drop_outliers and not self.settings.delay and group.size >= FEWEST
+
+    def _left_out(self, group: Group) -> Collection[int]:
+        """Return the ranks whose changes do not count in this round."""
+        return self._outliers.left_out if self._judges(group) else ()
 
     def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> None:
         """Replace ``change`` by its mean over all members, bit-identical on all."""
@@ -263,7 +294,7 @@ class LocalSGD(Delayed):
             self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
 
     def _land_mean(
-        self, group: Group, order: Round, changes: Flat, squares: Sequence[float], finite: bool, parameters: Flat
+        self, group: Group, order: Round, changes: Flat, measured: Sequence[float], finite: bool, parameters: Flat
     ) -> Commit:
         """Return the commit of a round whose mean change has arrived.
 
@@ -271,46 +302,59 @@ class LocalSGD(Delayed):
         """
         if self.settings.delay:
             finite = all_finite(parameters)
-        judged = not finite, not all_finite(changes), *squares
-        return Commit(partial(self._commit, order, changes, group.size, parameters), judged)
 
-    def _commit(
-        self,
-        order: Round,
-        changes: Flat,
-        members: int,
-        parameters: Flat,
-        broken: float,
-        spoilt: float,
-        own: float,
-        mean: float,
-    ) -> None:
-        """Take the outer step and replace the model by the common one.
+        def change(broken: float, spoilt: float, *measured: float) -> None:
+            sums = [measured[start : start + SUMS] for start in range(0, len(measured), SUMS)]
+            scale = self._scale(sums, self._left_out(group))
+            found = self._outliers.judge(sums) if self._judges(group) else {}
+            self._report(found, group, order)
+            fragment = order.exchanges % len(self._fragments)
+            if spoilt:  # on all members alike
+                log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
+            elif not found:
+                self._outer_step(fragment, changes, scale)
+            if spoilt or broken or not found:
+                self._take_common(fragment, parameters, whole=bool(broken))
 
-        Args:
-            order: round of the step.
-            changes: mean change of the round's fragment.
-            members: number of the members in the mean.
-            parameters: model to replace.
-            broken: whether it is non-finite.
-            spoilt: whether the mean change is; equal on all members.
-            own: squared lengths of the members' own changes, added up.
-            mean: squared length of the mean change, once for each member.
-        """
-        settings = self.settings
-        fragment = order.exchanges % len(self._fragments)
-        if spoilt:
-            log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
-        else:
-            self._outer_step(fragment, changes, _factor(own, mean, members) if settings.rescale else 1.0)
-        if broken:
+        return Commit(change, (not finite, not all_finite(changes), *measured))
+
+    def _take_common(self, fragment: int, parameters: Flat, *, whole: bool) -> None:
+        """Replace the model by the common one: the fragment, or the ``whole`` model if it is not finite."""
+        if whole:
             copy_all(parameters, self.common)
             return
         for x, c in self._parts(fragment, parameters, self.common):
-            if settings.delay:
-                x.lerp_(c.to(x.dtype), 1 - settings.keep)
+            if self.settings.delay:
+                x.lerp_(c.to(x.dtype), 1 - self.settings.keep)
             else:
                 x.copy_(c)
+
+    def _scale(self, sums: Sequence[Sequence[float]], left_out: Collection[int]) -> float:
+        """Return the factor of the mean change: without those left out, and rescaled if the settings say so."""
+        counted = [own for rank, (own, _, _) in enumerate(sums) if rank not in left_out]
+        share = len(sums) / len(counted)
+        if not self.settings.rescale:
+            return share
+        mean = statistics.fmean(of_mean for _, of_mean, _ in sums) * share * share
+        return share * _factor(statistics.fmean(counted), mean, len(counted))
+
+    def _report(self, found: Mapping[int, str], group: Group, order: Round) -> None:
+        """Log who is left out from now on, on that member and on one other, and note if this one gives up."""
+        speaker = next((rank for rank in range(group.size) if rank not in found), 0)
+        for rank, reason in found.items():
+            if group.rank in (rank, speaker):
+                log.warning(
+                    "round %d changes nothing: the change of %s does not fit to the others' (%s); it is left out until "
+                    "it fits",
+                    *(order.id, order.generation.members[rank], reason),
+                )
+        self.counts = group.rank not in self._left_out(group)
+        if self._outliers.gives_up(group.rank):
+            self._gives_up = (
+                f"the changes of this worker's model have not fitted to the others' in {PATIENCE} rounds, so its data, "
+                f"its code or its machine's memory is wrong; look there, or set drop_outliers = false to average them "
+                f"all the same"
+            )
 
     def _outer_step(self, fragment: int, changes: Flat, factor: float) -> None:
         """Change a fragment of the common model by the mean change, times ``factor``."""
@@ -357,10 +401,20 @@ def _squared(changes: Flat) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in pieces]).square().sum()
 
 
+def _product(parts: Iterator[tuple[Tensor, ...]], changes: Flat) -> Tensor:
+    """Return the scalar product of ``x - c`` and the mean change, computed in pieces; float64."""
+    found = []
+    for (x, c), change in zip(parts, changes, strict=True):
+        for start in range(0, len(x) or 1, PIECE_NUMEL):
+            here = slice(start, start + PIECE_NUMEL)
+            found.append(torch.dot((x[here] - c[here]).to(change.dtype), change[here]))
+    return torch.stack(found).to(torch.float64).sum()
+
+
 def _factor(own: float, mean: float, members: int) -> float:
     """Return how many times longer the members' own changes are than their mean: 1 to the root of ``members``.
 
-    The arguments are squares, whose last bits depend on how the model is sharded. A float32 factor almost never does.
+    The arguments are mean squares, whose last bits depend on how the model is sharded. A float32 factor hardly does.
     """
     if not 0 < mean <= own < math.inf:
         return 1.0

@@ -100,6 +100,8 @@ class Levels2(ScaledBlocks):
 
     name: ClassVar[str] = "levels2"
 
+    block: int = 64  # 512 would save a tenth of the bytes, and costs learning (benchmarks/results/convergence.md)
+
     # The quantizer with the least mean square error for a normal distribution (Lloyd, Max; IRE Trans. IT-6, 1960).
     near: ClassVar[float] = 0.4528
     far: ClassVar[float] = 1.5104

@@ -197,7 +197,7 @@ def test_all_algorithms_with_their_bytes():
     assert megabytes["allreduce"] == 4.0  # 2 (n - 1) / n of 4 bytes a parameter
     assert megabytes["qsgd"] == pytest.approx(1 + 8 / 2048, abs=1e-3)
     assert megabytes["diloco"] == pytest.approx(4 / 64, abs=1e-3)
-    assert megabytes["local"] == pytest.approx(1 / 4 + 2 / 512, abs=1e-3)
+    assert megabytes["local"] == pytest.approx(1 / 4 + 2 / 64, abs=1e-3)
     assert " ".join(lines["local"]).endswith("(MB of one exchange: its period is auto)")
 
 

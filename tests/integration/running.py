@@ -26,7 +26,7 @@ from lsgd.protocol.sockets import Connector, Poller
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "workers"
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 LOADED_BY_WORKERS = (
     *("torch", "torch._dynamo", "torch.profiler", "numpy.ctypeslib", "encodings.idna"),
     *("lsgd.plan.options", "lsgd.client.worker", "lsgd.cli.commands", "lsgd.server.cli", "warm"),

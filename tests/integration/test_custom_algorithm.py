@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lsgd.protocol.events import WorkerChanged
+
 from .running import LIGHT, SCRIPTS
 
 ROOT = Path(__file__).parents[2]
@@ -96,4 +98,4 @@ def test_a_worker_without_it_is_refused_with_the_line_that_mends_it(installed, c
     assert "JoinError: node0/worker0 cannot take part" in worker.output
     assert "algorithm 'soft' is unknown" in worker.output
     assert worker.output.rstrip().endswith("install here what the servers have: pip install lsgd-soft==0.1.0")
-    server.says("node0/worker0 leaves: failed")
+    cluster.tells(WorkerChanged, worker="node0/worker0", state="left", code="failed")

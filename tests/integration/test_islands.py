@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from lsgd.protocol.events import WorkerJoined
+
 from .running import LIGHT, LOADED_BY_WORKERS, SCRIPTS, Cluster, ForkServer, Process, free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp.py"
@@ -257,9 +259,9 @@ def test_islands_that_all_leave_make_the_consensus(islands) -> None:
 
 
 def test_islands_and_whole_workers_do_not_mix(islands) -> None:
-    server = islands.begin("--algorithm", "local", "--iterations", "20")
+    islands.begin("--algorithm", "local", "--iterations", "20")
     islands.island(0)
-    server.says("1 of 2 workers have joined")
+    islands.tells(WorkerJoined, worker="node0/worker0")
     (plain,) = islands.island(1, "--plain", size=1)
     assert plain.wait() == 1
     assert "sharded as S(0) of (2,)" in plain.output

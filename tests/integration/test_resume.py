@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from lsgd.protocol.events import RoundOrdered
 from lsgd.run_folder import CHECKPOINTS, checkpoint_path, counts, runs
 
 from .running import Cluster, Process
@@ -117,7 +118,7 @@ def test_checkpoints_that_cannot_be_written_are_a_warning(cluster) -> None:
 def test_a_worker_that_loses_its_servers_saves_its_state(cluster) -> None:
     arguments = ("--period", "4", "--local-period", "4", "--server-timeout-s", "1", "--lease-s", "2")
     (server, local), (worker,) = start(cluster, 1, *arguments)
-    server.says("global round 3: leader")
+    cluster.tells(RoundOrdered, round=3)
     server.send(signal.SIGKILL)
     server.wait()
     local.send(signal.SIGKILL)

@@ -10,6 +10,7 @@ import torch
 from lsgd.client import Worker
 from lsgd.client.control import joining
 from lsgd.errors import JoinError
+from lsgd.protocol.events import WorkerJoined
 from lsgd.protocol.messages import PROTOCOL
 
 from .running import Cluster, Process, until
@@ -182,7 +183,7 @@ def test_a_newcomer_takes_part_until_it_is_interrupted(cluster) -> None:
     until(lambda: steps(cluster).get("node0/worker1", 0) > 20, "it trains too")
     newcomer.send(signal.SIGINT)
     assert newcomer.wait() == -signal.SIGINT
-    server.says("generation 3: 1 worker on 1 node")
+    assert len(cluster.generation(3).members) == 1
     server.send(signal.SIGTERM)
     end_well(first, *locals_, server)
     assert "node0/worker1 leaves: failed: KeyboardInterrupt" in server.output
@@ -243,7 +244,7 @@ def test_a_run_by_time_with_a_worker_that_no_one_should_follow(cluster) -> None:
 def test_whoever_does_not_fit_is_refused_and_told_why(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", "--iterations", "100000", *every(16), nodes=2)
     cluster.worker("train")
-    server.says("node0/worker0 joins")
+    cluster.tells(WorkerJoined, worker="node0/worker0")
     version = torch.__version__.partition("+")[0]
     major, minor, patch = version.split(".")
     strangers = {

@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import NoReturn, Protocol
 
-from lsgd.errors import JoinError, NoConsensusError, NonFiniteError, NotTrainedError, ServerLostError
+from lsgd.errors import JoinError, NoConsensusError, NonFiniteError, NotTrainedError, OutlierError, ServerLostError
 
 logger = logging.getLogger("lsgd")
 
-CodedError = ServerLostError | JoinError | NoConsensusError | NotTrainedError | NonFiniteError
+CodedError = ServerLostError | JoinError | NoConsensusError | NotTrainedError | NonFiniteError | OutlierError
 """The errors with an exit code of their own, which tells the launcher what to do, and need no traceback."""
 
 

@@ -172,7 +172,7 @@ class Replica:
         """Return the commit that replaces every model by the average of all, or by the leader's.
 
         It records how far apart the models were. Each process of an island does so with its part. A model that is not
-        ``finite`` does not contribute to the average.
+        ``finite``, or that the algorithm leaves out, does not contribute to the average.
 
         Raises:
             ExchangeError: it failed.
@@ -182,7 +182,8 @@ class Replica:
         led = [x.clone() for x in own]
         for x in led:
             group.broadcast(x, order.leader)
-        means = mean_of(own, group, finite=finite, new=group.rank in order.new) or led
+        left_out = group.rank in order.new or not self.algorithm.counts
+        means = mean_of(own, group, finite=finite, left_out=left_out) or led
         chosen = means if self.run.consensus == "average" else led
 
         def change(*squares: float) -> None:
@@ -198,11 +199,13 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         x.copy_(value.view(x.shape))
 
 
-def mean_of(tensors: Sequence[Tensor], group: WorkerGroup, *, finite: bool, new: bool = False) -> list[Tensor] | None:
-    """Return the means over the members whose tensors are finite, without new members; None if there are none."""
+def mean_of(
+    tensors: Sequence[Tensor], group: WorkerGroup, *, finite: bool, left_out: bool = False
+) -> list[Tensor] | None:
+    """Return the means over the members whose tensors are finite and that are not left out; None if there are none."""
     if not finite:
         logger.warning("this worker's model is non-finite: the average leaves it out")
-    contributes = finite and not new
+    contributes = finite and not left_out
     count = torch.tensor([float(contributes)], device=group.device)
     group.all_reduce(count).wait()
     if not float(count):

@@ -1,0 +1,122 @@
+"""Members whose changes do not fit to the others': who is found, when, and what the others lose by it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lsgd.algorithms.local import LocalSettings
+from lsgd.algorithms.outliers import PATIENCE, STRIKES, Outliers
+from lsgd.errors import OutlierError
+from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
+
+SIZE, BAD, PERIOD = 4, 2, 4
+
+
+def measured(changes: torch.Tensor, left_out: set[int] | None = None) -> list[list[float]]:
+    """What members measure whose changes are the rows, if those left out send zeros."""
+    changes = changes.double()
+    sent = changes.clone()
+    sent[sorted(left_out or ())] = 0.0
+    mean = sent.mean(0)
+    return [[float(x.square().sum()), float(mean.square().sum()), float(x @ mean)] for x in changes]
+
+
+def changes(bad: float, noise: float = 1.0, seed: int = 0) -> torch.Tensor:
+    """Changes with something in common, of which one is multiplied."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.ones(1000) + noise * torch.randn(SIZE, 1000, generator=generator)
+    found[BAD] *= bad
+    return found
+
+
+def test_a_long_change_is_left_out_at_once_and_counts_again_when_it_has_fitted_as_often() -> None:
+    outliers = Outliers()
+    assert " times the usual one" in outliers.judge(measured(changes(30.0)))[BAD]
+    assert outliers.left_out == {BAD}
+    for again in range(STRIKES):
+        assert outliers.left_out == {BAD}, again
+        assert outliers.judge(measured(changes(1.0, seed=again), outliers.left_out)) == {}
+    assert outliers.left_out == set()
+
+
+@pytest.mark.parametrize("bad", [-1.0, 0.01])
+def test_a_change_that_does_not_agree_is_left_out_after_three_rounds(bad: float) -> None:
+    outliers, found = Outliers(), []
+    for seed in range(2 * PATIENCE):
+        rows = changes(bad, seed=seed)
+        if bad > 0:
+            rows[BAD] = torch.randn(1000, generator=torch.Generator().manual_seed(100 + seed))
+        found.append(outliers.judge(measured(rows, outliers.left_out)))
+        assert outliers.gives_up(BAD) == (seed + 1 >= PATIENCE)
+    assert [list(each) for each in found] == [[]] * (STRIKES - 1) + [[BAD]] + [[]] * (2 * PATIENCE - STRIKES)
+    assert "its cosine with the others' is " in found[STRIKES - 1][BAD]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        changes(1.0),
+        changes(3.0),  # it has made three times as many steps
+        changes(-1.0, noise=10.0),  # nobody agrees with anybody
+        torch.tensor([[1.0, 0.0], [-1.0, 0.1], [0.0, 1.0], [0.1, -1.0]]),  # each has data of its own
+        torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]]),  # who is right?
+        torch.cat([changes(1.0)[:3], torch.zeros(1, 1000)]),  # its model was not finite
+        changes(-1.0)[1:3],
+        torch.full((4, 2), math.inf),
+    ],
+)
+def test_nobody_is_left_out_without_a_clear_majority(rows: torch.Tensor) -> None:
+    outliers = Outliers()
+    for _ in range(PATIENCE):
+        assert outliers.judge(measured(rows)) == {}
+    assert outliers.left_out == set() and not any(outliers.gives_up(rank) for rank in range(SIZE))
+
+
+# -- trained -------------------------------------------------------------------------------------------------------
+
+
+def train(how: str, rounds: int, **settings: object) -> float:
+    """Train a regression with four workers, one of them as it says; return how much the consensus has learnt, in 0 … 1.
+
+    With NaN, it has learnt -inf.
+    """
+    chosen = LocalSettings(period=PERIOD, **settings)  # type: ignore[arg-type]
+    teacher = torch.randn(64, generator=torch.Generator().manual_seed(1))
+
+    def member(group: SimulatedGroup) -> float:
+        model = nn.Linear(64, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        worker = SimulatedWorker.of_model(group, chosen, model, torch.optim.SGD(model.parameters(), lr=0.01))
+        generator = torch.Generator().manual_seed(group.rank)
+        sign = {"flips": -1.0, "explodes": 1000.0}.get(how, 1.0) if group.rank == BAD else 1.0
+        for _ in range(rounds * chosen.schedule().period):
+            x = torch.randn(64, 64, generator=generator)
+            y = (x @ teacher)[:, None]
+            if how == "noise" and group.rank == BAD:
+                y = 8 * torch.randn(y.shape, generator=generator)
+            worker.step(lambda x=x, y=y: sign * nn.functional.mse_loss(model(x), y))
+        with torch.no_grad():
+            counts, mine = torch.tensor([float(worker.algorithm.counts)]), model.weight[0] * worker.algorithm.counts
+            for x in (counts, mine):
+                worker.average(x)
+            return 1 - float((mine / counts - teacher).square().sum() / teacher.square().sum())
+
+    learnt = simulate((1,) * SIZE, member)[0]
+    return learnt if math.isfinite(learnt) else -math.inf
+
+
+@pytest.mark.parametrize("how", ["flips", "noise", "explodes"])
+@pytest.mark.parametrize("settings", [{}, {"compression": "none", "rescale": False}])
+def test_the_others_learn_nearly_as_well_as_without_it(how: str, settings: dict[str, object]) -> None:
+    rounds = PATIENCE - STRIKES + 1  # it does not give up yet
+    right, wrong, spoilt = (train("", rounds, **settings), train(how, rounds, **settings), 0.0)
+    spoilt = train(how, rounds, **settings, drop_outliers=False)
+    assert 0.3 < right <= 1.0
+    assert wrong > 0.6 * right and wrong > spoilt
+
+
+def test_a_worker_that_stays_wrong_ends_with_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(OutlierError, match=r"in 8 rounds, .* set drop_outliers = false"):
+        train("flips", PATIENCE + 2)
