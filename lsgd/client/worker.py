@@ -570,7 +570,7 @@ class Worker:
         Returns:
             Whether the model is the run's consensus.
 
-        Raises as :meth:`batches`. If the consensus is not finite, the process ends with exit code 65.
+        It raises as :meth:`batches` does. If the consensus is not finite, the process ends with exit code 65.
         """
         self._steps.rounds.grants.wait_s = timeout_s
         if self._open and not self.stopped:
@@ -633,11 +633,11 @@ class Worker:
         """Leave the run because the script ends with an error; nothing does so after an orderly end."""
         self._end(failed=True, reason=f"{type(error).__name__}: {error}")
 
-    def at_exit(self) -> None:
+    def at_exit(self, reason: str = "its process ended") -> None:
         """Leave the run when the script ends without having done so; a model that is not finite sets the exit code."""
         looks = self._open and self.stopped and self._membership.island.size == 1
         broken = self._checkpoints.non_finite_error() if looks else None
-        self._end(reason="its process ended")
+        self._end(reason=reason)
         if broken is not None:
             exit_at_once(broken, self.name)
 

@@ -19,6 +19,7 @@ from lsgd.client.control.joining import unwrapped
 from lsgd.client.iteration.steps import WARN_AFTER_STEPS
 from lsgd.client.worker import Worker, check_steps
 from lsgd.errors import ConfigError, LsgdError
+from lsgd.protocol.messages import LOOP_ENDED
 
 logger = logging.getLogger("lsgd")
 
@@ -91,15 +92,15 @@ class WrappedWorker(Worker):
         self.hooks.close()
         return super().batches(loader)
 
-    def at_exit(self) -> None:
-        """Say that the script has ended without :meth:`finish`, and leave."""
+    def at_exit(self, reason: str = LOOP_ENDED) -> None:
+        """Say that the script has ended without :meth:`finish`, and leave: too early, for the launcher."""
         if self._open and self.hooks.worker is not None:
             logger.error(
                 "%s: the script ends after %d steps without worker.finish(), so its model is not the run's consensus, "
                 "and what it has saved is this worker's own: call worker.finish() after the loop, and save after it",
                 *(self.name, self.iterations),
             )
-        super().at_exit()
+        super().at_exit(reason)
 
     def _end(self, *, failed: bool = False, reason: str = "") -> None:
         self.hooks.close()

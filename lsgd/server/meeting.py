@@ -68,7 +68,7 @@ def conclude(state: RunState) -> None:
     """Answer all calls once everybody has come who still trains; if the run stops, nobody else will come."""
     if not state.meeting.is_due(state.changes):
         return
-    callers = [m for m in state.roster.members.values() if m.call]
+    callers = [m for m in state.roster.members.values() if m.call and m.state is not MemberState.ENDED]
     if not callers or _missing(state) or any(m.state not in WAITING for m in callers):
         return
     means = {name: math.fsum(m.numbers[name] for m in callers) / len(callers) for name in callers[0].numbers}

@@ -81,7 +81,7 @@ class Why(enum.Enum):
     SAME_BATCHES = (
         "{worker} and {other} draw the same batches, so one of them learns nothing new: use worker.loader(data, ...), "
         "which gives each its part of a dataset or a stream (worker.shard(stream) does without a DataLoader), or seed "
-        "the shuffling by rank"
+        "the shuffling by rank (the variable LSGD_RANK)"
     )
     TOO_FEW = "after {waited_s:g} s only {joined}; start the others, or a run of fewer (--workers)"
     OTHER_CALL = (

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import lsgd
+from lsgd.client.control import joining
 from lsgd.client.control.identity import Identity
 from lsgd.client.wrap import WrappedWorker, loss_in
 from lsgd.errors import ConfigError, EvictedError, JoinError, LsgdError
+from lsgd.protocol.messages import LOOP_ENDED
 
 from .test_steps import ALGORITHMS, BATCH, network
 
@@ -324,13 +326,14 @@ def test_batches_takes_the_place_of_the_hooks(script) -> None:
     assert script.worker.iterations == 5
 
 
-def test_a_script_without_finish_is_told_so(script, caplog) -> None:
+def test_a_script_without_finish_is_told_so(here, script, caplog) -> None:
     script.step()
     script.step()
     with caplog.at_level(logging.ERROR, logger="lsgd"):
         script.worker.at_exit()
     (message,) = caplog.messages
     assert "the script ends after 2 steps without worker.finish()" in message
+    assert here.status()["members"][0]["reason"] == LOOP_ENDED, "by which the launcher knows that it left too early"
 
 
 def test_errors_that_nothing_handles_set_the_exit_code(script, monkeypatch) -> None:
@@ -359,3 +362,33 @@ def test_finish_gives_up_after_its_time(cluster, caplog) -> None:
         "leaves without the run's consensus" in message and "node0/worker1, still in the loop" in message
         for message in caplog.messages
     )
+
+
+def test_ddp_is_refused_where_gradients_are_exchanged(cluster, monkeypatch) -> None:
+    join_here(cluster, monkeypatch, "--algorithm", "allreduce")
+    monkeypatch.setattr(joining, "DistributedDataParallel", WithLoss)  # needs no process group
+    with pytest.raises(JoinError, match=r"DistributedDataParallel puts its own gradients .* model\.module"):
+        Script()
+
+
+def test_torch_distributed_around_an_unsharded_model_is_refused(monkeypatch) -> None:
+    for name, value in (("is_initialized", True), ("get_world_size", 4)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    with pytest.raises(ConfigError, match=r"initialized with 4 processes, and this model is not sharded .*--torchrun"):
+        Script()
+
+
+def test_a_loader_of_a_shard_keeps_what_it_was(script) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(96.0))
+    shard = script.worker.shard(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, drop_last=True))
+    passes = [torch.cat([x for (x,) in shard]) for _ in range(2)]
+    assert len(shard) == 12 and not torch.equal(*passes) and set(passes[0].tolist()) == set(range(96))
+    weighted = torch.utils.data.WeightedRandomSampler(torch.ones(96), 48)
+    assert len(script.worker.shard(torch.utils.data.DataLoader(data, batch_size=8, sampler=weighted))) == 6
+    stream = script.worker.shard(torch.utils.data.DataLoader(Stream(), batch_size=5))
+    assert [len(batch) for batch in stream] == [5, 5]
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))

@@ -68,6 +68,16 @@ def test_one_who_has_finished_waits_outside_rounds_and_gets_the_consensus() -> N
     assert bench.state.stopping.code == "all_finished" and bench.round_of("01") is final
 
 
+def test_one_who_has_finished_gives_the_run_s_model_to_a_worker_that_comes_back_without_it() -> None:
+    bench = started("00", "01")
+    finish(bench, "00", "01")
+    bench.leave("01", failed=True)
+    bench.join("01", incarnation=2)
+    bench.ask("01", steps=STEPS)
+    order = bench.round_of("01")
+    assert bench.round_of("00") is order and order.new == (1,)
+
+
 def test_progress_is_the_mean_place_in_the_loops() -> None:
     bench = started("00", "01")
     assert bench.state.progress(bench.now) == 0.0

@@ -203,6 +203,7 @@ class GrantClient:
         self._finished = False  # and for the last round only
         self._calls = 0  # that all workers make together
         self._numbers: dict[str, float] | None = None  # of the call that waits; None: no call does
+        self._averaged: dict[str, float] = {}  # those of all processes
         self.met: Met | None = None
         self._reported = 0  # iterations completed, as of the last request
         self._alone = 0  # iterations since the servers fell silent
@@ -232,7 +233,7 @@ class GrantClient:
             may = not (again or lockstep or self._last)
             reported_by_all = reports()
             if self._numbers is not None:
-                self._numbers = _means([each.numbers for each in reported_by_all])
+                self._averaged = _means([each.numbers for each in reported_by_all])
             answer, warning = self._ask(self._mean_loss(reported_by_all), rounds, alone=may)
             if isinstance(answer, Met):
                 return NextStep(None, reported, self._middle(reported), met=answer)
@@ -396,7 +397,7 @@ class GrantClient:
         request = Request(
             *self._who, seq, self.done, *rounds, loss, ahead, self._last, rate, self._finished, self.steps
         )
-        return request if self._numbers is None else replace(request, call=self._calls, numbers=self._numbers)
+        return request if self._numbers is None else replace(request, call=self._calls, numbers=self._averaged)
 
 
 def _means(reports: list[dict[str, float]]) -> dict[str, float]:
