@@ -192,7 +192,7 @@ def test_a_setting_names_a_codec(text, codec):
 
 @pytest.mark.parametrize(
     ("text", "codec"),
-    [("none", Float32()), ("float16", Float16()), ("minmax8", MinMax8(2048)), ("levels2", Levels2(512))],
+    [("none", Float32()), ("float16", Float16()), ("minmax8", MinMax8(2048)), ("levels2", Levels2(64))],
 )
 def test_a_setting_leaves_blocks_to_the_codec(text, codec):
     assert codec_of(text) == codec_of(text, OWN_BLOCK) == codec

@@ -174,12 +174,12 @@ def test_with_no_global_server_it_tells_the_workers_what_they_wait_for(cluster, 
     below = Below(cluster.local_address(0))
     start = f"lsgd-server --global --listen {cluster.address}"
     line = f"no global server answers at {cluster.address}; start it there with: {start}"
-    held = {request(5): 5, StatusQuery(7): 0, Pause("node0/worker0", 7, 5, 4): 0}
+    held = [(request(5), 5), (StatusQuery(7), 0), (Pause("node0/worker0", 7, 5, 4), 0)]
     below.say(WorkerHello(PROTOCOL, 7))
     assert below.hears(WorkerHelloReply) == WorkerHelloReply(0, cluster.address)
     below.say(greeting(0, 0, 7))
     assert below.hears(Waiting) == Waiting(0, line, away=True)
-    for message, seq in held.items():
+    for message, seq in held:
         below.say(message)
         assert below.hears(Waiting) == Waiting(seq, line, away=True)
     local.says("no global server answers")
