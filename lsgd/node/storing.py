@@ -12,7 +12,7 @@ from types import FrameType
 from lsgd.errors import ConfigError
 from lsgd.node.screen import LAUNCHER, show
 from lsgd.output import append_line
-from lsgd.store.objects import Store, StoreError
+from lsgd.store.objects import Store, StoreError, patiently
 from lsgd.store.restore import check_writable, has_checkpoints, restore
 from lsgd.store.upload import END
 
@@ -67,14 +67,8 @@ def _print(text: str) -> None:
 
 def _patiently(read: Callable[[], bool]) -> bool:
     """Return what a function reads from a store; try it again a few times."""
-    for pause_s in RESTORE_PAUSES_S:
-        try:
-            return read()
-        except StoreError as error:
-            print(f"{PREFIX}{error}; trying again in {pause_s:g} s", file=sys.stderr, flush=True)
-            threading.Event().wait(pause_s)
     try:
-        return read()
+        return patiently(read, RESTORE_PAUSES_S, lambda text: print(f"{PREFIX}{text}", file=sys.stderr, flush=True))
     except StoreError as error:
         raise ConfigError(f"{error}; check the URL, the keys and the network") from None
 

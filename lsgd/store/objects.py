@@ -3,11 +3,12 @@
 fsspec is imported at first use: a launcher without a store does without it.
 """
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lsgd.errors import ConfigError, LsgdError
 
@@ -20,11 +21,28 @@ MAX_PARTS = 9_000
 _S3 = ("s3", "s3a")
 _S3_PATIENCE = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}
 _WITH_FOLDERS = ("file", "local", "memory", "sftp", "ssh", "smb")
+T = TypeVar("T")
+
 _PACKAGES = "s3fs for s3://, gcsfs for gs://, huggingface_hub for hf://, paramiko for sftp://"
 
 
 class StoreError(LsgdError):
     """A store did not do what was asked; trying again may help."""
+
+
+def patiently(attempt: Callable[[], T], pauses_s: Sequence[float], say: Callable[[str], object]) -> T:
+    """Return what ``attempt`` returns; after a StoreError, say so and try again after each of the pauses.
+
+    Raises:
+        StoreError: the last attempt has failed, too.
+    """
+    for pause_s in pauses_s:
+        try:
+            return attempt()
+        except StoreError as error:
+            say(f"{error}; trying again in {pause_s:g} s")
+            threading.Event().wait(pause_s)
+    return attempt()
 
 
 def is_url(text: str) -> bool:

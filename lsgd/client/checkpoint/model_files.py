@@ -4,7 +4,6 @@ import json
 import logging
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.shards import state_of, whole
-from lsgd.store.objects import Store, StoreError
+from lsgd.store.objects import Store, patiently
 
 logger = logging.getLogger("lsgd")
 
@@ -114,15 +113,7 @@ def save_to_store(model: nn.Module, url: str, file_nbytes: int, island: Island) 
 
 def _upload(store: Store, paths: Iterable[Path]) -> None:
     for path in paths:
-        for pause_s in (*UPLOAD_PAUSES_S, None):
-            try:
-                store.upload(path.name, path)
-                break
-            except StoreError as error:
-                if pause_s is None:
-                    raise
-                logger.warning("%s; trying again in %g s", error, pause_s)
-                threading.Event().wait(pause_s)
+        patiently(partial(store.upload, path.name, path), UPLOAD_PAUSES_S, logger.warning)
     logger.info("the model is in %s", store.url)
 
 
