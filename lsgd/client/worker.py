@@ -32,6 +32,7 @@ from lsgd.errors import (
     JoinError,
     LsgdError,
     NoConsensusError,
+    NonFiniteError,
     ServerLostError,
 )
 from lsgd.flat import FlatParameters
@@ -325,9 +326,10 @@ class Worker:
             EvictedError: the run continues without this worker (exit code 76: ``lsgd launch`` starts it again).
             ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).
             NoConsensusError: the run has ended for this worker without a consensus (exit code 74).
+            OutlierError: its changes have not fitted to the others' for too long (exit code 65).
 
-        Before the last two are raised, this worker's state is saved. If the script does not handle the last four,
-        the end of the ``with`` block ends the process with that exit code.
+        Before ServerLostError and NoConsensusError are raised, this worker's state is saved. If the script does not
+        handle the last five, the end of the ``with`` block ends the process with that exit code.
         """
         return loaders.Pass(loader, lambda: self._steps_over(loader))
 
@@ -580,10 +582,8 @@ class Worker:
                 raise
             except ExchangeError as error:
                 logger.error("%s leaves without the run's consensus: %s", self.name, error)
-        looks = self._open or self._membership.island.size == 1
-        broken = self._checkpoints.non_finite_error() if looks and self.stopped else None
-        self._end(reason="" if self.has_consensus else "it waited for the others for too long")
-        if broken is not None:
+        reason = "" if self.has_consensus else "it waited for the others for too long"
+        if (broken := self._end_judged(reason=reason)) is not None:
             exit_for(broken, self.name)
         return self.has_consensus
 
@@ -591,6 +591,16 @@ class Worker:
     def has_consensus(self) -> bool:
         """Whether the run has ended, and the model is its consensus."""
         return self._steps.rounds.has_consensus
+
+    def _end_judged(self, *, reason: str = "", judges: bool = True) -> NonFiniteError | None:
+        """Leave, and return the error of a run that has ended with a non-finite model; it looks only if it ``judges``.
+
+        The processes of an island can look together only before they leave.
+        """
+        judges = judges and self.stopped and (self._open or self._membership.island.size == 1)
+        broken = self._checkpoints.non_finite_error() if judges else None
+        self._end(reason=reason)
+        return broken
 
     def _end(self, *, failed: bool = False, reason: str = "") -> None:
         """Tell the servers once that this worker leaves; unused grants go back."""
@@ -621,13 +631,12 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        looks = error is None and self.stopped and (self._open or self._membership.island.size == 1)
-        broken = self._checkpoints.non_finite_error() if looks else None
-        self._end(failed=error is not None, reason=f"{kind.__name__}: {error}" if kind else "")
+        if error is not None:
+            self.fails(error)
+        elif (broken := self._end_judged()) is not None:
+            exit_for(broken, self.name)
         if isinstance(error, CodedError):
             exit_for(error, self.name)
-        if broken is not None:
-            exit_for(broken, self.name)
 
     def fails(self, error: BaseException) -> None:
         """Leave the run because the script ends with an error; nothing does so after an orderly end."""
@@ -635,10 +644,8 @@ class Worker:
 
     def at_exit(self, reason: str = "its process ended") -> None:
         """Leave the run when the script ends without having done so; a model that is not finite sets the exit code."""
-        looks = self._open and self.stopped and self._membership.island.size == 1
-        broken = self._checkpoints.non_finite_error() if looks else None
-        self._end(reason=reason)
-        if broken is not None:
+        judges = self._open and self._membership.island.size == 1
+        if (broken := self._end_judged(reason=reason, judges=judges)) is not None:
             exit_at_once(broken, self.name)
 
     def _check_open(self) -> None:

@@ -28,7 +28,7 @@ def on_error(undo: Callable[[], object]) -> Iterator[None]:
 
 
 class Leaver(Protocol):
-    """What :func:`leave_with` ends: a worker."""
+    """What :func:`leave_on_errors` ends: a worker."""
 
     def fails(self, error: BaseException) -> None:
         """Leave the run, because of an error that nothing handles."""
