@@ -28,10 +28,15 @@ def append(descriptor: int, data: bytes) -> None:
         raise
 
 
+def stamped(text: str) -> bytes:
+    """Return a line with the time of day."""
+    return f"{time.strftime('%H:%M:%S')} {text}\n".encode(errors="replace")
+
+
 def append_line(path: Path, text: str) -> None:
     """Append a line to a file, with the time of day; lose it if that fails."""
     with suppress(OSError), path.open("ab") as file:
-        append(file.fileno(), f"{time.strftime('%H:%M:%S')} {text}\n".encode(errors="replace"))
+        append(file.fileno(), stamped(text))
 
 
 def write_whole(path: Path, text: str) -> None:

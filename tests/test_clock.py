@@ -18,8 +18,7 @@ TIME_OF_DAY = {
 }
 FOR_PEOPLE = {
     ("server/daemon.py", "strftime"),  # before each line that a server prints
-    ("node/transcript.py", "strftime"),  # before each line of the servers in a node
-    ("output.py", "strftime"),  # before each line of a file
+    ("output.py", "strftime"),  # before each line of a node and of its store
     ("cli/commands.py", "strftime"),  # the name of a run's folder
     ("cli/runs.py", "datetime"),  # when a run began
     ("cli/runs.py", "strftime"),

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lsgd.node.screen import CONTROL, CONTROL_BUT_COLOUR, Screen
-from lsgd.output import append
+from lsgd.output import append, stamped
 from lsgd.protocol.sockets import Wakeup
 
 SAY_EVERY_S = 60.0
@@ -254,6 +254,6 @@ def own_lines(transcript: Transcript, reading: Reading) -> Callable[[str], None]
 
     def say(text: str) -> None:
         with suppress(OSError):
-            os.write(writing, f"{time.strftime('%H:%M:%S')} {text}\n".encode(errors="replace"))
+            os.write(writing, stamped(text))
 
     return say
