@@ -8,6 +8,7 @@
 - :class:`WideDigits` (W4): the digits of W1 for an MLP of 5 million parameters: real compute, and many bytes.
 """
 
+import argparse
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -32,6 +33,17 @@ OPTIMIZERS = ("task", "muon")
 """The task's own optimizer, or ``lsgd.client.muon`` with the same learning rate in its place."""
 
 PROBE_IMAGES, PROBE_WINDOWS, TEST_WINDOWS = 128, 16, 64
+
+
+def add_learner_options(parser: argparse.ArgumentParser) -> None:
+    """Give a benchmark the options that say how all methods learn."""
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="task", help="the task's, or lsgd.client.muon in its place"
+    )
+    parser.add_argument(
+        "--learning-rate-times", type=float, default=1.0, metavar="X", help="of the task's learning rate"
+    )
+
 
 # -- tasks that are learned ----------------------------------------------------------------------------------------
 

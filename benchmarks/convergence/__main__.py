@@ -47,7 +47,7 @@ from benchmarks.convergence.tuning import reported, trials, tuned
 from benchmarks.methods import ALONE, BASELINES, ONE_MACHINE, ONE_MACHINE_SAMPLES, OURS, PERIODIC
 from benchmarks.report.about import about, argument_parser, heading
 from benchmarks.report.results import Results, add_options
-from benchmarks.workloads import OPTIMIZERS, SHARDS, TASKS
+from benchmarks.workloads import SHARDS, TASKS, add_learner_options
 
 DEFAULT_TASKS = ("text", "vit", "skewed")
 WORKERS = (2, 3, 4, 8, 16)
@@ -105,12 +105,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help="how many, from 0")
     parser.add_argument("--steps", type=int, help="of a worker, instead of the task's")
     parser.add_argument("--tune", action="store_true", help="find the best of three learning rates for each method")
-    parser.add_argument(
-        "--learning-rate-times", type=float, default=1.0, metavar="X", help="of the task's learning rate"
-    )
-    parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="task", help="the task's, or lsgd.client.muon in its place"
-    )
+    add_learner_options(parser)
     parser.add_argument(
         "--shards",
         choices=SHARDS,

@@ -36,7 +36,7 @@ from benchmarks.methods import ALONE, BASELINES, ONE_MACHINE, ONE_MACHINE_SAMPLE
 from benchmarks.report.about import about, argument_parser, heading
 from benchmarks.report.results import Results, add_options
 from benchmarks.testbed import LINKS, Testbed, TestbedError
-from benchmarks.workloads import OPTIMIZERS, TASKS, WideDigits
+from benchmarks.workloads import TASKS, WideDigits, add_learner_options
 
 METHODS = (
     *(ONE_MACHINE, ONE_MACHINE_SAMPLES),
@@ -89,12 +89,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--link", choices=LINKS, default="100mbit", help="the network between the hosts")
     parser.add_argument("--nodes", type=int, choices=NODES, default=2, help="how many hosts")
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 0")
-    parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="task", help="the task's, or lsgd.client.muon in its place"
-    )
-    parser.add_argument(
-        "--learning-rate-times", type=float, default=1.0, metavar="X", help="of the task's learning rate"
-    )
+    add_learner_options(parser)
     add_options(parser, METHODS)
     parser.add_argument("--target-loss", type=float, help="of table and picture, instead of the task's")
     parser.add_argument("--plot", type=Path, help="draw the loss, or W4's accuracy, over seconds to this PNG file")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.testbed.interface import counters
-from benchmarks.workloads import OPTIMIZERS, TASKS, Task, WideDigits
+from benchmarks.workloads import TASKS, Task, WideDigits, add_learner_options
 from lsgd.flat import floating_buffers
 
 SNAPSHOTS, MARKS = "snapshots.float32", "marks.json"
@@ -78,8 +78,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--width", type=int, required=True)
     found.add_argument("--steps", type=int, required=True)
     found.add_argument("--seed", type=int, required=True)
-    found.add_argument("--optimizer", choices=OPTIMIZERS, default="task")
-    found.add_argument("--learning-rate-times", type=float, default=1.0)
+    add_learner_options(found)
     return found
 
 

@@ -34,6 +34,7 @@ from lsgd.client.groups.reach import Calls
 from lsgd.client.groups.routes import Endpoint, Routes, listening
 from lsgd.client.groups.store import TCPStore
 from lsgd.client.groups.tcp_group import TcpGroup
+from lsgd.codecs import codec_of
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.node.place import Place, claim_port, resolve
 from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, node_name, token_path
@@ -275,8 +276,8 @@ class Doctor:
         self._say(
             f"the slowest link has {slowest:.0f} Mbit/s; with {parameters:,} parameters and {step_ms:g} ms an iteration"
         )
-        for how, bits in (("levels2", 2), ("minmax8", 8), ("float32", 32)):
-            transfer_s = bits * parameters / (slowest * 1e6)
+        for how, codec in (("levels2", "levels2"), ("minmax8", "minmax8"), ("float32", "none")):
+            transfer_s = codec_of(codec).element_nbytes * parameters * 8 / (slowest * 1e6)
             iterations = transfer_s / (step_ms / 1e3)
             period = best_period(iterations, self._place.nodes)
             self._say(

@@ -129,11 +129,16 @@ def test_exactly_one_worker_saves_whoever_joins_or_is_replaced() -> None:
         assert bench.only(place).first == "node0/worker0"
 
 
-def test_who_failed_in_the_middle_has_time_to_come_back() -> None:
+def one_finishes_after_another_has_failed() -> Bench:
     bench = started("00", "01", lease_s=10.0)
     train(bench, "01", 1)
     bench.leave("01", failed=True, reason="its process has ended")
     finish(bench, "00")
+    return bench
+
+
+def test_who_failed_in_the_middle_has_time_to_come_back() -> None:
+    bench = one_finishes_after_another_has_failed()
     bench.tick(15.0)
     assert bench.state.stage == "running"
     bench.join("01", incarnation=2)
@@ -146,10 +151,7 @@ def test_who_failed_in_the_middle_has_time_to_come_back() -> None:
 
 
 def test_who_failed_and_does_not_come_back_is_not_waited_for() -> None:
-    bench = started("00", "01", lease_s=10.0)
-    train(bench, "01", 1)
-    bench.leave("01", failed=True, reason="its process has ended")
-    finish(bench, "00")
+    bench = one_finishes_after_another_has_failed()
     bench.tick(25.0)
     assert bench.round_of("00").final
 
