@@ -332,7 +332,8 @@ class LocalSGD(Delayed):
     def _scale(self, sums: Sequence[Sequence[float]], left_out: Collection[int]) -> float:
         """Return the factor of the mean change: without those left out, and rescaled if the settings say so."""
         counted = [own for rank, (own, _, _) in enumerate(sums) if rank not in left_out]
-        share = len(sums) / len(counted)
+        # Where an element's sum is divided by those that have sent it, zeros of others change nothing.
+        share = 1.0 if self.settings.per_contributor else len(sums) / len(counted)
         if not self.settings.rescale:
             return share
         mean = statistics.fmean(of_mean for _, of_mean, _ in sums) * share * share

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lsgd.algorithms.local import LocalSettings
+from lsgd.algorithms.local import LocalSettings, SparseSettings
 from lsgd.algorithms.outliers import PATIENCE, STRIKES, Outliers
 from lsgd.errors import OutlierError
 from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
@@ -115,6 +115,14 @@ def test_the_others_learn_nearly_as_well_as_without_it(how: str, settings: dict[
     spoilt = train(how, rounds, **settings, drop_outliers=False)
     assert 0.3 < right <= 1.0
     assert wrong > 0.6 * right and wrong > spoilt
+
+
+@pytest.mark.parametrize(("divisor", "times"), [("members", 4 / 3), ("contributors", 1.0)])
+def test_the_mean_is_that_of_those_that_count(divisor: str, times: float) -> None:
+    algorithm = SparseSettings(divisor=divisor).create([torch.zeros(4096)])
+    sums = [[1.0, 0.25, 0.5]] * SIZE
+    assert algorithm._scale(sums, ()) == 1.0
+    assert algorithm._scale(sums, {BAD}) == pytest.approx(times)
 
 
 def test_a_worker_that_stays_wrong_ends_with_an_error_that_says_what_to_do() -> None:
