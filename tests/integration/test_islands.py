@@ -241,7 +241,7 @@ def test_processes_that_share_no_model_are_told_so(islands) -> None:
     islands.begin("--algorithm", "local", workers=1)
     (plain,) = islands.island(0, "--plain", size=1, LSGD_ISLAND="2")
     assert plain.wait() == 1
-    assert "its model is not sharded over them: call fully_shard(model)" in plain.output
+    assert "its model is not shared by them: join with DistributedDataParallel(model), or after" in plain.output
 
 
 def test_processes_that_make_different_calls_are_told_so(islands) -> None:

@@ -288,7 +288,7 @@ class GrantClient:
     def pause(self, committed: int) -> None:
         """Give back all grants, and tell the others not to wait until the next request."""
         self.granted = False
-        self._island.share("pauses", lambda: self._tell_pause(committed))
+        self._island.share("pauses", lambda: self.step_aside(committed))
 
     # -- on the head -------------------------------------------------------------------------------------------
 
@@ -368,7 +368,8 @@ class GrantClient:
             return "the others in mean()" if self._numbers else "the others in barrier()"
         return "the end of the run" if self._finished else "its next iteration"
 
-    def _tell_pause(self, committed: int) -> None:
+    def step_aside(self, committed: int) -> None:
+        """On the head, give back all grants, and tell the servers, so that others do not wait."""
         self._give_all_back()
         seq = self._held.seq
         try:

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from lsgd.algorithms.base import Commit, all_finite, clones
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
+from lsgd.client.control.replicas import fingerprints
 from lsgd.client.groups.base import WorkerGroup
-from lsgd.errors import DetachedError
+from lsgd.errors import DetachedError, LsgdError
 from lsgd.flat import FlatParameters
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
@@ -23,6 +26,9 @@ from lsgd.shards import full_state_dict, local
 
 logger = logging.getLogger("lsgd")
 
+MOST_APART = 1e-3
+"""How far apart the replicas of an island may be before a round, as a share of their length."""
+
 
 class Replica:
     """One worker's copy of what the run trains.
@@ -30,6 +36,7 @@ class Replica:
     Args:
         checkpoints: source of the buffers to average, and of the resumed algorithm's state, with which the first round
             starts if its algorithm has the same form.
+        ddp: what reduces the model's gradients inside this worker; None: nothing does.
 
     Attributes:
         algorithm: the current phase's.
@@ -44,14 +51,16 @@ class Replica:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         checkpoints: Checkpoints,
+        ddp: DistributedDataParallel | None = None,
     ) -> None:
+        self.ddp = ddp
         self.run = membership.plan.run
         self.device = membership.device
         self.flat = flat
         self.model = model
         self.optimizers = list(optimizers)
         self.finite = checkpoints.finite
-        run, shard = membership.welcome.run, membership.island.rank
+        run, shard = membership.welcome.run, membership.island.shard
         self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
         self.algorithm = membership.plan.algorithm.create(flat.buffers, self._run_id)
         self.consensus_distance: float | None = None
@@ -59,6 +68,7 @@ class Replica:
         self._stepped = self._in_groups()
         self._resumed, checkpoints.algorithm = checkpoints.algorithm, None
         self._text = ""
+        self._aligned = False  # parameters, which is said once
 
     @property
     def lockstep(self) -> bool:
@@ -121,6 +131,41 @@ class Replica:
         with self.flat.current():
             put(tensors, own)
         return state
+
+    def align(self, island: Island) -> None:
+        """Give all processes of an island of replicas the head's model where they differ.
+
+        Buffers do, because each process has its own statistics of batches. Parameters only do if a kernel is not
+        deterministic, or if DDP does not average the gradients.
+
+        Raises:
+            LsgdError: the processes have trained apart.
+        """
+        parameters = self.flat.buffers
+        tensors = [*parameters, *self.finite.buffers()]
+        prints = island.gather("compares its model", fingerprints(tensors))
+        differ = [index for index, each in enumerate(zip(*prints, strict=True)) if len({*each}) > 1]
+        if not differ:
+            return
+        before = clones([tensors[index] for index in differ])
+        island.spread("takes the head's model", [tensors[index] for index in differ])
+        if differ[0] >= len(parameters):
+            return
+        changed = [(was, tensors[index]) for was, index in zip(before, differ, strict=True) if index < len(parameters)]
+        apart = max(island.gather("compares its model", max(_relative(was, now) for was, now in changed)))
+        if apart > MOST_APART:
+            raise LsgdError(
+                f"the processes of this island have trained apart, by {apart:.2g} of their models' length: "
+                f"DistributedDataParallel averages their gradients only if the loop calls it, not the module inside; "
+                f"and all must make the same steps"
+            )
+        if not self._aligned:
+            self._aligned = True
+            logger.warning(
+                "the processes of this island have computed different models, by %.2g of their length, as kernels do "
+                "that are not deterministic: from now on, rounds give all of them the head's",
+                apart,
+            )
 
     # -- in a round --------------------------------------------------------------------------------------------
 
@@ -214,6 +259,12 @@ def mean_of(
     for x in means:
         group.all_reduce(x).wait()
     return means
+
+
+def _relative(was: Tensor, now: Tensor) -> float:
+    """Return |was - now| / |now|, or 0 if one is not finite."""
+    distance = float(torch.linalg.vector_norm(wide(was) - wide(now)) / torch.linalg.vector_norm(wide(now)))
+    return distance if math.isfinite(distance) else 0.0
 
 
 def wide(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from lsgd.client.checkpoint.checkpoints import Snapshot
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Traffic, WorkerGroup
 from lsgd.client.groups.form import form
+from lsgd.client.groups.mirror import mirrored
 from lsgd.client.groups.reach import probe
 from lsgd.client.iteration.replica import Replica
 from lsgd.collectives.group import Group
@@ -169,7 +170,7 @@ class RoundEntry:
         if order.probe and island.is_head:  # the others have the same links
             self.missed = probe(generation, self.membership)
             known = replace(generation, missed=self.missed)
-        group = self._group = form(known, self.membership, self.traffic)
+        group = self._group = mirrored(known, self.membership, lambda: form(known, self.membership, self.traffic))
         self.generation = generation
         self._check_lasts(generation)  # a cut until now found no group
         logger.info(

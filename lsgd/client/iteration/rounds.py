@@ -31,6 +31,9 @@ from lsgd.protocol.messages import Done, Met, Round, Stop
 
 logger = logging.getLogger("lsgd")
 
+ALIGN_EVERY = 64
+"""How often replicas are compared where each iteration is a round, in rounds."""
+
 
 class Rounds:
     """The rounds of one worker, one at a time.
@@ -204,6 +207,8 @@ class Rounds:
             if not fresh:
                 self._land(replica.algorithm.settle(replica.flat.buffers))
             active.group, active.model_finite = group, self._finite
+            if self._island.replicas and (fresh or order.new or not replica.lockstep or order.id % ALIGN_EVERY == 0):
+                replica.align(self._island)
             anew = self.entry.begin(group, order, fresh=fresh)
             # In lockstep entering can only fail anew, and the processes of an island have reported their models.
             if anew or order.final or not replica.lockstep:
@@ -365,7 +370,8 @@ class Rounds:
         self.close()
         self._served, self.gradients = algorithm, None
         if isinstance(algorithm, GradientAlgorithm):
-            self.gradients = GradientExchange(self._replica.flat, algorithm, self._complete_gradients)
+            flat, ddp = self._replica.flat, self._replica.ddp
+            self.gradients = GradientExchange(flat, algorithm, self._complete_gradients, ddp)
 
     def close(self) -> None:
         """Remove the hooks from the backward pass."""
@@ -396,6 +402,8 @@ class Rounds:
             instead = f"resume from {last} with lsgd launch --resume" if last else "begin a new run"
             return f"its state is not saved, because no global round came after an iteration: {instead}"
         path = self._checkpoints.save(self._take(self._count))
+        if not self._checkpoints.writes:
+            return "the head of its island saves its state"
         if path is None:
             return "its state cannot be saved"
         return (
