@@ -401,8 +401,8 @@ def _squared(changes: Flat) -> Tensor:
     norms = []
     for x in changes:
         whole, dtype = len(x) // ROW_NUMEL, torch.promote_types(x.dtype, torch.float32)
-        rows, rest = x.split([whole * ROW_NUMEL, len(x) - whole * ROW_NUMEL])
-        norms.append(torch.linalg.vector_norm(rows.view(whole, ROW_NUMEL), dim=1, dtype=dtype))
+        rows, rest = x[: whole * ROW_NUMEL].view(whole, ROW_NUMEL), x[whole * ROW_NUMEL :]
+        norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=dtype))
         norms.append(torch.linalg.vector_norm(rest, dtype=dtype).view(1))
     return torch.cat(norms).to(torch.float64).square().sum()
 
