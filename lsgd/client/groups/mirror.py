@@ -1,11 +1,11 @@
 """Groups of an island of replicas: the head's, which exchanges, and those of the others, which get what it received.
 
-All processes of the island run the same algorithm on equal models. So if all get the same tensors from the other
-workers, they compute the same results, and what the algorithm keeps is equal, too. Inside the machine travels only what
-has come over the network, perhaps in few bits.
+All processes of the island run the same algorithm on equal models. So if all get the same tensors from operations of
+the group, they compute the same results, and what the algorithm keeps is equal, too. Inside the machine travels what
+has come over the network, perhaps in few bits, and what the head itself has contributed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -69,14 +69,18 @@ class HeadGroup(WorkerGroup):
             self._group.broadcast(tensor, source)
             return Transfer(lambda: None)
 
-        self._begin([tensor] if source != self.rank else [], broadcast).wait()
+        self._begin([tensor] if self.size > 1 else [], broadcast).wait()
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
+        """Begin to send ``inputs[r]`` to each ``r`` and to write what ``r`` sends to ``outputs[r]``."""
+        return self._begin(outputs, lambda: self._group.all_to_all(outputs, inputs))
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         arriving = [receives[rank] for rank in sorted(receives)]
         return self._begin(arriving, lambda: self._group._begin_exchange(sends, receives))
 
-    def _begin(self, arriving: list[Tensor], begin: Callable[[], Transfer]) -> Transfer:
-        """Begin an operation, at whose end these tensors have arrived."""
+    def _begin(self, arriving: Sequence[Tensor], begin: Callable[[], Transfer]) -> Transfer:
+        """Begin an operation, at whose end these tensors are the group's."""
         self._number += 1
         key = (self._generation, self._members.name, self._number)
 
@@ -132,12 +136,16 @@ class Mirror(WorkerGroup):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace ``tensor`` by that of ``source``."""
-        self._begin([tensor] if source != self.rank else []).wait()
+        self._begin([tensor] if self.size > 1 else []).wait()
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
+        """Begin to send ``inputs[r]`` to each ``r`` and to write what ``r`` sends to ``outputs[r]``."""
+        return self._begin(outputs)
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         return self._begin([receives[rank] for rank in sorted(receives)])
 
-    def _begin(self, arriving: list[Tensor]) -> Transfer:
+    def _begin(self, arriving: Sequence[Tensor]) -> Transfer:
         self._number += 1
         key = (self._generation, self._members.name, self._number)
         return Transfer(lambda: self._island.handed.take(key, arriving) if arriving else None)

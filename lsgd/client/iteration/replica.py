@@ -1,5 +1,6 @@
 """What rounds change on a worker: its model, its optimizers, and the state of the algorithm; and how they do."""
 
+import io
 import json
 import logging
 import math
@@ -22,7 +23,7 @@ from lsgd.flat import FlatParameters
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
 from lsgd.settings import same_form
-from lsgd.shards import full_state_dict, local
+from lsgd.shards import full_state_dict, load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
 
@@ -136,13 +137,13 @@ class Replica:
         """Give all processes of an island of replicas the head's model where they differ.
 
         Buffers do, because each process has its own statistics of batches. Parameters only do if a kernel is not
-        deterministic, or if DDP does not average the gradients.
+        deterministic, or if DDP does not average the gradients. Then they get its optimizers' states, too.
 
         Raises:
             LsgdError: the processes have trained apart.
         """
         parameters = self.flat.buffers
-        tensors = [*parameters, *self.finite.buffers()]
+        tensors = [*parameters, *self.model.buffers()]
         prints = island.gather("compares its model", fingerprints(tensors))
         differ = [index for index, each in enumerate(zip(*prints, strict=True)) if len({*each}) > 1]
         if not differ:
@@ -159,6 +160,8 @@ class Replica:
                 f"DistributedDataParallel averages their gradients only if the loop calls it, not the module inside; "
                 f"and all must make the same steps"
             )
+        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
+        island.spread("takes the head's optimizers", [x for s in states for x in s.values() if isinstance(x, Tensor)])
         if not self._aligned:
             self._aligned = True
             logger.warning(
@@ -166,6 +169,29 @@ class Replica:
                 "that are not deterministic: from now on, rounds give all of them the head's",
                 apart,
             )
+
+    # -- for newcomers -----------------------------------------------------------------------------------------
+
+    def newcomers_part(self) -> list[Tensor]:
+        """Return the tensors that newcomers take beside the shared state, not copied."""
+        flat = [] if self.algorithm.common_model() else self.flat.buffers
+        return [*flat, *map(local, self.flat.frozen), *self.model.buffers()]
+
+    def take_over(self, states: Sequence[Tensor]) -> None:
+        """Begin with the model that all share, if the algorithm has one, and the optimizers' ``states``, if any."""
+        for x, common in zip(self.flat.buffers, self.algorithm.common_model(), strict=False):
+            x.copy_(common)
+        for data in states:
+            stream = io.BytesIO(data.numpy().tobytes())
+            loaded = torch.load(stream, map_location=self.device, weights_only=True)
+            for optimizer, state in zip(self.optimizers, loaded, strict=True):
+                load_optimizer(optimizer, state)
+
+    def optimizer_bytes(self) -> Tensor:
+        """Return the optimizers' states as a file, uint8: the same bytes on members with the same states."""
+        stream = io.BytesIO()
+        torch.save(local_state([optimizer.state_dict() for optimizer in self.optimizers]), stream)
+        return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
     # -- in a round --------------------------------------------------------------------------------------------
 
