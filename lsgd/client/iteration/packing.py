@@ -1,7 +1,7 @@
 """A lossless code for chunks of tensors: the bytes of each place in a number, in a Huffman code where it gains.
 
-Of trained weights, sign and exponent need 2 to 3 bits of their byte, and the rest is noise: 0.82 of float32 remains, and
-0.65 of bfloat16. A code that also looks for repetitions takes longer and gains nothing.
+Of trained weights, sign and exponent need 2 to 3 bits of their byte, and the rest is noise: 0.82 of float32 remains,
+and 0.65 of bfloat16. A code that also looks for repetitions takes longer and gains nothing.
 """
 
 from __future__ import annotations
