@@ -171,6 +171,6 @@ def test_groups_inside_nodes_and_connections_through_nat_between_them_change_no_
         with Testbed(2, behind_nat=hidden) as testbed:
             outputs = finish(begin(testbed, tmp_path / name, phases, *run, workers=2, script="--like-nccl"))
         found.append([digests(tmp_path / name, node, index) for node in range(2) for index in range(2)])
-    assert "over tcp, encrypted, and nccl inside nodes" in outputs[0]
+    assert "over tcp, and nccl inside nodes" in outputs[0]
     assert "over tcp, encrypted, and gloo inside the node on" in outputs[1]
     assert found[0] == found[1]
