@@ -146,6 +146,40 @@ def test_who_says_to_have_a_chunk_that_it_does_not_have_is_found_by_the_digest_o
     assert torch.equal(models[1][0], tensor(2))
 
 
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda data: data[:-1], "a chunk with"),
+        (lambda data: data.repeat(4), "announces"),
+        (lambda data: data.index_fill(0, torch.tensor([40]), 255), "the model"),
+    ],
+    ids=["short", "long", "changed"],
+)
+def test_a_packed_chunk_that_is_spoilt_is_refused(monkeypatch, spoil, error) -> None:
+    monkeypatch.setattr(handover, "PACKS_FROM_S", -1.0)
+    models = [[tensor(1)], [tensor(2)]]
+
+    def work(handed: Handover, own: Inventory) -> None:
+        packed = handed._packed
+        handed._packed = lambda chunks: spoil(packed(chunks)) if handed._packs else packed(chunks)
+        handed.run(own)
+
+    results, _ = run(order(1, 1, new=(1,)), models, [[], []], work)
+    assert error in str(results[1])
+    assert torch.equal(models[1][0], tensor(2))
+
+
+def test_on_a_slow_link_chunks_travel_packed(monkeypatch) -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(4 * CHUNK_NBYTES // 4) * 0.02
+    plain = run(order(1, 1, new=(1,)), [[weights], [tensor(1, len(weights))]], [[], []])[1][0].sent_nbytes
+    monkeypatch.setattr(handover, "PACKS_FROM_S", -1.0)
+    models = [[weights], [tensor(1, len(weights))]]
+    _, traffic = run(order(1, 1, new=(1,)), models, [[], []])
+    assert torch.equal(models[1][0], weights)
+    assert traffic[0].sent_nbytes < plain - 0.4 * CHUNK_NBYTES  # of three chunks: the first shows how slow it is
+
+
 # -- digests ---------------------------------------------------------------------------------------------------
 
 

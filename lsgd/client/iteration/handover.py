@@ -28,13 +28,20 @@ from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.groups.mesh import SHOWN_AFTER_S, TELL_EVERY_S
 from lsgd.client.groups.stream import StreamProgress
 from lsgd.client.iteration.chunks import CHUNK_NBYTES, DIGEST_NBYTES, chunks_of, digest_of, digests_of, root_of
-from lsgd.errors import ExchangeError
+from lsgd.client.iteration.packing import pack, unpack
+from lsgd.errors import ExchangeError, ProtocolError
 from lsgd.protocol.messages import Round
 
 logger = logging.getLogger("lsgd")
 
 SHORT_S, LONG_S = 1.0, 4.0
 """Members meet about as often while chunks travel, in seconds."""
+
+PACKS_FROM_S = 0.15
+"""Chunks travel in a code if a slot of up to a MiB takes longer than this: at 50 Mbit/s, coding takes what it saves."""
+
+MARGIN_NBYTES = 4096
+"""Most bytes by which the code of chunks may exceed twice their size."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,10 @@ class Inventory:
         """Return the size of some chunks, by their numbers."""
         return sum(len(self.chunks[number].data) for number in numbers)
 
+    def itemsize(self, number: int) -> int:
+        """Return the size of a number in a chunk, in bytes."""
+        return self.chunks[number].dtype.itemsize
+
     def differing(self, digests: Sequence[bytes], first: int) -> list[int]:
         """Return the numbers, from ``first`` on, of the chunks that differ from those of other digests."""
         return [number for number in range(first, len(digests)) if self.digests[number] != digests[number]]
@@ -152,6 +163,7 @@ class Handover:
         self._new = frozenset(order.new) - {order.source}
         self._names, self._homes = order.generation.members, order.generation.homes
         self._moved_nbytes = self._all_nbytes = 0
+        self._packs = False
         self._began_at = self._told_at = time.monotonic()
 
     def progress(self) -> str:
@@ -238,34 +250,54 @@ class Handover:
         }
 
     def _carry(self, slot: Sequence[Hop], own: Inventory, digests: Sequence[bytes], held: dict[bytes, Tensor]) -> None:
-        """Send and receive this member's parcels of a slot."""
-        me, device = self._group.rank, self._group.device
+        """Send and receive this member's parcels of a slot, and keep the chunks that have the announced digests."""
         sends = {
-            hop.receiver: torch.cat([held[digests[number]].to(device) for number in hop.parcel])
+            hop.receiver: self._packed([(held[digests[number]], own.itemsize(number)) for number in hop.parcel])
             for hop in slot
-            if hop.sender == me
+            if hop.sender == self._group.rank
         }
-        receives = {
-            hop.sender: torch.empty(own.nbytes(hop.parcel), dtype=torch.uint8, device=device)
-            for hop in slot
-            if hop.receiver == me
-        }
-        if sends or receives:
-            self._group.exchange(sends, receives)
-        for hop in slot:
-            self._moved_nbytes += own.nbytes(hop.parcel)
-            if hop.receiver == me:
-                self._unpack(hop, receives[hop.sender], own, digests, held)
+        coming = {hop.sender: hop.parcel for hop in slot if hop.receiver == self._group.rank}
+        received = self._exchange(sends, {sender: own.nbytes(parcel) for sender, parcel in coming.items()})
+        for sender, parcel in coming.items():
+            sizes = [(own.nbytes([number]), own.itemsize(number)) for number in parcel]
+            for number, piece in zip(parcel, self._unpacked(received[sender], sizes), strict=True):
+                if digest_of(piece, own.chunks[number].dtype) != digests[number]:
+                    raise ExchangeError(f"{self._names[sender]} has sent other bytes of the model than announced")
+                held[digests[number]] = piece
+        self._moved_nbytes += sum(own.nbytes(hop.parcel) for hop in slot)
 
-    def _unpack(
-        self, hop: Hop, data: Tensor, own: Inventory, digests: Sequence[bytes], held: dict[bytes, Tensor]
-    ) -> None:
-        """Keep the chunks of a parcel, if they have the digests that were announced."""
-        sizes = [own.nbytes([number]) for number in hop.parcel]
-        for number, piece in zip(hop.parcel, torch.split(data, sizes), strict=True):
-            if digest_of(piece.cpu(), own.chunks[number].dtype) != digests[number]:
-                raise ExchangeError(f"{self._names[hop.sender]} has sent other bytes of the model than announced")
-            held[digests[number]] = piece
+    def _exchange(self, sends: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[int, Tensor]:
+        """Send parcels, and return those received; ``sizes`` are theirs where they are not packed."""
+        device, lengths = self._group.device, {}
+        if not (sends or sizes):
+            return {}
+        if self._packs:
+            said = {rank: torch.tensor([len(data)], device=device) for rank, data in sends.items()}
+            lengths = {rank: torch.empty(1, dtype=torch.int64, device=device) for rank in sizes}
+            self._group.exchange(said, lengths)
+        received = {}
+        for rank, nbytes in sizes.items():
+            length = int(lengths[rank]) if lengths else nbytes
+            if not 0 <= length <= 2 * nbytes + MARGIN_NBYTES:
+                raise ExchangeError(f"{self._names[rank]} announces {length} bytes for chunks of {nbytes}")
+            received[rank] = torch.empty(length, dtype=torch.uint8, device=device)
+        self._group.exchange({rank: data.to(device) for rank, data in sends.items()}, received)
+        return received
+
+    def _packed(self, chunks: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """Return the bytes of chunks as they travel."""
+        if not self._packs:
+            return torch.cat([data.to(self._group.device) for data, _ in chunks])
+        return self._tensor(b"".join(pack(data.cpu(), itemsize) for data, itemsize in chunks))
+
+    def _unpacked(self, data: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return chunks, in host memory, of the given sizes in bytes of the whole and of a number."""
+        if not self._packs:
+            return list(torch.split(data.cpu(), [nbytes for nbytes, _ in sizes]))
+        try:
+            return list(unpack(data.cpu().numpy().tobytes(), sizes))
+        except ProtocolError as error:
+            raise ExchangeError(f"the model for newcomers: {error}") from None
 
     def _meet(self, seconds: float, count: int) -> int:
         """Wait for all members; return how many slots to carry out until the next time, from how long these took."""
@@ -273,6 +305,7 @@ class Handover:
         if time.monotonic() - self._told_at > TELL_EVERY_S:
             self._told_at = time.monotonic()
             logger.info("the model for newcomers: %s", self._progress())
+        self._packs = slowest / count > PACKS_FROM_S
         return 2 * count if slowest < SHORT_S else max(1, count // 2) if slowest > LONG_S else count
 
     def _progress(self) -> StreamProgress:
