@@ -16,10 +16,13 @@ _MAX_SOCKET_PATH_NBYTES = 107
 _PREFIX = "lsgd."
 
 
-def socket_folder() -> Path:
-    """Return a new folder that only this user can enter, with a name short enough for a socket in it.
+def socket_folder(name: str = "") -> Path:
+    """Return a folder that only this user can enter, with a name short enough for a socket in it.
 
     It is locked until this process ends. Those of processes that were killed are deleted.
+
+    Args:
+        name: eight characters by which a process finds the folder of the one whose place it takes; empty: a new one.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -29,7 +32,8 @@ def socket_folder() -> Path:
         base = "/tmp"
     _sweep(Path(base))
     try:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        folder = Path(base, f"{_PREFIX}{name}") if name else Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"cannot create a folder for this node's sockets in {base}: {error.strerror}; free space there, or "
