@@ -78,8 +78,8 @@ class Servers:
         for old in self._run_dir.glob(f"{JOURNAL}*"):  # of the workers before these
             old.unlink()
         results.clear(self._run_dir, resume=self._resumes)
-        if not 0 < plan.run.workers < self._workers:
-            plan = replace(plan, run=replace(plan.run, workers=self._workers))
+        most = min(plan.run.workers or self._workers, self._workers)
+        plan = replace(plan, run=replace(plan.run, workers=most, failover="off"))  # Ray starts the server again
         serve = partial(_serve_global, plan, self._address, self._keys, self._run_dir)
         self.main = _actor("lsgd global server", serve, ray.get_runtime_context().get_node_id())
 

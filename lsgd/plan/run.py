@@ -83,6 +83,11 @@ class RunSettings:
     server_timeout_s: float = setting(
         300.0, "how long a worker waits while its servers are silent", low=1, high=864_000
     )
+    failover: str = setting(
+        "auto",
+        "auto: two other nodes have copies of the global server's journal; off: none has",
+        choices=("auto", "off"),
+    )
     restart_from_scratch: bool = setting(
         False,
         "start over, instead of failing, if all workers and checkpoints with the run's model are lost",

@@ -9,6 +9,7 @@ from lsgd.output import write_whole
 from lsgd.plan.plan import Plan
 from lsgd.protocol.credentials import run_certificate, secret_of_relay, secret_of_run
 from lsgd.protocol.keys import KeyRing
+from lsgd.protocol.messages import Place
 from lsgd.protocol.sockets import Listener
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import Ending, complain, say
@@ -16,6 +17,7 @@ from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.journal import Journal, begin
 from lsgd.server.reasons import number_of
 from lsgd.server.report import Record
+from lsgd.server.standbys import Standbys
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a disk that may pass soon."""
@@ -63,7 +65,11 @@ def serve_global(
             _save_plan(state.plan, save_plan, continued=journal is not None and journal.resumed)
         _announce(listener.address, state.plan, keys.folder if keys else None, launched=launched)
         record = Record(results, state.run) if results else None
-        return GlobalDaemon(coordinator, listener, journal, record).run(ending)
+        standbys = None
+        if state.plan.run.failover == "auto":
+            own = Place(state.terms[-1].node, listener.address, keys.public if keys else b"")
+            standbys = Standbys(own, keys.listed if keys else None)
+        return GlobalDaemon(coordinator, listener, journal, record, standbys=standbys).run(ending)
 
 
 def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) -> None:
