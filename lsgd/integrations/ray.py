@@ -10,9 +10,10 @@ from typing import Any
 
 from lsgd.client.control.closing import end_script
 from lsgd.client.worker import Worker
-from lsgd.errors import JoinError, LsgdError, RunOverError
+from lsgd.errors import ConfigError, JoinError, LsgdError, RunOverError
 from lsgd.plan.plan import read
 from lsgd.protocol.keys import default_folder
+from lsgd.run_folder import CHECKPOINTS, runs
 
 try:
     import ray
@@ -20,6 +21,7 @@ try:
     from ray.train.backend import Backend
     from ray.train.torch import TorchConfig
     from ray.train.torch.config import TorchConfigContextManager
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2._internal.execution.context import get_train_context
     from ray.train.v2._internal.execution.worker_group import ReplicaGroup
 
@@ -28,6 +30,9 @@ except ImportError as missing:
     raise ImportError(f"LsgdConfig needs Ray Train, 2.60 or newer: pip install 'lsgd[ray]' ({missing})") from missing
 
 logger = logging.getLogger("lsgd")
+
+ROOM_WITHIN_S = 20.0
+"""How long to look for room on another node in the place of a lost one. Ray counts its nodes every 20 s."""
 
 REPORT_WITHIN_S = 60.0
 """How long a worker that came too late waits for the others' report."""
@@ -52,7 +57,10 @@ class LsgdConfig(TorchConfig):
     def __init__(self, plan: Path | str | None = None, **settings: Any) -> None:
         super().__init__(backend="lsgd")
         path = plan or os.environ.get("LSGD_PLAN")
-        self.plan = read(Path(path) if path else None, os.environ, settings).plan
+        try:
+            self.plan = read(Path(path) if path else None, os.environ, settings).plan
+        except ConfigError as error:
+            raise ConfigError(f"LsgdConfig: {error}") from None
         self.keys = default_folder()
 
     @property
@@ -100,6 +108,7 @@ class LsgdBackend(Backend):
 
     def __init__(self) -> None:
         self._servers: Servers | None = None
+        self._room: Any = None
 
     def on_start(self, worker_group: Any, backend_config: LsgdConfig) -> None:
         """Give new workers their places; if all are new, in a run with new servers."""
@@ -107,14 +116,22 @@ class LsgdBackend(Backend):
         if not isinstance(worker_group, ReplicaGroup):
             self._end()
             self._servers = Servers(backend_config.plan, backend_config.keys, places)
+            self._room = places[0].room
         assert self._servers is not None
         for number, variables in enumerate(self._servers.seat(places)):
             worker_group.execute_single(number, _enter, variables, self._servers.main)
 
     def on_shutdown(self, worker_group: Any, backend_config: LsgdConfig) -> None:
-        """End the run, if all workers end."""
+        """End the run, if all workers end.
+
+        Raises:
+            WorkerGroupStartupTimeoutError: a single worker is to be replaced, and no node has room for the new one; Ray
+                then decides again, and may start fewer workers.
+        """
         if not isinstance(worker_group, ReplicaGroup):
             self._end()
+        elif not self._room.wait(ROOM_WITHIN_S):  # Ray itself would wait without an end
+            raise WorkerGroupStartupTimeoutError(1)
 
     def _end(self) -> None:
         if self._servers is not None:
@@ -131,8 +148,9 @@ def _place() -> Place:
     context, storage = ray.train.get_context(), get_train_context().get_storage()
     is_shared = storage.storage_filesystem.type_name == "local"
     folder = storage.experiment_fs_path if is_shared else storage.local_working_directory
-    node_id = ray.get_runtime_context().get_node_id()
-    return Place(context.get_world_rank(), context.get_world_size(), node_id, str(Path(folder) / "lsgd"))
+    run_dir, node_id = Path(folder, "lsgd"), ray.get_runtime_context().get_node_id()
+    resumes, room = bool(runs(run_dir / CHECKPOINTS)), ray.util.get_current_placement_group()
+    return Place(context.get_world_rank(), context.get_world_size(), node_id, str(run_dir), resumes, room)
 
 
 def _enter(variables: Mapping[str, str], main: Any) -> None:

@@ -19,10 +19,9 @@ from lsgd.node.local_server import LocalServer
 from lsgd.node.place import claim_port
 from lsgd.plan.plan import Plan
 from lsgd.protocol.keys import OPERATOR, KeyRing, is_local, node_name, parse_token
-from lsgd.protocol.messages import worker_name
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
 from lsgd.protocol.sockets import Connector, Listener
-from lsgd.run_folder import CHECKPOINTS, JOURNAL, claimed, runs
+from lsgd.run_folder import CHECKPOINTS, JOURNAL, claimed
 from lsgd.server.daemon import CRASHED, Ending, complain, say
 from lsgd.server.serve import serve_global
 from lsgd.watch import results
@@ -39,13 +38,17 @@ class Place:
         rank: Ray's rank of it.
         workers: number of workers.
         node_id: Ray's name of its node.
-        run_dir: the run folder, as seen there.
+        run_dir: the run folder.
+        resumes: whether there are checkpoints in it, on that node.
+        room: Ray's placement group, which has room for all workers.
     """
 
     rank: int
     workers: int
     node_id: str
     run_dir: str
+    resumes: bool
+    room: Any
 
 
 class Servers:
@@ -65,11 +68,10 @@ class Servers:
 
     def __init__(self, plan: Plan, keys: Path, places: Sequence[Place]) -> None:
         self._run_dir, self._workers = Path(places[0].run_dir), places[0].workers
-        self._checkpoints = self._run_dir / CHECKPOINTS
         self._nodes: list[str] = []  # Ray's names; the position is our number
         self._local: list[Any] = []  # their servers, in the same order
         self._seats: dict[int, tuple[int, int]] = {}  # by Ray's rank: number of the node, and of the worker on it
-        self._resumes = bool(runs(self._checkpoints))
+        self._resumes = any(place.resumes for place in places)
         here = ray.util.get_node_ip_address()
         self._address = f"tcp://{here}:{claim_port(here, 0)}"
         self._keys = None if is_local(self._address) else keys
@@ -123,8 +125,8 @@ class Servers:
             "LSGD_WORKERS": str(self._workers),
             "LSGD_RUN_DIR": place.run_dir,
         }
-        if self._resumes or (replaces and runs(self._checkpoints, worker_name(node, index))):
-            variables["LSGD_RESUME"] = str(self._checkpoints)
+        if self._resumes or (replaces and place.resumes):
+            variables["LSGD_RESUME"] = str(self._run_dir / CHECKPOINTS)
             variables |= {"LSGD_RESTARTED": "1"} if replaces else {}
         return variables
 

@@ -117,8 +117,18 @@ def main(
             if relay_address:
                 place_of(relay_address)
             files = save_plan, journal_path, results
-            ends = {"continues": continues, "launched": launched}
-            sys.exit(serve_global(plan, address, keys, *files, Signals(), relay=relay_address or "", **ends))
+            sys.exit(
+                serve_global(
+                    plan,
+                    address,
+                    keys,
+                    *files,
+                    Signals(),
+                    relay=relay_address or "",
+                    continues=continues,
+                    launched=launched,
+                )
+            )
         if role == "local":
             workers = checked(RunSettings, "workers", flags.pop("workers") or 1, "flag --workers")
             if not workers:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
@@ -22,6 +23,7 @@ from ray.train.torch import TorchTrainer
 from torch import nn
 
 import lsgd
+from lsgd.errors import LsgdError
 from lsgd.integrations import ray as on_ray
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -37,6 +39,7 @@ def train(config):
     worker = lsgd.wrap(model, optimizer, steps=10**6 if endless else 400)
     with (folder / f"starts-{rank}").open("a") as file:
         file.write(json.dumps({"name": worker.name, "step": worker.step, "process": os.getpid()}) + "\n")
+    refused(folder / "early", lambda: on_ray.report(worker, {}))
     while worker.step < worker.steps and not worker.stopped:
         if worker.step == 100:
             EVENTS[config["event"]](rank, folder)
@@ -64,6 +67,13 @@ def once(folder, name):
     return True
 
 
+def refused(path, call):
+    """Write down what lsgd says of a mistake."""
+    with pytest.raises(LsgdError) as error:
+        call()
+    path.write_text(str(error.value))
+
+
 def kill_worker_and_server(rank, folder):
     """Kill rank 1, and from rank 0 the global server; rank 0 holds its loop until the other one is back.
 
@@ -81,7 +91,7 @@ def kill_node(rank, folder):
     """Kill the Ray node that is not the driver's, and all that runs on it."""
     if ray.get_runtime_context().get_node_id() != (folder / "head").read_text() and once(folder, "node"):
         os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(600)  # until Ray ends this process
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 EVENTS = {"kills": kill_worker_and_server, "shrinks": kill_node}
@@ -110,6 +120,7 @@ def fit(out, name, num_workers):
 def main(out):
     """Train the example, a run with killed processes, and one that loses a node."""
     os.chdir(out)
+    refused(out / "setting", lambda: on_ray.LsgdConfig(perod=8))
     sys.argv = ["ray_trainer.py"]
     with tempfile.TemporaryDirectory(prefix="ray") as files:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": files})

@@ -57,3 +57,8 @@ def test_a_lost_node_leaves_fewer_workers_that_resume(out) -> None:
     *_, last = starts(folder, 0)
     result = json.loads((folder / "result.json").read_text())
     assert result["metrics"] == {"consensus": True, "workers": 1} and last["step"] > 50
+
+
+def test_mistakes_are_refused_in_words(out) -> None:
+    assert "perod" in (out / "setting").read_text() and "period" in (out / "setting").read_text()
+    assert "report once, at the end" in (out / "kills" / "early").read_text()
