@@ -25,7 +25,7 @@ def socket_folder(name: str = "") -> Path:
         name: eight characters by which a process finds the folder of the one whose place it takes; empty: a new one.
 
     Raises:
-        ConfigError: the folder cannot be created.
+        ConfigError: the folder cannot be created, or is another user's.
     """
     base = tempfile.gettempdir()
     if len(os.fsencode(f"{base}/{_PREFIX}12345678/{SOCKET_NAME}")) > _MAX_SOCKET_PATH_NBYTES:
@@ -39,6 +39,8 @@ def socket_folder(name: str = "") -> Path:
             f"cannot create a folder for this node's sockets in {base}: {error.strerror}; free space there, or "
             f"choose another folder with TMPDIR"
         ) from None
+    if folder.lstat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} is another user's; choose another folder for sockets with TMPDIR")
     _lock(folder)
     return folder
 
