@@ -21,7 +21,6 @@ try:
     from ray.train.backend import Backend
     from ray.train.torch import TorchConfig
     from ray.train.torch.config import TorchConfigContextManager
-    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2._internal.execution.context import get_train_context
     from ray.train.v2._internal.execution.worker_group import ReplicaGroup
 
@@ -31,9 +30,6 @@ except ImportError as missing:
 
 logger = logging.getLogger("lsgd")
 
-ROOM_WITHIN_S = 20.0
-"""How long to look for room on another node in the place of a lost one. Ray counts its nodes every 20 s."""
-
 REPORT_WITHIN_S = 60.0
 """How long a worker that came too late waits for the others' report."""
 
@@ -41,21 +37,26 @@ REPORT_WITHIN_S = 60.0
 class LsgdConfig(TorchConfig):
     """Makes Ray's workers the workers of a run: ``TorchTrainer(train, torch_config=LsgdConfig(period=16), ...)``.
 
-    Ray starts and replaces the workers, and one of them alone, while the others train on
-    (``FailureConfig(max_failures=...)``). The servers are actors: the global one is on the node of Ray's controller, a
-    local one on each node. The run folder is ``lsgd`` in the folder of Ray's results, if these are in a file system.
-    It has the checkpoints, from which the run resumes when Ray starts all workers again.
+    Ray starts the workers, and another one in the place of one that has died, while the others train on
+    (``FailureConfig(max_failures=...)``). If the number of workers may change, the run stops instead, all workers save,
+    and Ray starts as many as fit, which resume.
+
+    The servers are actors: the global one is on the node of Ray's controller, a local one on each node. The run folder
+    is ``lsgd`` in the folder of Ray's results, if these are in a file system. It has the checkpoints, from which the
+    run resumes when Ray starts all workers again.
 
     Args:
         plan: file of the plan; None: ``LSGD_PLAN``, or none.
+        elastic: whether the number of workers may change: ``ScalingConfig(num_workers=(1, 4))``.
         settings: settings of the plan, which precede variables and file: ``algorithm="leader", iterations=1000``.
 
     Raises:
         ConfigError: a setting is wrong.
     """
 
-    def __init__(self, plan: Path | str | None = None, **settings: Any) -> None:
+    def __init__(self, plan: Path | str | None = None, *, elastic: bool = False, **settings: Any) -> None:
         super().__init__(backend="lsgd")
+        self.elastic = elastic
         path = plan or os.environ.get("LSGD_PLAN")
         try:
             self.plan = read(Path(path) if path else None, os.environ, settings).plan
@@ -66,7 +67,7 @@ class LsgdConfig(TorchConfig):
     @property
     def backend_cls(self) -> type[Backend]:
         """The class that Ray's controller makes one of."""
-        return LsgdBackend
+        return ElasticBackend if self.elastic else LsgdBackend
 
     @property
     def train_func_context(self) -> Callable[[], Any]:
@@ -108,35 +109,41 @@ class LsgdBackend(Backend):
 
     def __init__(self) -> None:
         self._servers: Servers | None = None
-        self._room: Any = None
 
     def on_start(self, worker_group: Any, backend_config: LsgdConfig) -> None:
-        """Give new workers their places; if all are new, in a run with new servers."""
+        """Give new workers their places; if all are new, in a run with new servers.
+
+        Raises:
+            ConfigError: the number of workers may change, and lsgd's configuration does not say so.
+        """
         places: list[Place] = worker_group.execute(_place)
+        if places[0].elastic and not backend_config.elastic:
+            raise ConfigError(
+                "ScalingConfig lets the number of workers change: say so to lsgd, too: LsgdConfig(elastic=True). Ray "
+                "replaces a single worker only on the nodes that it began with"
+            )
         if not isinstance(worker_group, ReplicaGroup):
             self._end()
             self._servers = Servers(backend_config.plan, backend_config.keys, places)
-            self._room = places[0].room
         assert self._servers is not None
         for number, variables in enumerate(self._servers.seat(places)):
             worker_group.execute_single(number, _enter, variables, self._servers.main)
 
     def on_shutdown(self, worker_group: Any, backend_config: LsgdConfig) -> None:
-        """End the run, if all workers end.
-
-        Raises:
-            WorkerGroupStartupTimeoutError: a single worker is to be replaced, and no node has room for the new one; Ray
-                then decides again, and may start fewer workers.
-        """
+        """End the run, if all workers end."""
         if not isinstance(worker_group, ReplicaGroup):
             self._end()
-        elif not self._room.wait(ROOM_WITHIN_S):  # Ray itself would wait without an end
-            raise WorkerGroupStartupTimeoutError(1)
 
     def _end(self) -> None:
         if self._servers is not None:
             self._servers.end()
         self._servers = None
+
+
+class ElasticBackend(LsgdBackend):
+    """The same for a number of workers that may change: if one is lost, Ray starts all again, in as many as fit."""
+
+    has_replica_groups = False
 
 
 # -- in each worker --------------------------------------------------------------------------------------------
@@ -149,8 +156,9 @@ def _place() -> Place:
     is_shared = storage.storage_filesystem.type_name == "local"
     folder = storage.experiment_fs_path if is_shared else storage.local_working_directory
     run_dir, node_id = Path(folder, "lsgd"), ray.get_runtime_context().get_node_id()
-    resumes, room = bool(runs(run_dir / CHECKPOINTS)), ray.util.get_current_placement_group()
-    return Place(context.get_world_rank(), context.get_world_size(), node_id, str(run_dir), resumes, room)
+    resumes = bool(runs(run_dir / CHECKPOINTS))
+    elastic = get_train_context().train_run_context.scaling_config.elasticity_enabled
+    return Place(context.get_world_rank(), context.get_world_size(), node_id, str(run_dir), resumes, elastic)
 
 
 def _enter(variables: Mapping[str, str], main: Any) -> None:

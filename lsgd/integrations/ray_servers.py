@@ -40,7 +40,7 @@ class Place:
         node_id: Ray's name of its node.
         run_dir: the run folder.
         resumes: whether there are checkpoints in it, on that node.
-        room: Ray's placement group, which has room for all workers.
+        elastic: whether Ray may change the number of workers.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Place:
     node_id: str
     run_dir: str
     resumes: bool
-    room: Any
+    elastic: bool
 
 
 class Servers:

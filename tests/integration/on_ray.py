@@ -97,7 +97,7 @@ def kill_node(rank, folder):
 EVENTS = {"kills": kill_worker_and_server, "shrinks": kill_node}
 
 
-def fit(out, name, num_workers):
+def fit(out, name, num_workers, elastic):
     """Train with the event of this name, and write down how it ended."""
     folder = out / name
     (folder / "saved").mkdir(parents=True)
@@ -106,7 +106,7 @@ def fit(out, name, num_workers):
     trainer = TorchTrainer(
         train,
         train_loop_config={"folder": str(folder), "event": name},
-        torch_config=on_ray.LsgdConfig(period=8, checkpoint_every_s=1),
+        torch_config=on_ray.LsgdConfig(period=8, checkpoint_every_s=1, elastic=elastic),
         scaling_config=ScalingConfig(num_workers=num_workers, placement_strategy="SPREAD"),
         run_config=RunConfig(
             name=name, storage_path=str(out / "results"), failure_config=FailureConfig(max_failures=3)
@@ -127,8 +127,8 @@ def main(out):
         cluster.add_node(num_cpus=1, temp_dir=files)
         ray.init(address=cluster.address)
         runpy.run_path(str(EXAMPLES / "ray_trainer.py"), run_name="__main__")
-        fit(out, "kills", num_workers=2)
-        fit(out, "shrinks", num_workers=(1, 2))
+        fit(out, "kills", num_workers=2, elastic=False)
+        fit(out, "shrinks", num_workers=(1, 2), elastic=True)
         ray.shutdown()
         cluster.shutdown()
 
