@@ -168,7 +168,7 @@ class Server:
 
     def end(self, within_s: float) -> None:
         """End its run, and wait for that."""
-        self._ending.ask("the end of Ray's workers")
+        self._ending.ask("word from Ray")
         self._thread.join(within_s)
 
     def _run(self) -> None:

@@ -41,8 +41,7 @@ def train(config):
         file.write(json.dumps({"name": worker.name, "step": worker.step, "process": os.getpid()}) + "\n")
     refused(folder / "early", lambda: on_ray.report(worker, {}))
     while worker.step < worker.steps and not worker.stopped:
-        if worker.step == 100:
-            EVENTS[config["event"]](rank, folder)
+        EVENTS[config["event"]](rank, worker.step, folder)
         x = torch.randn(16, 8)
         loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
         optimizer.zero_grad()
@@ -74,22 +73,23 @@ def refused(path, call):
     path.write_text(str(error.value))
 
 
-def kill_worker_and_server(rank, folder):
-    """Kill rank 1, and from rank 0 the global server; rank 0 holds its loop until the other one is back.
+def kill_worker_and_server(rank, step, folder):
+    """Kill rank 1; then kill from rank 0 the global server, and hold its loop until the other one is back.
 
     After the end rank 1 is killed again, before its report.
     """
-    if rank == 1 and once(folder, "worker"):
+    if rank == 1 and step == 100 and once(folder, "worker"):
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0 and once(folder, "server"):
+    if rank == 0 and (folder / "worker").exists() and once(folder, "server"):
         ray.kill(on_ray._main, no_restart=False)
         while len((folder / "starts-1").read_text().splitlines()) < 2:
             time.sleep(0.1)
 
 
-def kill_node(rank, folder):
-    """Kill the Ray node that is not the driver's, and all that runs on it."""
-    if ray.get_runtime_context().get_node_id() != (folder / "head").read_text() and once(folder, "node"):
+def kill_node(rank, step, folder):
+    """Kill the Ray node that is not the driver's, and the worker on it."""
+    away = ray.get_runtime_context().get_node_id() != (folder / "head").read_text()
+    if away and step == 100 and once(folder, "node"):
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 

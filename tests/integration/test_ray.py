@@ -19,6 +19,7 @@ def out(tmp_path_factory) -> Path:
     """Return the folder of all that has run; one cluster for all tests, because its start takes seconds."""
     folder = tmp_path_factory.mktemp("ray")
     own = {"PYTHONPATH": str(ROOT), "LSGD_KEYS": str(folder / "keys"), "RAY_USAGE_STATS_ENABLED": "0"}
+    own["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "30"  # how long it waits for a node that is gone
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-m", "tests.integration.on_ray", str(folder)]
         done = subprocess.run(command, env={**os.environ, **own}, stdout=log, stderr=log, cwd=ROOT, timeout=1100)
