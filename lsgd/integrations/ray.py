@@ -11,9 +11,10 @@ from typing import Any
 from lsgd.client.control.closing import end_script
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError, JoinError, LsgdError, RunOverError
+from lsgd.integrations.ray_seats import Place
 from lsgd.plan.plan import read
 from lsgd.protocol.keys import default_folder
-from lsgd.run_folder import CHECKPOINTS, runs
+from lsgd.run_folder import CHECKPOINTS, newest
 
 try:
     import ray
@@ -24,7 +25,7 @@ try:
     from ray.train.v2._internal.execution.context import get_train_context
     from ray.train.v2._internal.execution.worker_group import ReplicaGroup
 
-    from lsgd.integrations.ray_servers import Place, Servers
+    from lsgd.integrations.ray_servers import Servers
 except ImportError as missing:
     raise ImportError(f"LsgdConfig needs Ray Train, 2.60 or newer: pip install 'lsgd[ray]' ({missing})") from missing
 
@@ -156,9 +157,9 @@ def _place() -> Place:
     is_shared = storage.storage_filesystem.type_name == "local"
     folder = storage.experiment_fs_path if is_shared else storage.local_working_directory
     run_dir, node_id = Path(folder, "lsgd"), ray.get_runtime_context().get_node_id()
-    resumes = bool(runs(run_dir / CHECKPOINTS))
+    saved = tuple(newest(run_dir / CHECKPOINTS))
     elastic = get_train_context().train_run_context.scaling_config.elasticity_enabled
-    return Place(context.get_world_rank(), context.get_world_size(), node_id, str(run_dir), resumes, elastic)
+    return Place(context.get_world_rank(), context.get_world_size(), node_id, str(run_dir), saved, elastic)
 
 
 def _enter(variables: Mapping[str, str], main: Any) -> None:

@@ -6,7 +6,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lsgd.errors import ConfigError
+from lsgd.integrations.ray_seats import Place, Seats
 from lsgd.node.local_server import LocalServer
 from lsgd.node.place import claim_port
 from lsgd.plan.plan import Plan
@@ -28,27 +29,6 @@ from lsgd.watch import results
 
 END_WITHIN_S = 60.0
 """How long a run may take for its last round and for saving, when Ray stops or resizes the group of its workers."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where Ray has put a worker.
-
-    Args:
-        rank: Ray's rank of it.
-        workers: number of workers.
-        node_id: Ray's name of its node.
-        run_dir: the run folder.
-        resumes: whether there are checkpoints in it, on that node.
-        elastic: whether Ray may change the number of workers.
-    """
-
-    rank: int
-    workers: int
-    node_id: str
-    run_dir: str
-    resumes: bool
-    elastic: bool
 
 
 class Servers:
@@ -68,10 +48,9 @@ class Servers:
 
     def __init__(self, plan: Plan, keys: Path, places: Sequence[Place]) -> None:
         self._run_dir, self._workers = Path(places[0].run_dir), places[0].workers
-        self._nodes: list[str] = []  # Ray's names; the position is our number
-        self._local: list[Any] = []  # their servers, in the same order
-        self._seats: dict[int, tuple[int, int]] = {}  # by Ray's rank: number of the node, and of the worker on it
-        self._resumes = any(place.resumes for place in places)
+        self._seats = Seats()
+        self._local: dict[int, Any] = {}  # the server of each node, by its number
+        self._resumes = any(place.saved for place in places)
         here = ray.util.get_node_ip_address()
         self._address = f"tcp://{here}:{claim_port(here, 0)}"
         self._keys = None if is_local(self._address) else keys
@@ -86,55 +65,46 @@ class Servers:
         self.main = _actor("lsgd global server", serve, ray.get_runtime_context().get_node_id())
 
     def seat(self, places: Sequence[Place]) -> list[dict[str, str]]:
-        """Return the variables of each new worker; one on the node of its predecessor has its name, too.
+        """Return the variables of each new worker.
 
         Raises:
             ConfigError: a server cannot be started.
         """
-        for node_id in [place.node_id for place in places]:
-            if node_id not in self._nodes:
-                self._start(node_id)
-        _, *addresses = ray.get([server.address.remote() for server in (self.main, *self._local)])
-        return [self._variables(place, addresses) for place in places]
+        seats = [self._seats.take(place) for place in places]
+        for node_id, node in self._seats.nodes.items():
+            if node not in self._local:
+                self._local[node] = self._start(node, node_id)
+        _, *found = ray.get([server.address.remote() for server in (self.main, *self._local.values())])
+        addresses = dict(zip(self._local, found, strict=True))
+        return [self._variables(place, *seat, addresses[seat[0]]) for place, seat in zip(places, seats, strict=True)]
 
     def end(self) -> None:
         """Stop the run, if it is not over: the workers complete a last round, and save. Then end the servers."""
         with suppress(ray.exceptions.RayError):
             ray.get(self.main.end.remote(END_WITHIN_S))
-        for actor in (self.main, *self._local):
+        for actor in (self.main, *self._local.values()):
             ray.kill(actor)
 
-    def _start(self, node_id: str) -> None:
-        node, folder, token = len(self._nodes), secrets.token_hex(4), ""
+    def _start(self, node: int, node_id: str) -> Any:
+        token = ""
         if self._keys:
             token = KeyRing.make(self._keys, [node_name(node)]).token(node_name(node))
-        self._nodes.append(node_id)
-        self._local.append(
-            _actor(f"lsgd node{node}", partial(_serve_local, node, folder, self._address, token), node_id)
-        )
+        serve = partial(_serve_local, node, secrets.token_hex(4), self._address, token)
+        return _actor(f"lsgd node{node}", serve, node_id)
 
-    def _variables(self, place: Place, addresses: Sequence[str]) -> dict[str, str]:
-        node, replaces = self._nodes.index(place.node_id), place.rank in self._seats
-        index = self._index(node, place.rank)
-        self._seats[place.rank] = node, index
+    def _variables(self, place: Place, node: int, index: int, replaces: bool, address: str) -> dict[str, str]:
         variables = {
-            "LSGD_LOCAL": addresses[node],
+            "LSGD_LOCAL": address,
             "LSGD_NODE": str(node),
             "LSGD_LOCAL_RANK": str(index),
             "LSGD_RANK": str(place.rank),
             "LSGD_WORKERS": str(self._workers),
             "LSGD_RUN_DIR": place.run_dir,
         }
-        if self._resumes or (replaces and place.resumes):
+        if self._resumes or (replaces and place.saved):
             variables["LSGD_RESUME"] = str(self._run_dir / CHECKPOINTS)
             variables |= {"LSGD_RESTARTED": "1"} if replaces else {}
         return variables
-
-    def _index(self, node: int, rank: int) -> int:
-        if self._seats.get(rank, (-1, 0))[0] == node:
-            return self._seats[rank][1]
-        taken = {index for other, index in self._seats.values() if other == node}
-        return next(index for index in range(self._workers) if index not in taken)
 
 
 class Server:
