@@ -248,14 +248,14 @@ class LocalSGD(Delayed):
             raise OutlierError(self._gives_up)
         if order is None:
             return None
-        finite = self.is_finite(parameters)
+        finite, counts = self.is_finite(parameters), group.rank not in self._new(order)
         if not finite:
             log.warning("round %d: this worker's model is not finite and is replaced by the common one", order.id)
         fragment = order.exchanges % len(self._fragments)
         changes: list[Tensor] = []
         for x, c in self._parts(fragment, parameters, self.common):
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
-            changes.append(torch.sub(x, c, out=change) if finite else change.zero_())
+            changes.append(torch.sub(x, c, out=change) if finite and counts else change.zero_())
         measured = [0.0] * SUMS * group.size
 
         def transfer() -> None:
@@ -266,7 +266,7 @@ class LocalSGD(Delayed):
                 self._average(change, fragment, index, group, order)
             if own is not None:
                 product = torch.zeros_like(own)
-                if self._judges(group) and finite:
+                if self._judges(group) and finite and counts:
                     product = _product(self._parts(fragment, parameters, self.common), changes)
                 sums = torch.stack([own, _squared(changes), product])
                 gathered = [torch.empty_like(sums) for _ in range(group.size)]
@@ -281,9 +281,12 @@ class LocalSGD(Delayed):
         return self.settings.drop_outliers and not self.settings.delay and group.size >= FEWEST
 
     def _left_out(self, group: Group, order: Round) -> Collection[int]:
-        """Return the ranks whose changes do not count in this round: outliers, and newcomers, which have none."""
-        new = {*order.new} - {order.source}
-        return new | self._outliers.left_out if self._judges(group) else new
+        """Return the ranks whose changes do not count in this round: outliers and newcomers."""
+        return self._new(order) | (self._outliers.left_out if self._judges(group) else set())
+
+    def _new(self, order: Round) -> set[int]:
+        """Return the ranks that have no change yet: their models begin in this round, or are not whole before it."""
+        return {*order.new} - {order.source}
 
     def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> None:
         """Replace ``change`` by its mean over all members, bit-identical on all."""
@@ -384,6 +387,11 @@ class LocalSGD(Delayed):
     def common_model(self) -> list[Tensor]:
         """Return the common model: a newcomer has changed nothing in it yet."""
         return self.common
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether results are applied in their rounds."""
+        return not self.settings.delay
 
     def state_dict(self) -> dict[str, Any]:
         """Return the common model, the outer step's velocity, and what rounding lost."""

@@ -176,11 +176,11 @@ class Coordinator:
                 self._request(member, message)
             case Heartbeat():
                 member.spent = message
-            case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed):
+            case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed, lacking):
                 if missed is not None:
                     endings.found(self.state, member, round_id, missed)
                 if ok:
-                    endings.committed(self.state, member, round_id, sent_nbytes)
+                    endings.committed(self.state, member, round_id, sent_nbytes, lacking=lacking)
                 else:
                     endings.dropped(self.state, member, round_id, error, broken)
             case Pause():
@@ -206,7 +206,7 @@ class Coordinator:
             answers.repeat(state, member)
             return
         endings.settle(state, member, request.done)
-        endings.committed(state, member, request.committed)
+        endings.committed(state, member, request.committed, lacking=request.lacking)
         endings.left_round(state, member, Why.PASSED_OVER)
         member.seq, member.answer, member.last = request.seq, None, request.last
         state.changes += request.last

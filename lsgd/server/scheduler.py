@@ -276,4 +276,4 @@ def _lose_model(state: RunState, *, fails: bool) -> None:
 
 def _model_of(members: Iterable[Member]) -> tuple[bool, bool]:
     """Return whether one of ``members`` has the run's model, and whether one has an older one; for comparisons."""
-    return max(((m.synced, m.committed > 0) for m in members), default=(False, False))
+    return max(((m.synced, m.has_learned) for m in members), default=(False, False))
