@@ -259,6 +259,8 @@ class LocalSGD(Delayed):
         measured = [0.0] * SUMS * group.size
 
         def transfer() -> None:
+            if order.new and not _any(changes, group):
+                return
             own = _squared(changes) if changes and (self.settings.rescale or self._judges(group)) else None
             for index, change in enumerate(changes):
                 if group.rank in self._left_out(group, order):
@@ -407,6 +409,15 @@ class LocalSGD(Delayed):
             for feedback, each in zip(fragment, saved, strict=True):
                 feedback.load_state_dict(each)
         self._members = tuple(state["members"])
+
+
+def _any(changes: Flat, group: Group) -> bool:
+    """Return whether a member has a change that is not zero; at the start of a run nobody has."""
+    device = changes[0].device if changes else None
+    own = torch.tensor([any(bool(change.any()) for change in changes)], dtype=torch.uint8, device=device)
+    found = [torch.empty_like(own) for _ in range(group.size)]
+    group.all_gather(found, own).wait()
+    return any(bool(each) for each in found)
 
 
 def _squared(changes: Flat) -> Tensor:
