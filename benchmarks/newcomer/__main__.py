@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import json
-import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -16,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.newcomer.worker import NUMEL
 from benchmarks.report.tables import table
-from benchmarks.testbed import Host, Testbed, told
+from benchmarks.testbed import Testbed, told
 from benchmarks.testbed.launch import Process, RunFailedError, launch_command, start
 from lsgd.algorithms.local import LocalSettings
 from lsgd.plan.plan import Phase, Plan
@@ -53,11 +51,16 @@ class Run:
         limits = RunSettings(workers=2, exchange_timeout_s=120.0, lease_s=60.0)
         self._plan.write_text(Plan(limits, (Phase(LocalSettings(period=options.period)),)).to_toml())
         self._processes: list[Process] = []
-        for host in self._hosts[:2]:
-            self.launch(host)
+        for index in range(2):
+            self.launch(index)
 
-    def launch(self, host: Host) -> None:
+    def kill(self, index: int, pid: int) -> None:
+        """Kill a process of a host, by its id there."""
+        self._hosts[index].run(["sh", "-c", f"kill -9 {pid}"])
+
+    def launch(self, index: int) -> None:
         """Start the launcher of a host, with one worker."""
+        host = self._hosts[index]
         nodes, address = len(self._hosts), self._hosts[0].address
         command = launch_command(host.index, nodes, address, 1, self._plan, self._folder / host.name)
         arguments = [str(self._path(host.index)), str(self._seeds[host.index]), str(self._options.step_s)]
@@ -147,9 +150,9 @@ def late(options: argparse.Namespace, *, restarted: bool) -> list[str]:
         ordinary = gaps(run.steps(0), 0.0, began, options.step_s)[1:]
         index = 1 if restarted else 2
         if restarted:
-            os.kill(before, signal.SIGKILL)
+            run.kill(1, before)
         else:
-            run.launch(run._hosts[2])
+            run.launch(2)
         run.until(lambda: any(n.event == "step" and n.pid != before for n in run.notes(index)), "the newcomer trains")
         notes = [note for note in run.notes(index) if note.pid != before]
         first = next(note for note in notes if note.event == "step")

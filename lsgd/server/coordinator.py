@@ -31,7 +31,8 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
     of its loop has time to be started again.
 14. Workers that make a call together (``mean``, ``barrier``) get one answer, the same for all, when everybody has come
     who still trains. Until then they take part in rounds, without iterations.
-15. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Any
+15. A newcomer that has completed a round but lacks parts of the run's model stays a newcomer, and gets no iterations.
+16. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Any
     later request is answered with the end, and so is every request if there can be no consensus.
 """
 

@@ -1,6 +1,6 @@
 """What a run does next when all its live members are held: a pure function of its state. The scheduler carries it out.
 
-It decides rules 3, 4, 10, 12, 13 and 15 at the top of :mod:`lsgd.server.coordinator`.
+It decides rules 3, 4, 10, 12, 13 and 16 at the top of :mod:`lsgd.server.coordinator`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Carries out what is next: answers those who ask, starts rounds that are due, and ends the run.
 
-This file implements rules 2 to 4, 6 and 10 to 15 at the top of :mod:`lsgd.server.coordinator`.
+This file implements rules 2 to 4, 6 and 10 to 16 at the top of :mod:`lsgd.server.coordinator`.
 """
 
 import math

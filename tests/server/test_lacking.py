@@ -2,7 +2,7 @@
 
 import pytest
 
-from lsgd.protocol.messages import Go, Request
+from lsgd.protocol.messages import Go, Heartbeat, Request
 
 from .helpers import Bench, started
 from .test_memento import reborn
@@ -49,6 +49,18 @@ def test_it_stays_a_newcomer_without_iterations_until_it_has_all() -> None:
     assert round.new == (2,) and round.source != 2
     bench.complete_all("00", "01", "10")
     assert isinstance(bench.ask("10", did=True)["10"][0], Go)
+
+
+def test_how_far_it_is_can_be_seen_while_the_others_train() -> None:
+    bench = with_a_late_one()
+    ask(bench)
+    bench.say(Heartbeat(*bench.who("10"), transfer="29.4 of 100.0 MB with node0/worker0 at 9.41 Mbit/s"))
+    assert str(bench.state.waits_for(bench.now + 1)) == (
+        "node1/worker0 takes the run's model, while the others train: node1/worker0 has moved 29.4 of 100.0 MB with "
+        "node0/worker0 at 9.41 Mbit/s"
+    )
+    bench.tick(500.0)  # nobody is evicted because it waits
+    assert not any(code.startswith("evict") for code in bench.codes)
 
 
 def test_a_request_says_it_too_if_the_word_about_the_round_is_lost() -> None:
