@@ -268,7 +268,7 @@ FOLLOWED = [
 ]
 
 
-def begin_with_a_late_one(switchboard, settings, **run) -> Members:
+def begin_with_a_late_one(switchboard, settings, *, checkpoint: bool = False, **run) -> Members:
     """Return members of which the third lacks parts of the model after its first round, the run's second."""
     members = Members(switchboard, 3, settings=settings, **run)
     for x in members.replicas[0].flat.buffers:  # no two chunks are alike
@@ -278,7 +278,8 @@ def begin_with_a_late_one(switchboard, settings, **run) -> Members:
     for x in (*states(members)[2], *members.replicas[2].flat.buffers):
         x.fill_(-7.0)
     train(members, 1.0)
-    assert members.run(members.round(2, number=2, new=(2,), source=1)) == [None] * 3
+    order = members.round(2, number=2, new=(2,), source=1, count=5, checkpoint=checkpoint)
+    assert members.run(order) == [None] * 3
     assert [r.active.lacking for r in members.rounds] == [False, False, True]
     return members
 
@@ -301,11 +302,7 @@ def test_the_others_train_while_a_newcomer_takes_the_model(switchboard, slow, se
 
 
 def test_a_newcomer_saves_nothing_before_it_has_the_model(switchboard, slow, tmp_path) -> None:
-    members = Members(switchboard, 3, settings=LocalSettings(period=4), folder=tmp_path)
-    members.run(members.round(new=(1, 2)))
-    states(members)[2][0].fill_(-7.0)
-    train(members, 1.0)
-    members.run(members.round(2, number=2, new=(2,), source=1, count=5, checkpoint=True))
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4), checkpoint=True, folder=tmp_path)
     assert counts(tmp_path, "run", "node0/worker1") == [5]
     assert counts(tmp_path, "run", "node0/worker2") == []
     assert "it lacks parts of the run's model" in members.rounds[2]._keep()

@@ -26,7 +26,10 @@ from lsgd.collectives.background import Background
 
 logger = logging.getLogger("lsgd")
 
-_PLAN = struct.Struct("<q")
+GROWTH = 4
+"""So many times more chunks travel after a round than after the one before, at most."""
+
+_TIMES = struct.Struct("<dd")  # seconds since the last round's end, and those that chunks took to arrive
 
 
 class Following:
@@ -43,9 +46,9 @@ class Following:
         self._post, self._source, self._own, self._pause_s = handover.post, handover.source, own, pause_s
         self._me = handover.post.group.rank
         self._left = {rank: list(numbers) for rank, numbers in left.items()}
-        self._nbytes_per_s, self._gap_s = handover.nbytes_per_s, 0.0
+        self._nbytes_per_s = handover.nbytes_per_s
         self._background = Background()
-        self._sent: tuple[int, float] = (0, 0.0)  # bytes between the last two rounds, and in how many seconds
+        self._coming_nbytes, self._came_in_s = 0, 0.0  # between two rounds, to all newcomers
         self._arrived: dict[int, Tensor] = {}
         self._count = self._chunks_in(pause_s / 2)  # for each newcomer, until the next round
         self._moved_nbytes, self._all_nbytes = 0, sum(own.nbytes(numbers) for numbers in left.values())
@@ -61,11 +64,12 @@ class Following:
         """After a round, begin to send what is to arrive before the next one."""
         self._proceeded_at = time.monotonic()
         turns = {rank: numbers[: self._count] for rank, numbers in self._left.items()}
+        self._coming_nbytes = sum(self._own.nbytes(numbers) for numbers in turns.values())
         self._left = {rank: numbers[self._count :] for rank, numbers in self._left.items()}
         if self._me == self._source or self._me in turns:
             self._background.start(lambda: self._transfer(turns), self._post.group.device)
         else:
-            self._moved_nbytes += sum(self._own.nbytes(numbers) for numbers in turns.values())
+            self._moved_nbytes += self._coming_nbytes
 
     def meet(self) -> bool:
         """At the start of a round, wait for what was to arrive before it; return whether newcomers have all chunks.
@@ -73,15 +77,16 @@ class Following:
         Raises:
             ExchangeError: it failed.
         """
-        self._gap_s = time.monotonic() - self._proceeded_at
+        gap_s = time.monotonic() - self._proceeded_at
         self._background.finish()
         self._own.change(self._arrived)
         self._arrived = {}
-        nbytes, seconds = self._sent
-        if nbytes:
-            self._nbytes_per_s = nbytes / max(seconds, 1e-6)
-        count = self._chunks_in(self._gap_s + self._pause_s / 2)
-        (self._count,) = _PLAN.unpack(self._post.gather(_PLAN.pack(count))[self._source])
+        times = [_TIMES.unpack(each) for each in self._post.gather(_TIMES.pack(gap_s, self._came_in_s))]
+        if self._coming_nbytes:
+            slowest_s = max(times[rank][1] for rank in self._left)
+            self._nbytes_per_s = self._coming_nbytes / max(slowest_s, 1e-6)
+        count = self._chunks_in(times[self._source][0] + self._pause_s / 2)
+        self._count = min(count, GROWTH * self._count)
         if time.monotonic() - self._told_at > TELL_EVERY_S:
             self._told_at = time.monotonic()
             logger.info("the model for newcomers, beside the training: %s", self._progress())
@@ -93,7 +98,7 @@ class Following:
 
     def _transfer(self, turns: Mapping[int, Sequence[int]]) -> None:
         """Send, or receive, one chunk after the other for each newcomer."""
-        began_at, nbytes = time.monotonic(), 0
+        began_at = time.monotonic()
         for place in range(max(map(len, turns.values()))):
             now = {rank: numbers[place] for rank, numbers in turns.items() if place < len(numbers)}
             if self._me == self._source:
@@ -102,9 +107,8 @@ class Following:
             elif self._me in now:
                 received = self._post.exchange({}, {self._source: [self._own.chunks[now[self._me]]]})
                 self._arrived[now[self._me]] = received[self._source][0]
-            nbytes += self._own.nbytes(now.values())
             self._moved_nbytes += self._own.nbytes(now.values())
-        self._sent = nbytes, time.monotonic() - began_at
+        self._came_in_s = time.monotonic() - began_at
 
     def _words(self) -> str:
         """Return who takes how much, and how long that takes at least."""
