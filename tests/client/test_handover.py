@@ -1,13 +1,12 @@
 """What newcomers and all others take from the source: only what differs, from the nearest; no lie is believed."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lsgd.client.groups.base import Traffic
+from lsgd.client.groups.base import Members, Traffic
+from lsgd.client.groups.store import store_of
 from lsgd.client.groups.torch_group import torch_group
 from lsgd.client.iteration import chunks, handover
 from lsgd.client.iteration.chunks import CHUNK_NBYTES, chunks_of, digest_of, digests_of
@@ -103,7 +102,9 @@ def test_over_a_group_of_torch(tmp_path) -> None:
         joined = [switchboard.member(name, plan) for name in round_.generation.members]
 
         def member(rank: int) -> None:
-            group = partial(torch_group, backend="gloo")(round_.generation, joined[rank])
+            membership, formed = joined[rank], round_.generation
+            those = Members.of(formed, membership.join.worker)
+            group = torch_group(those, membership, store_of(formed, membership), backend="gloo")
             try:
                 Handover(group, round_).run(Inventory(models[rank], [], shared[rank]))
             finally:
