@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Commit, all_finite, clones, finiteness
+from lsgd.algorithms.base import Algorithm, Commit, all_finite, clones, copy_all, finiteness
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import Island
@@ -71,6 +71,7 @@ class Replica:
         self._resumed, checkpoints.algorithm = checkpoints.algorithm, None
         self._text = ""
         self._aligned = False  # parameters, which is said once
+        self._kept: tuple[Algorithm, list[Tensor]] | None = None
 
     @property
     def lockstep(self) -> bool:
@@ -173,13 +174,36 @@ class Replica:
 
     # -- for newcomers -----------------------------------------------------------------------------------------
 
-    def newcomers_part(self) -> list[Tensor]:
-        """Return the tensors that newcomers take beside the shared state, not copied."""
+    def newcomers_parts(
+        self, states: Sequence[Tensor], *, any_: bool
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """Return what newcomers take, not copied: what changes in every step, what never does, the shared state.
+
+        Without newcomers (``any_``), only the last counts. ``states`` are those of the optimizers.
+        """
+        if not any_:
+            return [], [], self.algorithm.shared_state()
         flat = [] if self.algorithm.common_model() else self.flat.buffers
-        return [*flat, *map(local, self.flat.frozen), *self.model.buffers()]
+        frozen = [local(x) for x in self.flat.frozen]
+        return [*flat, *self.model.buffers(), *states], frozen, self.algorithm.shared_state()
+
+    def keep(self) -> None:
+        """Keep a copy of what a newcomer has, until it has the run's model; one that exists stays."""
+        if self._kept is None:
+            self._kept = self.algorithm, clones(self._own())
+
+    def restore(self) -> None:
+        """Restore what a newcomer has had, unless the algorithm is another one since."""
+        if self._kept is not None and self._kept[0] is self.algorithm:
+            copy_all(self._own(), self._kept[1])
+        self._kept = None
+
+    def _own(self) -> list[Tensor]:
+        return [*self.flat.buffers, *self.model.buffers(), *self.algorithm.shared_state()]
 
     def take_over(self, states: Sequence[Tensor]) -> None:
         """Begin with the model that all share, if the algorithm has one, and the optimizers' ``states``, if any."""
+        self._kept = None
         for x, common in zip(self.flat.buffers, self.algorithm.common_model(), strict=False):
             x.copy_(common)
         for data in states:
