@@ -135,7 +135,8 @@ def shows(process: Node, text: str) -> str:
 
 def test_the_line_that_node_0_prints_starts_node_1_with_a_token_of_its_own(tmp_path: Path) -> None:
     with Testbed(2, loopback_names=True) as testbed:
-        first = start(testbed.hosts[0], tmp_path, REGRESSION, LSGD_ITERATIONS="200")
+        command = ("--", sys.executable, REGRESSION)
+        first = start_by_script(testbed.hosts[0], tmp_path, *command, LSGD_ITERATIONS="200")
         line = shows(first, "[launch] node 1 joins with: ").partition("joins with: ")[2]
         assert line.startswith("LSGD_TOKEN=lsgd1:node1:")
         shows(first, "worker1")  # it is well under way
