@@ -25,7 +25,7 @@ from lsgd.node import gpus, storing
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Node
 from lsgd.node.panel import Panel
-from lsgd.node.place import NAME_WITHIN_S, Place, claim_port, resolve
+from lsgd.node.place import NAME_WITHIN_S, Place, claim_port, place_to_serve, resolve
 from lsgd.node.process import LSGD, Command, Process, Role
 from lsgd.node.screen import LAUNCHER, Screen, show
 from lsgd.node.transcript import Reading, Transcript, own_lines
@@ -180,7 +180,9 @@ def _run(
             commands += _observers(settings, network, environ)
             panel = Panel(screen, network, insecure=settings.insecure) if screen.is_terminal else None
         tell = (lambda words: None) if settings.place.node == 0 else say  # the global server's lines are here
-        server = LocalServer(settings.place.node, incarnation, listener, link, settings.workers, say=tell, complain=say)
+        offer = place_to_serve(settings.place, network)
+        place = settings.place.node, incarnation, listener, link, settings.workers
+        server = LocalServer(*place, say=tell, complain=say, place=offer)
         start = partial(Process, screen=screen, reading=reading)
         outlives = bool(servers) and settings.place.nodes > 1
         node = Node(name, commands, server, start, screen.say, panel=panel, outlives=outlives)
@@ -321,6 +323,7 @@ def _workers(settings: LaunchSettings, local: str, environ: Mapping[str, str]) -
             "LSGD_WORKERS": str(settings.place.nodes * settings.workers),
             "LSGD_RUN_DIR": str(settings.run_dir),
             "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads),
+            "THP_MEM_ALLOC_ENABLE": environ.get("THP_MEM_ALLOC_ENABLE", "1"),  # huge pages for tensors on a CPU
         }
         if settings.resume:
             variables["LSGD_RESUME"] = str(settings.run_dir / CHECKPOINTS)

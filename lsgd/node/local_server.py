@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 from lsgd import __version__
 from lsgd.errors import ProtocolError
+from lsgd.node.held import HeldCopy
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,
+    Copy,
     Done,
     GivenUp,
     Join,
@@ -78,6 +80,7 @@ class LocalServer:
         listener: socket where the workers connect.
         link: connection to the global server, under the name ``node0#incarnation``.
         workers: number of workers on this node.
+        place: address where this node could start a global server; empty: nowhere.
         clock: returns seconds that never go back.
 
     Attributes:
@@ -101,6 +104,7 @@ class LocalServer:
         *,
         say: Callable[[str], None] = daemon.say,
         complain: Callable[[str], None] = daemon.complain,
+        place: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node = node
@@ -108,6 +112,8 @@ class LocalServer:
         self._incarnation = incarnation
         self._listener = listener
         self._global = link
+        self._place = place
+        self._copy = HeldCopy()
         self._say = say
         self._complain = complain
         self.processes = Processes()
@@ -217,7 +223,8 @@ class LocalServer:
 
     def _hello(self) -> NodeHello:
         host = socket.gethostname()
-        return NodeHello(PROTOCOL, self._node, self._incarnation, host, __version__, self._own_workers)
+        who = PROTOCOL, self._node, self._incarnation, host, __version__, self._own_workers
+        return NodeHello(*who, self._place, self._copy.number)
 
     def _upward(self, now: float) -> None:
         """Forward the workers' messages in one batch."""
@@ -338,6 +345,8 @@ class LocalServer:
                 if run != self._run:
                     self._say(f"connected to the global server at {self._global.address}, run {run}")
                 self._run, self.heard_at = run, now
+            case Copy():
+                self._copy.take(message)
             case Status():
                 self._stop = ""
             case Refused(reason):

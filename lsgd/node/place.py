@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from lsgd.errors import ConfigError
 from lsgd.node.screen import LAUNCHER
+from lsgd.protocol.routes import address_towards
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,27 @@ def claim_port(ip: str, port: int) -> int:
         except OSError as error:
             raise ConfigError(_why_not(error, ip, port)) from None
         return int(probe.getsockname()[1])
+
+
+def place_to_serve(place: Place, network: str) -> str:
+    """Return where this node could serve the run instead of node 0, whose server is at ``network``; empty: nowhere.
+
+    A scheduler that has started the launchers starts those that are gone again, so there nobody else serves.
+    """
+    if place.nodes == 1 or place.starter:
+        return ""
+    if place.node == 0:
+        return network
+    host, _, port = network.removeprefix("tcp://").rpartition(":")
+    try:
+        ip = address_towards(host.strip("[]"))
+        try:
+            free = claim_port(ip, int(port))
+        except ConfigError:
+            free = claim_port(ip, 0)
+    except (OSError, ConfigError):
+        return ""
+    return f"tcp://[{ip}]:{free}" if ":" in ip else f"tcp://{ip}:{free}"
 
 
 def _why_not(error: OSError, ip: str, port: int) -> str:

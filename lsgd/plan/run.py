@@ -30,7 +30,7 @@ class RunSettings:
     seconds: float = setting(0.0, "end this long after the first iteration; 0: no limit", low=0)
     transport: str = setting(
         "auto",
-        "what carries tensors; auto: nccl where each worker has a GPU of its own, and tcp elsewhere",
+        "what carries tensors; auto: nccl inside nodes where each worker has a GPU of its own, and tcp elsewhere",
         choices=TRANSPORTS,
         valid=_is_transport,
     )
@@ -82,6 +82,11 @@ class RunSettings:
     )
     server_timeout_s: float = setting(
         300.0, "how long a worker waits while its servers are silent", low=1, high=864_000
+    )
+    failover: str = setting(
+        "auto",
+        "auto: two other nodes have copies of the global server's journal; off: none has",
+        choices=("auto", "off"),
     )
     restart_from_scratch: bool = setting(
         False,

@@ -110,6 +110,10 @@ class KeyRing:
         """
         return _read_private(token_path(name, self.folder))
 
+    def listed(self) -> dict[str, bytes]:
+        """Return the names and public keys in the file ``allowed``, as of the last look at it."""
+        return {name: public for public, name in self._names.items()}
+
     def allowed(self, public: bytes) -> str:
         """Return the name of a key that may connect according to the file ``allowed``; empty for any other key.
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self, get_args
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -261,11 +261,32 @@ class Get(FromWorker):
     key: str
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Term:
+    """The reign of one global server: its number, and the node that serves. Later terms are greater."""
+
+    number: int = 0
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node serves, or could: its address, and its public key; empty where no keys are needed."""
+
+    node: int
+    address: str
+    key: bytes = b""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeHello:
     """A local server introduces itself; answered by :class:`NodeWelcome` or :class:`Refused`.
 
-    ``workers``: how many this node has, for a run that begins with those of all its nodes.
+    Args:
+        workers: how many this node has, for a run that begins with those of all its nodes.
+        place: address where it could start a global server; empty: it cannot.
+        copied: number of the last :class:`Copy` that it has; 0: none.
+        looks: whether it follows another server, and only wants to know what this one serves.
     """
 
     protocol: int
@@ -274,13 +295,51 @@ class NodeHello:
     host: str
     version: str
     workers: int = 1
+    place: str = ""
+    copied: int = 0
+    looks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NodeWelcome:
-    """The global server accepts this node."""
+    """The global server accepts this node, or tells one that only looks what it serves.
+
+    Args:
+        terms: those of the run, up to the server's own.
+        count: iterations of the run.
+        places: the server's own, and those of its standbys, the first one first.
+        beaten: terms of other parts of the run that this one has met, and that have to give up.
+        relay: address of the relay, and ``relay_secret`` the proof that one is a member; empty: there is none.
+    """
 
     run: str
+    terms: tuple[Term, ...] = ()
+    count: int = 0
+    places: tuple[Place, ...] = ()
+    beaten: tuple[Term, ...] = ()
+    relay: str = ""
+    relay_secret: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What the journal of the global server holds, for a standby; never answered.
+
+    Args:
+        number: from 1; a standby says in its greetings which one it has.
+        state: the journal's document, compressed.
+        after: id of the last round in the copy before this one; 0: this one begins with the first that is kept.
+        rounds: later ones, each as the journal has it, on lines of their own, compressed; empty: none.
+        certificate: the run's, as in :class:`Welcome`.
+        allowed: names and public keys that may connect, like ``certificate`` only where ``after`` is 0.
+    """
+
+    number: int
+    state: bytes
+    after: int
+    rounds: bytes
+    certificate: bytes = field(default=b"", repr=False)
+    allowed: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +415,8 @@ class Generation:
         indices: each member's index on its machine, in rank order.
         transport: ``tcp`` or ``nccl``.
         missed: pairs of nodes, one after the other: the first cannot dial the second. Empty when ``nodes`` is.
+        nccl_nodes: nodes whose members exchange over NCCL among themselves, while ``transport`` carries tensors
+            between nodes. Empty when ``nodes`` is.
     """
 
     number: int
@@ -364,6 +425,7 @@ class Generation:
     indices: tuple[int, ...]
     transport: str
     missed: tuple[int, ...] = ()
+    nccl_nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.node_sizes) or sum(self.node_sizes) != len(self.indices):
@@ -372,12 +434,25 @@ class Generation:
             )
 
     @classmethod
-    def of(cls, number: int, places: Sequence[tuple[int, int]], transport: str, missed: tuple[int, ...] = ()) -> Self:
+    def of(
+        cls,
+        number: int,
+        places: Sequence[tuple[int, int]],
+        transport: str,
+        missed: tuple[int, ...] = (),
+        nccl_nodes: tuple[int, ...] = (),
+    ) -> Self:
         """Return the generation of workers at ``places``: (node, index) in rank order, those of a node together."""
         sizes = {node: 0 for node, _ in places}
         for node, _ in places:
             sizes[node] += 1
-        return cls(number, tuple(sizes), tuple(sizes.values()), tuple(index for _, index in places), transport, missed)
+        indices = tuple(index for _, index in places)
+        return cls(number, tuple(sizes), tuple(sizes.values()), indices, transport, missed, nccl_nodes)
+
+    @property
+    def carriers(self) -> str:
+        """What carries its tensors, in words."""
+        return f"{self.transport}, and nccl inside nodes" if self.nccl_nodes else self.transport
 
     @property
     def homes(self) -> tuple[int, ...]:
@@ -614,6 +689,7 @@ Message = (
     | Events
     | GivenUp
     | Met
+    | Copy
 )
 """Every message; its position is its kind on the wire."""
 

@@ -19,6 +19,7 @@ from lsgd.plan.plan import Plan, read
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.credentials import place_of, run_certificate, secret_of_relay, secret_of_run
 from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
+from lsgd.protocol.messages import Place
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
 from lsgd.server.coordinator import Coordinator
@@ -28,6 +29,7 @@ from lsgd.server.journal import Journal, begin
 from lsgd.server.reasons import number_of
 from lsgd.server.relay import Relay
 from lsgd.server.report import Record
+from lsgd.server.standbys import Standbys
 from lsgd.settings import checked
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -193,7 +195,11 @@ def _serve_global(
             _save_plan(state.plan, save_plan, continued=journal is not None and journal.resumed)
         _announce(listener.address, state.plan, keys.folder if keys else None, launched=launched)
         record = Record(results, state.run) if results else None
-        return GlobalDaemon(coordinator, listener, journal, record).run(signals)
+        standbys = None
+        if state.plan.run.failover == "auto":
+            own = Place(state.terms[-1].node, listener.address, keys.public if keys else b"")
+            standbys = Standbys(own, keys.listed if keys else None)
+        return GlobalDaemon(coordinator, listener, journal, record, standbys=standbys).run(signals)
 
 
 def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) -> None:

@@ -42,9 +42,10 @@ from lsgd.server import daemon
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, TICK_S, Ending, complain, say
-from lsgd.server.journal import Journal
+from lsgd.server.journal import Captured, Journal
 from lsgd.server.reasons import Why
 from lsgd.server.report import Record, progress, report
+from lsgd.server.standbys import Standbys
 from lsgd.server.state import Decision
 from lsgd.server.stream import Stream
 
@@ -113,7 +114,8 @@ class GlobalDaemon:
     A frame from a local server is a worker's message. Pairs of frames go back: the name of the worker's socket at the
     local server, empty for the local server itself, and the answer.
 
-    ``watches_memory``: it drops all connections if the process grows too much; not in a script's own process.
+    ``standbys`` get copies of what the journal gets; None: nobody does. ``watches_memory``: it drops all connections if
+    the process grows too much; not in a script's own process.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class GlobalDaemon:
         journal: Journal | None = None,
         record: Record | None = None,
         *,
+        standbys: Standbys | None = None,
         watches_memory: bool = True,
     ) -> None:
         self.coordinator = coordinator
@@ -130,6 +133,8 @@ class GlobalDaemon:
         self._listener = listener
         self._journal = journal
         self._record = record
+        self._standbys = standbys
+        self._captured = Captured()
         self._rendezvous = Rendezvous()
         self._nodes: dict[int, _Node] = {}
         self._challengers: dict[int, tuple[int, float]] = {}  # other servers of a node, and when they first greeted
@@ -330,7 +335,9 @@ class GlobalDaemon:
                 self._say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)
             self._act(self.coordinator.handle(hello, now))
-            self._send(peer, b"", NodeWelcome(self._state.run))
+            if self._standbys is not None:
+                self._standbys.greet(peer, hello, now)
+            self._send(peer, b"", self._welcome(now))
             return
         if self._challengers.get(hello.node, (0, now))[0] != hello.incarnation:
             self._challengers[hello.node] = (hello.incarnation, now)
@@ -342,6 +349,11 @@ class GlobalDaemon:
         )
         self._say(f"refused a second node {hello.node}: {reason}")
         self._send(peer, b"", Refused(reason))
+
+    def _welcome(self, now: float) -> NodeWelcome:
+        state = self._state
+        places = self._standbys.places(state, now) if self._standbys else ()
+        return NodeWelcome(state.run, state.terms, state.ledger.count, places)
 
     def _rendezvous_for(self, message: Put | Get, peer: bytes) -> None:
         self._routes[message.worker, message.incarnation] = peer
@@ -367,9 +379,16 @@ class GlobalDaemon:
             self._send_worker(worker, incarnation, message)
 
     def _keep(self, now: float) -> None:
-        """Write decisions to the journal before any of them is sent."""
-        if self._journal and (trouble := self._journal.keep(self._state, now)):
+        """Write decisions to the journal, and send them to the standbys, before any of them is sent to others."""
+        if self._journal and (trouble := self._journal.keep(self._state, now, self._captured)):
             complain(trouble)
+        if self._standbys is None:
+            return
+        before = self._standbys.trouble
+        for peer, copy in self._standbys.copies(self._state, now, self._captured):
+            self._outbox[peer][:0] = (b"", encode(copy))  # in one message with the answers, and before them
+        if self._standbys.trouble != before:
+            complain(self._standbys.trouble or "the run has standbys again")
 
     def _write_down(self, now: float, *, last: bool = False) -> None:
         if self._record and (trouble := self._record.keep(self._state, now, last=last)):
@@ -389,7 +408,8 @@ class GlobalDaemon:
 
     def _flush(self) -> None:
         for peer, frames in self._outbox.items():
-            self._listener.send(peer, frames)
+            if not self._listener.send(peer, frames) and self._standbys is not None:
+                self._standbys.failed(peer)
         self._outbox.clear()
 
 

@@ -14,6 +14,7 @@ import os
 import secrets
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import Plan, algorithm_of, table_of
 from lsgd.protocol.events import RoundOrdered
-from lsgd.protocol.messages import Generation, Go, Join, Round, Stop
+from lsgd.protocol.messages import Generation, Go, Join, Round, Stop, Term
 from lsgd.server.books import MAX_ELECTIONS, Ledger, RoundBook
 from lsgd.server.course import Pace, Stretch
 from lsgd.server.daemon import say
@@ -109,8 +110,12 @@ class Journal:
         self.resumed = True
         return state, elections
 
-    def keep(self, state: RunState, now: float) -> str:
+    def keep(
+        self, state: RunState, now: float, captured: Callable[[RunState, float], dict[str, Any]] | None = None
+    ) -> str:
         """Write the state if it has to be there before answers leave; counts alone now and then.
+
+        ``captured`` returns what to write; None: :func:`capture`.
 
         Returns:
             A line for the log if writing has begun to fail or works again, else an empty text.
@@ -121,7 +126,7 @@ class Journal:
             return ""
         failing = self._retry_at > 0
         try:
-            self.save(capture(state, now), list(state.book.elections))
+            self.save((captured or capture)(state, now), list(state.book.elections))
         except (sqlite3.Error, OSError) as error:
             self.remove()
             self._retry_at = now + RETRY_EVERY_S
@@ -234,7 +239,7 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Ru
     return state
 
 
-VERSION = 9
+VERSION = 10
 """Version of the format."""
 
 _KEPT = (
@@ -289,7 +294,24 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "ways": state.ways.capture(),
         "first": state.first,
         "meeting": state.meeting.to_json(),
+        "terms": [[term.number, term.node] for term in state.terms],
+        "changes": state.changes,
     }
+
+
+class Captured:
+    """Captures a state once for all that write it in one turn."""
+
+    def __init__(self) -> None:
+        self._when: tuple[RunState | None, int, int, float] = (None, 0, 0, 0.0)
+        self._document: dict[str, Any] = {}
+
+    def __call__(self, state: RunState, now: float) -> dict[str, Any]:
+        """Return what :func:`capture` returns."""
+        when = (state, state.changes, state.ledger.count, now)
+        if when != self._when:
+            self._when, self._document = when, capture(state, now)
+        return self._document
 
 
 def restore(saved: dict[str, Any], now: float) -> RunState:
@@ -333,6 +355,8 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         meeting=Meeting.from_json(saved["meeting"]),
         stopping=Reason(*saved["stopping"]),
         failed=Reason(*saved["failed"]),
+        terms=tuple(Term(*term) for term in saved["terms"]),
+        changes=saved["changes"],
         closed_at=now if saved["closed"] else math.inf,
     )
     algorithm, following = (algorithm_of(saved[key], "the journal") for key in ("algorithm", "next_algorithm"))

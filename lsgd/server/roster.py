@@ -381,8 +381,14 @@ class Roster:
         self.spared = set(holders) if spared else set()
         return [m for m in self.members.values() if now - m.heard_at > run.lease_s and m not in self.spared]
 
-    def begin_generation(self, members: Sequence[Member], transport: str, missed: tuple[int, ...] = ()) -> Generation:
-        """Make ``members``, all held and in rank order, the generation; ``transport`` and ``missed`` are its fields."""
+    def begin_generation(
+        self,
+        members: Sequence[Member],
+        transport: str,
+        missed: tuple[int, ...] = (),
+        nccl_nodes: tuple[int, ...] = (),
+    ) -> Generation:
+        """Make ``members``, all held and in rank order, the generation; the other arguments are its fields."""
         for member in self.members.values():
             member.rank = -1
         self.queues, self.absent, self.broken = {}, 0, NO_REASON
@@ -390,7 +396,7 @@ class Roster:
             member.rank = rank
             self._to_queue(member).held += 1
         number = self.generation.number + 1 if self.generation else 1
-        self.generation = Generation.of(number, [m.place for m in members], transport, missed)
+        self.generation = Generation.of(number, [m.place for m in members], transport, missed, nccl_nodes)
         return self.generation
 
     def end_generation(self, reason: Reason) -> list[Member]:

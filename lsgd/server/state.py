@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lsgd.plan.plan import Plan
 from lsgd.protocol.events import Happening, Note
-from lsgd.protocol.messages import Downward, Join, Pause, Request, worker_name
+from lsgd.protocol.messages import Downward, Join, Pause, Request, Term, worker_name
 from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.course import Course
 from lsgd.server.links import Links, Ways
@@ -48,6 +48,7 @@ class RunState:
             two.
         relay: address; empty: there is none.
         relay_secret: proof for the relay that a process is a member.
+        terms: those of the servers so far, with this one's.
         now: seconds of a clock that never goes back, as of the last message or tick.
         started_at: time of the first round's order.
         stopping: reason why the run ends; none until then.
@@ -75,6 +76,7 @@ class RunState:
     certificate: bytes = field(default=b"", repr=False)
     relay: str = ""
     relay_secret: bytes = field(default=b"", repr=False)
+    terms: tuple[Term, ...] = (Term(1, 0),)
     roster: Roster = field(default_factory=Roster)
     ledger: Ledger = field(default_factory=Ledger)
     book: RoundBook = field(default_factory=RoundBook)

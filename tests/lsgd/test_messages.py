@@ -23,9 +23,11 @@ from lsgd.protocol.messages import (
     Join,
     Message,
     NodeHello,
+    Place,
     Refused,
     Request,
     Round,
+    Term,
     VersionError,
     Welcome,
     WorkerHello,
@@ -49,6 +51,7 @@ by_type: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=20),
     float | None: st.none() | st.floats(allow_nan=False),
     dict[str, str]: st.dictionaries(texts, texts, max_size=4),
+    dict[str, bytes]: st.dictionaries(texts, st.binary(max_size=20), max_size=4),
     dict[str, float]: st.dictionaries(texts, st.floats(allow_nan=False), max_size=4),
     tuple[str, ...]: st.lists(texts, max_size=4).map(tuple),
     tuple[bytes, ...]: st.lists(st.binary(max_size=20), max_size=4).map(tuple),
@@ -66,6 +69,8 @@ def any_of(cls: type) -> st.SearchStrategy[Any]:
     return st.builds(cls, **fields)
 
 
+by_type[tuple[Term, ...]] = st.lists(st.builds(Term, integers, integers), max_size=3).map(tuple)
+by_type[tuple[Place, ...]] = st.lists(any_of(Place), max_size=3).map(tuple)
 places = st.lists(st.tuples(integers, integers), max_size=4).map(sorted)
 by_type[Generation] = st.builds(Generation.of, integers, places, texts)
 by_type[Round] = any_of(Round)
@@ -166,6 +171,9 @@ WRONG: dict[Any, list[Any]] = {
     tuple[int, ...]: [1, ["1"], [True], None],
     tuple[int, ...] | None: [1, ["1"], [True]],
     tuple[bytes, ...]: ["no", [1]],
+    dict[str, bytes]: [[], None, {"a": "1"}, {b"a": b"1"}],
+    tuple[Term, ...]: [1, [1], None],
+    tuple[Place, ...]: [1, [1], None],
     Generation: [None, 1, "a"],
     Round | None: [1, "a", {}],
 }
@@ -309,4 +317,4 @@ def test_nothing_of_the_module_is_left_out_of_this_test() -> None:
     declared = {
         value for value in vars(messages).values() if dataclasses.is_dataclass(value) and isinstance(value, type)
     }
-    assert declared == {*CLASSES, Generation, Round, messages.FromWorker}
+    assert declared == {*CLASSES, Generation, Round, Term, Place, messages.FromWorker}

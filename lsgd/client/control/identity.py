@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import secrets
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from lsgd.algorithms import ALGORITHMS
 from lsgd.codecs import CODECS
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import check_variables
+from lsgd.protocol.routes import address_towards
 from lsgd.protocol.sockets import default_local_address
 
 INDEX_VARIABLES = ("LSGD_LOCAL_RANK", "LOCAL_RANK", "SLURM_LOCALID")
@@ -126,17 +126,11 @@ class Interface:
 def interface_towards(host: str) -> Interface:
     """Return the interface that this machine's routes use to reach ``host``.
 
-    This machine's host name plays no part, so it may resolve to 127.0.1.1.
-
     Raises:
         ConfigError: there is no route.
     """
     try:
-        places = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-        family, *_, place = min(places, key=lambda found: found[0] != socket.AF_INET)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # a datagram socket sends nothing here; it only asks for the route
-            address = str(probe.getsockname()[0])
+        address = address_towards(host)
     except OSError as error:
         raise ConfigError(f"no route to the global server at {host}: {error.strerror}") from None
     return Interface(address, _name_of(address), f"it routes to the global server at {host}")

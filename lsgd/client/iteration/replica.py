@@ -1,5 +1,6 @@
 """What rounds change on a worker: its model, its optimizers, and the state of the algorithm; and how they do."""
 
+import io
 import json
 import logging
 import math
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from lsgd.algorithms.base import Commit, all_finite, clones
+from lsgd.algorithms.averaging import contribute, divide, empty_sums
+from lsgd.algorithms.base import Commit, all_finite, clones, finiteness
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.joining import Membership
@@ -19,7 +21,7 @@ from lsgd.flat import FlatParameters
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
 from lsgd.settings import same_form
-from lsgd.shards import full_state_dict, local
+from lsgd.shards import full_state_dict, load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
 
@@ -122,25 +124,48 @@ class Replica:
             put(tensors, own)
         return state
 
+    # -- for newcomers -----------------------------------------------------------------------------------------
+
+    def newcomers_part(self) -> list[Tensor]:
+        """Return the tensors that newcomers take beside the shared state, not copied."""
+        flat = [] if self.algorithm.common_model() else self.flat.buffers
+        return [*flat, *map(local, self.flat.frozen), *self.model.buffers()]
+
+    def take_over(self, states: Sequence[Tensor]) -> None:
+        """Begin with the model that all share, if the algorithm has one, and the optimizers' ``states``, if any."""
+        for x, common in zip(self.flat.buffers, self.algorithm.common_model(), strict=False):
+            x.copy_(common)
+        for data in states:
+            stream = io.BytesIO(data.numpy().tobytes())
+            loaded = torch.load(stream, map_location=self.device, weights_only=True)
+            for optimizer, state in zip(self.optimizers, loaded, strict=True):
+                load_optimizer(optimizer, state)
+
+    def optimizer_bytes(self) -> Tensor:
+        """Return the optimizers' states as a file, uint8: the same bytes on members with the same states."""
+        stream = io.BytesIO()
+        torch.save(local_state([optimizer.state_dict() for optimizer in self.optimizers]), stream)
+        return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
     # -- in a round --------------------------------------------------------------------------------------------
 
     def is_finite(self) -> bool:
         """Return whether the parameters are finite; of an island, this process's part of them."""
         return all_finite([local(slot.parameter).detach() for slot in self.flat.slots])
 
-    def judge(self, order: Round, *, whole: bool) -> bool | None:
+    def judge(self, order: Round, *, whole: bool) -> Tensor | None:
         """Return whether the model that enters a round is finite; None: the round need not know.
 
         This is the round's only look at the model, unless that changes in it. Of an island it is this process's part,
         and only a ``whole`` worker leaves the look to the algorithm.
         """
         if order.final:
-            return all_finite([*self.flat.buffers, *map(wide, self.finite.buffers())])
+            return finiteness([*self.flat.buffers, *map(wide, self.finite.buffers())])
         if isinstance(self.algorithm, GradientAlgorithm) or (whole and (self.lockstep or order.scope == "local")):
             return None
-        return all_finite(self.flat.buffers)
+        return finiteness(self.flat.buffers)
 
-    def exchange(self, group: WorkerGroup, order: Round, finite: bool | None) -> Commit | None:
+    def exchange(self, group: WorkerGroup, order: Round, finite: Tensor | None) -> Commit | None:
         """Let the algorithm exchange a model that is ``finite`` or not, or begin to; return its commit.
 
         Raises:
@@ -161,12 +186,20 @@ class Replica:
         # In lockstep, every iteration is a round, and averaging them in the consensus is enough.
         if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or self.lockstep:
             return Commit()
-        flat = torch.cat([wide(b) for b in buffers])
+        flat, averaged = torch.cat([wide(b) for b in buffers]), torch.tensor(True)
         if treated == "leader":
             group.broadcast(flat, order.leader)
         else:
-            (flat,) = mean_of([flat], group, finite=all_finite([flat])) or [flat]
-        return Commit(lambda: put(buffers, torch.split(flat, [b.numel() for b in buffers])))
+            (total,) = sums = empty_sums([flat])
+            contribute([flat], sums, finiteness([flat]))
+            group.all_reduce(total).wait()
+            flat, averaged = total[:-1], divide(sums, group.size)
+
+        def change(averaged: float) -> None:
+            if averaged:
+                put(buffers, torch.split(flat, [b.numel() for b in buffers]))
+
+        return Commit(change, (averaged,))
 
     def consensus(self, group: WorkerGroup, order: Round, *, finite: bool) -> Commit:
         """Return the commit that replaces every model by the average of all, or by the leader's.

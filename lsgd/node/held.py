@@ -1,0 +1,69 @@
+"""The copy of the global server's journal that a standby holds."""
+
+import json
+import zlib
+from collections import deque
+from typing import Any
+
+from lsgd.errors import ProtocolError
+from lsgd.protocol.events import RoundOrdered
+from lsgd.protocol.messages import Copy
+from lsgd.server.books import MAX_ELECTIONS
+
+MAX_NBYTES = 64 << 20
+"""Longest text that is taken from a copy."""
+
+
+class HeldCopy:
+    """The last copy, and the last rounds.
+
+    Attributes:
+        number: of the last copy; 0: there is none.
+        certificate, allowed: as in the last :class:`Copy` that had them.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.certificate = b""
+        self.allowed: dict[str, bytes] = {}
+        self._state = b""
+        self._rounds: deque[str] = deque(maxlen=MAX_ELECTIONS)
+        self._last = 0  # id of the last round
+
+    def take(self, copy: Copy) -> None:
+        """Take a copy, unless rounds before its own are missing here: then the server sends all again.
+
+        Raises:
+            ProtocolError: it is damaged.
+        """
+        if copy.after not in (0, self._last):
+            return
+        rounds = _text(copy.rounds).splitlines() if copy.rounds else []
+        try:
+            last = int(json.loads(rounds[-1])["round"]) if rounds else copy.after
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProtocolError(f"a copy of the journal with a damaged round: {error}") from None
+        if copy.after == 0:
+            self._rounds.clear()
+            self.certificate, self.allowed = copy.certificate, copy.allowed
+        self._rounds += rounds
+        self._last, self.number, self._state = last, copy.number, copy.state
+
+    def load(self) -> tuple[dict[str, Any], list[RoundOrdered]]:
+        """Return the state and the rounds, as :meth:`lsgd.server.journal.Journal.load` does.
+
+        Raises:
+            ProtocolError: the copy is damaged, or there is none.
+        """
+        try:
+            state = dict(json.loads(_text(self._state)))
+            return state, [RoundOrdered(**json.loads(each)) for each in self._rounds]
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(f"the copy of the journal is damaged: {error}") from None
+
+
+def _text(packed: bytes) -> str:
+    try:
+        return zlib.decompressobj().decompress(packed, MAX_NBYTES).decode()
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a copy of the journal that cannot be unpacked: {error}") from None
