@@ -40,7 +40,7 @@ parser.add_argument("--dim", type=int, default=0, help="that the first layer is 
 parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
 parser.add_argument("--do", default="", choices=("", *DEEDS))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
-parser.add_argument("--compile", action="store_true", help="and checkpoint activations")
+parser.add_argument("--compile", default="", help="the model of this worker; all checkpoint activations")
 parser.add_argument("--adamw", default="", choices=("", "foreach", "fused"), help="its implementation")
 parser.add_argument("--muon", action="store_true", help="for its matrices")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
@@ -63,7 +63,6 @@ model[3].weight.requires_grad_(False)
 model.insert(4, nn.Linear(8, 8)).insert(5, nn.Linear(8, 8))
 model[5].weight = model[4].weight
 if options.compile:
-    importlib.import_module("torch._dynamo").reset()  # the compiler is loaded now, not in the middle of another import
     for layer in (0, 3, 4):
         model[layer] = checkpoint_wrapper(model[layer])
 if not options.plain and not options.ddp:
@@ -72,9 +71,10 @@ if not options.plain and not options.ddp:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.bf16 else None)
     fully_shard(model[0], mesh=mesh, mp_policy=policy, shard_placement_fn=lambda p: place if p.dim() > 1 else None)
     fully_shard(model[1], mesh=mesh)  # batch norm is computed in float32
-    fully_shard(model[3], mesh=mesh, mp_policy=policy)
+    fully_shard(model[3], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-if options.compile:  # inductor takes a minute for its C++
+if options.compile == f"worker{os.environ['LSGD_LOCAL_RANK']}":  # inductor takes a minute for its C++
+    importlib.import_module("torch._dynamo").reset()  # the compiler is loaded now, not in the middle of another import
     model.compile(backend="aot_eager")
 whole: nn.Module = nn.parallel.DistributedDataParallel(model) if options.ddp else model
 if options.unlike and process:
@@ -84,10 +84,10 @@ if options.copied:
     shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
 implementation = {options.adamw: True} if options.adamw else {}
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-    [p for p in model.parameters() if p.requires_grad], lr=0.02, **implementation
+    [p for p in model.parameters() if p.requires_grad], lr=0.05, **implementation
 )
 if options.muon:
-    optimizer = muon(model, lr=0.02)
+    optimizer = muon(model, lr=0.05)
 inputs = torch.randn(513, 8, generator=torch.Generator().manual_seed(1))  # the last one would be a batch of its own
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
