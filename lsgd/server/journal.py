@@ -32,6 +32,7 @@ from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState, OpenRound, Roster, finite
 from lsgd.server.state import RunState
+from lsgd.server.succession import successor
 
 LOCK_WAIT_S = 2.0
 """How long a server waits for another one that still locks the file, and may be about to end."""
@@ -295,8 +296,23 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "first": state.first,
         "meeting": state.meeting.to_json(),
         "terms": [[term.number, term.node] for term in state.terms],
+        "beaten": [[term.number, term.node] for term in state.beaten],
+        "moved": state.moved,
+        "skipped": book.skipped,
         "changes": state.changes,
     }
+
+
+def taken_over(saved: dict[str, Any], node: int) -> dict[str, Any]:
+    """Return the state from a copy, as the server on ``node`` that takes over continues from it.
+
+    Rounds may have been ordered that the copy does not have, so the generation is over.
+    """
+    terms = successor([Term(*term) for term in saved["terms"]], node)
+    state = saved | {"terms": [[term.number, term.node] for term in terms], "moved": True}
+    if saved["generation"] is not None and not saved["broken"][0]:
+        state["broken"] = Why.SERVER_MOVED(node=node, before=terms[-2].node).to_json()
+    return state
 
 
 class Captured:
@@ -348,7 +364,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
             {digest: members[worker] for digest, worker in saved["digests"].items()},
         ),
         ledger=Ledger(saved["count"], saved["base"], saved["unheard"]),
-        book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened),
+        book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened, saved["skipped"]),
         started_at=None if saved["elapsed_s"] is None else now - saved["elapsed_s"],
         ways=Ways(*saved["ways"]),
         first=saved["first"],
@@ -356,6 +372,8 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         stopping=Reason(*saved["stopping"]),
         failed=Reason(*saved["failed"]),
         terms=tuple(Term(*term) for term in saved["terms"]),
+        beaten=tuple(Term(*term) for term in saved["beaten"]),
+        moved=saved["moved"],
         changes=saved["changes"],
         closed_at=now if saved["closed"] else math.inf,
     )

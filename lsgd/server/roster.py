@@ -381,15 +381,20 @@ class Roster:
         self.spared = set(holders) if spared else set()
         return [m for m in self.members.values() if now - m.heard_at > run.lease_s and m not in self.spared]
 
-    def begin_generation(self, members: Sequence[Member], transport: str, missed: tuple[int, ...] = ()) -> Generation:
-        """Make ``members``, all held and in rank order, the generation; ``transport`` and ``missed`` are its fields."""
+    def begin_generation(
+        self, members: Sequence[Member], transport: str, missed: tuple[int, ...] = (), least: int = 1
+    ) -> Generation:
+        """Make ``members``, all held and in rank order, the generation; ``transport`` and ``missed`` are its fields.
+
+        ``least``: the lowest number that it may have.
+        """
         for member in self.members.values():
             member.rank = -1
         self.queues, self.absent, self.broken = {}, 0, NO_REASON
         for rank, member in enumerate(members):
             member.rank = rank
             self._to_queue(member).held += 1
-        number = self.generation.number + 1 if self.generation else 1
+        number = max(self.generation.number + 1 if self.generation else 1, least)
         self.generation = Generation.of(number, [m.place for m in members], transport, missed)
         return self.generation
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lsgd.plan.plan import Plan
 from lsgd.protocol.events import Happening, Note
-from lsgd.protocol.messages import Downward, Join, Pause, Request, Term, worker_name
+from lsgd.protocol.messages import Downward, Join, Moved, Pause, Request, Term, worker_name
 from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.course import Course
 from lsgd.server.links import Links, Ways
@@ -49,6 +49,8 @@ class RunState:
         relay: address; empty: there is none.
         relay_secret: proof for the relay that a process is a member.
         terms: those of the servers so far, with this one's.
+        beaten: terms of other parts of the run that this one has met, and that have to give up.
+        moved: whether this server has taken over, and no global round has been ordered since.
         now: seconds of a clock that never goes back, as of the last message or tick.
         started_at: time of the first round's order.
         stopping: reason why the run ends; none until then.
@@ -62,6 +64,8 @@ class RunState:
         meeting: call that workers make together.
         announced: number of workers on each node, according to its local server.
         links: members that the run continues without, because others cannot reach them.
+        gives_way: where another part of the run continues, if this one has given up; None: it has not.
+        guarded: whether a standby would continue the run without this server.
         over: whether the run waits for nobody any more.
         changes: number of changes that the journal must have before the answers leave.
         moved_at: time at which a member last asked, or completed a round.
@@ -77,6 +81,8 @@ class RunState:
     relay: str = ""
     relay_secret: bytes = field(default=b"", repr=False)
     terms: tuple[Term, ...] = (Term(1, 0),)
+    beaten: tuple[Term, ...] = ()
+    moved: bool = False
     roster: Roster = field(default_factory=Roster)
     ledger: Ledger = field(default_factory=Ledger)
     book: RoundBook = field(default_factory=RoundBook)
@@ -93,6 +99,8 @@ class RunState:
     ways: Ways = field(default_factory=Ways)
     first: str = ""
     meeting: Meeting = field(default_factory=Meeting)
+    gives_way: Moved | None = None
+    guarded: bool = False
     over: bool = False
     changes: int = 0
     moved_at: float = field(init=False)
