@@ -129,6 +129,7 @@ class Elsewhere:
         self._links: dict[int, Link] = {}
         self._looked_at: dict[int, float] = {}
         self._last: NodeWelcome | None = None
+        self._other = ""
 
     @property
     def term(self) -> Term:
@@ -160,9 +161,9 @@ class Elsewhere:
         if not self.serves:
             self._forget(self._links)
 
-    def add(self, place: Place) -> None:
-        """Look at another place, too."""
-        self._known[place.node] = place
+    def add(self, place: Place, run: str) -> None:
+        """Look at another place, too, where this run continues, or another one that this node joins instead."""
+        self._known[place.node], self._other = place, run
 
     def hear(self, now: float, silent_s: float, hello: NodeHello) -> Iterator[tuple[Place, Link, NodeWelcome]]:
         """Look at other places if it is time, with this greeting; yield the welcomes that have come from servers there.
@@ -182,15 +183,17 @@ class Elsewhere:
                 self._looked_at[node] = now
         for node, link in list(self._links.items()):
             for welcome in _welcomes(link):
-                if welcome.run == self.run and welcome.terms:
+                if welcome.run in (self.run, self._other) or (self.serves and not welcome.count):
                     yield self._known[node], link, welcome
 
     def takes_over(self, now: float, silent_s: float) -> bool:
         """Whether this node has to serve the run from now on."""
         served = self._known.get(self.term.node)
-        if silent_s < LOOK_AFTER_S or served is None or self._node not in self._standbys:
+        if silent_s < LOOK_AFTER_S or served is None:
             return False
-        return takes_over(self._standbys.index(self._node), silent_s, self._knock(served.address, now))
+        # A copy from before the last standbys were chosen is better than none: its node comes after them.
+        rank = [*self._standbys, self._node].index(self._node)
+        return takes_over(rank, silent_s, self._knock(served.address, now))
 
     def take(self, place: Place) -> None:
         """Keep the connection to a place no more: it is the one to the server that this node follows."""

@@ -221,7 +221,7 @@ def _take_over(
     for old in folder.glob(f"{path.name}*"):
         old.unlink()
     journal = Journal(path)
-    journal.save(taken_over(state, node), rounds)
+    journal.save(taken_over(state, local.next_terms()), rounds)
     journal.close()
     arguments = ["--global", "--launched", "--continue", "--listen", offer]
     arguments += ["--journal", str(path), "--results", str(folder)]

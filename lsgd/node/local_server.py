@@ -36,6 +36,7 @@ from lsgd.protocol.messages import (
     StatusQuery,
     Stop,
     StopRun,
+    Term,
     VersionError,
     Waiting,
     WorkerHello,
@@ -166,6 +167,11 @@ class LocalServer:
         others = self.elsewhere.links if self.elsewhere else []
         return self._listener, self._global, self.processes, *others
 
+    def next_terms(self) -> tuple[Term, ...]:
+        """Return the terms of the run with the one in which this node serves next."""
+        assert self.elsewhere is not None
+        return succession.successor(self.elsewhere.terms, self._node)
+
     @property
     def deposed(self) -> bool:
         """Whether another node's server serves the run, and this node follows it."""
@@ -233,7 +239,7 @@ class LocalServer:
         self._upward(now)
         self._report_dead()
         self._downward(now)
-        if self.elsewhere is not None and self.heard_at is not None and not self._ending:
+        if self.elsewhere is not None and not self._ending:
             self._look_elsewhere(self.elsewhere, now)
         for refusal in self._refusals.report(self._listener, now):
             self._complain(refusal)
@@ -261,11 +267,14 @@ class LocalServer:
 
         While this node's own server answers, it alone decides what follows from another one.
         """
-        assert self.heard_at is not None
-        silent_s = max(now - self.heard_at, LOOK_AFTER_S if self._given_way else 0.0)
+        silent_s = 0.0 if self.heard_at is None else now - self.heard_at
+        if self._given_way or self.takes_over:
+            silent_s = max(silent_s, LOOK_AFTER_S)
         for place, link, welcome in list(elsewhere.hear(now, silent_s, replace(self._hello(), looks=True))):
             moves = succession.move(elsewhere.term, welcome.terms)
-            if not elsewhere.serves or silent_s >= SILENT_AFTER_S or self._given_way:
+            if welcome.run != elsewhere.run:
+                moves = (Move.ANEW if elsewhere.run else Move.CONTINUE) if self._given_way else Move.STAY
+            if not elsewhere.serves or silent_s >= SILENT_AFTER_S or self._given_way or self.takes_over:
                 if moves is not Move.STAY:
                     self._follow(elsewhere, place, link, welcome, anew=moves is Move.ANEW)
                     return
@@ -274,7 +283,7 @@ class LocalServer:
             else:
                 theirs = Meet(welcome.run, welcome.terms, welcome.count, place, welcome.beaten)
                 self._global.send([encode(theirs)])
-        if not self.takes_over and self.copy.number and elsewhere.takes_over(now, silent_s):
+        if not self.takes_over and self._place and self.copy.number and elsewhere.takes_over(now, silent_s):
             self.takes_over = True
             self._complain(
                 f"the global server at {self._global.address} has been silent for {silent_s:.0f} s: node{self._node} "
@@ -291,9 +300,10 @@ class LocalServer:
         self._when_moved(link.address, place.key)
         if self.copy.number and not anew:
             link.send([encode(self.copy.offer())])
-        self._welcomed(elsewhere, welcome)
         if anew:
             self._dismiss_workers(f"the run continues at node{place.node}, without what was learned here since the cut")
+        self._run = welcome.run
+        self._welcomed(elsewhere, welcome)
         self._greeted_at = -math.inf
 
     def _welcomed(self, elsewhere: Elsewhere, welcome: NodeWelcome) -> None:
@@ -441,10 +451,10 @@ class LocalServer:
                 self._heard(message, now)
             case Copy():
                 self.copy.take(message)
-            case Moved(run, place, reason) if self.elsewhere is not None and run == self.elsewhere.run:
+            case Moved(run, place, reason, other) if self.elsewhere is not None and self.elsewhere.run in ("", run):
                 if not self._given_way:
                     self._complain(reason)
-                self.elsewhere.add(place)
+                self.elsewhere.add(place, other)
                 self._given_way = True
             case Status():
                 self._stop = ""
@@ -467,7 +477,9 @@ class LocalServer:
         same = welcome.run == self.elsewhere.run
         if same and welcome.terms and welcome.terms[-1] < self.elsewhere.term:
             return
-        anew = same and succession.move(self.elsewhere.term, welcome.terms) is Move.ANEW
+        moves = succession.move(self.elsewhere.term, welcome.terms)
+        anew = same and moves is Move.ANEW
+        self.takes_over = self.takes_over and moves is Move.STAY  # it has met another one that goes on
         self._welcomed(self.elsewhere, welcome)
         if anew:
             self._dismiss_workers(f"the global server at {self._global.address} continues another part of the run")

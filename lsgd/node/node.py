@@ -174,11 +174,12 @@ class Node:
         if not self._serves_run or not self._local.deposed or self._is_over:
             return
         self._deposed_at = min(self._deposed_at, self._now)
-        servers = [child for child in self._children if child.role.serves]
-        if self._now - self._deposed_at < DEPOSED_S and any(child.status is None for child in servers):
-            return
+        if self._now - self._deposed_at >= DEPOSED_S:
+            self._depose()
+
+    def _depose(self) -> None:
         self._say("another node serves the run from now on")
-        for child in servers:
+        for child in [child for child in self._children if child.role.serves]:
             child.send(signal.SIGKILL)
             self._due.pop(child.name, None)
             self._children.remove(child)
@@ -259,6 +260,7 @@ class Node:
                 self._judge(child)
             is_news = not child.is_ending or (child.killed_from_outside and self._is_wanted(child))
             if child.role is Role.SERVER and child.status == MOVED:
+                self._depose()
                 continue
             if child.status and is_news and not self._schedule_restart(child):
                 self._fail(child)

@@ -311,7 +311,7 @@ class NodeWelcome:
 
     Args:
         terms: those of the run, up to the server's own.
-        count: iterations of the run.
+        count: iterations of the run; 0 if no worker that is here has its model.
         places: the server's own, and those of its standbys, the first one first.
         beaten: terms of other parts of the run that this one has met, and that have to give up.
         relay: address of the relay, and ``relay_secret`` the proof that one is a member; empty: there is none.
@@ -342,11 +342,15 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """This server has given up, because another one at ``place`` has more of the run: follow that one."""
+    """This server has given up, because another one at ``place`` has more of the run: follow that one.
+
+    ``run`` is this server's, ``other`` that of the other one: another run if this one has not begun.
+    """
 
     run: str
     place: Place
     reason: str
+    other: str
 
 
 @dataclass(frozen=True, slots=True)

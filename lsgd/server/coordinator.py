@@ -144,15 +144,19 @@ class Coordinator:
     def meet(self, other: Meet, now: float) -> Decision:
         """Compare this part of the run with another one that it meets: one of the two gives up."""
         self._set_time(now)
-        state, count = self.state, self.state.ledger.count
-        if other.run == state.run and other.terms and not state.closed:
+        state, count = self.state, self.state.learned
+        words = {"node": other.place.node, "theirs": other.count, "count": count}
+        if other.run != state.run and other.count and state.roster.generation is None:
+            reason = Why.JOINS_RUN(run=other.run, **words)
+            state.note(reason)
+            state.gives_way = Moved(state.run, other.place, reason, other.run)
+        elif other.run == state.run and other.terms and not state.closed:
             mine, theirs = state.terms[-1], other.terms[-1]
-            words = {"node": other.place.node, "theirs": other.count, "count": count}
             match succession.meet(mine, count, theirs, other.count, other.beaten):
                 case Outcome.GIVE_UP:
                     reason = Why.GIVES_UP(**words)
                     state.note(reason)
-                    state.gives_way = Moved(state.run, other.place, reason)
+                    state.gives_way = Moved(state.run, other.place, reason, state.run)
                 case Outcome.GO_ON:
                     state.terms = (*state.terms, Term(theirs.number + 1, mine.node))
                     state.beaten += (theirs,)

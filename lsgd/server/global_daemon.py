@@ -333,11 +333,12 @@ class GlobalDaemon:
         held.take(copy)
         saved, rounds = held.load()
         try:
-            state = restore(taken_over(saved, before.terms[-1].node), now)
+            state = restore(taken_over(saved, before.terms), now)
         except ConfigError as error:
             raise ProtocolError(str(error)) from None
         version = (state.changes, state.ledger.count)
-        if state.run != before.run or state.terms != before.terms or version <= self._begun_from:
+        known = [[term.number, term.node] for term in before.terms]
+        if state.run != before.run or saved["terms"][-1] not in known or version <= self._begun_from:
             return
         last = before.book.elections[-1].round if before.book.elections else 0
         state.book.elections.extend([*before.book.elections, *(one for one in rounds if one.round > last)])
@@ -413,9 +414,7 @@ class GlobalDaemon:
     def _welcome(self, now: float) -> NodeWelcome:
         state = self._state
         places = self._standbys.places(state, now) if self._standbys else ()
-        return NodeWelcome(
-            state.run, state.terms, state.ledger.count, places, state.beaten, state.relay, state.relay_secret
-        )
+        return NodeWelcome(state.run, state.terms, state.learned, places, state.beaten, state.relay, state.relay_secret)
 
     def _rendezvous_for(self, message: Put | Get, peer: bytes) -> None:
         self._routes[message.worker, message.incarnation] = peer

@@ -14,7 +14,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +32,6 @@ from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState, OpenRound, Roster, finite
 from lsgd.server.state import RunState
-from lsgd.server.succession import successor
 
 LOCK_WAIT_S = 2.0
 """How long a server waits for another one that still locks the file, and may be about to end."""
@@ -303,15 +302,14 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
     }
 
 
-def taken_over(saved: dict[str, Any], node: int) -> dict[str, Any]:
-    """Return the state from a copy, as the server on ``node`` that takes over continues from it.
+def taken_over(saved: dict[str, Any], terms: Sequence[Term]) -> dict[str, Any]:
+    """Return the state from a copy, as the server that takes over continues from it; ``terms``: with its own.
 
     Rounds may have been ordered that the copy does not have, so the generation is over.
     """
-    terms = successor([Term(*term) for term in saved["terms"]], node)
     state = saved | {"terms": [[term.number, term.node] for term in terms], "moved": True}
     if saved["generation"] is not None and not saved["broken"][0]:
-        state["broken"] = Why.SERVER_MOVED(node=node, before=terms[-2].node).to_json()
+        state["broken"] = Why.SERVER_MOVED(node=terms[-1].node, before=terms[-2].node).to_json()
     return state
 
 

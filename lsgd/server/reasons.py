@@ -117,6 +117,10 @@ class Why(enum.Enum):
         "TWO PARTS OF THE RUN MEET: that of node{node} has {theirs} iterations and goes on; the {count} of this one "
         "are dropped, and its workers join there as newcomers"
     )
+    JOINS_RUN = (
+        "run {run} continues at node{node}, with {theirs} iterations: this node takes part in that one. For a new run, "
+        "end the other one first (lsgd stop)"
+    )
     BEATS = (
         "TWO PARTS OF THE RUN MEET: this one has {count} iterations and goes on, in term {term}; the {theirs} of "
         "node{node} are dropped, and its workers join here as newcomers"

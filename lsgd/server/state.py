@@ -14,6 +14,9 @@ from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
 from lsgd.server.roster import Member, MemberState, OpenRound, Roster, named, transfer_of
 
+HERE_S = 5.0
+"""A worker that was heard at most so long ago counts as being there."""
+
 LONG_ROUND_S = 3.0
 """After how long a round that nobody waits for is mentioned."""
 
@@ -127,6 +130,12 @@ class RunState:
     def in_vain(self) -> bool:
         """Whether the run has ended without a consensus because its rounds kept failing."""
         return self.closed and self.book.hopeless
+
+    @property
+    def learned(self) -> int:
+        """How many iterations count when two parts of the run meet: none if no worker with the model has been heard."""
+        here = (m for m in self.roster.holders() if m.spent and self.now - m.heard_at < HERE_S)
+        return self.ledger.count if any(here) else 0
 
     @property
     def limit(self) -> float:

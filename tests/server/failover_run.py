@@ -20,6 +20,7 @@ from lsgd.plan.plan import Plan
 from lsgd.protocol.messages import Evicted, Go, Over, Place, Refused, Round, Stop, Term, Upward, decode, encode
 from lsgd.protocol.sockets import Connector, Listener
 from lsgd.server.coordinator import Coordinator
+from lsgd.server.course import Course
 from lsgd.server.global_daemon import GIVE_WAY_S, GlobalDaemon
 from lsgd.server.journal import restore, taken_over
 from lsgd.server.standbys import Standbys
@@ -251,7 +252,11 @@ class Host:
         self.after(self.random.uniform(*START_S), self._restart)
 
     def _restart(self) -> None:
-        if self.server is None and self.journal.state is not None:
+        if self.server is not None:
+            return
+        if self.journal.state is None:  # it gave up before it died: the launcher begins a new run
+            self.serve(RunState(self.plan, f"run{next(self.world.numbers)}", now=self.world.now))
+        else:
             state = restore(json.loads(self.journal.state), self.world.now)
             state.book.elections.extend(self.journal.elections)
             self.serve(state)
@@ -266,8 +271,7 @@ class Host:
     def reboot(self) -> None:
         """Start the machine again, and what it had, from its disk."""
         self.boot()
-        if self.journal.state is not None:
-            self.after(self.random.uniform(*START_S), self._restart)
+        self.after(self.random.uniform(*START_S), self._restart)
 
     def thaw(self) -> None:
         self.frozen = False
@@ -302,7 +306,7 @@ class Host:
         if not self._starting or self.server is not None:
             return
         saved, rounds = self.local.copy.load()
-        state = restore(taken_over(saved, self.index), self.world.now)
+        state = restore(taken_over(saved, self.local.next_terms()), self.world.now)
         state.book.elections.extend(rounds)
         self.serve(state)
 
@@ -373,6 +377,7 @@ class World:
         self.names: dict[int, str] = {}
         self.workers: list[Worker] = []
         self.takeovers = 0
+        self._course = Course(plan.phases)
         self.cuts: set[frozenset[int]] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -385,10 +390,7 @@ class World:
     @property
     def course(self) -> Any:
         """Of the servers: it is the plan's all the time."""
-        return self._any_state().course
-
-    def _any_state(self) -> RunState:
-        return next(host.server._state for host in self.hosts if host.server is not None)
+        return self._course
 
     @property
     def is_over(self) -> bool:
@@ -501,7 +503,7 @@ class World:
         begun = server._state.ledger.count
         self.until(lambda: len(self.serving()) == 1 and self.serving()[0]._state.ledger.count >= begun + 20)
         (server,) = self.serving()
-        limit = server._state.ledger.count + 30
+        limit = server._state.ledger.count + 250  # more than has been granted
         server._act(server.coordinator.tick(self.now))
         server.coordinator.change({"iterations": str(limit)})
         self.until(lambda: server._state.closed)
@@ -517,10 +519,9 @@ class World:
 
     def _check_models(self, state: RunState) -> None:
         """One model; what is in it was counted, and nothing was counted that nobody has made."""
-        final = max(
-            (w.current.round for w in self.workers if isinstance(w.current, Stop) and w.current.round), key=by_id
-        )
-        ends = [w for w in self.workers if isinstance(w.current, Stop) and w.current.round == final]
+        stopped = [w for w in self.workers if isinstance(w.current, Stop) and w.current.round is not None]
+        final = max((w.round for w in stopped), key=lambda order: order.id)
+        ends = [w for w in stopped if w.round == final]
         if {w.name for w in ends} != set(members_of(final)):
             raise BrokenError("not all members have made the last round")
         if any(w.model != ends[0].model for w in ends):
@@ -545,12 +546,9 @@ class World:
         servers = {h.index: (h.server._state.terms, h.server._state.ledger.count) for h in self.hosts if h.server}
         waits = [s._state.waits_for(self.now) for s in self.serving()]
         follows = {h.index: h.local.elsewhere.term for h in self.hosts if h.alive and h.local.elsewhere}
-        notes = [f"{index}: {note}" for index, note in self.notes[-15:]]
-        return "\n".join([f"{self.now:.1f}", *map(str, (states, servers, waits, follows)), *self.lines[-40:], *notes])
-
-
-def by_id(order: Round) -> int:
-    return order.id
+        lines = [line for line in self.lines if "been silent" not in line and "answers at" not in line]
+        notes = [f"{index}: {note}" for index, note in self.notes[-25:]]
+        return "\n".join([f"{self.now:.1f}", *map(str, (states, servers, waits, follows)), *lines[-60:], *notes])
 
 
 def members_of(order: Round) -> tuple[str, ...]:

@@ -10,12 +10,13 @@ import argparse
 import random
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 
 from lsgd.server import daemon
 
-from .failover_run import Host, World
+from .failover_run import BrokenError, Host, World
 from .helpers import make_plan
 
 FAULTS = ("death", "death in the take-over", "partition", "cut", "freeze", "server killed", "return")
@@ -121,7 +122,8 @@ def main() -> int:
             world, faults = search(seed)
         except Exception as error:
             broken += 1
-            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
+            where = "" if isinstance(error, BrokenError) else traceback.format_exc()
+            print(f"seed {seed}: {type(error).__name__}: {error}\n{where}", flush=True)
             continue
         struck += faults
         takeovers += world.takeovers
