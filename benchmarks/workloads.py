@@ -2,8 +2,8 @@
 
 - :class:`Digits` (W1): handwritten digits, a small convolutional network with batch-norm.
 - :class:`Bytes` (W2): the next byte of the standard library's own sources, a transformer of 0.25 million parameters.
-- :class:`Text`, :class:`TextFull`, :class:`VisionDigits`, :class:`SkewedDigits`: tasks in which exchanging is worth
-  something, since one worker sees too few samples; their learning rate warms up and decays.
+- :class:`Text`, :class:`TextFull`, :class:`Gpt`, :class:`VisionDigits`, :class:`SkewedDigits`: tasks in which
+  exchanging is worth something, since one worker sees too few samples; their learning rate warms up and decays.
 - :class:`TimedMLP` (W3): 25 million parameters, whose layers take a set time beside what they compute.
 - :class:`WideDigits` (W4): the digits of W1 for an MLP of 5 million parameters: real compute, and many bytes.
 """
@@ -333,6 +333,18 @@ class TextFull(Text):
     width, layers = 160, 3
 
 
+class Gpt(Text):
+    """:class:`Text` for a transformer of 49 million parameters and few steps: a step of seconds, a model of 198 MB."""
+
+    name = "gpt"
+    steps = 96
+    evaluate_every = 8
+    target_loss = 2.6
+    batch_size = 4
+    learning_rate = 6e-4
+    width, layers = 640, 10
+
+
 def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Return bytes and the bytes that follow them, each int64 of shape (windows, context)."""
     places = starts[:, None] + torch.arange(context + 1)
@@ -340,7 +352,9 @@ def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
     return found[:, :-1], found[:, 1:]
 
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Text, VisionDigits, SkewedDigits, TextFull, Digits, Bytes)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (Text, VisionDigits, SkewedDigits, TextFull, Gpt, Digits, Bytes)
+}
 """What is learned, by name."""
 
 # -- a wide model that is only sent --------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.settings import AlgorithmSettings
 
-MORE_STEPS = 32  # of methods with a period, so that the slower worker too sees the end of those that count
-DEADLINE_S = 900.0
+MORE_STEPS = 32  # at most, of methods with a period, so that the slower worker too sees the end of those that count
+DEADLINE_S = 3600.0
 
 DEFAULT = "default"
 """The method of a plan that says nothing: its servers choose the period."""
@@ -134,7 +134,7 @@ def start_ours(
     testbed: Testbed, method: str, steps: int, settings: Settings, folder: Path, arguments: Sequence[str]
 ) -> list[Process]:
     """Start the launchers of one of lsgd's methods, whose plan differs from the defaults in the period only."""
-    more = MORE_STEPS if method in (*PERIODIC, DEFAULT) else 1
+    more = min(MORE_STEPS, steps // 4) if method in (*PERIODIC, DEFAULT) else 1
     limits = RunSettings(workers=settings.nodes, iterations=settings.nodes * (steps + more))
     command = [sys.executable, "-m", "benchmarks.endtoend.worker", *arguments]
     plan = Plan(limits, (Phase(algorithm_of(method, settings.period)),))

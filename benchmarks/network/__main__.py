@@ -34,6 +34,7 @@ NODES = (2, 3, 4)
 METHODS = tuple(method for method in ALL if method not in (ONE_MACHINE, *SAME_MESSAGES))
 QUICK_METHODS = ("ddp", "ddp-powersgd1", "post-local-sgd", "leader-8bit", "bytegrad", "decentralized")
 LATENCY_METHODS = ("ddp", "allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "leader")
+ALL_LINKS = ("unlimited", "1gbit", "100mbit", "10mbit", "100mbit-5ms", "100mbit-25ms")
 LATENCY_LINK = "100mbit-25ms"
 
 FULL = Settings(WIDTH, compute_ms=100.0, period=64, periods=1, steps=2)
@@ -76,7 +77,7 @@ def options_of() -> argparse.Namespace:
     elif options.quick:
         options.links, options.methods = options.links or ["100mbit"], options.methods or QUICK_METHODS
         options.nodes = options.nodes or [2]
-    options.links, options.methods = options.links or list(LINKS), options.methods or METHODS
+    options.links, options.methods = options.links or ALL_LINKS, options.methods or METHODS
     options.nodes = options.nodes or list(NODES)
     return options
 

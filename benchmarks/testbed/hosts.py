@@ -61,6 +61,8 @@ LINKS: Mapping[str, tuple[float | None, float]] = {
     "10mbit": (10.0, 0.0),
     "100mbit-5ms": (100.0, 5.0),
     "100mbit-25ms": (100.0, 25.0),
+    "100mbit-20ms": (100.0, 20.0),
+    "10mbit-20ms": (10.0, 20.0),
 }
 """Names of the networks that benchmarks use: rate in Mbit/s (None: no limit) and one-way latency in ms."""
 

@@ -109,8 +109,13 @@ class Algorithm:
     def shared_state(self) -> Sequence[Tensor]:
         """Return the tensors that are equal on all members, for the worker to overwrite with another member's.
 
-        When a generation begins, ``round.source`` sends them to all members before :meth:`reset`.
+        When a generation begins, all members have those of ``round.source`` before :meth:`reset`; what a member has
+        already is not sent.
         """
+        return ()
+
+    def common_model(self) -> Flat:
+        """Return the part of the shared state with which a newcomer's model begins; empty: with the source's model."""
         return ()
 
     def state_dict(self) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from lsgd.settings import Schedule, setting
 
 log = logging.getLogger(__name__)
 
-PIECE_NUMEL = 1 << 17
-"""Elements of a change that are measured at a time."""
+PIECE_NUMEL, ROW_NUMEL = 1 << 17, 1 << 10
+"""Elements of a change that are multiplied at a time, and those of a row whose norm is computed at once."""
 
 
 def rescale(*, default: bool) -> Any:
@@ -261,7 +261,7 @@ class LocalSGD(Delayed):
         def transfer() -> None:
             own = _squared(changes) if changes and (self.settings.rescale or self._judges(group)) else None
             for index, change in enumerate(changes):
-                if group.rank in self._left_out(group):
+                if group.rank in self._left_out(group, order):
                     change.zero_()
                 self._average(change, fragment, index, group, order)
             if own is not None:
@@ -280,9 +280,10 @@ class LocalSGD(Delayed):
         """Whether members judge each other's changes."""
         return self.settings.drop_outliers and not self.settings.delay and group.size >= FEWEST
 
-    def _left_out(self, group: Group) -> Collection[int]:
-        """Return the ranks whose changes do not count in this round."""
-        return self._outliers.left_out if self._judges(group) else ()
+    def _left_out(self, group: Group, order: Round) -> Collection[int]:
+        """Return the ranks whose changes do not count in this round: outliers, and newcomers, which have none."""
+        new = {*order.new} - {order.source}
+        return new | self._outliers.left_out if self._judges(group) else new
 
     def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> None:
         """Replace ``change`` by its mean over all members, bit-identical on all."""
@@ -305,7 +306,7 @@ class LocalSGD(Delayed):
 
         def change(broken: float, spoilt: float, *measured: float) -> None:
             sums = [measured[start : start + SUMS] for start in range(0, len(measured), SUMS)]
-            scale = self._scale(sums, self._left_out(group))
+            scale = self._scale(sums, self._left_out(group, order))
             found = self._outliers.judge(sums) if self._judges(group) else {}
             self._report(found, group, order)
             fragment = order.exchanges % len(self._fragments)
@@ -349,7 +350,7 @@ class LocalSGD(Delayed):
                     "it fits",
                     *(order.id, order.generation.members[rank], reason),
                 )
-        self.counts = group.rank not in self._left_out(group)
+        self.counts = group.rank not in self._outliers.left_out
         if self._outliers.gives_up(group.rank):
             self._gives_up = (
                 f"the changes of this worker's model have not fitted to the others' in {PATIENCE} rounds, so its data, "
@@ -380,6 +381,10 @@ class LocalSGD(Delayed):
         """Return the common model and the outer step's velocity, if it has momentum."""
         return [*self.common, *self.velocity]
 
+    def common_model(self) -> list[Tensor]:
+        """Return the common model: a newcomer has changed nothing in it yet."""
+        return self.common
+
     def state_dict(self) -> dict[str, Any]:
         """Return the common model, the outer step's velocity, and what rounding lost."""
         feedback = [[each.state_dict() for each in fragment] for fragment in self._feedback]
@@ -397,9 +402,14 @@ class LocalSGD(Delayed):
 
 
 def _squared(changes: Flat) -> Tensor:
-    """Return the squared length of a change, computed in pieces, each copied to float64."""
-    pieces = (x[start : start + PIECE_NUMEL] for x in changes for start in range(0, len(x) or 1, PIECE_NUMEL))
-    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in pieces]).square().sum()
+    """Return the squared length of a change, float64; the norms of rows of a float32 change are float32."""
+    norms = []
+    for x in changes:
+        whole, dtype = len(x) // ROW_NUMEL, torch.promote_types(x.dtype, torch.float32)
+        rows, rest = x[: whole * ROW_NUMEL].view(whole, ROW_NUMEL), x[whole * ROW_NUMEL :]
+        norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=dtype))
+        norms.append(torch.linalg.vector_norm(rest, dtype=dtype).view(1))
+    return torch.cat(norms).to(torch.float64).square().sum()
 
 
 def _product(parts: Iterator[tuple[Tensor, ...]], changes: Flat) -> Tensor:

@@ -371,6 +371,7 @@ def _workers(settings: LaunchSettings, local: str, environ: Mapping[str, str]) -
             "LSGD_WORKERS": str(settings.place.nodes * settings.workers),
             "LSGD_RUN_DIR": str(settings.run_dir),
             "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads),
+            "THP_MEM_ALLOC_ENABLE": environ.get("THP_MEM_ALLOC_ENABLE", "1"),  # huge pages for tensors on a CPU
         }
         if settings.resume:
             variables["LSGD_RESUME"] = str(settings.run_dir / CHECKPOINTS)

@@ -30,7 +30,7 @@ class RunSettings:
     seconds: float = setting(0.0, "end this long after the first iteration; 0: no limit", low=0)
     transport: str = setting(
         "auto",
-        "what carries tensors; auto: nccl where each worker has a GPU of its own, and tcp elsewhere",
+        "what carries tensors; auto: nccl inside nodes where each worker has a GPU of its own, and tcp elsewhere",
         choices=TRANSPORTS,
         valid=_is_transport,
     )

@@ -449,6 +449,8 @@ class Generation:
         indices: each member's index on its machine, in rank order.
         transport: ``tcp`` or ``nccl``.
         missed: pairs of nodes, one after the other: the first cannot dial the second. Empty when ``nodes`` is.
+        nccl_nodes: nodes whose members exchange over NCCL among themselves, while ``transport`` carries tensors
+            between nodes. Empty when ``nodes`` is.
     """
 
     number: int
@@ -457,6 +459,7 @@ class Generation:
     indices: tuple[int, ...]
     transport: str
     missed: tuple[int, ...] = ()
+    nccl_nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.node_sizes) or sum(self.node_sizes) != len(self.indices):
@@ -465,12 +468,25 @@ class Generation:
             )
 
     @classmethod
-    def of(cls, number: int, places: Sequence[tuple[int, int]], transport: str, missed: tuple[int, ...] = ()) -> Self:
+    def of(
+        cls,
+        number: int,
+        places: Sequence[tuple[int, int]],
+        transport: str,
+        missed: tuple[int, ...] = (),
+        nccl_nodes: tuple[int, ...] = (),
+    ) -> Self:
         """Return the generation of workers at ``places``: (node, index) in rank order, those of a node together."""
         sizes = {node: 0 for node, _ in places}
         for node, _ in places:
             sizes[node] += 1
-        return cls(number, tuple(sizes), tuple(sizes.values()), tuple(index for _, index in places), transport, missed)
+        indices = tuple(index for _, index in places)
+        return cls(number, tuple(sizes), tuple(sizes.values()), indices, transport, missed, nccl_nodes)
+
+    @property
+    def carriers(self) -> str:
+        """What carries its tensors, in words."""
+        return f"{self.transport}, and nccl inside nodes" if self.nccl_nodes else self.transport
 
     @property
     def homes(self) -> tuple[int, ...]:

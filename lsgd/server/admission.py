@@ -192,12 +192,18 @@ def origin_of(joins: Iterable[Join]) -> Origin:
     return max(having, key=lambda origin: (origin.iterations, having[origin], origin.run), default=Origin())
 
 
-def transport_of(wanted: str, joins: Sequence[Join]) -> str:
-    """Return what carries tensors between these workers; ``auto``: NCCL if each has a GPU of its own, else TCP."""
+def transport_of(wanted: str, joins: Sequence[Join]) -> tuple[str, tuple[int, ...]]:
+    """Return what carries tensors between these workers, and the nodes inside which NCCL does instead.
+
+    ``auto``: NCCL inside each node where each of several workers has a GPU of its own, and TCP elsewhere.
+    """
     if wanted != "auto":
-        return wanted
-    gpus = [join.gpu for join in joins]
-    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "tcp"
+        return wanted, ()
+    gpus: dict[int, list[str]] = {}
+    for join in joins:
+        gpus.setdefault(join.node, []).append(join.gpu)
+    nccl_nodes = tuple(node for node, names in gpus.items() if all(names) and 1 < len(names) == len(set(names)))
+    return ("nccl", ()) if nccl_nodes and len(gpus) == 1 else ("tcp", nccl_nodes)
 
 
 def objection(join: Join, others: Sequence[Join], transport: str) -> Reason:

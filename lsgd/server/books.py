@@ -278,7 +278,7 @@ def abridged(answer: Go | Stop, member: Member) -> Go | Stop:
     order = answer.round
     if order is None or order.generation.number != member.met:
         return answer
-    generation = replace(order.generation, nodes=(), node_sizes=(), indices=(), missed=())
+    generation = replace(order.generation, nodes=(), node_sizes=(), indices=(), missed=(), nccl_nodes=())
     return replace(answer, round=replace(order, generation=generation))
 
 

@@ -382,9 +382,14 @@ class Roster:
         return [m for m in self.members.values() if now - m.heard_at > run.lease_s and m not in self.spared]
 
     def begin_generation(
-        self, members: Sequence[Member], transport: str, missed: tuple[int, ...] = (), least: int = 1
+        self,
+        members: Sequence[Member],
+        transport: str,
+        missed: tuple[int, ...] = (),
+        nccl_nodes: tuple[int, ...] = (),
+        least: int = 1,
     ) -> Generation:
-        """Make ``members``, all held and in rank order, the generation; ``transport`` and ``missed`` are its fields.
+        """Make ``members``, all held and in rank order, the generation; the other arguments are its fields.
 
         ``least``: the lowest number that it may have.
         """
@@ -395,7 +400,7 @@ class Roster:
             member.rank = rank
             self._to_queue(member).held += 1
         number = max(self.generation.number + 1 if self.generation else 1, least)
-        self.generation = Generation.of(number, [m.place for m in members], transport, missed)
+        self.generation = Generation.of(number, [m.place for m in members], transport, missed, nccl_nodes)
         return self.generation
 
     def end_generation(self, reason: Reason) -> list[Member]:

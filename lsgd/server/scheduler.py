@@ -173,15 +173,16 @@ def _begin_generation(state: RunState, members: Sequence[Member]) -> None:
         takers = f"; taking over their model: {others}" if others else ""
         holders = named(m for m in members if m.synced)
         state.note(Why.RESUMED(count=state.ledger.count, holders=holders, takers=takers))
-    transport = transport_of(state.plan.transport, [m.join for m in members])
+    transport, nccl_nodes = transport_of(state.plan.transport, [m.join for m in members])
+    missed = state.ways.missed({m.join.node for m in members})
     # Each generation has a round of its own at least, so this number is after those of rounds that are not known here.
     least = state.book.next_id if state.moved and state.book.skipped else 1
-    generation = roster.begin_generation(members, transport, state.ways.missed({m.join.node for m in members}), least)
+    generation = roster.begin_generation(members, transport, missed, nccl_nodes, least)
     if before is not None and not any(m.synced for m in members):
         state.note(Why.NO_HOLDER())
     state.happened(GenerationBegan(generation, reason.code, str(reason)))
     workers, nodes = number_of(len(members), "worker"), number_of(len(roster.queues), "node")
-    words = {"transport": generation.transport, "why": f" ({reason})" if reason else "", "reason": reason}
+    words = {"transport": generation.carriers, "why": f" ({reason})" if reason else "", "reason": reason}
     state.note(Why.GENERATION(number=generation.number, workers=workers, nodes=nodes, **words))
     state.book.fresh = True
 

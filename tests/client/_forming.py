@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from lsgd.client.groups.base import Members
+from lsgd.client.groups.store import store_of
 from lsgd.client.groups.torch_group import TorchGroup, torch_group
 from lsgd.errors import ExchangeError
 from lsgd.plan.plan import Plan
@@ -52,7 +54,9 @@ def child(end: Callable[[TorchGroup], None]) -> None:
     """Form a group of two, whose other member publishes nothing."""
     with Switchboard(Path(tempfile.mkdtemp())) as switchboard:
         membership = switchboard.member("node0/worker0", Plan(RunSettings(exchange_timeout_s=WITHIN_S)))
-        end(torch_group(generation(2), membership, backend="gloo"))
+        formed = generation(2)
+        members = Members.of(formed, membership.join.worker)
+        end(torch_group(members, membership, store_of(formed, membership), backend="gloo"))
 
 
 def main() -> None:

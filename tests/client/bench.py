@@ -36,9 +36,11 @@ from ..integration.running import until
 CERTIFICATE = run_certificate(b"s" * 32, "run")
 
 
-def generation(*node_sizes: int, number: int = 1, transport: str = "tcp") -> Generation:
+def generation(
+    *node_sizes: int, number: int = 1, transport: str = "tcp", nccl_nodes: tuple[int, ...] = ()
+) -> Generation:
     places = [(node, index) for node, size in enumerate(node_sizes) for index in range(size)]
-    return Generation.of(number, places, transport)
+    return Generation.of(number, places, transport, nccl_nodes=nccl_nodes)
 
 
 class Switchboard:

@@ -213,6 +213,23 @@ def test_a_newcomer_does_not_weigh_in_the_consensus(switchboard) -> None:
     assert members.values("linear.weight") == [1.5] * 3
 
 
+@pytest.mark.parametrize("compression", ["none", "minmax8"])
+def test_a_newcomer_of_local_sgd_begins_with_the_common_model_and_has_no_change(switchboard, compression) -> None:
+    settings = LocalSettings(period=4, compression=compression, rescale=False)
+    members = Members(switchboard, 3, settings=settings, buffers="keep")
+    members.run(members.round(new=(1, 2)))
+    assert members.values("linear.weight") == [1.0] * 3
+    with torch.no_grad():
+        for model, value in zip(members.models, (2.0, 4.0, 9.0), strict=True):
+            for x in model.parameters():
+                x.fill_(value)
+    assert members.run(members.round(2, number=2, new=(2,), source=1)) == [None] * 3
+    assert members.values("linear.weight") == pytest.approx([3.0] * 3, rel=1e-6)  # the mean of 1 and 3 more
+    assert members.values("frozen.weight") == [2.0, 4.0, 4.0]
+    (first, second, third) = ([*replica.flat.buffers] for replica in members.replicas)
+    assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(first, second, third, strict=True))
+
+
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_newcomer_takes_the_optimizers_state_if_the_plan_says_so(switchboard, sync) -> None:
     members = Members(switchboard, 2, sync_optimizer=sync)

@@ -30,21 +30,21 @@ from .bench import Switchboard, generation, together
 
 
 @pytest.fixture
-def switchboard(tmp_path):
+def switchboard(tmp_path, monkeypatch):
+    monkeypatch.setattr("lsgd.client.groups.form.torch_group", partial(torch_group, backend="gloo"))
     with Switchboard(tmp_path) as made:
         yield made
 
 
-def run(switchboard, node_sizes, work, *, number=1, missing=(), timeout_s=20.0, transport="nccl", certificate=b""):
-    """Return what ``work(group)`` returns on every member that is not missing."""
-    members = generation(*node_sizes, number=number, transport=transport)
+def run(switchboard, node_sizes, work, *, missing=(), timeout_s=20.0, certificate=b"", **fields):
+    """Return what ``work(group)`` returns on every member that is not missing; ``fields``: of the generation."""
+    members = generation(*node_sizes, **{"transport": "nccl", **fields})
     plan = Plan(RunSettings(exchange_timeout_s=timeout_s))
     ranks = [rank for rank in range(len(members.members)) if rank not in missing]
     memberships = {rank: switchboard.member(members.members[rank], plan, certificate) for rank in ranks}
 
     def member(rank: int):
-        over_tcp = transport == "tcp"
-        group = (form if over_tcp else partial(torch_group, backend="gloo"))(members, memberships[rank])
+        group = form(members, memberships[rank])
         try:
             return work(group)
         finally:

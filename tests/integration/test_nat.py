@@ -60,17 +60,25 @@ while True:
 """In the place of the relay: passes everything on to it, but for one bit of one connection."""
 
 
-def begin(testbed: Testbed, folder: Path, phases: tuple[tuple[str, int], ...], *run: str) -> list[Fork]:
-    """Start ``steady.py`` on all hosts, with these algorithms one after the other, each for so many iterations."""
+def begin(
+    testbed: Testbed, folder: Path, phases: tuple[tuple[str, int], ...], *run: str, workers: int = 1, script: str = ""
+) -> list[Fork]:
+    """Start ``steady.py`` on all hosts, with these algorithms one after the other, each for so many iterations.
+
+    ``workers``: on each host; ``script``: an argument of its.
+    """
     folder.mkdir(exist_ok=True)
     plan = folder / "plan.toml"
-    lines = [f"iterations = {NODES * sum(iterations for _, iterations in phases)}", "exchange_timeout_s = 20", *run]
+    nodes = len(testbed.hosts)
+    in_all = nodes * workers
+    lines = [f"iterations = {in_all * sum(iterations for _, iterations in phases)}", "exchange_timeout_s = 20", *run]
     for name, iterations in phases:
         lines += ["[[phase]]", f'name = "{name}"', *PERIODS.get(name, ["period = 4"] if name in OTHERS else [])]
-        lines += [f"iterations = {NODES * iterations}"] * (name != phases[-1][0])
+        lines += [f"iterations = {in_all * iterations}"] * (name != phases[-1][0])
     plan.write_text("\n".join(lines))
-    settings = {"NUM_GROUPS": str(NODES), "NUM_WORKERS": "1", "PLAN": str(plan)}
-    return [start(host, folder, str(SCRIPTS / "steady.py"), **settings) for host in testbed.hosts]
+    settings = {"NUM_GROUPS": str(nodes), "NUM_WORKERS": str(workers), "PLAN": str(plan)}
+    command = [str(SCRIPTS / "steady.py"), *script.split()]
+    return [start(host, folder, *command, **settings) for host in testbed.hosts]
 
 
 def consensus(folder: Path) -> str:
@@ -79,8 +87,8 @@ def consensus(folder: Path) -> str:
     return found
 
 
-def digests(folder: Path, node: int) -> list[str]:
-    return (folder / f"node{node}" / f"node{node}-worker0.digests").read_text().split()
+def digests(folder: Path, node: int, index: int = 0) -> list[str]:
+    return (folder / f"node{node}" / f"node{node}-worker{index}.digests").read_text().split()
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +162,15 @@ def test_what_a_relay_changes_is_noticed_and_sent_again(tmp_path: Path, unobstru
     assert not re.findall(r"round \d+ failed: .*", outputs[0])
     for node, expected in enumerate(unobstructed):
         assert digests(tmp_path, node) == expected
+
+
+def test_groups_inside_nodes_and_connections_through_nat_between_them_change_no_bit(tmp_path: Path) -> None:
+    """With Gloo in the place of NCCL, which would cross no NAT; workers inside a node have the same bits either way."""
+    phases, found = LOCKSTEP[:2], []
+    for name, hidden, *run in (("tcp", (), 'transport = "tcp"'), ("auto", (1,))):
+        with Testbed(2, behind_nat=hidden) as testbed:
+            outputs = finish(begin(testbed, tmp_path / name, phases, *run, workers=2, script="--like-nccl"))
+        found.append([digests(tmp_path / name, node, index) for node in range(2) for index in range(2)])
+    assert "over tcp, and nccl inside nodes" in outputs[0]
+    assert "over tcp, encrypted, and gloo inside the node on" in outputs[1]
+    assert found[0] == found[1]

@@ -65,6 +65,24 @@ def test_the_transport_changes_no_bit_of_the_model(tmp_path) -> None:
     assert len(set(made[0][0])) == 40
 
 
+def test_workers_that_are_killed_free_the_others_inside_their_node_and_between_nodes(cluster) -> None:
+    """Each generation builds both kinds of groups anew, long before the deadline of an exchange."""
+    settings = ["--algorithm", "local", "--period", "4", "--exchange-timeout-s", "600", "--lease-s", "600"]
+    server, locals_ = cluster.start("--workers", "4", "--iterations", "240", *settings, nodes=2)
+    survivors = [cluster.worker("steps", *place, "--like-nccl") for place in ((0, 0), (1, 1))]
+    first = cluster.worker("steps", 0, 1, "--like-nccl", "--die-at", "21")
+    second = cluster.worker("steps", 1, 0, "--like-nccl", "--die-at", "41")
+    assert first.wait() == second.wait() == -signal.SIGKILL
+    end_well(*survivors, *locals_, server)
+    for number, words in (
+        (1, "4 workers on 2 nodes, over tcp, and nccl inside nodes"),
+        (3, "2 workers on 2 nodes, over tcp"),
+    ):
+        assert f"generation {number}: {words}" in server.output
+    assert "over tcp, and gloo inside the node" in survivors[0].output
+    assert cluster.result(0, 0)["final"] == cluster.result(1, 1)["final"]
+
+
 def test_a_worker_that_is_killed_frees_the_other_from_a_group_of_torch(cluster) -> None:
     """Long before the deadline of an exchange."""
     settings = ["--algorithm", "local", "--period", "4", "--transport", "nccl", "--exchange-timeout-s", "600"]

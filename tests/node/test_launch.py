@@ -48,7 +48,7 @@ with Worker.join(model, optimizer) as worker:
             if "fail" in sys.argv and worker.rank == 1:
                 raise RuntimeError("the data is bad")
             (here / f"trains{worker.rank}").touch()
-    about = {name: value for name, value in os.environ.items() if name.startswith(("LSGD", "OMP"))}
+    about = {name: value for name, value in os.environ.items() if name.startswith(("LSGD", "OMP", "THP"))}
     about["weights"] = model.weight.flatten().tolist()
     (here / f"worker{worker.rank}.json").write_text(json.dumps(about))
 """
@@ -152,6 +152,7 @@ class TestNode:
         assert first["LSGD_NODE"] == "0" and first["LSGD_DEVICE"] == "cpu"
         assert first["LSGD_RUN_DIR"] == str(node.run_dir)
         assert first["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+        assert first["THP_MEM_ALLOC_ENABLE"] == "1"
         logs = {path.name for path in node.run_dir.glob("*.log")}
         assert logs == {"global.log", "node0.log", "node0-worker0.log", "node0-worker1.log"}
         for log in node.run_dir.glob("*.log"):

@@ -263,23 +263,32 @@ def test_first_round_starts_all_from_the_model_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "offload", "transport"),
+    ("gpus", "settings", "transport", "nccl_nodes"),
     [
-        (("a", "b"), False, "nccl"),
-        (("a", "b"), True, "tcp"),
-        (("a", "a"), False, "tcp"),
-        (("a", ""), False, "tcp"),
-        (("", ""), False, "tcp"),
+        ({"00": "a", "01": "b"}, {}, "nccl", ()),
+        ({"00": "a", "01": "b"}, {"offload": True}, "tcp", ()),
+        ({"00": "a", "01": "a"}, {}, "tcp", ()),
+        ({"00": "a", "01": ""}, {}, "tcp", ()),
+        ({"00": "", "01": ""}, {}, "tcp", ()),
+        ({"00": "a", "10": "b"}, {}, "tcp", ()),
+        ({"00": "a", "01": "b", "10": "c", "11": "d"}, {}, "tcp", (0, 1)),
+        ({"00": "a", "01": "b", "10": "c", "11": "d"}, {"transport": "tcp"}, "tcp", ()),
+        ({"00": "a", "01": "b", "10": "c", "11": "d"}, {"transport": "nccl"}, "nccl", ()),
+        ({"00": "a", "01": "b", "10": "c", "11": "c"}, {}, "tcp", (0,)),
+        ({"00": "", "10": "c", "11": "d"}, {}, "tcp", (1,)),
     ],
 )
-def test_nccl_carries_the_tensors_where_each_worker_has_a_gpu_and_sends_from_it(
-    gpus: tuple[str, str], offload: bool, transport: str
+def test_nccl_carries_tensors_inside_nodes_where_each_worker_has_a_gpu_and_sends_from_it(
+    gpus: dict[str, str], settings: dict[str, object], transport: str, nccl_nodes: tuple[int, ...]
 ) -> None:
-    bench = Bench(workers=2, offload=offload)
-    for place, gpu in zip(("00", "01"), gpus, strict=True):
+    bench = Bench(workers=len(gpus), **settings)
+    for place, gpu in gpus.items():
         bench.join(place, gpu=gpu)
-    bench.ask_all("00", "01")
-    assert bench.round("00", "01").generation.transport == transport
+    bench.ask_all(*gpus)
+    generation = bench.round(*gpus).generation
+    assert (generation.transport, generation.nccl_nodes) == (transport, nccl_nodes)
+    (note,) = [str(note) for note in bench.notes if note.code == "generation"]
+    assert note.endswith(f"over {transport}" + ", and nccl inside nodes" * bool(nccl_nodes))
 
 
 def test_a_run_over_nccl_refuses_a_worker_without_a_gpu_of_its_own() -> None:

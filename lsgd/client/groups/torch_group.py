@@ -19,10 +19,9 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Members, Traffic, WorkerGroup
-from lsgd.client.groups.store import store_of
+from lsgd.client.groups.store import ServerStore
 from lsgd.collectives.group import Transfer
 from lsgd.collectives.point_to_point import begin_exchange
-from lsgd.protocol.messages import Generation
 
 END_WITHIN_S = 5.0
 """How long :meth:`ProcessGroups.end` waits for each thread that builds or aborts a group, in seconds."""
@@ -86,10 +85,10 @@ class ProcessGroups:
             if self._cut.done():
                 return
             self._cut.set_result(None)
-            self._when_cut()
             made, self._made = [*self._made.values()], {}
             if made:
                 self._start(lambda: _abort(made), "lsgd-abort")
+        self._when_cut()
 
     def end(self, *, callers: bool = False) -> None:
         """Cut, and wait for the threads, with ``callers`` also for those that have called :meth:`build`."""
@@ -231,23 +230,29 @@ class TorchGroup(WorkerGroup):
 
 
 def torch_group(
-    generation: Generation, membership: Membership, traffic: Traffic | None = None, backend: str = "nccl"
+    members: Members,
+    membership: Membership,
+    store: ServerStore,
+    traffic: Traffic | None = None,
+    backend: str = "nccl",
+    when_cut: Callable[[], None] | None = None,
 ) -> TorchGroup:
-    """Return the group of all members over a backend of torch, as for :func:`lsgd.client.groups.form.form`.
+    """Return a group over a backend of torch, whose members meet in ``store``.
 
-    Runs use NCCL. Tests and benchmarks use ``gloo`` in its place, on the host.
+    Runs use NCCL. Tests and benchmarks use ``gloo`` in its place, on the host. ``when_cut`` is called when the group is
+    cut, for whatever reason, and must not wait; by default it ends the waits in the store.
     """
     timeout_s, device = membership.plan.run.exchange_timeout_s, membership.device
-    store, members = store_of(generation, membership), Members.of(generation, membership.join.worker)
+    me = members.ranks[members.rank]
 
     def make(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        rank = list(ranks).index(members.rank)
+        rank = list(ranks).index(me)
         if backend == "nccl":
             return nccl_group(PrefixStore(name, store), rank, len(ranks), timeout_s, device)
         return gloo_group(PrefixStore(name, store), rank, len(ranks), timeout_s, membership.join.address)
 
     home = device if backend == "nccl" else torch.device("cpu")
-    return TorchGroup(ProcessGroups(make, timeout_s, store.end), members, timeout_s, backend, home, traffic)
+    return TorchGroup(ProcessGroups(make, timeout_s, when_cut or store.end), members, timeout_s, backend, home, traffic)
 
 
 def nccl_group(store: Store, rank: int, size: int, timeout_s: float, device: torch.device) -> dist.ProcessGroup:

@@ -1,5 +1,6 @@
 """What rounds change on a worker: its model, its optimizers, and the state of the algorithm; and how they do."""
 
+import io
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from lsgd.flat import FlatParameters
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
 from lsgd.settings import same_form
-from lsgd.shards import full_state_dict, local
+from lsgd.shards import full_state_dict, load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
 
@@ -121,6 +122,29 @@ class Replica:
         with self.flat.current():
             put(tensors, own)
         return state
+
+    # -- for newcomers -----------------------------------------------------------------------------------------
+
+    def newcomers_part(self) -> list[Tensor]:
+        """Return the tensors that newcomers take beside the shared state, not copied."""
+        flat = [] if self.algorithm.common_model() else self.flat.buffers
+        return [*flat, *map(local, self.flat.frozen), *self.model.buffers()]
+
+    def take_over(self, states: Sequence[Tensor]) -> None:
+        """Begin with the model that all share, if the algorithm has one, and the optimizers' ``states``, if any."""
+        for x, common in zip(self.flat.buffers, self.algorithm.common_model(), strict=False):
+            x.copy_(common)
+        for data in states:
+            stream = io.BytesIO(data.numpy().tobytes())
+            loaded = torch.load(stream, map_location=self.device, weights_only=True)
+            for optimizer, state in zip(self.optimizers, loaded, strict=True):
+                load_optimizer(optimizer, state)
+
+    def optimizer_bytes(self) -> Tensor:
+        """Return the optimizers' states as a file, uint8: the same bytes on members with the same states."""
+        stream = io.BytesIO()
+        torch.save(local_state([optimizer.state_dict() for optimizer in self.optimizers]), stream)
+        return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
     # -- in a round --------------------------------------------------------------------------------------------
 

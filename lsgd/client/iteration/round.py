@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from lsgd.algorithms.base import Commit, copy_all
+from lsgd.algorithms.base import Commit
 from lsgd.client.checkpoint.checkpoints import Snapshot
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Traffic, WorkerGroup
 from lsgd.client.groups.form import form
 from lsgd.client.groups.reach import probe
+from lsgd.client.iteration.handover import Handover, Inventory
 from lsgd.client.iteration.replica import Replica
 from lsgd.collectives.group import Group
 from lsgd.errors import ExchangeError, LsgdError
 from lsgd.protocol.messages import Generation, Round
-from lsgd.shards import load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
 
@@ -107,6 +106,7 @@ class RoundEntry:
     generation: Generation | None = None
     missed: tuple[int, ...] | None = None
     _group: WorkerGroup | None = None
+    _handover: Handover | None = None
 
     def __post_init__(self) -> None:
         self.membership.channel.when_over = self._cut
@@ -133,7 +133,9 @@ class RoundEntry:
 
     def transfer(self) -> str:
         """Return how far a transfer is that takes long; an empty text: none does. Safe from any thread."""
-        group = self._group
+        group, handover = self._group, self._handover
+        if handover is not None:
+            return handover.progress()
         return "" if group is None else group.progress()
 
     def leave(self, *, cut: bool = False) -> None:
@@ -184,46 +186,26 @@ class RoundEntry:
 
     def _begin(self, group: WorkerGroup, order: Round) -> None:
         """Give newcomers the source's model and all members the shared state, and reset the algorithm."""
-        algorithm = self.replica.algorithm
-        if order.new and group.rank in (order.source, *order.new):
-            ranks = [order.source, *order.new]
-            takers = group if len(ranks) == group.size else group.subset(f"take-over-{order.id}", ranks)
-            self._take_over(takers, order.source if takers is group else 0)
-        state = algorithm.shared_state()
-        received = [x.clone() for x in state]
-        for x in received:
-            group.broadcast(x, order.source)
-        copy_all(state, received)
-        algorithm.reset(self.replica.flat.buffers, group, order)
+        replica, algorithm = self.replica, self.replica.algorithm
+        handover = self._handover = Handover(group, order)
+        try:
+            states = self._states(group, order)
+            model = [*replica.newcomers_part(), *states] if order.new else []
+            handover.run(Inventory(model, algorithm.shared_state()))
+        finally:
+            self._handover = None
+        if group.rank in order.new and group.rank != order.source:
+            replica.take_over(states)
+        algorithm.reset(replica.flat.buffers, group, order)
 
-    def _take_over(self, group: WorkerGroup, source: int) -> None:
-        """Copy the source's model, frozen parameters, buffers, and, if the plan says so, its optimizers' state."""
-        replica, taking = self.replica, group.rank != source
-        everything = [*replica.flat.buffers, *map(local, replica.flat.frozen), *replica.model.buffers()]
-        received = []
-        for x in everything:
-            layout = torch.contiguous_format
-            value = torch.empty_like(x, memory_format=layout) if taking else x.contiguous()
-            if value.numel():
-                group.broadcast(value, source)
-            received.append(value)
-        states = None
-        if replica.run.sync_optimizer or replica.algorithm.settings.schedule().identical:
-            states = self._broadcast_states(group, source)
-        if taking:
-            copy_all(everything, received)
-            for optimizer, state in zip(replica.optimizers, states or (), strict=states is not None):
-                load_optimizer(optimizer, state)
-
-    def _broadcast_states(self, group: WorkerGroup, source: int) -> list[Any]:
-        """Return the optimizers' states of the source."""
-        stream, device = io.BytesIO(), group.device
-        torch.save(local_state([optimizer.state_dict() for optimizer in self.replica.optimizers]), stream)
-        data = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
-        length = torch.tensor([len(data)], device=device)
-        group.broadcast(length, source)
-        if group.rank != source:
-            data = torch.empty(int(length), dtype=torch.uint8, device=device)
-        group.broadcast(data, source)
-        bytes_ = io.BytesIO(data.cpu().numpy().tobytes())
-        return list(torch.load(bytes_, map_location=self.replica.device, weights_only=True))
+    def _states(self, group: WorkerGroup, order: Round) -> list[Tensor]:
+        """Return the optimizers' states as bytes, as many as the source has; empty if newcomers do not take them."""
+        replica, takers = self.replica, {order.source, *order.new}
+        if not order.new or not (replica.run.sync_optimizer or replica.algorithm.settings.schedule().identical):
+            return []
+        data = replica.optimizer_bytes() if group.rank in takers else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([len(data)], device=group.device)
+        group.broadcast(length, order.source)
+        row = torch.zeros(int(length), dtype=torch.uint8)
+        row[: len(data)] = data[: len(row)]
+        return [row]

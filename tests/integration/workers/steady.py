@@ -3,12 +3,24 @@
 Writes them, a line each, to ``<name>.digests``, and the consensus model's to ``<name>.model``.
 """
 
+import argparse
 import hashlib
+from functools import partial
+from uuid import uuid4
 
 import torch
 from torch import nn
 
+import lsgd.client.groups.form
 from lsgd.client import Worker
+from lsgd.client.control import joining
+from lsgd.client.groups.torch_group import torch_group
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--like-nccl", action="store_true", help="a GPU of its own, and Gloo in NCCL's place")
+if parser.parse_args().like_nccl:
+    joining.gpu_name = lambda device: uuid4().hex
+    lsgd.client.groups.form.torch_group = partial(torch_group, backend="gloo")
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
