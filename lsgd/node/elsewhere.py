@@ -183,7 +183,7 @@ class Elsewhere:
                 self._looked_at[node] = now
         for node, link in list(self._links.items()):
             for welcome in _welcomes(link):
-                if welcome.run in (self.run, self._other) or (self.serves and not welcome.count):
+                if welcome.run in (self.run, self._other) or (self.serves and welcome.count <= 0):
                     yield self._known[node], link, welcome
 
     def takes_over(self, now: float, silent_s: float) -> bool:

@@ -311,7 +311,8 @@ class NodeWelcome:
 
     Args:
         terms: those of the run, up to the server's own.
-        count: iterations of the run; 0 if no worker that is here has its model.
+        count: iterations of the run; 0 if no worker that is here has its model, -1 if that is not known
+            yet.
         places: the server's own, and those of its standbys, the first one first.
         beaten: terms of other parts of the run that this one has met, and that have to give up.
         relay: address of the relay, and ``relay_secret`` the proof that one is a member; empty: there is none.

@@ -146,7 +146,7 @@ class Coordinator:
         self._set_time(now)
         state, count = self.state, self.state.learned
         words = {"node": other.place.node, "theirs": other.count, "count": count}
-        if other.run != state.run and other.count and state.roster.generation is None:
+        if other.run != state.run and other.count > 0 and state.roster.generation is None:
             reason = Why.JOINS_RUN(run=other.run, **words)
             state.note(reason)
             state.gives_way = Moved(state.run, other.place, reason, other.run)

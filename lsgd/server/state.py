@@ -71,6 +71,7 @@ class RunState:
         guarded: whether a standby would continue the run without this server.
         over: whether the run waits for nobody any more.
         changes: number of changes that the journal must have before the answers leave.
+        began_at: time at which this server began.
         moved_at: time at which a member last asked, or completed a round.
         final_due_at: time from which the last round waits for members that are away; infinite: it does not.
         lost_at: time at which the run's model was found to be lost, checkpoints included; 0: never.
@@ -107,6 +108,7 @@ class RunState:
     over: bool = False
     changes: int = 0
     moved_at: float = field(init=False)
+    began_at: float = field(init=False)
     final_due_at: float = math.inf
     lost_at: float = 0.0
     events: Counter[str] = field(default_factory=Counter)
@@ -117,7 +119,7 @@ class RunState:
     def __post_init__(self) -> None:
         self.course = Course(self.plan.phases)
         self.links = Links(self.plan.run.exchange_timeout_s)
-        self.moved_at = self.few_since = self.now
+        self.moved_at = self.few_since = self.began_at = self.now
         self.plan_json = self.plan.to_json()
         self.welcoming = self.roster.generation is not None or self.suffices(len(self.roster.members))
 
@@ -133,9 +135,14 @@ class RunState:
 
     @property
     def learned(self) -> int:
-        """How many iterations count when two parts of the run meet: none if no worker with the model has been heard."""
+        """How many iterations count when two parts of the run meet: 0 if no worker with the model is here.
+
+        -1: that is not known yet, because this server has just begun.
+        """
         here = (m for m in self.roster.holders() if m.spent and self.now - m.heard_at < HERE_S)
-        return self.ledger.count if any(here) else 0
+        if any(here):
+            return self.ledger.count
+        return -1 if self.now - self.began_at < HERE_S else 0
 
     @property
     def limit(self) -> float:

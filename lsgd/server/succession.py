@@ -57,7 +57,7 @@ def move(mine: Term, terms: Sequence[Term]) -> Move:
 class Outcome(enum.Enum):
     """What a server does when it meets another one of its run."""
 
-    WAIT = "the other one decides, whose term is earlier"
+    WAIT = "the other one decides, whose term is earlier; or one of the two does not know yet what it has"
     GIVE_UP = "the other part continues"
     GO_ON = "this part continues, in a term after both"
 
@@ -67,13 +67,13 @@ def meet(mine: Term, count: int, theirs: Term, their_count: int, beaten: Collect
 
     Args:
         mine: its own term.
-        count: its iterations.
+        count: its iterations; -1: it does not know yet whether a worker with its model is there.
         theirs: the other one's term.
-        their_count: the other one's iterations.
+        their_count: the other one's iterations, likewise.
         beaten: terms that the other one has met, and that have to give up.
     """
     if mine in beaten:
         return Outcome.GIVE_UP
-    if theirs <= mine:
+    if theirs <= mine or min(count, their_count) < 0:
         return Outcome.WAIT
     return Outcome.GIVE_UP if their_count > count else Outcome.GO_ON

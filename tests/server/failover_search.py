@@ -46,8 +46,9 @@ def server_host(world: World) -> Host:
 
 
 def may_die(world: World, host: Host) -> bool:
-    """Whether another host would be left that has the run's model, or may get it."""
+    """Whether another host would be left that has the run's model and its journal, or a copy."""
     others = [each for each in world.hosts if each is not host and each.alive and not each.frozen]
+    others = [each for each in others if each.server is not None or each.local.copy.number]
     return any(worker.committed for each in others for worker in each.by_incarnation.values() if worker.state != "gone")
 
 

@@ -69,6 +69,7 @@ def test_of_two_servers_the_earlier_decides_and_the_one_with_more_continues() ->
     assert meet(ONE, 5, TWO, 9, ()) is Outcome.GIVE_UP
     assert meet(ONE, 9, TWO, 5, ()) is meet(ONE, 5, TWO, 5, ()) is Outcome.GO_ON
     assert meet(TWO, 9, THREE, 5, (TWO,)) is Outcome.GIVE_UP
+    assert meet(ONE, -1, TWO, 9, ()) is meet(ONE, 9, TWO, -1, ()) is Outcome.WAIT
 
 
 def test_ids_that_another_server_may_have_used_are_skipped() -> None:
@@ -230,8 +231,11 @@ def test_a_run_that_has_not_begun_makes_way_for_the_one_that_its_node_belonged_t
 def test_a_part_without_a_worker_that_has_the_model_gives_up_whatever_its_count() -> None:
     bench = started("00", "10", period=1, local_period=1)
     bench.ask_all("00", "10")
+    takes(bench, 1)
+    bench.coordinator.meet(other(1, ONE, TWO, THREE), bench.now)
+    assert bench.state.gives_way is None  # it has just begun
     bench.now += 20.0
-    bench.coordinator.meet(other(1, ONE, TWO), bench.now)
+    bench.coordinator.meet(other(1, ONE, TWO, THREE), bench.now)
     assert bench.ledger.count > 1 and bench.state.gives_way is not None
 
 
