@@ -60,6 +60,14 @@ def runs(folder: Path, worker: str = "*") -> list[str]:
     return sorted(written, key=lambda run: written[run], reverse=True)
 
 
+def newest(folder: Path) -> list[str]:
+    """Return the workers with the highest count of the newest run in a folder; an island's processes are left out."""
+    for run in runs(folder)[:1]:
+        files = (_run_path(folder, run) / str(counts(folder, run)[-1])).glob("node*-worker*.safetensors")
+        return sorted(path.stem.replace("-", "/", 1) for path in files if "." not in path.stem)
+    return []
+
+
 def find_run(folder: Path, node: int, nodes: int = 1) -> Path:
     """Return ``folder`` if this node can resume it, else the newest such run folder in it.
 

@@ -6,7 +6,7 @@
 # The whole run ends with what it skipped, and why: scripts/packages.txt has the packages of Debian that tests need.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
-use_environment dashboard dev docs examples lightning metrics store tensorboard transformers wandb
+use_environment dashboard dev docs examples lightning metrics ray store tensorboard transformers wandb
 cd -- "$root"
 export PYTHONDONTWRITEBYTECODE=  # the many processes that tests start read what the first one has compiled
 

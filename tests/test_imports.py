@@ -59,6 +59,7 @@ ONLY_IN = {
     "transformers": {"integrations/transformers.py"},
     "accelerate": {"integrations/accelerate.py", "integrations/transformers.py"},
     "lightning": {"integrations/lightning.py"},
+    "ray": {"integrations/ray.py", "integrations/ray_servers.py"},
     "prometheus_client": {"watch/metrics.py"},
     "tensorboardX": {"watch/curves.py"},
     "wandb": {"watch/curves.py"},

@@ -182,6 +182,7 @@ def test_constraints_pin_every_dependency():
         "examples",
         "lightning",
         "metrics",
+        "ray",
         "store",
         "tensorboard",
         "transformers",

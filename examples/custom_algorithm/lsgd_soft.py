@@ -57,15 +57,14 @@ class Soft(Algorithm):
         if order is None:
             return None
         finite = self.is_finite(parameters)
-        contribute(parameters, self._sums, order.id, finite=finite)
+        contribute(parameters, self._sums, finite)
         for total in self._sums:
             group.all_reduce(total).wait()
         usable = divide(self._sums, group.size)
-        return (
-            Commit(partial(self._move, parameters, self.settings.softness if finite else 0.0)) if usable else Commit()
-        )
+        return Commit(partial(self._move, parameters), (~finite, usable))
 
-    def _move(self, parameters: Flat, softness: float) -> None:
-        """Move the model toward the mean."""
-        for x, mean in zip(parameters, self._sums, strict=True):
+    def _move(self, parameters: Flat, broken: float, usable: float) -> None:
+        """Move the model toward the mean, if there is one, or to it if the model is ``broken``."""
+        softness = 0.0 if broken else self.settings.softness
+        for x, mean in zip(parameters, self._sums, strict=True) if usable else ():
             x.copy_(mean[:-1]) if softness == 0 else x.lerp_(mean[:-1], 1.0 - softness)

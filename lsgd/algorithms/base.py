@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
+from lsgd.codecs.base import on_host
 from lsgd.collectives.group import Group
 from lsgd.lazy import Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
@@ -29,16 +30,26 @@ class Commit:
     Args:
         change: function that makes the changes without exchanging anything. It gets the sums of ``judged``.
         judged: numbers that this process has found in its part, to add up over the member's processes: whether
-            something in it is non-finite, for example.
+            something in it is non-finite, for example. A tensor stays on its device until then.
     """
 
     change: Callable[..., None] = _nothing
-    judged: Sequence[float] = ()
+    judged: Sequence[float | Tensor] = ()
+
+    def numbers(self) -> list[float]:
+        """Return ``judged``, which waits once for the device that tensors are on."""
+        tensors = [x.reshape(-1).to(torch.float64) for x in self.judged if isinstance(x, torch.Tensor)]
+        found = iter(torch.cat([x.to(tensors[0].device) for x in tensors]).tolist() if tensors else ())
+        return [
+            number
+            for x in self.judged
+            for number in (islice(found, x.numel()) if isinstance(x, torch.Tensor) else (float(x),))
+        ]
 
     @no_grad
     def apply(self, sums: Sequence[float] | None = None) -> None:
         """Make the changes; ``sums`` of ``judged``, None for a member of one process."""
-        self.change(*(self.judged if sums is None else sums))
+        self.change(*(self.numbers() if sums is None else sums))
 
 
 class Algorithm:
@@ -56,7 +67,7 @@ class Algorithm:
     settings: AlgorithmSettings
     """Numeric values may change between rounds."""
 
-    finite: bool | None = None
+    finite: Tensor | None = None
     """Whether the model that enters a round is finite in all processes of this member; None: nobody has looked."""
 
     counts: bool = True
@@ -75,12 +86,13 @@ class Algorithm:
         """Exchange models, or begin to; called before the forward pass."""
         return None
 
-    def is_finite(self, parameters: Flat) -> bool:
-        """Return whether the model that enters a round is finite in all processes of this member.
+    def is_finite(self, parameters: Flat) -> Tensor:
+        """Return whether the model that enters a round is finite in all processes of this member: a boolean.
 
         Call it in :meth:`before_forward`: it takes the worker's answer if there is one, else a pass over the model.
+        The answer stays on the device; a :class:`Commit` may judge it.
         """
-        return all_finite(parameters) if self.finite is None else self.finite
+        return finiteness(parameters) if self.finite is None else self.finite
 
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> Commit | None:
         """Exchange gradients, or complete an exchange of models; called between the backward pass and the optimizer."""
@@ -142,7 +154,26 @@ def copy_all(targets: Flat, sources: Flat) -> None:
         target.copy_(source)
 
 
+def finiteness(tensors: Flat) -> Tensor:
+    """Return whether no element is NaN or infinite, on the device (one pass, no temporary; minima propagate NaN)."""
+    found = [torch.stack(x.aminmax()).isfinite().all() for x in tensors if x.numel()]
+    return torch.stack([x.to(found[0].device) for x in found]).all() if found else torch.tensor(True)
+
+
 def all_finite(tensors: Flat) -> bool:
-    """Return whether no element is NaN or infinite (one pass, no temporary; minima propagate NaN)."""
-    bounds = [torch.stack(x.aminmax()) for x in tensors if x.numel()]
-    return all(math.isfinite(bound) for pair in bounds for bound in pair.tolist())
+    """Return whether no element is NaN or infinite, once the device has found that out."""
+    return bool(finiteness(tensors))
+
+
+def zero_unless(condition: Tensor, x: Tensor) -> Tensor:
+    """Fill ``x`` with zeros unless a boolean is true, without waiting for the device; return ``x``."""
+    if not on_host(condition):
+        return x.masked_fill_(~condition, 0)
+    return x if condition else x.zero_()
+
+
+def chosen(condition: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    """Return ``x`` if a boolean is true, else ``other``, without waiting for the device; maybe not a copy."""
+    if not on_host(condition):
+        return torch.where(condition, x, other)
+    return x if condition else other

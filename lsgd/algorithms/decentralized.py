@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from lsgd.algorithms.averaging import contribute, divide, empty_sums
+from lsgd.algorithms.averaging import contribute, divide, empty_sums, tell
 from lsgd.algorithms.base import Commit, Flat, copy_all, empties
 from lsgd.algorithms.common import Gossip
 from lsgd.algorithms.delayed import UNTIL_SETTLED, Delayed
@@ -86,8 +86,9 @@ class DecentralizedSGD(Delayed):
         """Begin the exchange."""
         if order is None or not parameters:
             return None
-        contribute(parameters, self._sums, order.id, finite=self.is_finite(parameters))
-        averaged = False
+        finite = self.is_finite(parameters)
+        contribute(parameters, self._sums, finite)
+        averaged: Tensor | bool = False
 
         def exchange() -> None:
             nonlocal averaged
@@ -95,9 +96,16 @@ class DecentralizedSGD(Delayed):
             averaged = models > 1 and divide(self._sums, models)
 
         def land(parameters: Flat) -> Commit:
-            return Commit(partial(copy_all, parameters, [mean[:-1] for mean in self._sums])) if averaged else Commit()
+            return Commit(partial(self._take, order, parameters), (~finite, averaged))
 
         return self._begin(exchange, land, parameters, UNTIL_SETTLED)
+
+    def _take(self, order: Round, parameters: Flat, broken: float, averaged: float) -> None:
+        """Replace the model by the mean, if there is one."""
+        if broken:
+            tell(order.id)
+        if averaged:
+            copy_all(parameters, [mean[:-1] for mean in self._sums])
 
     def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> Commit | None:
         """Wait for the exchange, to write the means back."""

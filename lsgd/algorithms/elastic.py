@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from lsgd.algorithms.base import Algorithm, Commit, Flat, clones, copy_all, empties
+from lsgd.algorithms.base import Algorithm, Commit, Flat, chosen, clones, copy_all, empties
 from lsgd.algorithms.common import Periodic
 from lsgd.collectives.group import Group
 from lsgd.lazy import Tensor, no_grad
@@ -57,16 +57,17 @@ class ElasticSGD(Algorithm):
         if order is None:
             return None
         finite = self.is_finite(parameters)
-        if not finite:
-            log.warning("round %d: this worker's model is not finite and is replaced by the master", order.id)
         means = empties(self.master)
         for x, m, mean in zip(parameters, self.master, means, strict=True):
-            mean.copy_(x if finite else m).div_(group.size)
+            mean.copy_(chosen(finite, x, m)).div_(group.size)
             group.all_reduce(mean).wait()
-        return Commit(partial(self._attract, parameters, means, self.settings.strength / group.size if finite else 1.0))
+        return Commit(partial(self._attract, parameters, means, group.size, order), (~finite,))
 
-    def _attract(self, parameters: Flat, means: Flat, share: float) -> None:
-        """Move each model toward the master by ``share``, and the master toward the mean."""
+    def _attract(self, parameters: Flat, means: Flat, members: int, order: Round, broken: float) -> None:
+        """Move each model toward the master, or to it if the model is ``broken``, and the master toward the mean."""
+        share = 1.0 if broken else self.settings.strength / members
+        if broken:
+            log.warning("round %d: this worker's model is not finite and is replaced by the master", order.id)
         for x, m, mean in zip(parameters, self.master, means, strict=True):
             x.copy_(m) if share == 1.0 else x.lerp_(m, share)
             m.lerp_(mean, self.settings.strength)

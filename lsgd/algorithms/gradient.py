@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from lsgd.algorithms.base import Algorithm, Commit, Flat, all_finite, copy_all
+from lsgd.algorithms.base import Algorithm, Commit, Flat, copy_all, finiteness
 from lsgd.collectives.group import Group
 from lsgd.collectives.pipeline import Pipeline
 from lsgd.lazy import Tensor, no_grad, torch
@@ -102,7 +102,7 @@ class GradientAlgorithm(Algorithm):
     def finish(self, buckets: Flat) -> Commit:
         """Return the commit of all buckets, which have been exchanged; it judges whether a result is non-finite."""
         results = [self._results[index] for index in range(len(buckets))]
-        return Commit(partial(self._replace, buckets, results), (not all_finite(results),))
+        return Commit(partial(self._replace, buckets, results), (~finiteness(results),))
 
     def _replace(self, buckets: Flat, results: Flat, broken: float) -> None:
         """Replace the gradients by the results; ``broken``, equal on all members: a result is non-finite."""

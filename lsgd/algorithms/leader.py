@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from lsgd.algorithms.base import Commit, Flat, all_finite, clones, copy_all, empties
+from lsgd.algorithms.base import Commit, Flat, clones, copy_all, empties, finiteness
 from lsgd.algorithms.common import Periodic, block, codec, delay, period
 from lsgd.algorithms.delayed import Delayed
 from lsgd.codecs import Codec, codec_of
@@ -144,7 +144,7 @@ class LeaderSGD(Delayed):
         """Begin to send the leaders' models; without a delay, also receive them, to pull toward them."""
         if order is None:
             return None
-        finite = True
+        finite = None
         if order.scope == "global":  # local rounds never change the periods
             finite = self.is_finite(parameters)
             self._set_levels(group)
@@ -182,15 +182,14 @@ class LeaderSGD(Delayed):
             _pull(parameters, self.local_leader, settings.proximal_local / settings.local_period)
         return super().after_step(parameters)
 
-    def _land_models(self, order: Round, finite: bool, parameters: Flat) -> Commit:
-        """Return the commit of the models that arrived; ``finite``: as of the round."""
-        is_global = order.scope == "global"
-        if self.settings.delay and is_global:
-            finite = all_finite(parameters)
+    def _land_models(self, order: Round, finite: Tensor | None, parameters: Flat) -> Commit:
+        """Return the commit of the models that arrived; ``finite``: as of the round, None in a local one."""
+        if self.settings.delay and finite is not None:
+            finite = finiteness(parameters)
         judged = (
-            self._local is not None and not self._local.is_finite(),
-            is_global and not self._global.is_finite(),
-            not finite,
+            self._local is not None and ~self._local.finiteness(),
+            finite is not None and ~self._global.finiteness(),
+            finite is not None and ~finite,
         )
         return Commit(partial(self._commit, order, parameters), judged)
 
@@ -258,9 +257,9 @@ class _LeaderCopy:
             arriving.copy_(z)
             self._codec.decode_add(payload, arriving)
 
-    def is_finite(self) -> bool:
+    def finiteness(self) -> Tensor:
         """Return whether the successor is finite; equal on all members."""
-        return all_finite(self._arriving)
+        return finiteness(self._arriving)
 
     def land(self, whose: str, finite: bool) -> bool:
         """Replace the model by its successor if that is finite; return whether it is."""

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
-from lsgd.algorithms.base import Commit, Flat, all_finite, clones, copy_all
+from lsgd.algorithms.base import Commit, Flat, clones, copy_all, finiteness, zero_unless
 from lsgd.algorithms.common import Periodic, block, codec, delay, hierarchical, period
 from lsgd.algorithms.delayed import Delayed
 from lsgd.algorithms.outliers import FEWEST, PATIENCE, SUMS, Outliers
@@ -249,14 +249,12 @@ class LocalSGD(Delayed):
         if order is None:
             return None
         finite = self.is_finite(parameters)
-        if not finite:
-            log.warning("round %d: this worker's model is not finite and is replaced by the common one", order.id)
         fragment = order.exchanges % len(self._fragments)
         changes: list[Tensor] = []
         for x, c in self._parts(fragment, parameters, self.common):
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
-            changes.append(torch.sub(x, c, out=change) if finite else change.zero_())
-        measured = [0.0] * SUMS * group.size
+            changes.append(zero_unless(finite, torch.sub(x, c, out=change)))
+        measured: list[float | Tensor] = [0.0 for _ in range(SUMS * group.size)]
 
         def transfer() -> None:
             own = _squared(changes) if changes and (self.settings.rescale or self._judges(group)) else None
@@ -266,12 +264,12 @@ class LocalSGD(Delayed):
                 self._average(change, fragment, index, group, order)
             if own is not None:
                 product = torch.zeros_like(own)
-                if self._judges(group) and finite:
-                    product = _product(self._parts(fragment, parameters, self.common), changes)
+                if self._judges(group):
+                    product = zero_unless(finite, _product(self._parts(fragment, parameters, self.common), changes))
                 sums = torch.stack([own, _squared(changes), product])
                 gathered = [torch.empty_like(sums) for _ in range(group.size)]
                 group.all_gather(gathered, sums).wait()
-                measured[:] = torch.cat(gathered).tolist()
+                measured[:] = gathered
 
         land = partial(self._land_mean, group, order, changes, measured, finite)
         return self._begin(transfer, land, parameters, self.settings.delay)
@@ -295,16 +293,24 @@ class LocalSGD(Delayed):
             self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
 
     def _land_mean(
-        self, group: Group, order: Round, changes: Flat, measured: Sequence[float], finite: bool, parameters: Flat
+        self,
+        group: Group,
+        order: Round,
+        changes: Flat,
+        measured: Sequence[float | Tensor],
+        finite: Tensor,
+        parameters: Flat,
     ) -> Commit:
         """Return the commit of a round whose mean change has arrived.
 
         ``finite`` says whether the model was so in the round; with a delay it has trained since.
         """
         if self.settings.delay:
-            finite = all_finite(parameters)
+            finite = finiteness(parameters)
 
         def change(broken: float, spoilt: float, *measured: float) -> None:
+            if broken:
+                log.warning("round %d: this worker's model is not finite and is replaced by the common one", order.id)
             sums = [measured[start : start + SUMS] for start in range(0, len(measured), SUMS)]
             scale = self._scale(sums, self._left_out(group, order))
             found = self._outliers.judge(sums) if self._judges(group) else {}
@@ -317,7 +323,7 @@ class LocalSGD(Delayed):
             if spoilt or broken or not found:
                 self._take_common(fragment, parameters, whole=bool(broken))
 
-        return Commit(change, (not finite, not all_finite(changes), *measured))
+        return Commit(change, (~finite, ~finiteness(changes), *measured))
 
     def _take_common(self, fragment: int, parameters: Flat, *, whole: bool) -> None:
         """Replace the model by the common one: the fragment, or the ``whole`` model if it is not finite."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Algorithm, Commit, Flat, clones, copy_all, empties
+from lsgd.algorithms.averaging import contribute, divide, empty_sums, tell
+from lsgd.algorithms.base import Algorithm, Commit, Flat, chosen, clones, copy_all, empties
 from lsgd.algorithms.common import Gossip, block, codec, rounding, rounding_codec
 from lsgd.codecs import Codec
 from lsgd.collectives.group import Group
@@ -88,9 +88,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self._neighbors, self._weights = graph[self._unit], mixing_matrix(graph, sizes)[self._unit]
         self._codec = self.settings.make_codec()
 
-        model = clones(parameters)
-        if (mean := self._mean(parameters, group, order)) is not None:
-            copy_all(model, mean)
+        model = clones(self._mean(parameters, parameters, self.is_finite(parameters), group))
         units = group.across if hierarchical else group
         copies: dict[int, list[Tensor]] = {}
         if units is not None:
@@ -104,31 +102,37 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         """Mix the models and exchange the changes, to apply them."""
         if order is None:
             return None
-        current = self._mean(parameters, group, order) or clones(self.model)
+        finite = self.is_finite(parameters)
+        current = self._mean(parameters, self.model, finite, group)
         if not self._neighbors:
-            return Commit(partial(self._take, parameters, current))
-        return Commit(partial(self._mix, parameters, *self._exchange(current, group, order)))
+            return Commit(partial(self._take, parameters, current, order), (~finite,))
+        return Commit(partial(self._mix, parameters, *self._exchange(current, group, order), order), (~finite,))
 
-    def _take(self, parameters: Flat, current: Flat) -> None:
+    def _take(self, parameters: Flat, current: Flat, order: Round, broken: float) -> None:
+        if broken:
+            tell(order.id)
         for targets in (self.model, parameters):
             copy_all(targets, current)
 
-    def _mix(self, parameters: Flat, sent: Flat, received: Mapping[int, Flat]) -> None:
+    def _mix(self, parameters: Flat, sent: Flat, received: Mapping[int, Flat], order: Round, broken: float) -> None:
         """Apply the changes to the model and the neighbors' copies."""
+        if broken:
+            tell(order.id)
         self._apply(sent, self.model)
         for j, payloads in received.items():
             self._apply(payloads, self.copies[j])
         copy_all(parameters, self.model)
 
-    def _mean(self, parameters: Flat, group: Group, order: Round) -> list[Tensor] | None:
-        """Return the node's mean model (or this worker's model); None if no model is finite."""
+    def _mean(self, parameters: Flat, instead: Flat, finite: Tensor, group: Group) -> list[Tensor]:
+        """Return the node's mean model (or this worker's model), and another ``instead`` if no model is finite."""
         sums, models = empty_sums(parameters), 1
-        contribute(parameters, sums, order.id, finite=self.is_finite(parameters))
+        contribute(parameters, sums, finite)
         if self.settings.hierarchical:
             models = group.node.size
             for total in sums:
                 group.node.all_reduce(total).wait()
-        return [total[:-1] for total in sums] if divide(sums, models) else None
+        usable = divide(sums, models)
+        return [chosen(usable, total[:-1], other) for total, other in zip(sums, instead, strict=True)]
 
     def _exchange(self, current: Flat, group: Group, order: Round) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
         """Exchange the changes; return what this worker has sent, and what it has received from each neighbor."""

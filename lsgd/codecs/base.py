@@ -142,7 +142,7 @@ class Codec:
         """
         check_payload(payload)
         header, nbytes = _expected(self, numel)
-        if payload.numel() >= HEADER_NBYTES and payload.device.type == "cpu":
+        if payload.numel() >= HEADER_NBYTES and on_host(payload):
             header.refuse_other(bytes(payload[:HEADER_NBYTES].tolist()))
         if payload.numel() != nbytes:
             raise ProtocolError(
@@ -176,6 +176,11 @@ def _header_of(codec: Codec, numel: int, dtype: torch.dtype, device: torch.devic
         raise ConfigError(f"a vector to encode is float32, float16 or bfloat16, not {name}")
     header = codec.header(numel, DTYPE_NAMES.index(name)).pack()
     return torch.tensor(list(header), dtype=torch.uint8, device=device), codec.nbytes(numel)
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether a look at an element waits for no device."""
+    return x.device.type == "cpu"
 
 
 def check_payload(payload: Tensor) -> None:

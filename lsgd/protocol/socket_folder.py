@@ -16,25 +16,31 @@ _MAX_SOCKET_PATH_NBYTES = 107
 _PREFIX = "lsgd."
 
 
-def socket_folder() -> Path:
-    """Return a new folder that only this user can enter, with a name short enough for a socket in it.
+def socket_folder(name: str = "") -> Path:
+    """Return a folder that only this user can enter, with a name short enough for a socket in it.
 
     It is locked until this process ends. Those of processes that were killed are deleted.
 
+    Args:
+        name: eight characters by which a process finds the folder of the one whose place it takes; empty: a new one.
+
     Raises:
-        ConfigError: the folder cannot be created.
+        ConfigError: the folder cannot be created, or is another user's.
     """
     base = tempfile.gettempdir()
     if len(os.fsencode(f"{base}/{_PREFIX}12345678/{SOCKET_NAME}")) > _MAX_SOCKET_PATH_NBYTES:
         base = "/tmp"
     _sweep(Path(base))
     try:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        folder = Path(base, f"{_PREFIX}{name}") if name else Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"cannot create a folder for this node's sockets in {base}: {error.strerror}; free space there, or "
             f"choose another folder with TMPDIR"
         ) from None
+    if folder.lstat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} is another user's; choose another folder for sockets with TMPDIR")
     _lock(folder)
     return folder
 

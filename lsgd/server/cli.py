@@ -1,6 +1,5 @@
 """``lsgd-server``: the command line of the servers and of the relay."""
 
-import errno
 import os
 import secrets
 import sys
@@ -15,27 +14,18 @@ from lsgd import __version__
 from lsgd.errors import ConfigError
 from lsgd.node.elsewhere import Elsewhere, Knock
 from lsgd.node.local_server import LocalServer
-from lsgd.output import write_whole
 from lsgd.plan.options import plan_options
-from lsgd.plan.plan import Plan, read
+from lsgd.plan.plan import read
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.credentials import place_of, run_certificate, secret_of_relay, secret_of_run
-from lsgd.protocol.keys import KeyRing, connector_keys, is_local, listener_keys, node_name
+from lsgd.protocol.credentials import place_of
+from lsgd.protocol.keys import connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.messages import Place
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.sockets import DEFAULT_PORT, Connector, ConnectorKeys, Listener, default_local_address
-from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import CRASHED, Signals, complain, say
-from lsgd.server.global_daemon import GlobalDaemon
-from lsgd.server.journal import Journal, begin
-from lsgd.server.reasons import number_of
 from lsgd.server.relay import Relay
-from lsgd.server.report import Record
-from lsgd.server.standbys import Standbys
+from lsgd.server.serve import relay_secret, serve_global
 from lsgd.settings import checked
-
-_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Errors of a disk that may pass soon."""
 
 _PATH: Any = click.Path(path_type=Path)
 
@@ -131,7 +121,16 @@ def main(
                 place_of(relay_address)
             files = save_plan, journal_path, results
             sys.exit(
-                _serve_global(plan, address, keys, relay_address or "", *files, continues=continues, launched=launched)
+                serve_global(
+                    plan,
+                    address,
+                    keys,
+                    *files,
+                    Signals(),
+                    relay=relay_address or "",
+                    continues=continues,
+                    launched=launched,
+                )
             )
         if role == "local":
             workers = checked(RunSettings, "workers", flags.pop("workers") or 1, "flag --workers")
@@ -172,78 +171,6 @@ def main(
         sys.exit(CRASHED)
 
 
-def _serve_global(
-    plan: Plan,
-    address: str,
-    keys: KeyRing | None,
-    relay: str,
-    save_plan: Path | None,
-    journal_path: Path | None,
-    results: Path | None,
-    *,
-    continues: bool,
-    launched: bool,
-) -> int:
-    signals = Signals()
-    journal = Journal(journal_path) if journal_path else None
-    with Listener(address, keys) as listener:
-        coordinator = Coordinator(begin(plan, journal, continues=continues))
-        state = coordinator.state
-        if keys:
-            state.certificate = keys.certificate or run_certificate(keys.secret, state.run)
-        if relay:
-            state.relay, state.relay_secret = relay, secret_of_run(_relay_secret(keys), state.run.encode())
-        if save_plan:
-            _save_plan(state.plan, save_plan, continued=journal is not None and journal.resumed)
-        _announce(listener.address, state.plan, keys.folder if keys else None, launched=launched)
-        record = Record(results, state.run) if results else None
-        standbys = None
-        if state.plan.run.failover == "auto":
-            own = Place(state.terms[-1].node, listener.address, keys.public if keys else b"")
-            standbys = Standbys(own, keys.listed if keys else None)
-        return GlobalDaemon(coordinator, listener, journal, record, standbys=standbys).run(signals)
-
-
-def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) -> None:
-    """Print where the server listens, who may connect, how to join it, and how to end a run without an end.
-
-    ``launched``: ``lsgd launch`` says how to join, and its run folder is where ``lsgd stop`` looks.
-    """
-    listens_on = address
-    for wildcard in ("//0.0.0.0:", "//[::]:"):
-        address = address.replace(wildcard, "//ADDRESS-OF-THIS-MACHINE:")
-    workers, nodes = plan.run.workers, plan.run.nodes
-    waits = number_of(workers, "worker") if workers else f"the workers of {number_of(nodes, 'node')}"
-    token = f" --token nodeN.token, from {keys}" if keys else ""
-    how = f"; join from each machine with: lsgd-server --local --node N --connect {address}{token}"
-    say(
-        f"lsgd {__version__} global server on {listens_on}, {plan.algorithm.name}, waits for {waits}"
-        f"{'' if launched else how}"
-    )
-    if not (plan.run.iterations or plan.run.seconds):
-        where = "" if launched else f" --connect {address}"
-        say(
-            f"this run has no end: its plan has neither iterations nor seconds; end it with: lsgd stop{where}, "
-            f"or give it an end: lsgd set{where} iterations=N (of all workers together). A "
-            f"script of lsgd.wrap(steps=N) ends it by itself"
-        )
-
-
-def _save_plan(plan: Plan, path: Path, *, continued: bool) -> None:
-    """Write the plan; a full disk leaves the previous file, and does not end the run.
-
-    Raises:
-        ConfigError: it can never be written there; for a ``continued`` run this is only logged.
-    """
-    try:
-        write_whole(path, plan.to_toml())
-    except OSError as error:
-        trouble = f"the plan cannot be written to {path}: {error.strerror}"
-        if not continued and error.errno not in _PASSING:
-            raise ConfigError(trouble) from None
-        complain(f"{trouble}; the run continues without that file")
-
-
 def _serve_local(
     node: int, workers: int, address: str, global_address: str, token_path: Path | None, *, insecure: bool
 ) -> int:
@@ -276,11 +203,6 @@ def _serve_relay(address: str, keys_path: Path | None, *, insecure: bool) -> int
     signals = Signals()
     keys = listener_keys(address, keys_path, insecure=insecure)
     host, port = place_of(address)
-    relay = Relay(host, port, _relay_secret(keys))
+    relay = Relay(host, port, relay_secret(keys))
     say(f"lsgd {__version__} relay on {address.rpartition(':')[0]}:{relay.port}, for members of runs with its keys")
     return relay.run(signals)
-
-
-def _relay_secret(keys: KeyRing | None) -> bytes:
-    """Return the secret of the relay beside a global server with these keys; without keys, anybody knows it."""
-    return secret_of_relay(keys.secret if keys else b"")

@@ -46,6 +46,11 @@ The public names of lsgd. [The client library](../guides/client.md) tells how th
 
 ::: lsgd.integrations.accelerate.LsgdLoop
 
+::: lsgd.integrations.ray.LsgdConfig
+    options:
+      members: false
+::: lsgd.integrations.ray.report
+
 ## Without lsgd's servers
 
 ::: lsgd.ddp_hook.QuantizedState

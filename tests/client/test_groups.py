@@ -30,14 +30,16 @@ from .bench import Switchboard, generation, together
 
 
 @pytest.fixture
-def switchboard(tmp_path, monkeypatch):
-    monkeypatch.setattr("lsgd.client.groups.form.torch_group", partial(torch_group, backend="gloo"))
+def switchboard(tmp_path):
     with Switchboard(tmp_path) as made:
         yield made
 
 
 def run(switchboard, node_sizes, work, *, missing=(), timeout_s=20.0, certificate=b"", **fields):
-    """Return what ``work(group)`` returns on every member that is not missing; ``fields``: of the generation."""
+    """Return what ``work(group)`` returns on every member that is not missing; ``fields``: of the generation.
+
+    Gloo is in NCCL's place.
+    """
     members = generation(*node_sizes, **{"transport": "nccl", **fields})
     plan = Plan(RunSettings(exchange_timeout_s=timeout_s))
     ranks = [rank for rank in range(len(members.members)) if rank not in missing]
@@ -50,7 +52,9 @@ def run(switchboard, node_sizes, work, *, missing=(), timeout_s=20.0, certificat
         finally:
             group.close()
 
-    return together(member, ranks)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("lsgd.client.groups.form.torch_group", partial(torch_group, backend="gloo"))
+        return together(member, ranks)
 
 
 HOUR_S = 3600.0

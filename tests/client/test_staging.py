@@ -16,29 +16,44 @@ from .test_groups import every_verb
 PIECE_NBYTES = 20_000
 
 
+class Made:
+    """A copy that ends when it is waited for."""
+
+    def __init__(self, end: Callable[[], object] = lambda: None) -> None:
+        self.synchronize = end
+
+    def query(self) -> bool:
+        return False
+
+
 class AtOnce:
     """Copies when it is told to begin: too early, if what is to be copied is not there yet."""
+
+    def __init__(self) -> None:
+        self.copied_nbytes = 0
 
     def host_like(self, tensor: Tensor) -> Tensor:
         return torch.zeros_like(tensor)
 
-    def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+    def begin(self, target: Tensor, source: Tensor) -> Made:
+        self.copied_nbytes += source.nbytes
         target.copy_(source)
-        return lambda: None
+        return Made()
 
 
 class AtTheEnd(AtOnce):
     """Copies when the end is waited for: too late, or never, if nobody waits in time."""
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
         self._before = before
 
-    def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+    def begin(self, target: Tensor, source: Tensor) -> Made:
         def end() -> None:
             self._before()
-            target.copy_(source)
+            super(AtTheEnd, self).begin(target, source)
 
-        return end
+        return Made(end)
 
 
 @pytest.fixture(autouse=True)

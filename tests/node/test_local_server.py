@@ -191,6 +191,21 @@ class TestFolders:
                 process.stdout.close()  # type: ignore[union-attr]
                 process.stdin.close()  # type: ignore[union-attr]
 
+    def test_a_folder_with_a_name_is_found_again(self) -> None:
+        name = secrets.token_hex(4)
+        folder = socket_folder(name)
+        assert socket_folder(name) == folder and folder.name == f"lsgd.{name}"
+        assert folder.stat().st_mode & 0o777 == 0o700
+        folder.rmdir()
+
+    def test_a_folder_with_a_name_that_is_another_user_s_is_refused(self, monkeypatch) -> None:
+        name = secrets.token_hex(4)
+        folder = socket_folder(name)
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+        with pytest.raises(ConfigError, match="is another user's"):
+            socket_folder(name)
+        folder.rmdir()
+
     @pytest.mark.parametrize(("mode", "refused"), [(0o700, False), (0o755, False), (0o777, True)])
     def test_a_default_folder_that_others_can_write_is_refused(self, monkeypatch, tmp_path, mode, refused) -> None:
         monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)

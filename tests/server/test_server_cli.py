@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from lsgd import __version__
 from lsgd.plan.plan import Plan
 from lsgd.protocol.sockets import Listener
-from lsgd.server import cli
+from lsgd.server import serve
 from lsgd.server.cli import main
 
 
@@ -102,7 +102,7 @@ def test_a_server_that_fails_in_its_own_code_says_where_with_an_exit_code_of_its
     def fail(*_: object) -> int:
         raise OverflowError("an integer is too large")
 
-    monkeypatch.setattr("lsgd.server.cli.GlobalDaemon.run", fail)
+    monkeypatch.setattr("lsgd.server.serve.GlobalDaemon.run", fail)
     code, said = run("--global", "--listen", "tcp://127.0.0.1:0")
     assert code == 70
     assert "a mistake in lsgd" in said and "OverflowError: an integer is too large" in said
@@ -113,12 +113,12 @@ def test_a_plan_that_cannot_be_written_ends_no_server_that_goes_on(tmp_path, cap
     path.write_text("iterations = 7\n")
     (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
     for continued in (False, True):
-        cli._save_plan(Plan(), path, continued=continued)
+        serve._save_plan(Plan(), path, continued=continued)
         assert f"the plan cannot be written to {path}: No space left on device; the run" in capsys.readouterr().err
         assert path.read_text() == "iterations = 7\n"
         assert not (tmp_path / "plan.toml.tmp").exists()
         (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
-    cli._save_plan(Plan(), tmp_path / "nowhere" / "plan.toml", continued=True)
+    serve._save_plan(Plan(), tmp_path / "nowhere" / "plan.toml", continued=True)
     assert "No such file or directory; the run continues" in capsys.readouterr().err
 
 

@@ -33,6 +33,9 @@ class Leaver(Protocol):
     def fails(self, error: BaseException) -> None:
         """Leave the run, because of an error that nothing handles."""
 
+    def at_exit(self) -> None:
+        """Leave the run, because the script has ended."""
+
 
 _leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
 
@@ -50,14 +53,22 @@ def _hook(
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, CodedError):
             show(kind, error, trace)
-        for leaver in list(_leavers):
-            with suppress(Exception):
-                leaver.fails(error)
+        end_script(error)
         if isinstance(error, CodedError):
             exit_for(error, "this process")
 
     hook.leaves_run = True  # type: ignore[attr-defined]
     return hook
+
+
+def end_script(error: BaseException | None) -> None:
+    """Make this process's workers leave, because their script has ended, perhaps with an error."""
+    for leaver in list(_leavers):
+        with suppress(Exception):
+            if error is None:
+                leaver.at_exit()
+            else:
+                leaver.fails(error)
 
 
 def exit_for(error: CodedError, who: str) -> NoReturn:

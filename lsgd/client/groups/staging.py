@@ -4,13 +4,23 @@ The pieces depend only on a tensor's size, so a member with a GPU and one withou
 """
 
 import functools
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 PIECE_NBYTES = 4 << 20
 """A message travels in pieces of about this size."""
+
+
+class Copying(Protocol):
+    """A copy under way; a CUDA event is one."""
+
+    def query(self) -> bool:
+        """Whether it has ended; does not wait."""
+
+    def synchronize(self) -> None:
+        """Wait for its end."""
 
 
 class Copier:
@@ -24,15 +34,15 @@ class Copier:
         """Return a new tensor in pinned memory, which torch caches."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
-    def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin a copy, after earlier ones; return a function that waits for its end."""
+    def begin(self, target: Tensor, source: Tensor) -> Copying:
+        """Begin a copy, after earlier ones."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            ended: Callable[[], None] = self._stream.record_event().synchronize
+            copying: Copying = self._stream.record_event()
         on_device = target if target.is_cuda else source
         on_device.record_stream(self._stream)  # keeps its memory until the copy has ended
-        return ended
+        return copying
 
 
 @functools.lru_cache
@@ -47,7 +57,7 @@ class Staged:
     def __init__(self, tensor: Tensor, copier: Copier | None, count: int | None = None) -> None:
         self._parts = tensor.view(-1).tensor_split(count or max(1, tensor.nbytes // PIECE_NBYTES))
         self._copier = copier
-        self._copies: dict[int, Callable[[], None]] = {}
+        self._copies: dict[int, Copying] = {}
         self.pieces = (
             self._parts if copier is None else copier.host_like(tensor.view(-1)).tensor_split(len(self._parts))
         )
@@ -77,5 +87,5 @@ class Staged:
             self._copies[index] = self._copier.begin(target, source)
 
     def _wait(self, index: int) -> None:
-        if (ended := self._copies.pop(index, None)) is not None:
-            ended()
+        if (copying := self._copies.pop(index, None)) is not None:
+            copying.synchronize()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from lsgd.algorithms.base import Commit, all_finite, clones
+from lsgd.algorithms.averaging import contribute, divide, empty_sums
+from lsgd.algorithms.base import Commit, all_finite, clones, finiteness
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.joining import Membership
@@ -152,19 +153,19 @@ class Replica:
         """Return whether the parameters are finite; of an island, this process's part of them."""
         return all_finite([local(slot.parameter).detach() for slot in self.flat.slots])
 
-    def judge(self, order: Round, *, whole: bool) -> bool | None:
+    def judge(self, order: Round, *, whole: bool) -> Tensor | None:
         """Return whether the model that enters a round is finite; None: the round need not know.
 
         This is the round's only look at the model, unless that changes in it. Of an island it is this process's part,
         and only a ``whole`` worker leaves the look to the algorithm.
         """
         if order.final:
-            return all_finite([*self.flat.buffers, *map(wide, self.finite.buffers())])
+            return finiteness([*self.flat.buffers, *map(wide, self.finite.buffers())])
         if isinstance(self.algorithm, GradientAlgorithm) or (whole and (self.lockstep or order.scope == "local")):
             return None
-        return all_finite(self.flat.buffers)
+        return finiteness(self.flat.buffers)
 
-    def exchange(self, group: WorkerGroup, order: Round, finite: bool | None) -> Commit | None:
+    def exchange(self, group: WorkerGroup, order: Round, finite: Tensor | None) -> Commit | None:
         """Let the algorithm exchange a model that is ``finite`` or not, or begin to; return its commit.
 
         Raises:
@@ -185,12 +186,20 @@ class Replica:
         # In lockstep, every iteration is a round, and averaging them in the consensus is enough.
         if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or self.lockstep:
             return Commit()
-        flat = torch.cat([wide(b) for b in buffers])
+        flat, averaged = torch.cat([wide(b) for b in buffers]), torch.tensor(True)
         if treated == "leader":
             group.broadcast(flat, order.leader)
         else:
-            (flat,) = mean_of([flat], group, finite=all_finite([flat])) or [flat]
-        return Commit(lambda: put(buffers, torch.split(flat, [b.numel() for b in buffers])))
+            (total,) = sums = empty_sums([flat])
+            contribute([flat], sums, finiteness([flat]))
+            group.all_reduce(total).wait()
+            flat, averaged = total[:-1], divide(sums, group.size)
+
+        def change(averaged: float) -> None:
+            if averaged:
+                put(buffers, torch.split(flat, [b.numel() for b in buffers]))
+
+        return Commit(change, (averaged,))
 
     def consensus(self, group: WorkerGroup, order: Round, *, finite: bool) -> Commit:
         """Return the commit that replaces every model by the average of all, or by the leader's.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lsgd.client.control.joining import Membership
+from lsgd.client.groups.staging import Copier, Copying, copier_of
 from lsgd.client.iteration.replica import Replica
 from lsgd.errors import ConfigError
 from lsgd.learning_rate import Fallen
@@ -36,23 +37,31 @@ class LossWindow:
 
     A loss on a GPU is copied to pinned memory after the work that computes it, and read once the copy is done. So
     the mean may be a few batches old, but nothing waits for the GPU.
+
+    Args:
+        copiers: returns what copies between a device and host memory; None if the device is the host.
     """
 
-    def __init__(self, size: int, before: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        before: Sequence[float] = (),
+        copiers: Callable[[torch.device], Copier | None] = copier_of,
+    ) -> None:
         self._values: deque[float] = deque(before, maxlen=size)
-        self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[Tensor, Copying]] = deque()
+        self._copiers = copiers
 
     def add(self, loss: Tensor | float) -> None:
         """Record the loss of a batch; raise a ConfigError for anything but one number."""
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex() or loss.device.type != "cuda":
+        one = isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
+        copier = self._copiers(loss.device) if isinstance(loss, Tensor) and one else None
+        if not isinstance(loss, Tensor) or copier is None:
             self._values.append(_loss(loss))
             return
         loss = loss.detach().reshape(())
-        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
-        host.copy_(loss, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(loss.device))
-        self._pending.append((host, arrived))
+        host = copier.host_like(loss)
+        self._pending.append((host, copier.begin(host, loss)))
 
     @property
     def values(self) -> list[float]:
@@ -62,9 +71,9 @@ class LossWindow:
 
     def mean(self) -> float | None:
         """Return the mean of the losses that have arrived; NaN if one of them is, None before the first."""
-        while self._pending and (len(self._pending) > MAX_PENDING or _is_there(self._pending[0][1])):
-            host, arrived = self._pending.popleft()
-            arrived.synchronize()
+        while self._pending and (len(self._pending) > MAX_PENDING or self._pending[0][1].query()):
+            host, copying = self._pending.popleft()
+            copying.synchronize()
             self._values.append(float(host))
         return sum(self._values) / len(self._values) if self._values else None
 
@@ -74,10 +83,6 @@ class LossWindow:
         if mean is None:
             return "" if self._pending else "has reported no loss"
         return "" if math.isfinite(mean) else f"has reported non-finite losses (mean {mean:g})"
-
-
-def _is_there(event: torch.cuda.Event) -> bool:
-    return bool(event.query())  # type: ignore[no-untyped-call]
 
 
 class Logged:

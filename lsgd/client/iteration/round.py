@@ -54,7 +54,7 @@ class ActiveRound:
     Attributes:
         snapshot: state to save when the round is committed.
         group: members, once it is entered.
-        model_finite: whether the model that entered it is finite in all processes; None: nobody has looked.
+        finite_model: whether the model that entered it is finite in all processes; None: nobody has looked.
         buffers: commit of the exchange of the model's buffers.
         finite: whether the exchanged values are finite. If not, all members skip the step.
         skipped: whether that step has been skipped.
@@ -66,7 +66,7 @@ class ActiveRound:
     snapshot: Snapshot | None = None
     state: State = State.ORDERED
     group: Group | None = None
-    model_finite: bool | None = None
+    finite_model: Tensor | None = None
     buffers: Commit = field(default_factory=Commit)
     finite: bool = True
     skipped: bool = False
@@ -75,7 +75,12 @@ class ActiveRound:
 
     def enter(self, unknown: float, broken: float) -> None:
         """Note what the worker's processes have found in the model that enters: in how many, nobody looked, or NaN."""
-        self.model_finite = None if unknown else not broken
+        self.finite_model = None if unknown else torch.tensor(not broken)
+
+    @property
+    def model_is_broken(self) -> bool:
+        """Whether the model that entered it is known not to be finite; may wait for the device."""
+        return self.finite_model is not None and not self.finite_model
 
     def to(self, state: State) -> None:
         """Change to another state; raise a LsgdError if the table has no such transition."""

@@ -61,6 +61,7 @@ class Rounds:
         self._who, self._island, self._channel = membership.who, membership.island, membership.channel
         self._replica, self._checkpoints = replica, checkpoints
         self._finite: bool | None = None  # the model, if the processes of an island have said so ahead of the round
+        self._later: ActiveRound | None = None  # the last round, if what it exchanges lands later
         self._count = 0  # of the run's iterations, as of the last global round
         self._served: Algorithm | None = None  # the one that ``gradients`` serves
         self._warned = False  # about its losses
@@ -203,16 +204,25 @@ class Rounds:
             group, fresh = self.entry.group_of(order)
             if not fresh:
                 self._land(replica.algorithm.settle(replica.flat.buffers))
-            active.group, active.model_finite = group, self._finite
+            active.group = group
+            active.finite_model = None if self._finite is None else torch.tensor(self._finite)
             anew = self.entry.begin(group, order, fresh=fresh)
             # In lockstep entering can only fail anew, and the processes of an island have reported their models.
             if anew or order.final or not replica.lockstep:
-                finite = replica.judge(order, whole=self._island.size == 1)
-                self._agree(Commit(active.enter, (finite is None, finite is False)))
+                self._look(active)
             active.to(State.ENTERED)
             if order.final:
-                self._agree(replica.consensus(group, order, finite=active.model_finite is not False))
+                self._agree(replica.consensus(group, order, finite=not active.model_is_broken))
         return group
+
+    def _look(self, active: ActiveRound) -> None:
+        """Look whether the model that enters the round is finite; only the processes of an island wait for that."""
+        whole = self._island.size == 1
+        finite = self._replica.judge(active.order, whole=whole)
+        if whole:
+            active.finite_model = finite
+        else:
+            self._agree(Commit(active.enter, (finite is None, False if finite is None else ~finite)))
 
     def _exchange(self, group: WorkerGroup, active: ActiveRound) -> None:
         """Exchange what is exchanged before the forward pass; if that is all, the round's commit follows."""
@@ -221,9 +231,10 @@ class Rounds:
         replica = self._replica
         with replica.flat.current():
             active.buffers = replica.exchange_buffers(group, active.order)
-            commit = replica.exchange(group, active.order, active.model_finite)
+            commit = replica.exchange(group, active.order, active.finite_model)
             if not replica.algorithm.spans_backward:
                 self._agree(commit or Commit())
+                self._later = active if commit is None else None
 
     def _take_up(self, order: Round) -> None:
         """Take up the round's members and algorithm."""
@@ -293,8 +304,9 @@ class Rounds:
         if commit is None:
             return
         self._agree(commit)
-        if self.active is not None and self.active.model_finite is False:
+        if self._later is not None and self._later.model_is_broken:
             clear(self._replica.optimizers)
+        self._later = None
 
     def _agree(self, outcome: Commit | ExchangeError) -> None:
         """Vote on this process's part of an exchange; if it has succeeded in all processes of the worker, commit it.
@@ -302,7 +314,7 @@ class Rounds:
         Raises:
             ExchangeError: it has succeeded here, but not in another process.
         """
-        sums = self._island.vote(outcome.judged if isinstance(outcome, Commit) else outcome)
+        sums = self._island.vote(outcome.numbers() if isinstance(outcome, Commit) else outcome)
         if isinstance(outcome, Commit):
             outcome.apply(sums)
 
@@ -328,7 +340,7 @@ class Rounds:
         assert self.active is not None
         self.active.buffers.apply()
         # A round replaces a model that is not finite; non-finite states of optimizers would break it again.
-        if self.active.model_finite is False and not self._replica.lockstep:
+        if self._later is not self.active and not self._replica.lockstep and self.active.model_is_broken:
             clear(self._replica.optimizers)
         self.active.to(State.COMMITTED)
         order = self.active.order
