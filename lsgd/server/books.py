@@ -129,6 +129,9 @@ class Ledger:
 MAX_FAILED_ROUNDS = 10
 """Failed rounds, without a completed global one between them, that end the run."""
 
+MOST_SKIPPED = 1 << 32
+"""Most ids of rounds that are skipped at once, whatever a worker says."""
+
 MAX_ELECTIONS = 4096
 """How many of the last rounds the history keeps."""
 
@@ -155,6 +158,7 @@ class RoundBook:
         ordered: number of rounds so far, by scope.
         failures: number of failed rounds since the last completed global one.
         final: whether the round that makes the consensus has been ordered.
+        skipped: number of ids that are used for no round.
 
     Attributes:
         open: rounds that some members have not completed, by id.
@@ -169,9 +173,11 @@ class RoundBook:
         failures: int = 0,
         final: bool = False,
         opened: Iterable[OpenRound] = (),
+        skipped: int = 0,
     ) -> None:
         self.ordered = dict(ordered or {"local": 0, "global": 0})
         self.failures, self.final = failures, final
+        self.skipped = skipped
         self.open = {each.round.id: each for each in opened}
         self.fresh = False
         self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
@@ -185,7 +191,11 @@ class RoundBook:
     @property
     def next_id(self) -> int:
         """Id of the next round."""
-        return self.ordered["local"] + self.ordered["global"] + 1
+        return self.ordered["local"] + self.ordered["global"] + self.skipped + 1
+
+    def skip_to(self, round_id: int) -> None:
+        """Use no id up to that of a round which another server has ordered, and this one knows nothing of."""
+        self.skipped += max(0, min(round_id, self.next_id + MOST_SKIPPED) + 1 - self.next_id)
 
     @property
     def hopeless(self) -> bool:
