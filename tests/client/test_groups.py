@@ -159,7 +159,7 @@ def test_a_subset_in_an_order_of_its_own(switchboard) -> None:
     def work(group: TorchGroup) -> float:
         x = torch.tensor([float(group.rank)])
         if group.rank != 1:
-            group.subset("some", [2, 0]).broadcast(x, 0)
+            group._subgroup("some", [2, 0], one_node=False).broadcast(x, 0)
         return x.item()
 
     assert run(switchboard, (2, 1), work) == [2.0, 1.0, 2.0]

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -209,26 +209,30 @@ def test_a_frozen_process_ends_its_island_and_the_others_go_on(islands) -> None:
     assert islands.result(0, 0)["world_size"] == 1
 
 
+def resume(folder: Path, name: str, plan: Sequence[str], *how: str, size: int) -> list[dict[str, Any]]:
+    """Resume a run of 60 iterations from a folder's checkpoints, up to 84; return what both workers write."""
+    (folder / name).mkdir()
+    again = Islands(folder / name)
+    try:
+        server = again.begin(*plan, "--iterations", "84")
+        for index in (0, 1):
+            again.island(index, *how, size=size, LSGD_RESUME=str(folder / "checkpoints"))
+        for process in again.processes:
+            process.succeeds()
+        assert "resumes after 60 iterations, from checkpoints of node0/worker0, node0/worker1" in server.output
+        return [again.result(0, 0), again.result(0, 1)]
+    finally:
+        again.close()
+
+
 def test_an_island_goes_on_from_its_checkpoints_with_any_number_of_processes(islands, tmp_path) -> None:
     plan = ("--algorithm", "diloco", "--compression", "none", "--period", "1", "--fragments", "1")
     plan += ("--outer-lr", "0.5", "--outer-momentum", "0.5")
     islands.begin(*plan, "--iterations", "60", "--checkpoint-every", "5")
     before = islands.train("--alike")
-    after = []
-    for size in (2, 4, 1):
-        (tmp_path / str(size)).mkdir()
-        again = Islands(tmp_path / str(size))
-        try:
-            server = again.begin(*plan, "--iterations", "84")
-            how = ["--alike", "--plain"][: 1 + (size == 1)]
-            for index in (0, 1):
-                again.island(index, *how, size=size, LSGD_RESUME=str(tmp_path / "checkpoints"))
-            for process in again.processes:
-                process.succeeds()
-            assert "resumes after 60 iterations, from checkpoints of node0/worker0, node0/worker1" in server.output
-            after.append([again.result(0, 0), again.result(0, 1)])
-        finally:
-            again.close()
+    after = [
+        resume(tmp_path, str(size), plan, *["--alike", "--plain"][: 1 + (size == 1)], size=size) for size in (2, 4, 1)
+    ]
     for old, new in zip(before, after[0], strict=True):
         assert new["iterations"] == 42 and new["state"] != old["state"]
         assert sum(new["losses"][:10]) < sum(old["losses"][:10]) / 2

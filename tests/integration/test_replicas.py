@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from .running import SCRIPTS
 from .test_island_methods import DELAYED, IN_EACH_STEP
-from .test_islands import PHASES, Islands, alike, lines, saved
+from .test_islands import PHASES, Islands, alike, lines, resume, saved
 
 pytestmark = pytest.mark.slow
 
@@ -155,20 +155,8 @@ def test_replicas_go_on_from_their_checkpoints_in_any_form(islands, tmp_path) ->
     before = islands.train("--alike", "--ddp")
     written = {path.name for path in (tmp_path / "checkpoints").glob("*/60/*")}
     assert written == {"node0-worker0.safetensors", "node0-worker1.safetensors"}
-    after = []
-    for number, (size, how) in enumerate([(2, "--ddp"), (3, "--ddp"), (1, "--plain"), (2, "--alike")]):
-        (tmp_path / str(number)).mkdir()
-        again = Islands(tmp_path / str(number))
-        try:
-            server = again.begin(*plan, "--iterations", "84")
-            for index in (0, 1):
-                again.island(index, "--alike", how, size=size, LSGD_RESUME=str(tmp_path / "checkpoints"))
-            for process in again.processes:
-                process.succeeds()
-            assert "resumes after 60 iterations, from checkpoints of node0/worker0, node0/worker1" in server.output
-            after.append([again.result(0, 0), again.result(0, 1)])
-        finally:
-            again.close()
+    forms = [(2, "--ddp"), (3, "--ddp"), (1, "--plain"), (2, "--alike")]
+    after = [resume(tmp_path, str(number), plan, "--alike", how, size=size) for number, (size, how) in enumerate(forms)]
     for old, new in zip(before, after[0], strict=True):
         assert new["iterations"] == 42 and new["state"] != old["state"]
     for one, other in zip(after[0], after[2], strict=True):

@@ -92,10 +92,6 @@ class WorkerGroup(Group):
         self.size = len(members.ranks)
         self.node_sizes = tuple(members.node_sizes)
 
-    def subset(self, name: str, ranks: Sequence[int]) -> "WorkerGroup":
-        """Return the group of some members in this order, including this one; each counts as a node."""
-        return self._subgroup(name, list(ranks), one_node=False)
-
     def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> "WorkerGroup":
         if kind not in self._subgroups:
             self._subgroups[kind] = self._group_of(self._members.some(kind, ranks, one_node=one_node))
