@@ -213,7 +213,9 @@ class Handover:
         self._move(own, table, held, within_s)
         mine = range(0 if self._me in self.new else own.first_shared, len(table.digests))
         lacking = [number for number in mine if own.digests[number] != table.digests[number]]
-        changes = {n: held[table.digests[n]].clone() for n in lacking if table.digests[n] in held}
+        here = {*own.digests}  # whose memory may change
+        found = {number: digest for number in lacking if (digest := table.digests[number]) in held}
+        changes = {n: held[digest].clone() if digest in here else held[digest] for n, digest in found.items()}
         left = {rank: numbers for rank in sorted(self.new) if (numbers := table.lacking(rank))}
         if not left:
             own.look_again([*{*range(len(table.digests))} - {*lacking}])
