@@ -28,6 +28,8 @@ from lsgd.shards import full_state_dict, load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
 
+LEFT_OUT = "this worker's model is non-finite: the average leaves it out"
+
 MOST_APART = 1e-3
 """How far apart the replicas of an island may be before a round, as a share of their length."""
 
@@ -257,20 +259,23 @@ class Replica:
         # In lockstep, every iteration is a round, and averaging them in the consensus is enough.
         if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or self.lockstep:
             return Commit()
-        flat, averaged = torch.cat([wide(b) for b in buffers]), torch.tensor(True)
+        flat, finite, averaged = torch.cat([wide(b) for b in buffers]), torch.tensor(True), torch.tensor(True)
         if treated == "leader":
             group.broadcast(flat, order.leader)
         else:
             (total,) = sums = empty_sums([flat])
-            contribute([flat], sums, finiteness([flat]))
+            finite = finiteness([flat])
+            contribute([flat], sums, finite)
             group.all_reduce(total).wait()
             flat, averaged = total[:-1], divide(sums, group.size)
 
-        def change(averaged: float) -> None:
+        def change(broken: float, averaged: float) -> None:
+            if broken:
+                logger.warning(LEFT_OUT)
             if averaged:
                 put(buffers, torch.split(flat, [b.numel() for b in buffers]))
 
-        return Commit(change, (averaged,))
+        return Commit(change, (~finite, averaged))
 
     def consensus(self, group: WorkerGroup, order: Round, *, finite: bool) -> Commit:
         """Return the commit that replaces every model by the average of all, or by the leader's.
@@ -308,7 +313,7 @@ def mean_of(
 ) -> list[Tensor] | None:
     """Return the means over the members whose tensors are finite and that are not left out; None if there are none."""
     if not finite:
-        logger.warning("this worker's model is non-finite: the average leaves it out")
+        logger.warning(LEFT_OUT)
     contributes = finite and not left_out
     count = torch.tensor([float(contributes)], device=group.device)
     group.all_reduce(count).wait()
