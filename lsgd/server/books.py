@@ -162,6 +162,7 @@ class RoundBook:
 
     Attributes:
         open: rounds that some members have not completed, by id.
+        known: id of the last round that this server knew when it began.
         fresh: whether no round of the generation has been ordered yet.
         elections: the last rounds.
         unlisted: number of rounds without a line in the log.
@@ -180,6 +181,7 @@ class RoundBook:
         self.skipped = skipped
         self.open = {each.round.id: each for each in opened}
         self.fresh = False
+        self.known = self.next_id - 1
         self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
         self._shares: deque[float] = deque(maxlen=PARTICIPATION_ROUNDS)
         self.unlisted = 0

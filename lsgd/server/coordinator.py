@@ -200,6 +200,8 @@ class Coordinator:
     def _from_member(self, member: Member, message: Upward) -> None:
         if self.state.moved and isinstance(message, Request):
             self.state.book.skip_to(max(message.committed, message.dropped))
+            # It has learned what this server has never counted: it takes over another's model, if one has an own.
+            member.synced &= message.committed <= self.state.book.known
         match message:
             case Request() if message.ahead:
                 self._request_ahead(member, message)

@@ -171,6 +171,25 @@ def test_rounds_that_no_copy_has_are_not_ordered_again() -> None:
     assert bench.ledger.count == bench.done["10"] + bench.done["00"] - 3  # what node 0 made since the copy is lost
 
 
+def test_who_has_learned_what_no_copy_counts_takes_over_the_model_of_those_who_have_not() -> None:
+    bench = started(*PLACES, period=1, local_period=1)
+    takes(bench, 1, 2)
+    bench.act(bench.coordinator.tick(bench.now))
+    bench.committed["20"] = 2
+    bench.ask_all("10", "20")
+    order = bench.round("10", "20")
+    assert (order.id, order.new, order.source) == (3, (1,), 0)
+
+
+def test_if_all_have_learned_more_than_the_copy_counts_the_most_advanced_model_goes_on() -> None:
+    bench = started(*PLACES, period=1, local_period=1)
+    takes(bench, 1, 2)
+    bench.act(bench.coordinator.tick(bench.now))
+    bench.committed |= {"10": 2, "20": 3}
+    bench.ask_all("10", "20")
+    assert (bench.round("10", "20").id, bench.round("10", "20").source) == (4, 1)
+
+
 def test_a_member_in_a_round_hears_that_its_generation_is_over() -> None:
     bench = started("00", "10")
     bench.ask_all("00", "10")
