@@ -107,6 +107,7 @@ class Elsewhere:
         node: index of this node.
         dial: connects to a place.
         knock: returns whether the host at an address answers; None: that is not known yet.
+        own: where this node serves if it has to; None: it never does.
 
     Attributes:
         run: the run; empty before this node is in one.
@@ -118,13 +119,15 @@ class Elsewhere:
         node: int,
         dial: Callable[[Place], Link],
         knock: Callable[[str, float], bool | None],
+        own: Place | None = None,
     ) -> None:
         self.run = ""
+        self._own = {own.node: own} if own else {}
         self.terms: tuple[Term, ...] = ()
         self._node = node
         self._dial = dial
         self._knock = knock
-        self._known: dict[int, Place] = {}
+        self._known = dict(self._own)
         self._standbys: tuple[int, ...] = ()
         self._links: dict[int, Link] = {}
         self._looked_at: dict[int, float] = {}
@@ -149,7 +152,7 @@ class Elsewhere:
     def welcomed(self, welcome: NodeWelcome, address: str) -> None:
         """Note what the server that this node follows says of itself, and of its standbys."""
         if welcome.run != self.run:
-            self.run, self._known = welcome.run, {}
+            self.run, self._known = welcome.run, dict(self._own)
             self._forget(self._links)
         self.terms, self._last = welcome.terms, welcome
         for place in welcome.places:

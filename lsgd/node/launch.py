@@ -189,7 +189,8 @@ def _run(
         place = settings.place.node, incarnation, listener, link, settings.workers
         knock = Knock()
         opened.callback(knock.close)
-        elsewhere = Elsewhere(settings.place.node, dial, knock)
+        own = Place(settings.place.node, offer, keys.public if keys else b"") if offer else None
+        elsewhere = Elsewhere(settings.place.node, dial, knock, own)
         opened.callback(elsewhere.close)
         moved = partial(run_folder.moved, settings.run_dir, settings.place.node)
         server = LocalServer(*place, say=tell, complain=say, place=offer, elsewhere=elsewhere, when_moved=moved)

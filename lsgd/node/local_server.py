@@ -134,6 +134,7 @@ class LocalServer:
         self.takes_over = False
         self._when_moved = when_moved
         self.relay = ("", b"")
+        self._dismissed: dict[bytes, bytes] = {}  # by socket: what workers are told that have to join again
         self._given_way = False  # the server that this node follows has given up
         self._say = say
         self._complain = complain
@@ -308,6 +309,9 @@ class LocalServer:
 
     def _welcomed(self, elsewhere: Elsewhere, welcome: NodeWelcome) -> None:
         elsewhere.welcomed(welcome, self._global.address)
+        standbys = [place.node for place in welcome.places[1:]]
+        if standbys and self._node not in standbys:  # a copy that gets old is worse than none
+            self.copy = HeldCopy()
         self.heard_at = self._now
         if welcome.relay and (welcome.relay, welcome.relay_secret) != self.relay:
             self.relay = welcome.relay, welcome.relay_secret
@@ -318,8 +322,11 @@ class LocalServer:
         """Tell all workers that they are no longer in the run; those that are started again join as newcomers."""
         assert self.elsewhere is not None
         for peer, worker in self._workers.items():
-            self._listener.send(peer, [encode(Evicted(reason, self.elsewhere.run))])
+            self._dismissed[peer] = encode(Evicted(reason, self.elsewhere.run))
+            self._listener.send(peer, [self._dismissed[peer]])
+            self._dead[peer] = encode(Leave(worker, int(peer), 0, True, reason))
             self._complain(f"{worker} has to join again: {reason}")
+        self._workers.clear()
 
     def _here(self) -> WorkerHelloReply:
         return WorkerHelloReply(self._node, self._global.address, *self.relay)
@@ -338,6 +345,9 @@ class LocalServer:
             for frame in frames:
                 if kind_of(frame) is WorkerHello:
                     self._greet(peer, frame)
+                    continue
+                if peer in self._dismissed:  # what it says is of no part of the run that this node is in
+                    self._listener.send(peer, [self._dismissed[peer]] * (kind_of(frame) in _ASKING))
                     continue
                 if self._ending and kind_of(frame) is Join:
                     self._dismiss(peer, frame)

@@ -197,7 +197,7 @@ class Host:
         self.by_incarnation, self._starting, self._deposed_at = {}, False, 0.0
         self.listener = WorkerListener(self)
         name = f"node{self.index}#{next(self.world.numbers)}"
-        elsewhere = Elsewhere(self.index, lambda place: self.dial(place, name), self.world.knock(self))
+        elsewhere = Elsewhere(self.index, lambda place: self.dial(place, name), self.world.knock(self), self.place)
         self.local = LocalServer(
             self.index,
             int(name.partition("#")[2]),

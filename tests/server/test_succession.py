@@ -181,6 +181,16 @@ def test_who_has_learned_what_no_copy_counts_takes_over_the_model_of_those_who_h
     assert (order.id, order.new, order.source) == (3, (1,), 0)
 
 
+def test_who_has_completed_a_later_round_is_in_the_open_one_no_more() -> None:
+    bench = started(*PLACES, period=1, local_period=1)
+    bench.ask_all(*PLACES)
+    takes(bench, 1, 2)
+    assert list(bench.book.open) == [2]
+    bench.committed["20"] = 3
+    bench.ask("20", ahead=True)
+    assert not bench.book.open and "node2/worker0: it skipped the round" in bench.notes[0]
+
+
 def test_if_all_have_learned_more_than_the_copy_counts_the_most_advanced_model_goes_on() -> None:
     bench = started(*PLACES, period=1, local_period=1)
     takes(bench, 1, 2)
