@@ -171,6 +171,7 @@ class Coordinator:
             for member in state.roster.members.values():
                 member.heard_at += away_s
             state.moved_at += away_s
+            state.began_at += away_s
         state.now = now
 
     def _decide(self) -> Decision:

@@ -57,7 +57,7 @@ def move(mine: Term, terms: Sequence[Term]) -> Move:
 class Outcome(enum.Enum):
     """What a server does when it meets another one of its run."""
 
-    WAIT = "the other one decides, whose term is earlier; or one of the two does not know yet what it has"
+    WAIT = "the other one decides, whose term is earlier; or none of the two has a model yet, or knows that"
     GIVE_UP = "the other part continues"
     GO_ON = "this part continues, in a term after both"
 
@@ -74,6 +74,6 @@ def meet(mine: Term, count: int, theirs: Term, their_count: int, beaten: Collect
     """
     if mine in beaten:
         return Outcome.GIVE_UP
-    if theirs <= mine or min(count, their_count) < 0:
+    if theirs <= mine or min(count, their_count) < 0 or count == their_count == 0:
         return Outcome.WAIT
     return Outcome.GIVE_UP if their_count > count else Outcome.GO_ON

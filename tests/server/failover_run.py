@@ -17,6 +17,7 @@ from lsgd.node.elsewhere import Elsewhere, Link
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import DEPOSED_S
 from lsgd.plan.plan import Plan
+from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Evicted, Go, Over, Place, Refused, Round, Stop, Term, Upward, decode, encode
 from lsgd.protocol.sockets import Connector, Listener
 from lsgd.server.coordinator import Coordinator
@@ -290,7 +291,8 @@ class Host:
         if self.local.takes_over and not self._starting and self.server is None:
             self._starting = True
             self.world.takeovers += 1
-            self.after(self.random.uniform(*START_S), self._take_over)
+            copy, terms = self.local.copy.load(), self.local.next_terms()
+            self.after(self.random.uniform(*START_S), lambda: self._take_over(*copy, terms))
         if self.local.deposed and (self.server is not None or self._starting):
             self._deposed_at = self._deposed_at or self.world.now
             if self.world.now - self._deposed_at > DEPOSED_S:
@@ -302,11 +304,10 @@ class Host:
     def _end_server(self) -> None:
         self.server, self._starting, self.journal.state = None, False, None
 
-    def _take_over(self) -> None:
+    def _take_over(self, saved: dict[str, Any], rounds: list[RoundOrdered], terms: tuple[Term, ...]) -> None:
         if not self._starting or self.server is not None:
             return
-        saved, rounds = self.local.copy.load()
-        state = restore(taken_over(saved, self.local.next_terms()), self.world.now)
+        state = restore(taken_over(saved, terms), self.world.now)
         state.book.elections.extend(rounds)
         self.serve(state)
 
