@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from itertools import islice
@@ -20,7 +19,7 @@ from benchmarks.convergence.runs import Training
 from benchmarks.methods import sent_nbytes
 from benchmarks.workloads import SHARDS, Digits, VisionDigits
 
-from .integration.running import LIGHT, until
+from .integration.running import FORKS, LIGHT, until
 from .test_benchmarks import DEADLINE_S, ROOT, quick
 
 slow = pytest.mark.slow
@@ -180,11 +179,12 @@ def test_a_killed_convergence_leaves_no_process_of_a_baseline() -> None:
                 said.append(process.read_bytes())
         return [line for line in said if b"convergence.baseline" in line and steps.encode() in line]
 
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ | LIGHT, stdout=subprocess.DEVNULL) as benchmark:
-        try:
-            until(lambda: len(ranks()) == 2, "two processes train", DEADLINE_S / 2)
-        finally:
-            benchmark.kill()
+    benchmark = FORKS.popen(command, cwd=ROOT, env=os.environ | LIGHT)
+    try:
+        until(lambda: len(ranks()) == 2, "two processes train", DEADLINE_S / 2)
+    finally:
+        benchmark.kill()
+        benchmark.communicate()
     until(lambda: not ranks(), "they have ended", DEADLINE_S / 2)
 
 

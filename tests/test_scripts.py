@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pip
 import pytest
 
 from .integration.running import LIGHT
@@ -41,6 +42,13 @@ INSTALLED = """
 import os, sysconfig
 with open(sysconfig.get_path("purelib") + "/lsgd.pth", "w") as file:
     file.write(os.getcwd())
+"""
+WITHOUT_PIP = """
+import os, sys
+sys.path.remove(os.path.dirname(os.path.dirname(__file__)))
+del sys.modules["venv"]
+import venv
+venv.main(["--without-pip", *sys.argv[1:]])
 """
 PIN = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("setuptools=="))
 
@@ -107,8 +115,8 @@ class TestEnvironment:
 
     @pytest.fixture
     def installed(self, tmp_path) -> dict[str, str]:
-        """Variables with which lsgd is installed without pip, uv and an index."""
-        for name, program in {"pip": "", "uv": INSTALLED}.items():
+        """Variables with which lsgd is installed without pip, uv and an index; to install pip itself takes seconds."""
+        for name, program in {"pip": "", "uv": INSTALLED, "venv": WITHOUT_PIP}.items():
             (tmp_path / "installers" / name).mkdir(parents=True)
             (tmp_path / "installers" / name / "__init__.py").touch()
             (tmp_path / "installers" / name / "__main__.py").write_text(program)
@@ -151,7 +159,12 @@ class TestEnvironment:
     @pytest.mark.slow
     def test_pip_fails(self, checkout, installed):
         """The next call begins anew."""
-        reason = checkout.refuse(PIP_NO_INDEX="1")
+        folder = Path(installed["PYTHONPATH"])
+        (folder / "pip").rename(folder / "no pip")
+        (folder / "pip").symlink_to(Path(pip.__file__).parent)
+        reason = checkout.refuse(PIP_NO_INDEX="1", **installed)
+        (folder / "pip").unlink()
+        (folder / "no pip").rename(folder / "pip")
         assert "pip failed with exit code 1" in reason and "-m pip install setuptools" in reason
         assert "installing into" in checkout.use(**installed)
         assert checkout.use() == ""

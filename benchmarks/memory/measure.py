@@ -14,7 +14,7 @@ from lsgd.settings import AlgorithmSettings
 
 WORKERS = 2
 COLUMNS = ("", "kept", "peak", "with `offload`: on the GPU", "kept in the CPU's memory", "peak there")
-ITERATIONS = 6
+ITERATIONS = 4
 """Of a worker with each algorithm."""
 
 SMALL_NUMEL = 50_000

@@ -130,6 +130,15 @@ class Algorithm:
         """Return the part of the shared state with which a newcomer's model begins; empty: with the source's model."""
         return ()
 
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether a newcomer can take part in rounds while it lacks parts of the shared state.
+
+        So it is if the common model is all that a newcomer needs, the shared state changes only when a round is
+        committed, each number by what all members have received for it, and newcomers (``order.new``) have no say.
+        """
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state by name: tensors (not copied), lists of them, and numbers."""
         return {}

@@ -207,6 +207,7 @@ class LocalSGD(Delayed):
         self._fragments = _places(parameters, settings.fragments, self._codec.unit)
         self._feedback: list[list[ErrorFeedback]] = []
         if not self._codec.lossless:
+            self._codec.prepare(parameters[0].device if parameters else torch.device("cpu"))
             self._feedback = [
                 [ErrorFeedback(place.stop - place.start, x.device) for x, place in zip(parameters, places, strict=True)]
                 for places in self._fragments
@@ -248,15 +249,17 @@ class LocalSGD(Delayed):
             raise OutlierError(self._gives_up)
         if order is None:
             return None
-        finite = self.is_finite(parameters)
+        finite, counts = self.is_finite(parameters), group.rank not in self._new(order)
         fragment = order.exchanges % len(self._fragments)
         changes: list[Tensor] = []
         for x, c in self._parts(fragment, parameters, self.common):
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
-            changes.append(zero_unless(finite, torch.sub(x, c, out=change)))
+            changes.append(zero_unless(finite, torch.sub(x, c, out=change)) if counts else change.zero_())
         measured: list[float | Tensor] = [0.0 for _ in range(SUMS * group.size)]
 
         def transfer() -> None:
+            if order.new and not _any(changes, group):
+                return
             own = _squared(changes) if changes and (self.settings.rescale or self._judges(group)) else None
             for index, change in enumerate(changes):
                 if group.rank in self._left_out(group, order):
@@ -264,7 +267,7 @@ class LocalSGD(Delayed):
                 self._average(change, fragment, index, group, order)
             if own is not None:
                 product = torch.zeros_like(own)
-                if self._judges(group):
+                if self._judges(group) and counts:
                     product = zero_unless(finite, _product(self._parts(fragment, parameters, self.common), changes))
                 sums = torch.stack([own, _squared(changes), product])
                 gathered = [torch.empty_like(sums) for _ in range(group.size)]
@@ -279,9 +282,12 @@ class LocalSGD(Delayed):
         return self.settings.drop_outliers and not self.settings.delay and group.size >= FEWEST
 
     def _left_out(self, group: Group, order: Round) -> Collection[int]:
-        """Return the ranks whose changes do not count in this round: outliers, and newcomers, which have none."""
-        new = {*order.new} - {order.source}
-        return new | self._outliers.left_out if self._judges(group) else new
+        """Return the ranks whose changes do not count in this round: outliers and newcomers."""
+        return self._new(order) | (self._outliers.left_out if self._judges(group) else set())
+
+    def _new(self, order: Round) -> set[int]:
+        """Return the ranks that have no change yet: their models begin in this round, or are not whole before it."""
+        return {*order.new} - {order.source}
 
     def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> None:
         """Replace ``change`` by its mean over all members, bit-identical on all."""
@@ -391,6 +397,11 @@ class LocalSGD(Delayed):
         """Return the common model: a newcomer has changed nothing in it yet."""
         return self.common
 
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether results are applied in their rounds."""
+        return not self.settings.delay
+
     def state_dict(self) -> dict[str, Any]:
         """Return the common model, the outer step's velocity, and what rounding lost."""
         feedback = [[each.state_dict() for each in fragment] for fragment in self._feedback]
@@ -405,6 +416,15 @@ class LocalSGD(Delayed):
             for feedback, each in zip(fragment, saved, strict=True):
                 feedback.load_state_dict(each)
         self._members = tuple(state["members"])
+
+
+def _any(changes: Flat, group: Group) -> bool:
+    """Return whether a member has a change that is not zero; at the start of a run nobody has."""
+    device = changes[0].device if changes else None
+    own = torch.tensor([any(bool(change.any()) for change in changes)], dtype=torch.uint8, device=device)
+    found = [torch.empty_like(own) for _ in range(group.size)]
+    group.all_gather(found, own).wait()
+    return any(bool(each) for each in found)
 
 
 def _squared(changes: Flat) -> Tensor:

@@ -94,7 +94,7 @@ def _in_words(devices: int, processes: int) -> str:
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Processes per worker, which share its model: the script shards it over them (FSDP2).",
+    help="Processes per worker: the script puts the model in DDP, or shards it over them (FSDP2).",
 )
 @click.option(
     "--torchrun",

@@ -90,7 +90,8 @@ class ShardSampler(Sampler[int]):
     def _samples(self) -> int:
         """Return the size of this shard: that of the island's last process, which has the fewest samples."""
         rank, size = self.place()
-        last = rank - rank % self._processes + self._processes - 1
+        workers = size // self._processes
+        last = rank % workers + workers * (self._processes - 1)
         return len(range(last, self.length, size))
 
     def state_dict(self) -> dict[str, int]:

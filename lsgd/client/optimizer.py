@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lsgd.client.control.joining import log_to_stderr
@@ -103,7 +104,8 @@ def muon(
         )
     if wrong := [name for name, p in matrices.items() if p.ndim != 2]:
         raise ConfigError(f"include names {wrong[0]}, which has {matrices[wrong[0]].ndim} dimensions; Muon takes two")
-    log_to_stderr(logging.INFO if mesh is None or mesh.get_local_rank() == 0 else logging.WARNING)
+    first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+    log_to_stderr(logging.INFO if first else logging.WARNING)
     logger.info("Muon updates %s", _summary(matrices))
     logger.info("AdamW updates %s", _summary(rest))
     fast = torch.optim.Muon([{"params": matrices.values()}], lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")

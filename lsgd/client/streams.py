@@ -1,6 +1,7 @@
 """A worker's part of a stream: data without a length, which is read from its beginning in each pass."""
 
 import copy
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -146,7 +147,7 @@ class Part(IterableDataset[Any]):
         if self._saved is not None:
             return self._saved
         stream = self._deal.stream
-        inner = stream.state_dict() if self._drawn and hasattr(stream, "load_state_dict") else None
+        inner = stream.state_dict() if self._drawn and _tells_its_place(stream) else None
         return {"epoch": self.epoch, "drawn": self._drawn, "place": self._deal.place, "stream": inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -228,6 +229,14 @@ class StreamLoader(DataLoader[Any]):
         """Continue at a saved position."""
         if _is_of_stream(saved, "samples"):
             self.load_state_dict(saved["state"])
+
+
+def _tells_its_place(stream: Any) -> bool:
+    """Whether a stream has torch's ``state_dict()``: mosaicml-streaming's wants to be told how much was read."""
+    if not hasattr(stream, "load_state_dict"):
+        return False
+    required = (p for p in inspect.signature(stream.state_dict).parameters.values() if p.default is p.empty)
+    return not any(p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY, p.KEYWORD_ONLY) for p in required)
 
 
 def _is_of_stream(saved: dict[str, Any], key: str) -> bool:

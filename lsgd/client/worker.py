@@ -22,6 +22,7 @@ from lsgd.client.control.closing import CodedError, exit_at_once, exit_for, leav
 from lsgd.client.control.identity import Identity, identify
 from lsgd.client.control.island import Island, island_of
 from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
+from lsgd.client.control.replicas import bare, ddp_of
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings, numbers_of
 from lsgd.client.iteration.steps import Steps
@@ -125,7 +126,8 @@ class Worker:
                 exit code 0.
             ConfigError: the model, an optimizer, a variable or a checkpoint cannot be used.
         """
-        island = island_of(model)
+        island, ddp = island_of(model), ddp_of(model)
+        model = bare(model)
         log_to_stderr(logging.INFO if island.is_head else logging.WARNING)
         with on_error(island.close):
             optimizers = torch_optimizers(model, optimizer)
@@ -137,7 +139,7 @@ class Worker:
             membership = join_run(model, identity, timeout_s, checkpoints.load, island, step)
             checkpoints.start(membership.welcome.run)
             flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
-            replica = Replica(membership, flat, model, optimizers, checkpoints)
+            replica = Replica(membership, flat, model, optimizers, checkpoints, ddp)
             return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
 
     # -- what a training loop uses -----------------------------------------------------------------------------
@@ -472,6 +474,16 @@ class Worker:
         self._steps.pause()
         yield
 
+    def step_aside(self) -> None:
+        """Pause between two iterations, until the next one; in an island only the head's call counts.
+
+        There, one process may evaluate while the others wait.
+        """
+        if self._membership.island.size == 1:
+            self._steps.pause()
+        elif self.is_head:
+            self._steps.rounds.grants.step_aside(self._steps.rounds.committed)
+
     def mean(self, numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Return the mean of each number over all workers that train, the same on all of them.
 
@@ -535,6 +547,10 @@ class Worker:
             LsgdError: the files cannot be written, or an island has left the run.
         """
         island = self._membership.island
+        if island.replicas:
+            if not island.is_head:
+                return []
+            island = Island()  # the head writes alone
         if island.size > 1:
             self._check_open()
         if isinstance(folder, str) and is_url(folder):
@@ -662,11 +678,14 @@ def check_steps(steps: int) -> None:
 
 
 def _place(me: "weakref.ref[Worker]") -> tuple[int, int]:
-    """Return the rank and the number of this process among the processes of all workers."""
+    """Return the rank and the number of this process among those of all workers, if these have as many.
+
+    The first processes of all workers come first. So the processes of a worker share its part, however many they are.
+    """
     worker = me()
     assert worker is not None, "the loader has outlived its worker"
     island = worker._membership.island
-    return worker.rank * island.size + island.rank, worker.world_size * island.size
+    return worker.rank + worker.world_size * island.rank, worker.world_size * island.size
 
 
 def _all_have_a_batch(island: Island, has: bool) -> bool:

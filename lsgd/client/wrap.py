@@ -203,8 +203,7 @@ class _Hooks:
         """Step aside at the start of an evaluation, unless an iteration is under way or none has been."""
         self._without += 1
         if self._without == EVALUATES_FROM and self._made and not self._begun and not worker.stopped:
-            with worker.pause():
-                pass
+            worker.step_aside()
 
     # -- the optimizers' ---------------------------------------------------------------------------------------
 

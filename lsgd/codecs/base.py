@@ -149,6 +149,12 @@ class Codec:
                 f"a payload of {numel} elements in {self} has {nbytes} bytes, but {payload.numel()} bytes came"
             )
 
+    def prepare(self, device: torch.device) -> None:
+        """Compile the kernels for a device, so that no round waits for that."""
+        x, payload = torch.zeros(1, dtype=torch.float32, device=device), self.empty(1, device)
+        self.encode(x, payload)
+        self.decode(payload, x)
+
     def empty(self, numel: int, device: torch.device) -> Tensor:
         """Return uninitialized memory for a payload of ``numel`` elements."""
         return torch.empty(self.nbytes(numel), dtype=torch.uint8, device=device)

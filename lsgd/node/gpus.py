@@ -97,9 +97,13 @@ def _drivers() -> list[str]:
     return done.stdout.split() if done.returncode == 0 else []
 
 
+def _torch_says() -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
+
+
 def _usable(drivers: list[str]) -> tuple[int, str]:
     """Return how many GPUs torch can use; if none, also why and what to do."""
-    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
+    done = _torch_says()
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         raise ConfigError(f"torch cannot be imported by {sys.executable}: {' '.join(last)}")

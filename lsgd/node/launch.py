@@ -77,7 +77,7 @@ class LaunchSettings:
         log_to: loggers that write the run's curves, on node 0.
         dashboard: port of the run's page, on node 0; 0: any; None: no page.
         plain: whether to print lines only, even on a terminal.
-        processes: number of processes per worker; several share a model that the script shards.
+        processes: number of processes per worker; several share a model, or hold replicas of one.
         torchrun: whether a single process, too, gets torchrun's variables.
         store: URL to which this node's files are uploaded; empty: none.
     """

@@ -48,6 +48,12 @@ class RunSettings:
         "the model at the end: the average, or that of the last round's leader",
         choices=("average", "leader"),
     )
+    join_pause_s: float = setting(
+        2.0,
+        "how long a round may wait for what a newcomer downloads, in seconds; local, diloco and sparse without delay",
+        low=0.1,
+        high=86_400,
+    )
     sync_optimizer: bool = setting(False, "newcomers take over the optimizer's state too")
     loss_window: int = setting(
         0,

@@ -148,6 +148,7 @@ class Request(FromWorker):
         call: number, from 1, of a call in which it waits for all others to make one, too; answered by :class:`Met`.
             Until then it takes part in rounds, as a ``last`` request. 0: no call.
         numbers: what to average in the call, by name; empty: it only waits.
+        lacking: whether it lacked parts of the run's model when it completed the round ``committed``.
     """
 
     seq: int
@@ -162,6 +163,7 @@ class Request(FromWorker):
     steps: int = 0
     call: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
+    lacking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ class Done(FromWorker):
 
     ``broken``: ranks of the round's generation that cannot reach each other, one pair after the other;
     ``sent_nbytes``: what it has sent in all rounds since it joined; ``missed``: in a probed round, the nodes that
-    cannot dial each other, as in :class:`Generation`; None if that is unknown.
+    cannot dial each other, as in :class:`Generation`; None if that is unknown; ``lacking``: as in :class:`Request`.
     """
 
     round: int
@@ -196,6 +198,7 @@ class Done(FromWorker):
     broken: tuple[int, ...] = ()
     sent_nbytes: int = 0
     missed: tuple[int, ...] | None = None
+    lacking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -733,13 +736,15 @@ Message = (
 _CLASSES: tuple[type, ...] = get_args(Message)
 _KINDS = {cls: kind for kind, cls in enumerate(_CLASSES)}
 _SHORT_ARRAY = 0x90  # plus its length, up to 15: the first byte of an array in MessagePack
+_LONG_ARRAY, _LONG_HEADER_NBYTES = b"\xdc", 3  # that of a longer one, and how many there are before its first element
 _WITH_A_ROUND = (Go, Stop)
 _GREETINGS = (WorkerHello, Join, NodeHello, EventsQuery)
 
 
 def kind_of(frame: bytes) -> type | None:
     """Return the class of the message in ``frame`` without parsing it; None if it is unknown."""
-    return _CLASSES[frame[1]] if len(frame) > 1 and frame[1] < len(_CLASSES) else None
+    place = _LONG_HEADER_NBYTES if frame[:1] == _LONG_ARRAY else 1
+    return _CLASSES[frame[place]] if len(frame) > place and frame[place] < len(_CLASSES) else None
 
 
 def encode(message: Message) -> bytes:

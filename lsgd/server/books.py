@@ -244,17 +244,21 @@ class RoundBook:
             if (loss := finite(member.loss)) is not None:
                 member.usual = usual_loss(member.usual, loss)
 
-    def complete(self, member: Member, round_id: int, now: float, sent_nbytes: int | None = None) -> OpenRound | None:
+    def complete(
+        self, member: Member, round_id: int, now: float, sent_nbytes: int | None = None, *, lacking: bool = False
+    ) -> OpenRound | None:
         """Note that a member has completed a round, and return the round if the member was in it.
 
-        ``sent_nbytes``: what it has sent in all rounds since it joined, None if it did not say.
+        ``sent_nbytes``: what it has sent in all rounds since it joined, None if it did not say; ``lacking``: it lacks
+        parts of the run's model, and so stays a newcomer.
         """
         member.committed = max(member.committed, round_id)
         opened = member.round
         if opened is None or opened.round.id != round_id:
             return None
         member.round, member.met = None, opened.round.generation.number
-        member.synced |= opened.round.scope == "global"
+        if opened.round.scope == "global":
+            member.synced, member.lacking = member.synced or not lacking, lacking
         opened.waiting.remove(member)
         opened.add_sent(member, sent_nbytes)
         if not opened.waiting:
@@ -309,7 +313,7 @@ def roles(
     """
     synced = [m for m in members if m.synced]
     # The state of the most advanced round counts; ties go to the lowest loss.
-    source = min(synced or members, key=lambda m: (-m.committed, m.electable_loss, m.place))
+    source = min(synced or members, key=lambda m: (m.lacking, -m.committed, m.electable_loss, m.place))
     new = [m.rank for m in members if m is not source and (copies or not m.synced)]
     leaders = [-1] * nodes
     for queue in queues:

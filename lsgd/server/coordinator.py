@@ -31,7 +31,8 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
     of its loop has time to be started again.
 14. Workers that make a call together (``mean``, ``barrier``) get one answer, the same for all, when everybody has come
     who still trains. Until then they take part in rounds, without iterations.
-15. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Any
+15. A newcomer that has completed a round but lacks parts of the run's model stays a newcomer, and gets no iterations.
+16. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Any
     later request is answered with the end, and so is every request if there can be no consensus.
 """
 
@@ -213,11 +214,11 @@ class Coordinator:
             case Heartbeat():
                 member.spent = message
                 self._tell_again(member)
-            case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed):
+            case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed, lacking):
                 if missed is not None:
                     endings.found(self.state, member, round_id, missed)
                 if ok:
-                    endings.committed(self.state, member, round_id, sent_nbytes)
+                    endings.committed(self.state, member, round_id, sent_nbytes, lacking=lacking)
                 else:
                     endings.dropped(self.state, member, round_id, error, broken)
             case Pause():
@@ -249,7 +250,7 @@ class Coordinator:
             answers.repeat(state, member)
             return
         endings.settle(state, member, request.done)
-        endings.committed(state, member, request.committed)
+        endings.committed(state, member, request.committed, lacking=request.lacking)
         endings.left_round(state, member, Why.PASSED_OVER)
         member.seq, member.answer, member.last = request.seq, None, request.last
         state.changes += request.last

@@ -63,9 +63,14 @@ def settle(state: RunState, member: Member, done: int) -> None:
     state.ledger.settle(member, done, state.roster.queue_of(member), stopping=bool(state.stopping))
 
 
-def committed(state: RunState, member: Member, round_id: int, sent_nbytes: int | None = None) -> None:
-    """Note that a member has completed a round; ``sent_nbytes``: in all its rounds, None if it did not say."""
-    opened = state.book.complete(member, round_id, state.now, sent_nbytes)
+def committed(
+    state: RunState, member: Member, round_id: int, sent_nbytes: int | None = None, *, lacking: bool = False
+) -> None:
+    """Note that a member has completed a round.
+
+    ``sent_nbytes``: in all its rounds, None if it did not say; ``lacking``: it lacks parts of the run's model.
+    """
+    opened = state.book.complete(member, round_id, state.now, sent_nbytes, lacking=lacking)
     if opened is None:
         return
     state.moved_at = state.now

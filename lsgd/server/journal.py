@@ -239,12 +239,13 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Ru
     return state
 
 
-VERSION = 10
+VERSION = 11
 """Version of the format."""
 
 _KEPT = (
     "rank",
     "synced",
+    "lacking",
     "done",
     "committed",
     "times_leader",

@@ -1,6 +1,6 @@
 """What a run does next when all its live members are held: a pure function of its state. The scheduler carries it out.
 
-It decides rules 3, 4, 10, 12, 13 and 15 at the top of :mod:`lsgd.server.coordinator`.
+It decides rules 3, 4, 10, 12, 13 and 16 at the top of :mod:`lsgd.server.coordinator`.
 """
 
 import math
@@ -132,7 +132,8 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
             return Serve(stretch, leaving, left)
         # No member has the run's model (a checkpoint may): as many members as there are iterations take part.
         members = sorted(sorted(members, key=lambda m: (not m.synced, m.place))[: int(left)], key=by_place)
-    return Train(stretch, leaving, members, min(schedule.period * len(members), left))
+    training = sum(not m.lacking for m in members)
+    return Train(stretch, leaving, members, max(len(members), min(schedule.period * training, left)))
 
 
 def _awaits_model(state: RunState, members: Sequence[Member]) -> Step | None:
@@ -146,9 +147,9 @@ def _awaits_model(state: RunState, members: Sequence[Member]) -> Step | None:
         return None
     if any(m.synced for m in away):
         return Wait()
-    if any(m.committed for m in members):
+    if any(m.has_learned for m in members):
         return None
-    if any(m.committed for m in away):
+    if any(m.has_learned for m in away):
         return Wait()
     if not state.ledger.count:
         return None

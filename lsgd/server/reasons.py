@@ -142,6 +142,7 @@ class Why(enum.Enum):
     BUSY = "the next round waits {waited_s:.1f} s for {who}{open_round}"
     AWAY = "the next round waits for {who}, which paused"
     MODEL_AWAY = "the next round waits for {who}: nobody else has the run's model"
+    CATCHES_UP = "{who} takes the run's model, while the others train{transfer}"
     UNDER_WAY = "round {id} has been under way for {for_s:.0f} s at {who}{transfer}"
     NOBODY = "all workers are training; {joined}"
     TRAIN_ON = "the end of the run waits for {who}, still in the loop"

@@ -93,6 +93,7 @@ class Member:
         granted: iterations granted and not yet reported done; for a STRAGGLER that has been silent since the server
             was restarted, as many as it may have made. Only the ledger changes this and ``done``.
         synced: whether it has completed the last global round, and so has the run's model.
+        lacking: whether it lacks parts of the run's model, although it has completed a global round.
         leaving: reason why it must leave, although the run continues.
         last: whether its request is for a round without an iteration, after which it leaves.
         finished: whether its request says that its script's own loop is over.
@@ -120,6 +121,7 @@ class Member:
     granted: int = 0
     done: int = 0
     synced: bool = False
+    lacking: bool = False
     leaving: Reason = NO_REASON
     last: bool = False
     finished: bool = False
@@ -175,6 +177,11 @@ class Member:
     def was_silent(self) -> bool:
         """Whether it was evicted for its silence; its process may still be alive."""
         return self.left.code == Why.SILENT.code
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether it has a model of the run, maybe an older one."""
+        return self.committed > 0 and not self.lacking
 
     @property
     def electable_loss(self) -> float:

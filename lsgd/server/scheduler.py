@@ -1,6 +1,6 @@
 """Carries out what is next: answers those who ask, starts rounds that are due, and ends the run.
 
-This file implements rules 2 to 4, 6 and 10 to 15 at the top of :mod:`lsgd.server.coordinator`.
+This file implements rules 2 to 4, 6 and 10 to 16 at the top of :mod:`lsgd.server.coordinator`.
 """
 
 import math
@@ -280,4 +280,4 @@ def _lose_model(state: RunState, *, fails: bool) -> None:
 
 def _model_of(members: Iterable[Member]) -> tuple[bool, bool]:
     """Return whether one of ``members`` has the run's model, and whether one has an older one; for comparisons."""
-    return max(((m.synced, m.committed > 0) for m in members), default=(False, False))
+    return max(((m.synced, m.has_learned) for m in members), default=(False, False))

@@ -274,6 +274,9 @@ class RunState:
             return Why.CONSENSUS(who=named(who), transfer=transfer_of(who))
         if not self.roster.held:
             return self._at_work(opened, now)
+        if all(m.lacking for m in members if m.held):
+            late = self.roster.within(MemberState.HELD)
+            return Why.CATCHES_UP(who=named(late), transfer=transfer_of(late))
         if busy := self.roster.within(MemberState.BUSY):
             waited_s = now - min(m.held_at for m in members if m.held)
             transfer = transfer_of(opened.waiting) if opened else ""

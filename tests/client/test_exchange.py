@@ -11,16 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.leader import LeaderSettings
-from lsgd.algorithms.local import LocalSettings
+from lsgd.algorithms.local import DiLoCoSettings, LocalSettings, SparseSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import Island
+from lsgd.client.iteration import chunks, following, handover
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.errors import EvictedError, ExchangeError, ServerLostError
 from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.messages import Round
+from lsgd.protocol.messages import Generation, Round
 from lsgd.run_folder import checkpoint_path, counts
 
 from ..integration.running import until
@@ -228,6 +229,149 @@ def test_a_newcomer_of_local_sgd_begins_with_the_common_model_and_has_no_change(
     assert members.values("frozen.weight") == [2.0, 4.0, 4.0]
     (first, second, third) = ([*replica.flat.buffers] for replica in members.replicas)
     assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(first, second, third, strict=True))
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A link on which a chunk takes a second, or so it seems; chunks are small."""
+    for module in (chunks, handover, following):
+        monkeypatch.setattr(module, "CHUNK_NBYTES", 16)
+    monkeypatch.setattr(handover.Handover, "_meet", lambda self, seconds: met(self, seconds) and 1.0)
+    monkeypatch.setattr(following.Following, "_chunks_in", lambda self, seconds: 2)
+
+
+met = handover.Handover._meet
+
+
+def train(members: Members, change: float, ranks=(0, 1)) -> None:
+    with torch.no_grad():
+        for rank in ranks:
+            for x in members.replicas[rank].flat.buffers:
+                x.add_(change)
+
+
+def states(members: Members) -> list[list[torch.Tensor]]:
+    """Return each member's shared state and, unless it has only taken over a fragment of that, parameters."""
+    whole = members.replicas[0].algorithm.settings.fragments == 1
+    return [[*r.algorithm.shared_state(), *(r.flat.buffers if whole else ())] for r in members.replicas]
+
+
+def same(*members: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for one in members[1:] for x, y in zip(members[0], one, strict=True))
+
+
+FOLLOWED = [
+    LocalSettings(period=4),
+    DiLoCoSettings(period=4),
+    SparseSettings(period=4),
+    LocalSettings(period=4, fragments=2, compression="minmax8", outer_momentum=0.5),
+]
+
+
+def begin_with_a_late_one(switchboard, settings, *, checkpoint: bool = False, **run) -> Members:
+    """Return members of which the third lacks parts of the model after its first round, the run's second."""
+    members = Members(switchboard, 3, settings=settings, **run)
+    for x in members.replicas[0].flat.buffers:  # no two chunks are alike
+        x.copy_(torch.arange(len(x)) / 8)
+    members.replicas[0].algorithm.load_state_dict(settings.create(members.replicas[0].flat.buffers).state_dict())
+    assert members.run(members.round(new=(1, 2))) == [None] * 3
+    for x in (*states(members)[2], *members.replicas[2].flat.buffers):
+        x.fill_(-7.0)
+    train(members, 1.0)
+    order = members.round(2, number=2, new=(2,), source=1, count=5, checkpoint=checkpoint)
+    assert members.run(order) == [None] * 3
+    assert [r.active.lacking for r in members.rounds] == [False, False, True]
+    return members
+
+
+@pytest.mark.parametrize("settings", FOLLOWED, ids=["local", "diloco", "sparse", "fragments"])
+def test_the_others_train_while_a_newcomer_takes_the_model(switchboard, slow, settings) -> None:
+    members = begin_with_a_late_one(switchboard, settings)
+    rounds = 2
+    while members.rounds[2].active.lacking:
+        rounds += 1
+        assert same(*states(members)[:2])
+        assert not same(*states(members))
+        train(members, 0.5 + rounds / 8)
+        assert members.run(members.round(rounds, number=2, new=(2,), source=1)) == [None] * 3
+    assert 4 < rounds < 80
+    assert same(*states(members))
+    train(members, 2.0, ranks=(0, 1, 2))
+    assert members.run(members.round(rounds + 1, number=2)) == [None] * 3
+    assert same(*states(members))
+
+
+def test_a_newcomer_saves_nothing_before_it_has_the_model(switchboard, slow, tmp_path) -> None:
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4), checkpoint=True, folder=tmp_path)
+    assert counts(tmp_path, "run", "node0/worker1") == [5]
+    assert counts(tmp_path, "run", "node0/worker2") == []
+    assert "it lacks parts of the run's model" in members.rounds[2]._keep()
+
+
+def test_the_last_round_waits_for_a_newcomer(switchboard, slow) -> None:
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
+    train(members, 1.0)
+    assert members.run(members.round(3, number=2, new=(2,), source=1, final=True)) == [None] * 3
+    assert same(*[[*r.flat.buffers] for r in members.replicas])
+    assert not members.rounds[2].active.lacking
+
+
+@pytest.mark.parametrize("without", [0, 1], ids=["bystander", "source"])
+def test_a_download_continues_in_another_generation(switchboard, slow, without) -> None:
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4, compression="none"), exchange_timeout_s=2.0)
+    lost = members.rounds[2].entry._following._all_nbytes
+    train(members, 1.0)
+    before = [[x.clone() for x in state] for state in states(members)]
+    errors = members.run(members.round(3, number=2, new=(2,), source=1), without=(without,))
+    assert [type(error) for error in errors] == [ExchangeError] * 2
+    assert same(before[1 - without], states(members)[1 - without])
+    members.rounds[without].entry.leave()
+    rounds, new = 3, (2,)
+    while new:
+        rounds += 1
+        result = members.run(members.round(rounds, number=3, new=new, source=0))
+        assert result == [None] * 3
+        if rounds == 4:
+            assert members.rounds[0].entry._following._all_nbytes < lost
+        new = (2,) if members.rounds[2].active.lacking else ()
+        train(members, 0.25)
+    assert same(*[r.algorithm.shared_state() for r in members.replicas])
+
+
+def test_a_second_newcomer_comes_while_the_first_takes_the_model(switchboard, slow) -> None:
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
+    for x in states(members)[0]:
+        x.fill_(9.0)
+    rounds, new = 2, {0, 2}
+    while new:
+        rounds += 1
+        train(members, 0.5, ranks=(1,))
+        order = members.round(rounds, number=3, new=tuple(sorted(new)), source=1)
+        assert members.run(order) == [None] * 3
+        new = {rank for rank in range(3) if members.rounds[rank].active.lacking}
+    assert same(*states(members))
+
+
+def test_a_non_finite_model_does_not_hurt_a_newcomer(switchboard, slow) -> None:
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
+    rounds = 2
+    while members.rounds[2].active.lacking:
+        rounds += 1
+        train(members, float("nan") if rounds == 3 else 1.0, ranks=(0,))
+        assert members.run(members.round(rounds, number=2, new=(2,), source=1)) == [None] * 3
+    assert same(*states(members))
+    assert all(bool(x.isfinite().all()) for x in states(members)[2])
+
+
+def test_who_is_left_alone_with_parts_of_the_model_goes_back_to_its_own(switchboard, slow) -> None:
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
+    assert not all(bool((x == -7.0).all()) for x in states(members)[2])
+    for entry in (rounds.entry for rounds in members.rounds):
+        entry.leave()
+    alone = replace(members.round(3), generation=Generation.of(3, [(0, 2)], "tcp"))
+    assert members.rounds[2].carry_out(alone) is None
+    assert not members.rounds[2].active.lacking
+    assert all(bool((x == -7.0).all()) for x in states(members)[2])
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -36,7 +36,7 @@ def run(order: Round, models, shared, work=Handover.run) -> tuple[list[object], 
     groups, _ = members(len(models), [b""] * len(models))
 
     def member(group):
-        return work(Handover(group, order), Inventory(models[group.rank], shared[group.rank]))
+        return work(Handover(group, order), Inventory(models[group.rank], [], shared[group.rank]))
 
     return all_at_once(groups, member), [group._traffic for group in groups]
 
@@ -44,7 +44,7 @@ def run(order: Round, models, shared, work=Handover.run) -> tuple[list[object], 
 def test_members_with_equal_bits_send_only_digests() -> None:
     models, shared = [[tensor(1)] for _ in range(3)], [[tensor(2)] for _ in range(3)]
     results, traffic = run(order(1, 1, 1, new=(1, 2)), models, shared)
-    assert results == [None] * 3
+    assert results == [{}] * 3
     assert [each.sent_nbytes for each in traffic] == [2 * 2 * 16] * 3
 
 
@@ -106,7 +106,7 @@ def test_over_a_group_of_torch(tmp_path) -> None:
             those = Members.of(formed, membership.join.worker)
             group = torch_group(those, membership, store_of(formed, membership), backend="gloo")
             try:
-                Handover(group, round_).run(Inventory(models[rank], shared[rank]))
+                Handover(group, round_).run(Inventory(models[rank], [], shared[rank]))
             finally:
                 group.close()
 
@@ -122,7 +122,7 @@ def lying(rank: int, number: int, digest: bytes):
     """Return a hand-over in which a member announces a digest that is not that of its chunk."""
 
     def work(handed: Handover, own: Inventory) -> None:
-        if handed._group.rank == rank:
+        if handed._me == rank:
             own.digests[number] = digest
         handed.run(own)
 
@@ -160,8 +160,8 @@ def test_a_packed_chunk_that_is_spoilt_is_refused(monkeypatch, spoil, error) -> 
     models = [[tensor(1)], [tensor(2)]]
 
     def work(handed: Handover, own: Inventory) -> None:
-        packed = handed._packed
-        handed._packed = lambda chunks: spoil(packed(chunks)) if handed._packs else packed(chunks)
+        packed, post = handed.post._packed, handed.post
+        post._packed = lambda chunks: spoil(packed(chunks)) if post.packs else packed(chunks)
         handed.run(own)
 
     results, _ = run(order(1, 1, new=(1,)), models, [[], []], work)
@@ -269,9 +269,9 @@ def test_its_progress_is_told_with_bytes_rate_and_time_left(monkeypatch) -> None
     def work(handed: Handover, own: Inventory) -> None:
         meet = handed._meet
 
-        def noting(seconds: float, count: int) -> int:
+        def noting(seconds: float) -> float:
             said.append(handed.progress())
-            return meet(seconds, count)
+            return meet(seconds)
 
         handed._meet = noting
         handed.run(own)
@@ -281,12 +281,27 @@ def test_its_progress_is_told_with_bytes_rate_and_time_left(monkeypatch) -> None
     assert any("1.0 of 3.1 MB with node0/worker0 at " in text and "s left" in text for text in said)
 
 
-@pytest.mark.parametrize(("seconds", "count", "then"), [(0.1, 4, 8), (2.0, 4, 4), (9.0, 4, 2), (9.0, 1, 1)])
-def test_members_meet_every_few_seconds(seconds, count, then) -> None:
-    def work(handed: Handover, own: Inventory) -> int:
-        return handed._meet(seconds if handed._group.rank else 0.0, count)
+def test_members_meet_every_few_seconds_and_take_the_slowest_for_it() -> None:
+    turns: list[list[int]] = [[], []]
 
-    assert run(order(1, 1), [[], []], [[], []], work)[0] == [then, then]
+    def work(handed: Handover, own: Inventory) -> None:
+        meet, carry, me = handed._meet, handed._carry, handed._me
+        times = iter([0.1, 0.1, 2.0, 9.0, 9.0, 2.0] + [2.0] * 20)
+
+        def counting(*arguments) -> None:
+            turns[me][-1] += 1
+            carry(*arguments)
+
+        def slow(seconds: float) -> float:
+            turns[me].append(0)
+            return meet(next(times) if me else 0.0)
+
+        turns[me].append(0)
+        handed._meet, handed._carry = slow, counting
+        handed.run(own)
+
+    assert run(order(1, 1, new=(1,)), [[tensor(0, 5 * NUMEL)], [tensor(1, 5 * NUMEL)]], [[], []], work)[0] == [None] * 2
+    assert turns[0] == turns[1] == [1, 2, 4, 4, 2, 1, 1, 1, 0]
 
 
 def test_digests_are_computed_in_threads_alike() -> None:

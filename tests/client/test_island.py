@@ -76,6 +76,33 @@ def test_nobody_waits_for_a_process_that_makes_another_call_or_none() -> None:
             processes[0].gather("votes", 1)
 
 
+@pytest.mark.parametrize("numel", [3, 100_003])
+def test_the_head_hands_tensors_of_any_kind_to_the_others(numel) -> None:
+    sent = [torch.randn(numel).bfloat16(), torch.empty(0), torch.randn(2, numel).double(), torch.ones(numel).byte()]
+    with island(3) as processes:
+        processes[0].hand((1, "world", 1), sent)
+        for process in processes[1:]:
+            got = [torch.zeros_like(x) for x in sent]
+            process.handed.take((1, "world", 1), got)
+            assert all(torch.equal(x, y) for x, y in zip(sent, got, strict=True))
+
+
+def test_nobody_waits_for_tensors_that_do_not_come() -> None:
+    x = [torch.zeros(3)]
+    with island(2) as (head, other):
+        head.hand((1, "world", 1), None)
+        with pytest.raises(ExchangeError, match="of the head of this island has failed"):
+            other.handed.take((1, "world", 1), x)
+        head.hand((1, "world", 2), x)
+        head.end_generation(1)
+        head.hand((1, "world", 3), x)
+        with pytest.raises(ExchangeError, match="generation 1 is over for the head"):
+            other.handed.take((1, "world", 3), x)
+        head.close()
+        with pytest.raises(LsgdError, match="the head of this island has left the run"):
+            other.handed.take((2, "world", 1), x)
+
+
 class Member:
     """A process of a worker with its part of the model, in an island with another one."""
 

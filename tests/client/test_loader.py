@@ -33,14 +33,21 @@ def test_shards_are_disjoint_and_cover_the_dataset(size, shuffle) -> None:
 
 
 def test_the_processes_of_an_island_have_equally_many_samples() -> None:
-    places = [lambda rank=rank: (rank, 6) for rank in range(6)]  # two workers of three processes
+    places = [lambda rank=rank: (rank, 6) for rank in range(6)]  # 0, 2 and 4 are one of two workers
     loaders = [shard_loader(dataset(23), place, 0, True, {"batch_size": 2}, 3) for place in places]
     shards = [epoch(each) for each in loaders]
-    assert list(map(len, shards)) == [4, 4, 4, 3, 3, 3]
+    assert list(map(len, shards)) == [4, 3, 4, 3, 4, 3]
     assert [len(each) for each in loaders] == [2] * 6
     drawn = [x for shard in shards for x in shard]
     assert len(set(drawn)) == len(drawn)
     assert {x for each in loaders for _ in range(8) for x in epoch(each)} == set(range(23))
+
+
+def test_islands_of_different_sizes_share_no_samples() -> None:
+    places = {(0, 4): 2, (2, 4): 2, (1, 2): 1}  # a worker of two processes and one of one
+    shards = [epoch(shard_loader(dataset(22), lambda p=p: p, 0, True, {}, size)) for p, size in places.items()]
+    assert list(map(len, shards)) == [5, 5, 11]
+    assert len({x for shard in shards for x in shard}) == 21
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -27,6 +27,7 @@ from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.errors import ExchangeError
 from lsgd.protocol.credentials import run_certificate
 
+from ..integration.running import FORKS
 from .bench import CERTIFICATE, Switchboard
 from .meshes import Network, all_at_once, members
 from .test_groups import HOUR_S, every_verb
@@ -523,15 +524,21 @@ def test_who_sits_on_the_way_reads_nothing_of_what_is_encrypted(kind) -> None:
     pattern = bytes(range(100, 164)).hex()
     with Testbed(2) as testbed:
         first, second = testbed.hosts
-        python = {"cwd": ROOT, "text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        capture = second.popen([sys.executable, "-m", "tests.client.capture", pattern], **python)
+        pipes = {"text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        capture = second.popen([sys.executable, "-m", "tests.client.capture", pattern], cwd=ROOT, **pipes)
         assert capture.stdout.readline() == "ready\n"
         member = [sys.executable, "-m", "tests.client._tcp_member"]
         processes = [
-            host.popen([*member, str(host.index), first.address, host.address, kind, pattern], **python)
+            FORKS.popen(
+                [*member, host.index, first.address, host.address, kind, pattern],
+                cwd=ROOT,
+                env=os.environ,
+                host=host.pid,
+            )
             for host in testbed.hosts
         ]
-        assert [process.wait(60) for process in processes] == [0, 0]
+        said = [process.communicate(60)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], said
         nbytes, found = json.loads(capture.communicate()[0])
     assert nbytes > 2 * 4_000_000
     assert (found > 50) if kind == "plain" else (found == 0)

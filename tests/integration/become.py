@@ -43,8 +43,6 @@ _modules: dict[str, ModuleType] = {}
 """lsgd's, as they were imported."""
 _path: list[str] = []
 """Where from."""
-_finalizers: set[object] = set()
-"""Of what was imported."""
 _kept: list[object] = []
 """What must not be freed: it would write to a descriptor, or close one, that is another's now."""
 
@@ -105,7 +103,6 @@ def remember() -> None:
     """Let the programs begin with what is imported now."""
     _modules.update(lsgd_modules())
     _path.extend(sys.path)
-    _finalizers.update(weakref.finalize._registry)  # type: ignore[attr-defined]
 
 
 def enter(host: int, *kinds: str) -> None:
@@ -168,11 +165,13 @@ def output(number: int, at_once: bool, **options: Any) -> io.TextIOWrapper:
 
 
 def forget_exits() -> None:
-    """Call nothing at the end that a launcher wants to be called at its own, such as what removes its folders."""
+    """Call nothing at the end that a launcher wants to be called at its own, such as what removes its folders.
+
+    Nor what was imported: torch takes its operators out again one by one, which takes longer than a short program.
+    """
     for function in _registered:
         atexit.unregister(function)
-    for finalizer in set(weakref.finalize._registry) - _finalizers:  # type: ignore[attr-defined]
-        finalizer.detach()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     _registered.clear()
     atexit.register = _register
 

@@ -22,13 +22,13 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
 
 
 IN_EACH_STEP = """
-iterations = 48
+iterations = 30
 [[phase]]
 name = "allreduce"
-iterations = 16
+iterations = 10
 [[phase]]
 name = "decentralized"
-iterations = 16
+iterations = 10
 [[phase]]
 name = "low_precision_decentralized"
 codec = "none"
@@ -38,12 +38,12 @@ hierarchical = false
 """Each of two workers makes one iteration a round."""
 
 DELAYED = """
-iterations = 48
+iterations = 32
 [[phase]]
 name = "diloco"
 period = 4
 delay = 3
-iterations = 24
+iterations = 16
 [[phase]]
 name = "leader"
 period = 4
@@ -111,7 +111,7 @@ def test_a_gradient_that_is_none_in_one_shard_skips_the_step_of_all(islands) -> 
 
 
 def test_a_model_that_is_not_finite_in_one_shard_is_left_out_of_gossip(islands) -> None:
-    islands.begin("--algorithm", "low_precision_decentralized", "--interval", "4", "--iterations", "80")
+    islands.begin("--algorithm", "low_precision_decentralized", "--interval", "4", "--iterations", "60")
     one, other = islands.train("--do", "nan", "--at", "15")
     assert one["state"] == other["state"] and sum(one["losses"][-10:]) < sum(one["losses"][:10])
     assert "this worker's model is not finite" in islands.processes[-2].output  # the head's, whose own shard is finite
@@ -119,7 +119,7 @@ def test_a_model_that_is_not_finite_in_one_shard_is_left_out_of_gossip(islands) 
 
 def test_gossip_that_is_cut_in_one_shard_changes_none(islands) -> None:
     plan = ("decentralized", "--hierarchical", "false", "--interval", "4", "--buffers", "keep")
-    islands.begin("--algorithm", *plan, "--iterations", "80")
+    islands.begin("--algorithm", *plan, "--iterations", "48")
     one, other = islands.train("--do", "cut", "--at", "15")
     assert one["state"] == other["state"]
     for head in (islands.processes[-4], islands.processes[-2]):
@@ -128,8 +128,8 @@ def test_gossip_that_is_cut_in_one_shard_changes_none(islands) -> None:
 
 
 def test_a_delayed_fragment_is_taken_over_by_all_processes_or_none(islands) -> None:
-    plan = "sparse --hierarchical false --period 8 --fragments 2 --delay 2 --buffers keep".split()
-    islands.begin("--algorithm", *plan, "--iterations", "120")
+    plan = "sparse --hierarchical false --period 4 --fragments 2 --delay 1 --buffers keep".split()
+    islands.begin("--algorithm", *plan, "--iterations", "72")
     one, other = islands.train("--common", "--do", "cut", "--at", "15")
     assert one["state"] == other["state"] and sum(one["losses"][-10:]) < sum(one["losses"][:10])
     assert equal_after_each_round(islands.folder) > 10

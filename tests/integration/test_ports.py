@@ -1,41 +1,40 @@
 """Scripts of common shapes and their ports by docs/start/from-ddp.md: few lines, and as good as before."""
 
-import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from .running import Cluster, free_port
+from scripts.docs.ports import ALL, PAGE, changes, row, source
 
-PORTS = Path(__file__).parent / "ports"
-MOST_LINES = 5
-SHAPES = ["flat", "classes", "accelerated"]
+from .running import Cluster, Process, free_port
+from .test_transformers import TrainerCluster
 
-
-def changes(name: str) -> tuple[int, int]:
-    """Return how many lines a port adds and removes, white space aside."""
-    before, after = ([line.strip() for line in _source(name, port).splitlines()] for port in (False, True))
-    lines = [line for line in difflib.ndiff([x for x in before if x], [x for x in after if x]) if line[2:].strip()]
-    return sum(line[0] == "+" for line in lines), sum(line[0] == "-" for line in lines)
+MOST_LINES = {"flat": 5, "classes": 5, "accelerated": 5, "reference": 6, "clm": 5, "machine": 4}
+SHAPES = ["flat", "classes", "accelerated", "reference"]
 
 
-def _source(name: str, port: bool) -> str:
-    return (PORTS / f"{name}{'_lsgd' if port else ''}.py").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", MOST_LINES)
 def test_a_port_takes_few_lines_and_indents_none_again(name) -> None:
     added, removed = changes(name)
-    assert added <= MOST_LINES and removed <= 1
-    kept = set(_source(name, False).splitlines())
-    assert sum(line not in kept for line in _source(name, True).splitlines()) <= MOST_LINES
+    assert added <= MOST_LINES[name] and removed <= 1
+    kept = set(source(name, port=False).splitlines())
+    assert sum(line not in kept for line in source(name, port=True).splitlines()) <= MOST_LINES[name]
 
 
-def variables() -> dict[str, str]:
-    """Return those that torchrun gives the only process of a group."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+def test_the_page_has_these_ports_and_their_lines() -> None:
+    """``python -m scripts.docs.ports`` writes the table."""
+    assert ALL.keys() == MOST_LINES.keys()
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(row(name) in page for name in ALL)
+
+
+def variables(size: int = 1) -> dict[str, str]:
+    """Return those that torchrun gives the first process of a group."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     return alone | {"MASTER_PORT": str(free_port())}
 
 
@@ -66,3 +65,45 @@ def test_a_port_trains_as_the_script_does(cluster: Cluster, tmp_path: Path, name
     assert now["val"] < was["val"] * 1.1 + 0.01
     assert not any("cover" in output for output in outputs), "schedules are as long as the loops"
     assert "all workers" in cluster.processes[0].succeeds()
+
+
+def machine(cluster: Cluster, name: str, node: int, folder: Path, epochs: int) -> list[Process]:
+    """Start the processes of a machine."""
+    folder.mkdir()
+    given = variables(2)
+    return [
+        cluster.worker(f"../ports/{name}", node, 0, folder, epochs, **given | {"RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_a_port_with_a_trainer_trains_as_the_script_does(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="pip install 'lsgd[transformers]'")
+    cluster = TrainerCluster(tmp_path)
+    try:
+        cluster.start("--workers", "2", "--algorithm", "local", "--period", "4", "--iterations", "204")
+        before = cluster.worker("../ports/clm", 0, 0, tmp_path / "alone", 3)
+        workers = [cluster.worker("../ports/clm_lsgd", 0, i, tmp_path / "shared", 3) for i in range(2)]
+        outputs = [process.succeeds() for process in (before, *workers)]
+        steps = re.findall(r"stops after (\d+) iterations", "".join(outputs))
+        print("alone", was := final(tmp_path / "alone"), "with two workers", now := final(tmp_path / "shared"), steps)
+        assert now["val"] < was["val"] * 1.1
+    finally:
+        cluster.close()
+
+
+@pytest.mark.slow
+def test_a_port_with_ddp_in_the_machines_trains_as_the_script_does(cluster: Cluster, tmp_path: Path) -> None:
+    server, _ = cluster.start("--workers", "2", "--algorithm", "local", "--period", "4", nodes=2)
+    before = machine(cluster, "machine", 0, tmp_path / "alone", 2)
+    islands = [machine(cluster, "machine_lsgd", node, tmp_path / str(node), 4) for node in (0, 1)]
+    outputs = [process.succeeds() for process in (*before, *islands[0], *islands[1])]
+    was, one, other = (final(tmp_path / name) for name in ("alone", "0", "1"))
+    print("alone", was, "with two machines", one)
+    assert one["val"] == other["val"], "all processes test the same consensus"
+    assert one["val"] < was["val"] * 1.1 + 0.01
+    models = [torch.load(tmp_path / name / "model.pt") for name in ("0", "1")]
+    assert all(torch.equal(x, models[1][name]) for name, x in models[0].items() if x.is_floating_point())
+    assert "different models" not in "".join(outputs)
+    assert "all workers" in server.succeeds()

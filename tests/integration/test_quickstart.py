@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .running import DEADLINE_S, LIGHT
+from .running import DEADLINE_S, FORKS, LIGHT
 
 LSGD = [sys.executable, "-m", "lsgd.client"]
 
@@ -36,8 +36,10 @@ def test_the_example_trains_without_a_clone_and_leaves_its_script(tmp_path: Path
     assert "\x1b" not in done.stdout, "no terminal, no colours"
     again = done.stdout.splitlines()[-1].split()
     assert again[:2] == ["lsgd", "launch"] and again[-2:] == ["python", "first/digits.py"]
-    changed = lsgd(tmp_path, *again[1:-2], sys.executable, again[-1], LSGD_ITERATIONS="20")
-    assert changed.returncode == 0, changed.stdout + changed.stderr
+    command = [*LSGD, *again[1:-2], sys.executable, again[-1]]
+    changed = FORKS.popen(command, cwd=tmp_path, env={**os.environ, "LSGD_ITERATIONS": "20"})
+    output, _ = changed.communicate()
+    assert changed.returncode == 0, output
     refused = lsgd(tmp_path, "quickstart", "--run-dir", "first")
     assert refused.returncode == 1 and "first has a digits.py already" in refused.stderr
 

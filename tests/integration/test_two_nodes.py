@@ -100,10 +100,14 @@ def processes_on(host: Host) -> list[str]:
 @pytest.mark.timeout(900)
 def test_two_nodes_reach_the_accuracy_with_local_rounds_inside_each(tmp_path: Path) -> None:
     iterations = 1200
-    command = ("--", sys.executable, str(SCRIPTS / "digits.py"))
-    plan = {"ALGORITHM": "leader", "LSGD_PERIOD": "32", "LSGD_LOCAL_PERIOD": "8", "LSGD_ITERATIONS": str(iterations)}
+    plan = {
+        "LSGD_ALGORITHM": "leader",
+        "LSGD_PERIOD": "32",
+        "LSGD_LOCAL_PERIOD": "8",
+        "LSGD_ITERATIONS": str(iterations),
+    }
     with Testbed(2) as testbed:
-        finish([start_by_script(host, tmp_path, *command, **plan) for host in testbed.hosts])
+        finish([start(host, tmp_path, str(SCRIPTS / "digits.py"), **plan) for host in testbed.hosts])
         assert [processes_on(host) for host in testbed.hosts] == [[], []]
         on_the_wire_nbytes = sum(host.sent_nbytes for host in testbed.hosts)
     result = json.loads((tmp_path / "node0" / "result.json").read_text())

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import lsgd
-from lsgd.client.control import joining
 from lsgd.client.control.identity import Identity
 from lsgd.client.wrap import WrappedWorker, loss_in
 from lsgd.errors import ConfigError, EvictedError, JoinError, LsgdError
@@ -364,17 +363,10 @@ def test_finish_gives_up_after_its_time(cluster, caplog) -> None:
     )
 
 
-def test_ddp_is_refused_where_gradients_are_exchanged(cluster, monkeypatch) -> None:
-    join_here(cluster, monkeypatch, "--algorithm", "allreduce")
-    monkeypatch.setattr(joining, "DistributedDataParallel", WithLoss)  # needs no process group
-    with pytest.raises(JoinError, match=r"DistributedDataParallel puts its own gradients .* model\.module"):
-        Script()
-
-
-def test_torch_distributed_around_an_unsharded_model_is_refused(monkeypatch) -> None:
+def test_torch_distributed_around_a_model_that_is_not_shared_is_refused(monkeypatch) -> None:
     for name, value in (("is_initialized", True), ("get_world_size", 4)):
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    with pytest.raises(ConfigError, match=r"initialized with 4 processes, and this model is not sharded .*--torchrun"):
+    with pytest.raises(ConfigError, match=r"initialized with 4 processes, but its model is not shared .*--torchrun"):
         Script()
 
 

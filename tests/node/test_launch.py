@@ -1,6 +1,7 @@
 """``lsgd launch``: its errors in one line, Slurm's answers, and whole nodes with the real servers."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -102,6 +103,9 @@ class Node:
     def about(self, rank: int) -> dict[str, object]:
         """Return what the worker of this rank has told at its end."""
         return json.loads((self.run_dir / f"worker{rank}.json").read_text())
+
+
+torch_says = functools.cache(gpus._torch_says)
 
 
 @pytest.fixture
@@ -719,8 +723,9 @@ class TestDevices:
         ("driver", "remedy"),
         [("580.95.05", "whl/cu130"), ("535.104.12", "whl/cu126"), ("470.42.01", "update the driver to 525")],
     )
-    def test_gpus_that_torch_cannot_use(self, nvidia_smi, driver, remedy):
+    def test_gpus_that_torch_cannot_use(self, nvidia_smi, monkeypatch, driver, remedy):
         nvidia_smi(driver)
+        monkeypatch.setattr(gpus, "_torch_says", torch_says)
         with pytest.raises(ConfigError) as refused:
             gpus.choose("cuda", None)
         line = str(refused.value)

@@ -205,11 +205,11 @@ class Bench:
             self.ask(place, loss=losses.get(f"w{place}"))
         return self.got
 
-    def complete(self, place: str, round: int) -> dict[str, list[Downward]]:
+    def complete(self, place: str, round: int, *, lacking: bool = False) -> dict[str, list[Downward]]:
         self.committed[place] = round
         order = self.member(place).round
         missed = () if order and order.round.id == round and order.round.probe else None
-        return self.say(Done(*self.who(place), round, True, "", missed=missed))
+        return self.say(Done(*self.who(place), round, True, "", missed=missed, lacking=lacking))
 
     def complete_all(self, *places: str) -> None:
         for place in places:

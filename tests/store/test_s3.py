@@ -21,7 +21,7 @@ from lsgd.node import storing
 from lsgd.node.storing import Storing
 from lsgd.store.manifest import digest_of
 
-from ..integration.running import LIGHT, free_port, until
+from ..integration.running import FORKS, LIGHT, Fork, free_port, until
 
 pytest.importorskip("s3fs", reason="pip install s3fs")
 WEED = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -256,17 +256,14 @@ with Worker.join(model, optimizer) as worker:
 """
 
 
-def launch(folder: Path, port: int, *arguments: str, **more: str) -> subprocess.Popen[str]:
+def launch(folder: Path, port: int, *arguments: str, **more: str) -> Fork:
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "lsgd.client", "launch", "--workers", "1", "--device", "cpu", *arguments]
-    return subprocess.Popen(
+    return FORKS.popen(
         [*command, "--", "python", "train.py"],
         cwd=folder,
         env={**variables(port), "LSGD_ALGORITHM": "local", "LSGD_PERIOD": "8", "LSGD_CHECKPOINT_EVERY": "50", **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
     )
 
 

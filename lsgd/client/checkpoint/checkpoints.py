@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lsgd.algorithms import Algorithm
 from lsgd.algorithms.base import all_finite
-from lsgd.client.checkpoint.file import DamagedError, Packed, pack, read, sweep, write
+from lsgd.client.checkpoint.file import DamagedError, Packed, from_bytes, pack, read, sweep, to_bytes, unpack, write
 from lsgd.client.checkpoint.reshard import Resharding, layout_of
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError, NonFiniteError
@@ -78,7 +78,8 @@ class Checkpoints:
         model: module of which also frozen parameters and non-persistent buffers are saved.
         folder: where to write; None: nowhere.
         resume: where to look for a checkpoint to resume from; None: nowhere.
-        island: processes that share the model; each writes a file with its part.
+        island: processes of this worker; each that has a part of the model writes a file with it. Of replicas the head
+            writes for all.
 
     Attributes:
         iterations: this worker's iterations at the checkpoint it resumed from.
@@ -134,18 +135,18 @@ class Checkpoints:
             ConfigError: all checkpoints are damaged (no error for a restarted worker: the run continues and has the
                 model), or one is of another model or version, or does not fit.
         """
-        island, folder = self._island, self._resume
-        name, whole = process_name(worker, island.rank, island.size), describe(self._model, whole=True)[0]
+        island, folder, parts = self._island, self._resume, self._island.shards
+        name, whole = process_name(worker, island.shard, parts), describe(self._model, whole=True)[0]
         self._about = {"worker": name, "model": digest, "model_summary": summary, WHOLE: whole}
         if folder is None:
             return Origin()
-        found = island.share("looks for checkpoints", lambda: _found(folder, worker, island.size))
+        found = island.share("looks for checkpoints", lambda: _found(folder, worker, parts))
         for origin, size in found:
-            names = [name] if size == island.size else [process_name(worker, rank, size) for rank in range(size)]
+            names = [name] if size == parts else [process_name(worker, rank, size) for rank in range(size)]
             paths = [checkpoint_path(folder, origin.run, origin.iterations, each) for each in names]
             path, damage = paths[0], None
             try:
-                state = read(path, digest, summary) if size == island.size else self._resharded(paths)
+                state = read(path, digest, summary) if size == parts else self._resharded(paths)
             except DamagedError as error:
                 damage = error
             if not all(island.gather("looks for checkpoints", damage is None)):
@@ -183,12 +184,22 @@ class Checkpoints:
         with torch.no_grad():
             for name, tensor in self._tensors():
                 tensor.copy_(state["model"][name])
-        self._saved_extra, self._path = state["extra"], path
+        state, self._path = state | self._own_of(state), path
+        self._saved_extra = state["extra"]
         for name, thing in self._extra.items():
             self._restore_extra(name, thing)
         self._restore_algorithm(state["algorithm"], path)
         self.iterations, self.losses = state["iterations"], state["losses"]
         self._random, self._positions = state["random"], state["loaders"]
+
+    def _own_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what a checkpoint of replicas has of this process; if it has nothing, what starts over."""
+        rank, others = self._island.rank, state.get("others", ())
+        if rank == self._island.shard:
+            return {}
+        if len(others) == self._island.size - 1:
+            return dict(others[rank - 1])
+        return {"loaders": [position | {"place": []} for position in state["loaders"]], "random": {}}
 
     def _restore_algorithm(self, saved: dict[str, Any], path: Path) -> None:
         """Keep the algorithm's state for a run with the same one; another run needs neither it nor its package."""
@@ -255,25 +266,50 @@ class Checkpoints:
         if self.folder is None or not self._check_finite(count):
             return None
         loaders = [loader for reference in self._loaders if (loader := reference()) is not None]
+        own = {
+            "loaders": [loader.position() for loader in loaders],
+            "random": _random_state(next(self._model.parameters()).device),
+            "losses": list(losses),
+            "extra": self._saved_extra | {name: thing.state_dict() for name, thing in self._extra.items()},
+        }
         state = {
+            **own,
             "model": dict(self._tensors()),
             "optimizers": local_state([optimizer.state_dict() for optimizer in self._optimizers]),
             "optimizer_kinds": [type(optimizer).__name__ for optimizer in self._optimizers],
             "algorithm": {"settings": table_of(algorithm.settings), "state": algorithm.state_dict()},
-            "loaders": [loader.position() for loader in loaders],
-            "random": _random_state(next(self._model.parameters()).device),
-            "losses": list(losses),
             "iterations": self.iterations + done,
-            "extra": self._saved_extra | {name: thing.state_dict() for name, thing in self._extra.items()},
             "layout": layout_of(self.layout),
         }
         try:
-            return Snapshot(count, pack(state))
+            if self._island.replicas:
+                state["others"] = self._of_others(own)
+            return Snapshot(count, pack(state)) if self.writes else None
         except TypeError as error:
             logger.warning(
                 "no checkpoint is written: %s, and a checkpoint holds tensors, numbers and texts only", error
             )
             return None
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes a file: of replicas only the head does."""
+        return self._island.rank == self._island.shard
+
+    def _of_others(self, own: dict[str, Any]) -> list[Any]:
+        """Return on the head what the other replicas have of their own; raise TypeError on all if one cannot be saved.
+
+        A replica's head holds all else.
+        """
+        mine, error = (b"", ""), ""
+        try:
+            mine = to_bytes(pack(own)) if not self._island.is_head else mine
+        except TypeError as failed:
+            error = str(failed)
+        gathered = self._island.gather("takes a checkpoint", (mine, error))
+        if errors := [each for _, each in gathered if each]:
+            raise TypeError(errors[0])
+        return [unpack(from_bytes(*sent)) for sent, _ in gathered[1:]] if self._island.is_head else []
 
     def save(self, snapshot: Snapshot | None) -> Path | None:
         """Write a snapshot, if there is one; a failure only logs a warning."""
@@ -385,7 +421,7 @@ class FiniteCheck:
         """Return the number of non-finite values by tensor, over all processes that have some."""
         found = Counter[str]()
         for each in self._island.gather("looks at its model", self._broken()):
-            found.update(each)
+            found = found | Counter(each) if self._island.replicas else found + Counter(each)
         return found
 
     def _broken(self) -> dict[str, int]:

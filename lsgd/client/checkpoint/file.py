@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from lsgd.errors import ConfigError
@@ -52,6 +52,16 @@ def pack(state: Any) -> Packed:
 def unpack(packed: Packed) -> Any:
     """Return the state that :func:`pack` was given."""
     return _unpack(json.loads(packed.rest), packed.tensors)
+
+
+def to_bytes(packed: Packed) -> tuple[bytes, str]:
+    """Return a packed state for another process."""
+    return save(packed.tensors), packed.rest
+
+
+def from_bytes(tensors: bytes, rest: str) -> Packed:
+    """Return what :func:`to_bytes` was given."""
+    return Packed(load(tensors), rest)
 
 
 def write(folder: Path, run: str, count: int, worker: str, packed: Packed, about: Mapping[str, str]) -> Path:

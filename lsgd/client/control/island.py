@@ -1,14 +1,17 @@
-"""The processes of one worker that share one sharded model; the first, the head, talks to the servers for all.
+"""The processes of one worker; the first, the head, talks to the servers for all.
 
-All run the same script on one machine. The head decides for all, by what they report. A thread at each end of each
-connection to the head sends a sign of life every second. So a process that ends, freezes or hangs ends the island,
-even if the others wait for it in a torch collective without a deadline.
+They share one sharded model, and each exchanges its part; or each has a replica in DistributedDataParallel, and the
+head exchanges for all (:mod:`lsgd.client.control.replicas`). All run the same script on one machine. The head decides
+for all, by what they report. A thread at each end of each connection to the head sends a sign of life every second. So
+a process that ends, freezes or hangs ends the island, even if the others wait for it in a torch collective without a
+deadline.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import mmap
 import os
 import pickle
 import queue
@@ -16,16 +19,20 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lsgd.client.control.channel import Channel, Message
+from lsgd.client.control.closing import on_error
+from lsgd.client.control.replicas import bare, ddp_of, fingerprints
 from lsgd.errors import ConfigError, ExchangeError, IslandError, LsgdError
 from lsgd.protocol.messages import Get, Put
 from lsgd.protocol.socket_folder import socket_folder
@@ -51,6 +58,12 @@ FIRST_PATIENCE_S = 600.0
 STUCK_AFTER_S = 5.0
 """How long a process may outlive another one of its island before its thread ends it, in seconds."""
 
+LONGEST_NBYTES = 16
+"""The bytes of the longest element that torch has."""
+
+LEAST_SHARED_NBYTES = 1 << 16
+"""From this size on, tensors pass through memory that the processes share, instead of their connections."""
+
 BEAT_S = 1.0
 _TOGETHER = "all processes of an island must call the worker's methods together, in the same order"
 
@@ -66,14 +79,19 @@ class Island:
         rank: this process's in the island; 0 is the head.
         size: number of processes.
         links: ranks and connections, in order: the head's to all others, and another process's to the head.
+        replicas: whether each process has the whole model; otherwise each has a shard.
 
     Attributes:
+        handed: tensors that the head has handed to this process.
         passed: returns how many bytes of tensors this process has sent and received.
         take: called with the frames that the others pass up to the head, or the head passes down.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, links: Sequence[tuple[int, Connection]] = ()) -> None:
-        self.rank, self.size = rank, size
+    def __init__(
+        self, rank: int = 0, size: int = 1, links: Sequence[tuple[int, Connection]] = (), *, replicas: bool = False
+    ) -> None:
+        self.rank, self.size, self.replicas = rank, size, replicas
+        self.handed = Handed()
         self.passed: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.take: Callable[[bytes], None] = lambda frame: None
         self.silence_s, self._patience_s = CONNECT_WITHIN_S, FIRST_PATIENCE_S
@@ -85,6 +103,16 @@ class Island:
     def is_head(self) -> bool:
         """Whether this process speaks with the servers."""
         return self.rank == 0
+
+    @property
+    def shard(self) -> int:
+        """The number of this process's part of the model."""
+        return 0 if self.replicas else self.rank
+
+    @property
+    def shards(self) -> int:
+        """In how many parts the processes have the model."""
+        return 1 if self.replicas else self.size
 
     def decide(self, what: str, report: Callable[[], R], decision: Callable[[Callable[[], list[R]]], T]) -> T:
         """Return on all processes what ``decision`` returns on the head; raise on all what it raises there.
@@ -155,6 +183,43 @@ class Island:
         """From now on wait for other processes as long as the plan says."""
         self.silence_s, self._patience_s = lease_s, max(LEAST_PATIENCE_S, 2 * exchange_timeout_s)
 
+    def hand(self, key: Key, tensors: Sequence[Tensor] | None) -> None:
+        """From the head, give the other processes tensors under a key; None: the head has none, because it failed."""
+        nbytes = -1 if tensors is None else sum(map(_room, tensors))
+        if nbytes < LEAST_SHARED_NBYTES:
+            data = None if tensors is None else bytearray(nbytes)
+            if data:
+                _fill(data, tensors or ())
+            self._hand(key, data)
+            return
+        file = os.memfd_create("lsgd")
+        try:
+            os.ftruncate(file, nbytes)
+            with mmap.mmap(file, nbytes) as memory:
+                _fill(memory, tensors or ())
+            self._hand(key, nbytes, file)
+        finally:
+            os.close(file)
+
+    def _hand(self, key: Key, data: bytearray | int | None, file: int | None = None) -> None:
+        for peer in self._peers:
+            with suppress(IslandError):  # one that is gone is noticed elsewhere
+                peer.send("tensors", (key, data), file)
+
+    def end_generation(self, generation: int) -> None:
+        """On the head, end the waits of the other processes for what it receives in a generation."""
+        for peer in self._peers:
+            with suppress(IslandError):
+                peer.send("over", generation)
+
+    def spread(self, what: str, tensors: Sequence[Tensor]) -> None:
+        """Replace the tensors of all processes by the head's."""
+        key = (0, what, self._calls)
+        if self.is_head:
+            self.hand(key, tensors)
+        else:
+            self.handed.take(key, tensors)
+
     def pass_up(self, frame: bytes) -> None:
         """Give the head a message for the servers."""
         self._peers[0].send("frame", frame)
@@ -174,6 +239,75 @@ class Island:
             peer.send("call", (tag, value))
 
 
+Key = tuple[int, str, int]
+"""A generation (0: none), a group in it, and the number of an operation in that."""
+
+
+class Handed:
+    """Tensors that the head has handed to this process, until it takes them."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[Key, bytearray | mmap.mmap | None] = {}
+        self._over = -1
+        self._lost: LsgdError | None = None
+        self._changed = threading.Condition()
+
+    def put(self, key: Key, data: bytearray | mmap.mmap | None) -> None:
+        """Keep the bytes of tensors; None: the head has failed."""
+        with self._changed:
+            if key[0] > self._over or not key[0]:
+                self._arrived[key] = data
+                self._changed.notify_all()
+
+    def end(self, generation: int) -> None:
+        """Drop what is left of generations up to this one; waits for more of them fail."""
+        with self._changed:
+            self._over = max(self._over, generation)
+            self._arrived = {key: data for key, data in self._arrived.items() if key[0] > self._over or not key[0]}
+            self._changed.notify_all()
+
+    def lose(self, reason: LsgdError) -> None:
+        """Let all waits fail: the head is gone."""
+        with self._changed:
+            self._lost = reason
+            self._changed.notify_all()
+
+    def take(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        """Wait for tensors, and copy them into these.
+
+        Raises:
+            ExchangeError: the head has failed, or the generation is over.
+            LsgdError: the head is gone.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._arrived or self._lost or 0 < key[0] <= self._over)
+            if key not in self._arrived:
+                raise self._lost or ExchangeError(f"generation {key[0]} is over for the head of this island")
+            data = self._arrived.pop(key)
+        if data is None:
+            raise ExchangeError("the exchange of the head of this island has failed")
+        for x, part in zip(tensors, _parts(data, tensors), strict=True):
+            x.copy_(part)
+
+
+def _fill(data: bytearray | mmap.mmap, tensors: Sequence[Tensor]) -> None:
+    for x, part in zip(tensors, _parts(data, tensors), strict=True):
+        part.copy_(x.detach())
+
+
+def _parts(data: bytearray | mmap.mmap, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield views of bytes, one after the other, shaped like tensors."""
+    start = 0
+    for x in tensors:
+        yield torch.frombuffer(data, dtype=x.dtype, count=x.numel(), offset=start).view(x.shape) if x.numel() else x
+        start += _room(x)
+
+
+def _room(x: Tensor) -> int:
+    """Return the bytes for a tensor, before the next one, whose elements may be longer."""
+    return -(-x.nbytes // LONGEST_NBYTES) * LONGEST_NBYTES
+
+
 class _Peer:
     """Another process of the island, and the thread that listens to it."""
 
@@ -187,11 +321,13 @@ class _Peer:
         self._over = threading.Event()  # this side has left the island, so silence is no error
         threading.Thread(target=self._listen, name="lsgd-island", daemon=True).start()
 
-    def send(self, kind: str, value: object) -> None:
-        """Send a value; raise an IslandError if the process is gone."""
+    def send(self, kind: str, value: object, file: int | None = None) -> None:
+        """Send a value, and perhaps an open file; raise an IslandError if the process is gone."""
         with self._sending:
             try:
                 self._link.send((kind, value))
+                if file is not None:
+                    send_handle(self._link, file, None)
             except (OSError, ValueError):
                 raise IslandError(f"{self._name} of this island has ended") from None
 
@@ -237,6 +373,10 @@ class _Peer:
                     heard_at = time.monotonic()
                     if kind == "call":
                         self._received.put(value)
+                    elif kind == "tensors":
+                        self._island.handed.put(value[0], self._received_data(value[1]))
+                    elif kind == "over":
+                        self._island.handed.end(value)
                     elif kind == "frame" and not self._over.is_set():
                         self._island.take(value)
                     elif kind == "bye":
@@ -256,9 +396,20 @@ class _Peer:
             logging.shutdown()
             os._exit(IslandError.exit_code)
 
+    def _received_data(self, data: bytearray | int | None) -> bytearray | mmap.mmap | None:
+        """Return the bytes of tensors; a number of them is followed by a file in memory."""
+        if not isinstance(data, int):
+            return data
+        file = recv_handle(self._link)
+        try:
+            return mmap.mmap(file, data)
+        finally:
+            os.close(file)
+
     def _end(self, reason: LsgdError) -> None:
         self._lost = reason
         self._received.put(None)
+        self._island.handed.lose(reason)
 
 
 class FollowerChannel(Channel):
@@ -298,22 +449,50 @@ def island_of(model: nn.Module) -> Island:
             expects it.
         IslandError: a process does not connect.
     """
-    mesh = mesh_of(model)
+    mesh, ddp = mesh_of(model), ddp_of(model)
     if mesh is not None and mesh.size() > 1:
         rank, size = mesh.get_local_rank(), mesh.size()
         return Island(rank, size, _connect(mesh.get_group(), rank, size))
-    if (expected := os.environ.get(SIZE_VARIABLE, "1")) != "1":
+    size = dist.get_world_size(ddp.process_group) if ddp is not None else 1
+    expected, world = int(os.environ.get(SIZE_VARIABLE, "1")), _world_size()
+    if ddp is not None and 1 < size == max(size, expected, world):
+        rank = dist.get_rank(ddp.process_group)
+        island = Island(rank, size, _connect(ddp.process_group, rank, size), replicas=True)
+        with on_error(island.close):
+            _check_equal(island, bare(model))
+        return island
+    shared = (
+        "but its model is not shared by them: join with DistributedDataParallel(model), or after fully_shard(model), "
+        "over all of them; or"
+    )
+    if expected > 1:
         raise ConfigError(
-            f"lsgd launch has started {expected} processes for this worker (--processes-per-worker), but its model is "
-            f"not sharded over them: call fully_shard(model) before Worker.join, or launch with --workers instead"
+            f"lsgd launch has started {expected} processes for this worker (--processes-per-worker), {shared} "
+            f"launch with --workers instead"
         )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if world > 1:
         raise ConfigError(
-            f"torch.distributed is initialized with {dist.get_world_size()} processes, and this model is not sharded "
-            f"over them: lsgd takes the place of DistributedDataParallel. Start each worker by itself, with lsgd "
-            f"launch --torchrun, whose groups have one process; or shard a model that is too large by fully_shard"
+            f"torch.distributed is initialized with {world} processes, {shared} start each worker by itself, with lsgd "
+            f"launch --torchrun, whose groups have one process"
         )
     return Island()
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _check_equal(island: Island, model: nn.Module) -> None:
+    """Raise ConfigError on all processes unless all have the same parameters."""
+    named = dict(model.named_parameters())
+    own, *others = island.gather("compares its model", fingerprints(list(named.values())))
+    for rank, other in enumerate(others, 1):
+        if other != own:
+            name = next(name for name, one, its in zip(named, own, other, strict=True) if one != its)
+            raise ConfigError(
+                f"process {rank} of this island has another model than the head: the parameter {name} differs; "
+                f"DistributedDataParallel(model) makes all equal, so load weights before it, or the same on all"
+            )
 
 
 def _connect(group: dist.ProcessGroup, rank: int, size: int) -> list[tuple[int, Connection]]:

@@ -10,9 +10,7 @@ from typing import Any, TextIO
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lsgd.algorithms.gradient import GradientSettings
 from lsgd.client.control.channel import Channel
 from lsgd.client.control.identity import Identity, Interface, gpu_name, interface_towards, versions
 from lsgd.client.control.island import FollowerChannel, Island
@@ -100,10 +98,7 @@ def join_run(
             here = island.share("joins", lambda: _find_server(channel, identity))
             interface = _interface(here.address)
             join = replace(_introduction(model, identity, here.node, interface.address, load), step=step)
-            reduces = isinstance(model, DistributedDataParallel)
-            welcome, plan = island.share(
-                "joins", lambda: _welcome(channel, join, timeout_s, island.size, reduces=reduces)
-            )
+            welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.shards))
             opened.pop_all()
     except RunOverError as error:
         logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
@@ -235,11 +230,8 @@ def _find_server(channel: Channel, identity: Identity) -> WorkerHelloReply:
     return here
 
 
-def _welcome(channel: Channel, join: Join, timeout_s: float, processes: int, *, reduces: bool) -> tuple[Welcome, Plan]:
-    """Return the servers' welcome and its plan; a worker that cannot use the plan leaves, so that no one waits.
-
-    ``reduces``: whether the model reduces its gradients itself.
-    """
+def _welcome(channel: Channel, join: Join, timeout_s: float, shards: int) -> tuple[Welcome, Plan]:
+    """Return the servers' welcome and its plan; a worker that cannot use the plan leaves, so that no one waits."""
     channel.start_heartbeat(join.worker)
     what = f"{join.worker} waits to join"
     try:
@@ -248,15 +240,8 @@ def _welcome(channel: Channel, join: Join, timeout_s: float, processes: int, *, 
         raise JoinError(str(error)) from None
     try:
         plan = Plan.from_json(welcome.plan)
-        if processes > 1 and (obstacle := plan.obstacle_to_islands()):
-            raise ConfigError(f"its model is sharded over {processes} processes, and {obstacle}")
-        if reduces and (
-            exchanging := [p.algorithm.name for p in plan.phases if isinstance(p.algorithm, GradientSettings)]
-        ):
-            raise ConfigError(
-                f"DistributedDataParallel puts its own gradients in the place of those that {exchanging[0]} exchanges: "
-                f"join with model.module and train that, or choose an algorithm that exchanges models, such as local"
-            )
+        if shards > 1 and (obstacle := plan.obstacle_to_islands()):
+            raise ConfigError(f"its model is sharded over {shards} processes, and {obstacle}")
     except ConfigError as error:
         leave = Leave(join.worker, join.incarnation, 0, True, str(error))
         with contextlib.suppress(ExchangeError, JoinError, ServerLostError):

@@ -71,7 +71,7 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
         store.set(f"endpoint/{me}", endpoint.published())
         endpoints = [endpoint if rank == me else Endpoint.of(store.get(f"endpoint/{rank}")) for rank in range(size)]
         # Only an island's head probes, and does not tell the other processes: so theirs must dial both ways.
-        one_way = generation.transport == "tcp" and membership.island.size == 1
+        one_way = generation.transport == "tcp" and membership.island.shards == 1
         others = [rank for rank in range(size) if rank != me]
         over = partial(channel.generation_over, generation.number)
         made = Calls(listener, me, endpoints, membership.relay[0] if one_way else "")

@@ -19,7 +19,7 @@ _ENDED = object()
 
 def store_of(generation: Generation, membership: Membership) -> "ServerStore":
     """Return the store in which a generation's group meets; in islands, the processes with the same shard."""
-    shard, timeout_s = membership.island.rank, membership.plan.run.exchange_timeout_s
+    shard, timeout_s = membership.island.shard, membership.plan.run.exchange_timeout_s
     prefix = f"shard{shard}/" if shard else ""
     return ServerStore(membership.channel, *membership.who, generation.number, timeout_s, prefix)
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lsgd.algorithms.base import Commit
 from lsgd.algorithms.gradient import GradientAlgorithm
@@ -22,18 +23,28 @@ class GradientExchange:
     buckets are back, so that unscaling, clipping and the optimizer see the exchanged gradients. A parameter that took
     no part in the pass has a zero gradient.
 
+    DistributedDataParallel replaces the gradients at the end of the pass by their mean inside this worker. Then the
+    exchange begins after that, and passes that DDP does not reduce only add to the gradients.
+
     Args:
         flat: parameters; from the first pass on, gradients live in buffers of the same layout.
         complete: called by autograd at the end of the pass; waits for the exchange, and repairs a failed one.
+        ddp: what reduces the gradients inside this worker; None: nothing does.
 
     Attributes:
         muted: whether backward passes only add to the gradients.
     """
 
-    def __init__(self, flat: FlatParameters, algorithm: GradientAlgorithm, complete: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        flat: FlatParameters,
+        algorithm: GradientAlgorithm,
+        complete: Callable[[], None],
+        ddp: DistributedDataParallel | None = None,
+    ) -> None:
         self.muted = False
         self._algorithm = algorithm
-        self._complete = complete
+        self._complete, self._ddp = complete, ddp
         self._slots = flat.slots
         self._gradients = [torch.zeros_like(x) for x in flat.buffers]
         views = flat.layout.views(self._gradients)
@@ -104,13 +115,15 @@ class GradientExchange:
 
     def _hook(self, index: int, slot: Slot) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
-            self._settle(index, slot.parameter, slot.name)
+            if self._ddp is None:
+                self._settle(index, slot.parameter, slot.name)
             active = self._round
-            if self.muted or active is None:
+            if self.muted or active is None or not (self._ddp is None or self._ddp.require_forward_param_sync):
                 return
             if active.state is not State.EXCHANGING:
                 self._begin(active)
-            self._mark(active, index)
+            if self._ddp is None:
+                self._mark(active, index)
 
         return on_gradient
 
@@ -139,7 +152,7 @@ class GradientExchange:
             for bucket in overlapped:
                 active.missing[bucket].add(index)
         # Autograd calls this when the backward pass has computed everything, as in DistributedDataParallel.
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(active))
+        _at_end(lambda: self._end(active) if self._ddp is None else _at_end(lambda: self._end(active)))
 
     def _mark(self, active: ActiveRound, index: int) -> None:
         """Record that a gradient is there, and launch complete buckets, always in the same order."""
@@ -171,6 +184,11 @@ class GradientExchange:
                 slot.parameter.grad = self._views[index]
             else:
                 self._settle(index, slot.parameter, slot.name)
+
+
+def _at_end(call: Callable[[], None]) -> None:
+    """Call something at the end of this backward pass, after what is already to be called there, such as DDP's."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _padding(flat: FlatParameters, buffer: int) -> Tensor:

@@ -186,11 +186,12 @@ class GrantClient:
         met: answer to the last call that all workers make together; None while it waits.
         wait_s: longest wait for the end of the run once that loop is over; None: no limit.
         stopped: whether the run has ended, at least for this worker.
+        lacking: whether it lacked parts of the run's model in the last round that it has completed.
     """
 
     def __init__(self, membership: Membership, election: ElectionInput, stopwatch: Stopwatch) -> None:
         self.done = 0
-        self.granted = self.stopped = False
+        self.granted = self.stopped = self.lacking = False
         self.progress = ProgressEstimate(membership.plan.run, membership.welcome.world_size, lambda: self.done)
         self.middle, self.steps = 0.0, 0
         self.wait_s: float | None = None
@@ -273,6 +274,11 @@ class GrantClient:
         self._give_all_back()
         self.granted, self._last, self._finished = False, True, finished
 
+    def decline(self) -> None:
+        """Give back all grants: the next request is a new one."""
+        self._give_all_back()
+        self.granted = False
+
     def call(self, numbers: dict[str, float]) -> None:
         """Begin a call that all workers make together; :meth:`want_only_round` waits for them."""
         self._calls += 1
@@ -288,7 +294,7 @@ class GrantClient:
     def pause(self, committed: int) -> None:
         """Give back all grants, and tell the others not to wait until the next request."""
         self.granted = False
-        self._island.share("pauses", lambda: self._tell_pause(committed))
+        self._island.share("pauses", lambda: self.step_aside(committed))
 
     # -- on the head -------------------------------------------------------------------------------------------
 
@@ -368,7 +374,8 @@ class GrantClient:
             return "the others in mean()" if self._numbers else "the others in barrier()"
         return "the end of the run" if self._finished else "its next iteration"
 
-    def _tell_pause(self, committed: int) -> None:
+    def step_aside(self, committed: int) -> None:
+        """On the head, give back all grants, and tell the servers, so that others do not wait."""
         self._give_all_back()
         seq = self._held.seq
         try:
@@ -397,6 +404,8 @@ class GrantClient:
         request = Request(
             *self._who, seq, self.done, *rounds, loss, ahead, self._last, rate, self._finished, self.steps
         )
+        if self.lacking:
+            request = replace(request, lacking=True)
         return request if self._numbers is None else replace(request, call=self._calls, numbers=self._averaged)
 
 

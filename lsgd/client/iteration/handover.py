@@ -10,11 +10,15 @@ newcomers. All cut them into chunks (:mod:`lsgd.client.iteration.chunks`) and co
    know that something moves.
 4. Each chunk that arrives must have the digest that was announced, and at the end all gather a digest of the result.
    Only then does anything change.
+
+Where newcomers can follow the shared state while they lack parts of it (:mod:`lsgd.client.iteration.following`), step 3
+ends after a while, and the rest travels beside the training.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,20 +32,14 @@ from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.groups.mesh import SHOWN_AFTER_S, TELL_EVERY_S
 from lsgd.client.groups.stream import StreamProgress
 from lsgd.client.iteration.chunks import CHUNK_NBYTES, DIGEST_NBYTES, chunks_of, digest_of, digests_of, root_of
-from lsgd.client.iteration.packing import pack, unpack
-from lsgd.errors import ExchangeError, ProtocolError
+from lsgd.client.iteration.post import PACKS_FROM_S, Post
+from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Round
 
 logger = logging.getLogger("lsgd")
 
 SHORT_S, LONG_S = 1.0, 4.0
 """Members meet about as often while chunks travel, in seconds."""
-
-PACKS_FROM_S = 0.15
-"""Chunks travel in a code if a slot of up to a MiB takes longer than this: at 50 Mbit/s, coding takes what it saves."""
-
-MARGIN_NBYTES = 4096
-"""Most bytes by which the code of chunks may exceed twice their size."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +111,16 @@ class Inventory:
     """What this member has: its model, then the shared state.
 
     Args:
-        model: tensors that newcomers take; empty if there are none.
-        shared: tensors that all take.
+        changing: tensors of the model that newcomers take and that change in every step.
+        still: those that never change.
+        shared: tensors that all take, and that change in rounds only.
     """
 
-    def __init__(self, model: Sequence[Tensor], shared: Sequence[Tensor]) -> None:
-        self._tensors = [*model, *shared]
+    def __init__(self, changing: Sequence[Tensor], still: Sequence[Tensor], shared: Sequence[Tensor]) -> None:
+        self._tensors = [*changing, *still, *shared]
         self._rows = [x.detach().contiguous() for x in self._tensors]
-        self.first_shared = len(chunks_of(self._rows[: len(model)]))
+        self.first_still = len(chunks_of(self._rows[: len(changing)]))
+        self.first_shared = len(chunks_of(self._rows[: len(changing) + len(still)]))
         self.chunks = chunks_of(self._rows)
         self.digests = digests_of(self.chunks)
 
@@ -135,10 +135,6 @@ class Inventory:
     def itemsize(self, number: int) -> int:
         """Return the size of a number in a chunk, in bytes."""
         return self.chunks[number].dtype.itemsize
-
-    def differing(self, digests: Sequence[bytes], first: int) -> list[int]:
-        """Return the numbers, from ``first`` on, of the chunks that differ from those of other digests."""
-        return [number for number in range(first, len(digests)) if self.digests[number] != digests[number]]
 
     def look_again(self, numbers: Sequence[int]) -> None:
         """Compute the digests of some chunks anew."""
@@ -155,15 +151,43 @@ class Inventory:
                 tensor.detach().copy_(row)
 
 
+@dataclass(frozen=True)
+class Table:
+    """What all know of the source's chunks.
+
+    Args:
+        digests: of each chunk, by its number.
+        has: for each digest, whether each rank has these bytes.
+    """
+
+    digests: Sequence[bytes]
+    has: Mapping[bytes, list[bool]]
+
+    def note(self, slot: Sequence[Hop]) -> None:
+        """Note that the hops of a slot are done."""
+        for hop in slot:
+            for number in hop.parcel:
+                self.has[self.digests[number]][hop.receiver] = True
+
+    def lacking(self, rank: int) -> list[int]:
+        """Return the numbers of the chunks that a rank lacks."""
+        return [number for number, digest in enumerate(self.digests) if not self.has[digest][rank]]
+
+
 class Handover:
-    """One hand-over, and how far it is; ``order`` names the source and the newcomers."""
+    """One hand-over, and how far it is; ``order`` names the source and the newcomers.
+
+    Attributes:
+        post: carries its chunks.
+        nbytes_per_s: how fast they have moved; 0: none has.
+    """
 
     def __init__(self, group: WorkerGroup, order: Round) -> None:
-        self._group, self._source = group, order.source
-        self._new = frozenset(order.new) - {order.source}
-        self._names, self._homes = order.generation.members, order.generation.homes
+        self.post = Post(group, order.generation.members)
+        self.source, self.new = order.source, frozenset(order.new) - {order.source}
+        self.nbytes_per_s = 0.0
+        self._me, self._ranks, self._homes = group.rank, range(group.size), order.generation.homes
         self._moved_nbytes = self._all_nbytes = 0
-        self._packs = False
         self._began_at = self._told_at = time.monotonic()
 
     def progress(self) -> str:
@@ -171,144 +195,118 @@ class Handover:
         now = self._progress()
         return str(now) if now.left_nbytes and now.seconds > SHOWN_AFTER_S else ""
 
-    def run(self, own: Inventory) -> None:
+    def run(self, own: Inventory, within_s: float = math.inf) -> Mapping[int, Sequence[int]]:
         """Give the source's tensors to all who lack them.
 
+        With a limit, newcomers may still lack chunks afterwards, but none that change in every step.
+
+        Returns:
+            the numbers of those chunks, by rank.
+
         Raises:
-            ExchangeError: it failed, and nothing has changed.
+            ExchangeError: it failed. Without a limit nothing has changed, and with one only in newcomers.
         """
-        if self._group.size == 1 or self._agree(own):
-            return
-        digests = self._source_digests(own)
-        held = self._move(own, digests)
-        lacking = own.differing(digests, 0 if self._group.rank in self._new else own.first_shared)
-        changes = {number: held[digests[number]].clone() for number in lacking}
-        own.look_again([*{*range(len(digests))} - {*lacking}])
-        for number in lacking:
-            own.digests[number] = digests[number]
-        if not self._agree(own):
-            raise ExchangeError(
-                f"members hold other bytes than {self._names[self._source]} after taking over from it: one of them "
-                f"has announced others than it has"
-            )
+        if len(self._ranks) == 1 or self._agree(own):
+            return {}
+        held = {digest: chunk.data for digest, chunk in zip(own.digests, own.chunks, strict=True)}
+        table = self._table(own, held)
+        self._move(own, table, held, within_s)
+        mine = range(0 if self._me in self.new else own.first_shared, len(table.digests))
+        lacking = [number for number in mine if own.digests[number] != table.digests[number]]
+        changes = {n: held[table.digests[n]].clone() for n in lacking if table.digests[n] in held}
+        left = {rank: numbers for rank in sorted(self.new) if (numbers := table.lacking(rank))}
+        if not left:
+            own.look_again([*{*range(len(table.digests))} - {*lacking}])
+            for number in lacking:
+                own.digests[number] = table.digests[number]
+            if not self._agree(own):
+                raise ExchangeError(
+                    f"members hold other bytes than {self.post.names[self.source]} after taking over from it: one of "
+                    f"them has announced others than it has"
+                )
         own.change(changes)
+        return left
 
     def _agree(self, own: Inventory) -> bool:
         """Return whether all have the source's shared state, and newcomers its model."""
-        roots = self._gather(own.roots())
-        model, shared = roots[self._source][:DIGEST_NBYTES], roots[self._source][DIGEST_NBYTES:]
-        same_model = all(roots[rank][:DIGEST_NBYTES] == model for rank in self._new)
+        roots = self.post.gather(own.roots())
+        model, shared = roots[self.source][:DIGEST_NBYTES], roots[self.source][DIGEST_NBYTES:]
+        same_model = all(roots[rank][:DIGEST_NBYTES] == model for rank in self.new)
         return same_model and all(root[DIGEST_NBYTES:] == shared for root in roots)
 
-    def _gather(self, data: bytes) -> list[bytes]:
-        """Return what all members say, each as many bytes."""
-        own = self._tensor(data)
-        found = [torch.empty_like(own) for _ in range(self._group.size)]
-        self._group.all_gather(found, own).wait()
-        return [x.cpu().numpy().tobytes() for x in found]
+    def _table(self, own: Inventory, held: Mapping[bytes, Tensor]) -> Table:
+        """Return the source's digests, and who has what."""
+        data = self.post.broadcast(b"".join(own.digests), self.source)
+        digests = [data[start : start + DIGEST_NBYTES] for start in range(0, len(data), DIGEST_NBYTES)]
+        names = [*dict.fromkeys(digests)]
+        said = self.post.gather(bytes(name in held for name in names))
+        return Table(digests, {name: [bool(each[place]) for each in said] for place, name in enumerate(names)})
 
-    def _tensor(self, data: bytes) -> Tensor:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._group.device)
-
-    def _source_digests(self, own: Inventory) -> list[bytes]:
-        """Return the digests of the source's chunks."""
-        table = self._tensor(b"".join(own.digests))
-        self._group.broadcast(table, self._source)
-        data = table.cpu().numpy().tobytes()
-        return [data[start : start + DIGEST_NBYTES] for start in range(0, len(data), DIGEST_NBYTES)]
-
-    def _move(self, own: Inventory, digests: Sequence[bytes]) -> dict[bytes, Tensor]:
-        """Move chunks to all who need and lack them; return all bytes that this member has then, by digest."""
-        held = {digest: chunk.data for digest, chunk in zip(own.digests, own.chunks, strict=True)}
-        ways = self._ways(own, digests, held)
-        sizes = {number: own.nbytes([number]) for number in ways}
-        slots = slots_of(parcels_of(ways, sizes), ways)
+    def _move(self, own: Inventory, table: Table, held: dict[bytes, Tensor], within_s: float) -> None:
+        """Move chunks to those who need and lack them, and keep this member's by digest; not all within a limit."""
+        ways = self._ways(own, table)
+        slots = slots_of(parcels_of(ways, {number: own.nbytes([number]) for number in ways}), ways)
         self._all_nbytes = sum(own.nbytes(hop.parcel) for hop in chain.from_iterable(slots))
-        self._began_at = time.monotonic()
-        done, count = 0, 1
+        self._began_at, spent_s, done, count = time.monotonic(), 0.0, 0, 1
+        least = 1 + max((place for place, slot in enumerate(slots) if self._must(slot, own)), default=0)
         while done < len(slots):
             began_at = time.monotonic()
             for slot in slots[done : done + count]:
-                self._carry(slot, own, digests, held)
-            done += count
-            count = self._meet(time.monotonic() - began_at, count)
-        return held
+                self._carry(slot, own, table, held)
+            slowest_s = self._meet(time.monotonic() - began_at)
+            per_slot_s, done, spent_s = slowest_s / min(count, len(slots) - done), done + count, spent_s + slowest_s
+            self.post.packs, self.nbytes_per_s = per_slot_s > PACKS_FROM_S, self._moved_nbytes / spent_s
+            count = 2 * count if slowest_s < SHORT_S else max(1, count // 2) if slowest_s > LONG_S else count
+            if done >= least and spent_s + count * per_slot_s > within_s:
+                count = int((within_s - spent_s) / per_slot_s)
+                if count < 1:
+                    return
 
-    def _ways(
-        self, own: Inventory, digests: Sequence[bytes], held: Mapping[bytes, Tensor]
-    ) -> dict[int, tuple[Way, ...]]:
+    def _must(self, slot: Sequence[Hop], own: Inventory) -> bool:
+        """Whether a slot has what must not come later: what changes in every step, or is for another than newcomers."""
+        return any(hop.receiver not in self.new or hop.parcel[0] < own.first_still for hop in slot)
+
+    def _ways(self, own: Inventory, table: Table) -> dict[int, tuple[Way, ...]]:
         """Return the ways of each chunk, by its number; equal bytes have one number."""
-        numbers: dict[bytes, int] = {}
-        for number, digest in enumerate(digests):
+        shared, numbers = {*table.digests[own.first_shared :]}, dict[bytes, int]()
+        for number, digest in enumerate(table.digests):
             numbers.setdefault(digest, number)
-        has = self._gather(bytes(digest in held for digest in numbers))
-        shared, ranks = {*digests[own.first_shared :]}, range(self._group.size)
-        needs = {digest: [digest in shared or rank in self._new for rank in ranks] for digest in numbers}
         return {
-            number: ways_of([bool(each[place]) for each in has], needs[digest], self._homes, number)
-            for place, (digest, number) in enumerate(numbers.items())
+            number: ways_of(
+                table.has[digest],
+                [digest in shared or rank in self.new for rank in self._ranks],
+                self._homes,
+                number,
+            )
+            for digest, number in numbers.items()
         }
 
-    def _carry(self, slot: Sequence[Hop], own: Inventory, digests: Sequence[bytes], held: dict[bytes, Tensor]) -> None:
+    def _carry(self, slot: Sequence[Hop], own: Inventory, table: Table, held: dict[bytes, Tensor]) -> None:
         """Send and receive this member's parcels of a slot, and keep the chunks that have the announced digests."""
-        sends = {
-            hop.receiver: self._packed([(held[digests[number]], own.itemsize(number)) for number in hop.parcel])
+        leaving = {
+            hop.receiver: [(held[table.digests[number]], own.itemsize(number)) for number in hop.parcel]
             for hop in slot
-            if hop.sender == self._group.rank
+            if hop.sender == self._me
         }
-        coming = {hop.sender: hop.parcel for hop in slot if hop.receiver == self._group.rank}
-        received = self._exchange(sends, {sender: own.nbytes(parcel) for sender, parcel in coming.items()})
+        coming = {hop.sender: hop.parcel for hop in slot if hop.receiver == self._me}
+        received = self.post.exchange(leaving, {rank: [own.chunks[n] for n in ns] for rank, ns in coming.items()})
         for sender, parcel in coming.items():
-            sizes = [(own.nbytes([number]), own.itemsize(number)) for number in parcel]
-            for number, piece in zip(parcel, self._unpacked(received[sender], sizes), strict=True):
-                if digest_of(piece, own.chunks[number].dtype) != digests[number]:
-                    raise ExchangeError(f"{self._names[sender]} has sent other bytes of the model than announced")
-                held[digests[number]] = piece
+            for number, piece in zip(parcel, received[sender], strict=True):
+                if digest_of(piece, own.chunks[number].dtype) != table.digests[number]:
+                    raise ExchangeError(f"{self.post.names[sender]} has sent other bytes of the model than announced")
+                held[table.digests[number]] = piece
+        table.note(slot)
         self._moved_nbytes += sum(own.nbytes(hop.parcel) for hop in slot)
 
-    def _exchange(self, sends: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[int, Tensor]:
-        """Send parcels, and return those received; ``sizes`` are theirs where they are not packed."""
-        device, lengths = self._group.device, {}
-        if not (sends or sizes):
-            return {}
-        if self._packs:
-            said = {rank: torch.tensor([len(data)], device=device) for rank, data in sends.items()}
-            lengths = {rank: torch.empty(1, dtype=torch.int64, device=device) for rank in sizes}
-            self._group.exchange(said, lengths)
-        received = {}
-        for rank, nbytes in sizes.items():
-            length = int(lengths[rank]) if lengths else nbytes
-            if not 0 <= length <= 2 * nbytes + MARGIN_NBYTES:
-                raise ExchangeError(f"{self._names[rank]} announces {length} bytes for chunks of {nbytes}")
-            received[rank] = torch.empty(length, dtype=torch.uint8, device=device)
-        self._group.exchange({rank: data.to(device) for rank, data in sends.items()}, received)
-        return received
-
-    def _packed(self, chunks: Sequence[tuple[Tensor, int]]) -> Tensor:
-        """Return the bytes of chunks as they travel."""
-        if not self._packs:
-            return torch.cat([data.to(self._group.device) for data, _ in chunks])
-        return self._tensor(b"".join(pack(data.cpu(), itemsize) for data, itemsize in chunks))
-
-    def _unpacked(self, data: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Return chunks, in host memory, of the given sizes in bytes of the whole and of a number."""
-        if not self._packs:
-            return list(torch.split(data.cpu(), [nbytes for nbytes, _ in sizes]))
-        try:
-            return list(unpack(data.cpu().numpy().tobytes(), sizes))
-        except ProtocolError as error:
-            raise ExchangeError(f"the model for newcomers: {error}") from None
-
-    def _meet(self, seconds: float, count: int) -> int:
-        """Wait for all members; return how many slots to carry out until the next time, from how long these took."""
-        slowest = max(struct.unpack("<d", each)[0] for each in self._gather(struct.pack("<d", seconds)))
+    def _meet(self, seconds: float) -> float:
+        """Wait for all members; return how long the slowest took since the last time."""
+        slowest = max(struct.unpack("<d", each)[0] for each in self.post.gather(struct.pack("<d", seconds)))
         if time.monotonic() - self._told_at > TELL_EVERY_S:
             self._told_at = time.monotonic()
-            logger.info("the model for newcomers: %s", self._progress())
-        self._packs = slowest / count > PACKS_FROM_S
-        return 2 * count if slowest < SHORT_S else max(1, count // 2) if slowest > LONG_S else count
+            logger.info("all wait for the model of newcomers: %s", self._progress())
+        return float(max(slowest, 1e-6))
 
     def _progress(self) -> StreamProgress:
-        peer = self._source if self._group.rank != self._source else min(self._new, default=self._source)
+        peer = self.source if self._me != self.source else min(self.new, default=self.source)
         seconds, left_nbytes = time.monotonic() - self._began_at, self._all_nbytes - self._moved_nbytes
-        return StreamProgress(self._names[peer], seconds, self._moved_nbytes, left_nbytes)
+        return StreamProgress(self.post.names[peer], seconds, self._moved_nbytes, left_nbytes)

@@ -8,15 +8,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Commit, all_finite, clones, finiteness
+from lsgd.algorithms.base import Algorithm, Commit, all_finite, clones, copy_all, finiteness
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
+from lsgd.client.control.replicas import fingerprints
 from lsgd.client.groups.base import WorkerGroup
-from lsgd.errors import DetachedError
+from lsgd.errors import DetachedError, LsgdError
 from lsgd.flat import FlatParameters
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
@@ -25,6 +28,9 @@ from lsgd.shards import full_state_dict, load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
 
+MOST_APART = 1e-3
+"""How far apart the replicas of an island may be before a round, as a share of their length."""
+
 
 class Replica:
     """One worker's copy of what the run trains.
@@ -32,6 +38,7 @@ class Replica:
     Args:
         checkpoints: source of the buffers to average, and of the resumed algorithm's state, with which the first round
             starts if its algorithm has the same form.
+        ddp: what reduces the model's gradients inside this worker; None: nothing does.
 
     Attributes:
         algorithm: the current phase's.
@@ -46,14 +53,16 @@ class Replica:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         checkpoints: Checkpoints,
+        ddp: DistributedDataParallel | None = None,
     ) -> None:
+        self.ddp = ddp
         self.run = membership.plan.run
         self.device = membership.device
         self.flat = flat
         self.model = model
         self.optimizers = list(optimizers)
         self.finite = checkpoints.finite
-        run, shard = membership.welcome.run, membership.island.rank
+        run, shard = membership.welcome.run, membership.island.shard
         self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
         self.algorithm = membership.plan.algorithm.create(flat.buffers, self._run_id)
         self.consensus_distance: float | None = None
@@ -61,6 +70,8 @@ class Replica:
         self._stepped = self._in_groups()
         self._resumed, checkpoints.algorithm = checkpoints.algorithm, None
         self._text = ""
+        self._aligned = False  # parameters, which is said once
+        self._kept: tuple[Algorithm, list[Tensor]] | None = None
 
     @property
     def lockstep(self) -> bool:
@@ -124,15 +135,75 @@ class Replica:
             put(tensors, own)
         return state
 
+    def align(self, island: Island) -> None:
+        """Give all processes of an island of replicas the head's model where they differ.
+
+        Buffers do, because each process has its own statistics of batches. Parameters only do if a kernel is not
+        deterministic, or if DDP does not average the gradients. Then they get its optimizers' states, too.
+
+        Raises:
+            LsgdError: the processes have trained apart.
+        """
+        parameters = self.flat.buffers
+        tensors = [*parameters, *self.model.buffers()]
+        prints = island.gather("compares its model", fingerprints(tensors))
+        differ = [index for index, each in enumerate(zip(*prints, strict=True)) if len({*each}) > 1]
+        if not differ:
+            return
+        before = clones([tensors[index] for index in differ])
+        island.spread("takes the head's model", [tensors[index] for index in differ])
+        if differ[0] >= len(parameters):
+            return
+        changed = [(was, tensors[index]) for was, index in zip(before, differ, strict=True) if index < len(parameters)]
+        apart = max(island.gather("compares its model", max(_relative(was, now) for was, now in changed)))
+        if apart > MOST_APART:
+            raise LsgdError(
+                f"the processes of this island have trained apart, by {apart:.2g} of their models' length: "
+                f"DistributedDataParallel averages their gradients only if the loop calls it, not the module inside; "
+                f"and all must make the same steps"
+            )
+        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
+        island.spread("takes the head's optimizers", [x for s in states for x in s.values() if isinstance(x, Tensor)])
+        if not self._aligned:
+            self._aligned = True
+            logger.warning(
+                "the processes of this island have computed different models, by %.2g of their length, as kernels do "
+                "that are not deterministic: from now on, rounds give all of them the head's",
+                apart,
+            )
+
     # -- for newcomers -----------------------------------------------------------------------------------------
 
-    def newcomers_part(self) -> list[Tensor]:
-        """Return the tensors that newcomers take beside the shared state, not copied."""
+    def newcomers_parts(
+        self, states: Sequence[Tensor], *, any_: bool
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """Return what newcomers take, not copied: what changes in every step, what never does, the shared state.
+
+        Without newcomers (``any_``), only the last counts. ``states`` are those of the optimizers.
+        """
+        if not any_:
+            return [], [], self.algorithm.shared_state()
         flat = [] if self.algorithm.common_model() else self.flat.buffers
-        return [*flat, *map(local, self.flat.frozen), *self.model.buffers()]
+        frozen = [local(x) for x in self.flat.frozen]
+        return [*flat, *self.model.buffers(), *states], frozen, self.algorithm.shared_state()
+
+    def keep(self) -> None:
+        """Keep a copy of what a newcomer has, until it has the run's model; one that exists stays."""
+        if self._kept is None:
+            self._kept = self.algorithm, clones(self._own())
+
+    def restore(self) -> None:
+        """Restore what a newcomer has had, unless the algorithm is another one since."""
+        if self._kept is not None and self._kept[0] is self.algorithm:
+            copy_all(self._own(), self._kept[1])
+        self._kept = None
+
+    def _own(self) -> list[Tensor]:
+        return [*self.flat.buffers, *self.model.buffers(), *self.algorithm.shared_state()]
 
     def take_over(self, states: Sequence[Tensor]) -> None:
         """Begin with the model that all share, if the algorithm has one, and the optimizers' ``states``, if any."""
+        self._kept = None
         for x, common in zip(self.flat.buffers, self.algorithm.common_model(), strict=False):
             x.copy_(common)
         for data in states:
@@ -247,6 +318,12 @@ def mean_of(
     for x in means:
         group.all_reduce(x).wait()
     return means
+
+
+def _relative(was: Tensor, now: Tensor) -> float:
+    """Return |was - now| / |now|, or 0 if one is not finite."""
+    distance = float(torch.linalg.vector_norm(wide(was) - wide(now)) / torch.linalg.vector_norm(wide(now)))
+    return distance if math.isfinite(distance) else 0.0
 
 
 def wide(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -15,7 +16,9 @@ from lsgd.client.checkpoint.checkpoints import Snapshot
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Traffic, WorkerGroup
 from lsgd.client.groups.form import form
+from lsgd.client.groups.mirror import mirrored
 from lsgd.client.groups.reach import probe
+from lsgd.client.iteration.following import Following
 from lsgd.client.iteration.handover import Handover, Inventory
 from lsgd.client.iteration.replica import Replica
 from lsgd.collectives.group import Group
@@ -58,6 +61,7 @@ class ActiveRound:
         buffers: commit of the exchange of the model's buffers.
         finite: whether the exchanged values are finite. If not, all members skip the step.
         skipped: whether that step has been skipped.
+        lacking: whether this worker still lacks parts of the run's model, so that it cannot train.
         missing: for each bucket, the parameters without a gradient so far in this backward pass.
         launched: number of buckets whose exchange has begun, always in order.
     """
@@ -70,12 +74,17 @@ class ActiveRound:
     buffers: Commit = field(default_factory=Commit)
     finite: bool = True
     skipped: bool = False
+    lacking: bool = False
     missing: list[set[int]] = field(default_factory=list)
     launched: int = 0
 
-    def enter(self, unknown: float, broken: float) -> None:
-        """Note what the worker's processes have found in the model that enters: in how many, nobody looked, or NaN."""
+    def enter(self, unknown: float, broken: float, lacking: float) -> None:
+        """Note what the worker's processes have found in the model that enters.
+
+        In how many nobody has looked, there is NaN, or parts of the run's model are lacking.
+        """
         self.finite_model = None if unknown else torch.tensor(not broken)
+        self.lacking = bool(lacking)
 
     @property
     def model_is_broken(self) -> bool:
@@ -102,6 +111,7 @@ class RoundEntry:
 
     Attributes:
         generation: current group's; None: there is no group.
+        lacking: whether this process lacks parts of the run's model.
         missed: pairs of nodes of which the first cannot dial the second, for the next report to the servers.
     """
 
@@ -109,9 +119,12 @@ class RoundEntry:
     replica: Replica
     traffic: Traffic = field(default_factory=Traffic)
     generation: Generation | None = None
+    lacking: bool = False
     missed: tuple[int, ...] | None = None
     _group: WorkerGroup | None = None
     _handover: Handover | None = None
+    _following: Following | None = None
+    _late: frozenset[int] = frozenset()  # newcomers that take part although they lack parts of the model
 
     def __post_init__(self) -> None:
         self.membership.channel.when_over = self._cut
@@ -131,16 +144,24 @@ class RoundEntry:
         Raises:
             ExchangeError: it failed; call :meth:`leave`.
         """
-        anew = self.replica.take_up(order.algorithm) or fresh or bool(order.new)
+        anew = self.replica.take_up(order.algorithm) or fresh or not self._late.issuperset(order.new)
         if anew:
-            self._begin(group, order)
+            self._hand_over(group, order)
+            self.replica.algorithm.reset(self.replica.flat.buffers, group, order)
+        elif self._following is not None and (self._following.meet() or order.final):
+            self._hand_over(group, order)
         return anew
+
+    def proceed(self) -> None:
+        """After a round, send newcomers what they lack."""
+        if self._following is not None:
+            self._following.proceed()
 
     def transfer(self) -> str:
         """Return how far a transfer is that takes long; an empty text: none does. Safe from any thread."""
-        group, handover = self._group, self._handover
-        if handover is not None:
-            return handover.progress()
+        group, newcomers = self._group, self._handover or self._following
+        if newcomers is not None:
+            return newcomers.progress()
         return "" if group is None else group.progress()
 
     def leave(self, *, cut: bool = False) -> None:
@@ -149,7 +170,8 @@ class RoundEntry:
             if cut:
                 self._group.cut()
             self._group.close()
-        self._group = self.generation = None
+        self._group = self.generation = self._following = None
+        self._late = frozenset()
 
     def _cut(self, number: int) -> None:
         """Abort the exchanges of a generation that is over."""
@@ -176,7 +198,7 @@ class RoundEntry:
         if order.probe and island.is_head:  # the others have the same links
             self.missed = probe(generation, self.membership)
             known = replace(generation, missed=self.missed)
-        group = self._group = form(known, self.membership, self.traffic)
+        group = self._group = mirrored(known, self.membership, lambda: form(known, self.membership, self.traffic))
         self.generation = generation
         self._check_lasts(generation)  # a cut until now found no group
         logger.info(
@@ -189,19 +211,29 @@ class RoundEntry:
         if reason := self.membership.channel.generation_over(generation.number):
             raise ExchangeError(f"generation {generation.number} is over: {reason}")
 
-    def _begin(self, group: WorkerGroup, order: Round) -> None:
-        """Give newcomers the source's model and all members the shared state, and reset the algorithm."""
-        replica, algorithm = self.replica, self.replica.algorithm
+    def _hand_over(self, group: WorkerGroup, order: Round) -> None:
+        """Give newcomers the source's model and all members the shared state; newcomers may get the rest later."""
+        replica, pause_s = self.replica, self.replica.run.join_pause_s
+        taking = group.rank in order.new and group.rank != order.source
+        if self.lacking and not taking:
+            replica.restore()  # the others are gone, and this worker has its own model only
+        states = self._states(group, order)
+        # At the start of a run all wait, so that all train from the start.
+        follows = bool(order.new) and order.exchanges > 0 and not (order.final or states)
+        follows = follows and replica.algorithm.can_be_followed
+        if taking and follows:
+            replica.keep()
         handover = self._handover = Handover(group, order)
         try:
-            states = self._states(group, order)
-            model = [*replica.newcomers_part(), *states] if order.new else []
-            handover.run(Inventory(model, algorithm.shared_state()))
+            own = Inventory(*replica.newcomers_parts(states, any_=bool(order.new)))
+            left = handover.run(own, pause_s / 2 if follows else math.inf)
         finally:
             self._handover = None
-        if group.rank in order.new and group.rank != order.source:
+        self._following = Following(handover, own, left, pause_s) if left else None
+        self._late = frozenset(order.new) if left else frozenset()
+        self.lacking = taking and bool(left)
+        if taking and not left:
             replica.take_over(states)
-        algorithm.reset(replica.flat.buffers, group, order)
 
     def _states(self, group: WorkerGroup, order: Round) -> list[Tensor]:
         """Return the optimizers' states as bytes, as many as the source has; empty if newcomers do not take them."""

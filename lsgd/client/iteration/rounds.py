@@ -31,6 +31,9 @@ from lsgd.protocol.messages import Done, Met, Round, Stop
 
 logger = logging.getLogger("lsgd")
 
+ALIGN_EVERY = 64
+"""How often replicas are compared where each iteration is a round, in rounds."""
+
 
 class Rounds:
     """The rounds of one worker, one at a time.
@@ -128,7 +131,10 @@ class Rounds:
                     continue
             if isinstance(answer, Stop) and answer.failed:
                 raise NoConsensusError(f"{self._who[0]} has no consensus at the end of the run: {answer.reason}")
-            return self.grants.take(answer)
+            granted = self.grants.take(answer)
+            if not (granted and self.grants.lacking):
+                return granted
+            self.grants.decline()  # this worker cannot train before it has the whole model
 
     def ask_ahead(self) -> None:
         """If few iterations are left, ask for more without waiting; in lockstep, each waits for its round."""
@@ -177,7 +183,8 @@ class Rounds:
                 group = self._enter(active)
                 if not redo:
                     self._checkpoints.restore_random()
-                    active.snapshot = self._take(order.count) if order.checkpoint else None
+                    saves = order.checkpoint and not active.lacking
+                    active.snapshot = self._take(order.count) if saves else None
                 self._exchange(group, active)
                 self._take_up(active.order)
                 if active.order.final or not self._replica.algorithm.spans_backward:
@@ -206,9 +213,11 @@ class Rounds:
                 self._land(replica.algorithm.settle(replica.flat.buffers))
             active.group = group
             active.finite_model = None if self._finite is None else torch.tensor(self._finite)
+            if self._island.replicas and (fresh or order.new or not replica.lockstep or order.id % ALIGN_EVERY == 0):
+                replica.align(self._island)
             anew = self.entry.begin(group, order, fresh=fresh)
             # In lockstep entering can only fail anew, and the processes of an island have reported their models.
-            if anew or order.final or not replica.lockstep:
+            if anew or order.new or order.final or not replica.lockstep:
                 self._look(active)
             active.to(State.ENTERED)
             if order.final:
@@ -220,9 +229,10 @@ class Rounds:
         whole = self._island.size == 1
         finite = self._replica.judge(active.order, whole=whole)
         if whole:
-            active.finite_model = finite
+            active.finite_model, active.lacking = finite, self.entry.lacking
         else:
-            self._agree(Commit(active.enter, (finite is None, False if finite is None else ~finite)))
+            broken = False if finite is None else ~finite
+            self._agree(Commit(active.enter, (finite is None, broken, self.entry.lacking)))
 
     def _exchange(self, group: WorkerGroup, active: ActiveRound) -> None:
         """Exchange what is exchanged before the forward pass; if that is all, the round's commit follows."""
@@ -344,15 +354,18 @@ class Rounds:
             clear(self._replica.optimizers)
         self.active.to(State.COMMITTED)
         order = self.active.order
-        self.committed = order.id
+        self.committed, self.grants.lacking = order.id, self.active.lacking
         if order.scope == "global":
             self._count = order.count
-        if order.checkpoint:
+        if order.checkpoint and not self.active.lacking:
             self._checkpoints.save(self.active.snapshot)
             self.active.snapshot = None  # it copies the model and all states
         sent_nbytes, _ = self._island.total_passed()
         missed, self.entry.missed = self.entry.missed, None
-        self._channel.send(Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes, missed=missed))
+        lacking = self.active.lacking
+        done = Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes, missed=missed, lacking=lacking)
+        self._channel.send(done)
+        self.entry.proceed()
 
     def _complete_gradients(self) -> None:
         """At the end of a backward pass, wait for the exchange; if it failed, exchange the gradients again."""
@@ -377,7 +390,8 @@ class Rounds:
         self.close()
         self._served, self.gradients = algorithm, None
         if isinstance(algorithm, GradientAlgorithm):
-            self.gradients = GradientExchange(self._replica.flat, algorithm, self._complete_gradients)
+            flat, ddp = self._replica.flat, self._replica.ddp
+            self.gradients = GradientExchange(flat, algorithm, self._complete_gradients, ddp)
 
     def close(self) -> None:
         """Remove the hooks from the backward pass."""
@@ -403,11 +417,15 @@ class Rounds:
         """Save the state as that of the last global round; return the words for where."""
         if self._checkpoints.folder is None:
             return "its state is not saved: no folder was given"
+        if self.entry.lacking:
+            return "its state is not saved, because it lacks parts of the run's model"
         if not self._count:
             last = self._checkpoints.last()
             instead = f"resume from {last} with lsgd launch --resume" if last else "begin a new run"
             return f"its state is not saved, because no global round came after an iteration: {instead}"
         path = self._checkpoints.save(self._take(self._count))
+        if not self._checkpoints.writes:
+            return "the head of its island saves its state"
         if path is None:
             return "its state cannot be saved"
         return (

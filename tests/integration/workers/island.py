@@ -1,4 +1,4 @@
-"""One process of an island: a small model, sharded by FSDP2, with switches for what a test is about.
+"""One process of an island: a small model, sharded by FSDP2 or in DDP, with switches for what a test is about.
 
 Each process appends a line for each committed round to ``<name>.<rank>.rounds``: its number, and a digest of its parts;
 and at the end a line with the bytes that it sent, those of its parts, and its
@@ -28,15 +28,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lsgd import shards
 from lsgd.client import Worker, muon
 
+DEEDS = ("kill", "die", "freeze", "nan", "spoil", "cut", "raise", "pause", "drift", "part")
 parser = argparse.ArgumentParser()
 parser.add_argument("--copied", action="store_true", help="as if torch kept shards otherwise")
 parser.add_argument("--plain", action="store_true", help="do not shard the model")
+parser.add_argument("--ddp", action="store_true", help="put the model in DistributedDataParallel instead")
+parser.add_argument("--unlike", action="store_true", help="change the model of all but the head before the join")
+parser.add_argument("--mean", action="store_true", help="average a number over all processes of two workers")
 parser.add_argument("--alike", action="store_true", help="all processes of a worker draw the same batches")
 parser.add_argument("--dim", type=int, default=0, help="that the first layer is sharded in")
 parser.add_argument("--at", type=int, default=0, help="do this to one process after so many iterations:")
-parser.add_argument("--do", default="", choices=("", "kill", "die", "freeze", "nan", "spoil", "cut", "raise", "pause"))
+parser.add_argument("--do", default="", choices=("", *DEEDS))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
-parser.add_argument("--compile", action="store_true", help="and checkpoint activations")
+parser.add_argument("--compile", default="", help="the model of this worker; all checkpoint activations")
 parser.add_argument("--adamw", default="", choices=("", "foreach", "fused"), help="its implementation")
 parser.add_argument("--muon", action="store_true", help="for its matrices")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
@@ -59,27 +63,31 @@ model[3].weight.requires_grad_(False)
 model.insert(4, nn.Linear(8, 8)).insert(5, nn.Linear(8, 8))
 model[5].weight = model[4].weight
 if options.compile:
-    importlib.import_module("torch._dynamo").reset()  # the compiler is loaded now, not in the middle of another import
     for layer in (0, 3, 4):
         model[layer] = checkpoint_wrapper(model[layer])
-if not options.plain:
+if not options.plain and not options.ddp:
     mesh = init_device_mesh("cpu", (processes,))
     place = torch.distributed.tensor.Shard(options.dim)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.bf16 else None)
     fully_shard(model[0], mesh=mesh, mp_policy=policy, shard_placement_fn=lambda p: place if p.dim() > 1 else None)
     fully_shard(model[1], mesh=mesh)  # batch norm is computed in float32
-    fully_shard(model[3], mesh=mesh, mp_policy=policy)
+    fully_shard(model[3], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-if options.compile:  # inductor takes a minute for its C++
+if options.compile == f"worker{os.environ['LSGD_LOCAL_RANK']}":  # inductor takes a minute for its C++
+    importlib.import_module("torch._dynamo").reset()  # the compiler is loaded now, not in the middle of another import
     model.compile(backend="aot_eager")
+whole: nn.Module = nn.parallel.DistributedDataParallel(model) if options.ddp else model
+if options.unlike and process:
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
 if options.copied:
     shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
 implementation = {options.adamw: True} if options.adamw else {}
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-    [p for p in model.parameters() if p.requires_grad], lr=0.02, **implementation
+    [p for p in model.parameters() if p.requires_grad], lr=0.05, **implementation
 )
 if options.muon:
-    optimizer = muon(model, lr=0.02)
+    optimizer = muon(model, lr=0.05)
 inputs = torch.randn(513, 8, generator=torch.Generator().manual_seed(1))  # the last one would be a batch of its own
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
@@ -139,6 +147,9 @@ def do(worker: Worker) -> None:
         case "pause":
             with worker.pause():
                 pass
+        case "drift" | "part":
+            with torch.no_grad():
+                model[0].weight.mul_(1.0 + (1e-6 if options.do == "drift" else 0.1))
         case "nan":
             with torch.no_grad():
                 shards.local(model[0].weight)[0, 0] = float("nan")
@@ -146,7 +157,7 @@ def do(worker: Worker) -> None:
 
 if os.path.exists(options.once):
     open(f"{options.once}.returned", "w").close()
-with Worker.join(model, optimizer) as worker:
+with Worker.join(whole, optimizer) as worker:
     assert worker.run_dir is not None
     path = worker.run_dir / worker.name.replace("/", "-")
     loader = worker.loader(data, batch_size=8)
@@ -165,9 +176,9 @@ with Worker.join(model, optimizer) as worker:
                     parts = worker._replica.algorithm.shared_state() if options.common else model.parameters()
                     held = b"".join(shards.local(p).detach().numpy().tobytes() for p in parts)
                     print(committed, hashlib.sha256(held).hexdigest()[:16], file=rounds, flush=True)
-                loss = nn.functional.mse_loss(model(x).float(), y)
                 last = (len(losses) + 1) % options.accumulate == 0
-                with nullcontext() if last else worker.no_sync():
+                with nullcontext() if last else whole.no_sync() if options.ddp else worker.no_sync():
+                    loss = nn.functional.mse_loss(whole(x).float(), y)
                     loss.backward()
                 spoil = False
                 if options.gradients and last:
@@ -186,10 +197,12 @@ with Worker.join(model, optimizer) as worker:
                 time.sleep(options.rest if worker.world_size == 1 else 0.0)
                 if struck and worker.iterations == options.at:
                     do(worker)
+                if options.mean and worker.iterations == 10:
+                    assert worker.mean({"place": process + 2 * worker.rank}) == {"place": 1.5}
                 if worker.iterations == 5:
                     together = options.alike or worker._replica.lockstep  # others would go on without who pauses
                     with nullcontext() if together else worker.pause(), torch.no_grad():
-                        model(x)  # leaves the root gathered
+                        whole(x)  # leaves the root gathered
                 if worker.iterations == options.leave_at:
                     worker.leave()
         calls = worker._membership.island._calls
@@ -199,11 +212,11 @@ with Worker.join(model, optimizer) as worker:
         print("sent", worker.timings.sent_nbytes, flat, calls, file=rounds)
     if worker.rank == 0:
         saved = worker.save(worker.run_dir / "model", file_nbytes=200)
-        assert len(saved) > 4  # on all processes
+        assert len(saved) > 4 or (options.ddp and process)
     state = worker.state_dict()
     leader = worker.leader_state_dict()
     assert leader is not None
-    assert worker.is_head == bool(state) == bool(leader)
+    assert (options.ddp or worker.is_head) == bool(state) == bool(leader)
     if worker.is_head:
         names = sorted(name for name in state if state[name].is_floating_point())
         result = {
