@@ -28,8 +28,8 @@ from lsgd.settings import Schedule, setting
 
 log = logging.getLogger(__name__)
 
-PIECE_NUMEL, ROW_NUMEL = 1 << 17, 1 << 10
-"""Elements of a change that are multiplied at a time, and those of a row whose norm is computed at once."""
+PIECE_NUMEL = 1 << 17
+"""Elements of a change that are measured at a time."""
 
 
 def rescale(*, default: bool) -> Any:
@@ -428,14 +428,9 @@ def _any(changes: Flat, group: Group) -> bool:
 
 
 def _squared(changes: Flat) -> Tensor:
-    """Return the squared length of a change, float64; the norms of rows of a float32 change are float32."""
-    norms = []
-    for x in changes:
-        whole, dtype = len(x) // ROW_NUMEL, torch.promote_types(x.dtype, torch.float32)
-        rows, rest = x[: whole * ROW_NUMEL].view(whole, ROW_NUMEL), x[whole * ROW_NUMEL :]
-        norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=dtype))
-        norms.append(torch.linalg.vector_norm(rest, dtype=dtype).view(1))
-    return torch.cat(norms).to(torch.float64).square().sum()
+    """Return the squared length of a change, computed in pieces, each copied to float64."""
+    pieces = (x[start : start + PIECE_NUMEL] for x in changes for start in range(0, len(x) or 1, PIECE_NUMEL))
+    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in pieces]).square().sum()
 
 
 def _product(parts: Iterator[tuple[Tensor, ...]], changes: Flat) -> Tensor:
