@@ -111,17 +111,18 @@ def claimed(folder: Path, node: int, address: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def find_live(folder: Path) -> tuple[Path, str]:
-    """Return the folder and the global server's address of this user's newest running run in a folder.
+def find_live(folder: Path) -> tuple[Path, str, bytes]:
+    """Return the folder of this user's newest running run in a folder, and its global server's address and public key.
 
-    Raises ConfigError if none is running.
+    The key is empty as long as it is the one in the node's token. Raises ConfigError if none is running.
     """
     live = []
     for path in (*folder.glob("node*.lock"), *folder.glob("*/node*.lock")):
-        with suppress(OSError, IndexError), path.open() as file:
+        with suppress(OSError, ValueError), path.open() as file:
             status = os.fstat(file.fileno())
             if status.st_uid == os.getuid() and _flock(file.fileno(), fcntl.LOCK_SH):
-                live.append((status.st_mtime_ns, path.parent, file.read().split()[2]))
+                _, _, address, *key = file.read().split()
+                live.append((status.st_mtime_ns, path.parent, address, bytes.fromhex("".join(key))))
     if not live:
         raise ConfigError(
             f"none of the runs that you launched is running in {folder}: name its folder (--run DIR), or the "
@@ -164,6 +165,12 @@ def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()} {address}\n".encode(), 0)
+
+
+def moved(folder: Path, node: int, address: str, key: bytes) -> None:
+    """Write into the lock of a node that the run's global server is at another address now, with this public key."""
+    with suppress(OSError):
+        (folder / f"node{node}.lock").write_text(f"{os.getpid()} {socket.gethostname()} {address} {key.hex()}\n")
 
 
 def is_unfinished(folder: Path) -> bool:

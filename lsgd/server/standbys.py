@@ -120,6 +120,7 @@ class Standbys:
         if known is None or known.incarnation != hello.incarnation:
             place = Place(hello.node, hello.place, key)
             known = self._offers[hello.node] = _Standby(peer, place, hello.incarnation, now, moved_at=now)
+            self._chosen_at = -math.inf
         known.peer, known.heard_at = peer, now
         known.has(hello.copied, now)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lsgd.errors import ProtocolError
-from lsgd.node.held import HeldCopy
 from lsgd.protocol.messages import PROTOCOL, Copy, NodeHello, Place
 from lsgd.server import standbys as module
+from lsgd.server.held import HeldCopy
 from lsgd.server.journal import Captured, capture
 from lsgd.server.standbys import LOST_AFTER_S, MAX_ROUNDS, TOO_LONG, Standbys
 

@@ -9,6 +9,7 @@ from lsgd.errors import ProtocolError
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Copy
 from lsgd.server.books import MAX_ELECTIONS
+from lsgd.server.standbys import MAX_ROUNDS
 
 MAX_NBYTES = 64 << 20
 """Longest text that is taken from a copy."""
@@ -48,6 +49,11 @@ class HeldCopy:
             self.certificate, self.allowed = copy.certificate, copy.allowed
         self._rounds += rounds
         self._last, self.number, self._state = last, copy.number, copy.state
+
+    def offer(self) -> Copy:
+        """Return it for a server that takes over, with as many rounds as a copy has at most."""
+        rounds = zlib.compress("\n".join(list(self._rounds)[-MAX_ROUNDS:]).encode(), 1) if self._rounds else b""
+        return Copy(self.number, self._state, 0, rounds)
 
     def load(self) -> tuple[dict[str, Any], list[RoundOrdered]]:
         """Return the state and the rounds, as :meth:`lsgd.server.journal.Journal.load` does.
