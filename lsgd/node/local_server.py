@@ -271,12 +271,14 @@ class LocalServer:
         silent_s = 0.0 if self.heard_at is None else now - self.heard_at
         if self._given_way or self.takes_over:
             silent_s = max(silent_s, LOOK_AFTER_S)
+        could_serve = bool(self._place and self.copy.number)
         for place, link, welcome in list(elsewhere.hear(now, silent_s, replace(self._hello(), looks=True))):
             moves = succession.move(elsewhere.term, welcome.terms)
             if welcome.run != elsewhere.run:
                 moves = (Move.ANEW if elsewhere.run else Move.CONTINUE) if self._given_way else Move.STAY
             if not elsewhere.serves or silent_s >= SILENT_AFTER_S or self._given_way or self.takes_over:
-                if moves is not Move.STAY:
+                # Where nobody has the model, this node does not go: it may have it, and can serve.
+                if moves is Move.CONTINUE or (moves is Move.ANEW and (welcome.count > 0 or not could_serve)):
                     self._follow(elsewhere, place, link, welcome, anew=moves is Move.ANEW)
                     return
             elif moves is Move.STAY:
@@ -284,8 +286,8 @@ class LocalServer:
             else:
                 theirs = Meet(welcome.run, welcome.terms, welcome.count, place, welcome.beaten)
                 self._global.send([encode(theirs)])
-        if not self.takes_over and self._place and self.copy.number and elsewhere.takes_over(now, silent_s):
-            self.takes_over = True
+        if not self.takes_over and could_serve and elsewhere.takes_over(now, silent_s):
+            self.takes_over, self._given_way = True, False
             self._complain(
                 f"the global server at {self._global.address} has been silent for {silent_s:.0f} s: node{self._node} "
                 f"serves the run from now on, at {self._place}"
@@ -334,7 +336,7 @@ class LocalServer:
     def _hello(self) -> NodeHello:
         host = socket.gethostname()
         who = PROTOCOL, self._node, self._incarnation, host, __version__, self._own_workers
-        return NodeHello(*who, self._place, self.copy.number)
+        return NodeHello(*who, self._place, self.copy.copied)
 
     def _upward(self, now: float) -> None:
         """Forward the workers' messages in one batch."""

@@ -293,7 +293,7 @@ class NodeHello:
     Args:
         workers: how many this node has, for a run that begins with those of all its nodes.
         place: address where it could start a global server; empty: it cannot.
-        copied: number of the last :class:`Copy` that it has; 0: none.
+        copied: number of the last :class:`Copy` that it has; 0: none; negative: rounds before it were lost.
         looks: whether it follows another server, and only wants to know what this one serves.
     """
 

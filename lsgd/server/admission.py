@@ -143,7 +143,7 @@ def let_go(state: RunState) -> None:
         return
     before, here = state.terms[-2].node, state.announced.keys()
     nodes = {before, *here, *(m.join.node for m in state.roster.members.values())}
-    if before in here or is_minority(len(nodes), len(here)):
+    if before == state.terms[-1].node or before in here or is_minority(len(nodes), len(here)):
         return
     for member in [m for m in state.roster.members.values() if m.join.node == before]:
         remove(state, member, Why.NODE_GONE(node=before))

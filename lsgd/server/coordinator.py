@@ -171,8 +171,9 @@ class Coordinator:
         if away_s > state.plan.run.lease_s / 2:  # this process itself was frozen: the members were not silent
             for member in state.roster.members.values():
                 member.heard_at += away_s
+                member.spent = None  # whether it is still here is not known
             state.moved_at += away_s
-            state.began_at += away_s
+            state.began_at = now
         state.now = now
 
     def _decide(self) -> Decision:

@@ -212,12 +212,18 @@ class GlobalDaemon:
         return dropped
 
     def _tell_where(self, moved: Moved, now: float) -> None:
-        """Tell all nodes where the run continues; nothing that arrives counts any more."""
-        self._gave_way_at = self._gave_way_at or now
+        """Tell all nodes where the run continues; nothing that arrives counts any more.
+
+        This server's own node gets a copy: it serves again if the other part is gone by then.
+        """
         peers = {node.peer for node in self._nodes.values()}
         for peer, _ in self._listener.receive():
             peers.add(peer)
         self._outbox.clear()
+        own = self._nodes.get(self._state.terms[-1].node)
+        if not self._gave_way_at and self._standbys and own is not None:
+            self._send(own.peer, b"", self._standbys.whole(self._state, now, self._captured))
+        self._gave_way_at = self._gave_way_at or now
         for peer in peers:
             self._send(peer, b"", moved)
         self._flush()

@@ -71,7 +71,7 @@ class RunState:
         guarded: whether a standby would continue the run without this server.
         over: whether the run waits for nobody any more.
         changes: number of changes that the journal must have before the answers leave.
-        began_at: time at which this server began.
+        began_at: time at which this server began, or thawed.
         moved_at: time at which a member last asked, or completed a round.
         final_due_at: time from which the last round waits for members that are away; infinite: it does not.
         lost_at: time at which the run's model was found to be lost, checkpoints included; 0: never.
@@ -137,7 +137,7 @@ class RunState:
     def learned(self) -> int:
         """How many iterations count when two parts of the run meet: 0 if no worker with the model is here.
 
-        -1: that is not known yet, because this server has just begun.
+        -1: that is not known yet, because this server has just begun, or was frozen.
         """
         here = (m for m in self.roster.holders() if m.spent and self.now - m.heard_at < HERE_S)
         if any(here):

@@ -52,6 +52,7 @@ class MemoryLink:
         self.open = True
         self.target = host.world.hosts[place.node]
         self.last_s = {True: 0.0, False: 0.0}  # when the last message arrives, by direction
+        self.waiting: dict[bool, deque[tuple[float, Callable[[], None]]]] = {True: deque(), False: deque()}
 
     def send(self, frames: Sequence[bytes]) -> bool:
         world, target, kept = self.host.world, self.target, list(frames)
@@ -422,16 +423,20 @@ class World:
         """Deliver a message of a connection after those before it; late, or never, if its hosts lose each other."""
         arrives = max(link.last_s[upward], self.now + self.random.uniform(0.001, self.delay_s))
         link.last_s[upward] = arrives
-        self.after(arrives - self.now, lambda: self._deliver(link, upward, deliver, arrives))
+        link.waiting[upward].append((arrives, deliver))
+        self.after(arrives - self.now, lambda: self._deliver(link, upward))
 
-    def _deliver(self, link: MemoryLink, upward: bool, deliver: Callable[[], None], due: float) -> None:
+    def _deliver(self, link: MemoryLink, upward: bool) -> None:
+        """Deliver what is due, in its order."""
         source, target = (link.host, link.target) if upward else (link.target, link.host)
-        if not link.open or not target.alive or self.now - due > KEPT_S:
+        waiting = link.waiting[upward]
+        while waiting and (not link.open or not target.alive or self.now - waiting[0][0] > KEPT_S):
+            waiting.popleft()
+        if waiting and (target.frozen or not self.reaches(source, target)):
+            self.after(0.5, lambda: self._deliver(link, upward))
             return
-        if target.frozen or not self.reaches(source, target):
-            self.after(0.5, lambda: self._deliver(link, upward, deliver, due))
-        else:
-            deliver()
+        while waiting and waiting[0][0] <= self.now:
+            waiting.popleft()[1]()
 
     # -- data plane --------------------------------------------------------------------------------------------
 

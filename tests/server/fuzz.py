@@ -68,7 +68,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.sockets import Connector, Listener, Poller
 
-ORDERS = (StopRun, ChangeSettings, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery, EventsQuery)
+ORDERS = (StopRun, ChangeSettings, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery, EventsQuery, Meet, Moved)
 """Messages that rightly change something, or are answered at length, whoever says them."""
 
 BATCH = 50

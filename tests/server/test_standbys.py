@@ -36,7 +36,7 @@ class Copied:
 
     def greet(self, node: int, copied: int | None = None, incarnation: int = 1, place: str | None = None) -> None:
         peer = f"node{node}".encode()
-        number = self.held[peer].number if copied is None else copied
+        number = self.held[peer].copied if copied is None else copied
         where = f"tcp://10.0.0.{node + 1}:1" if place is None else place
         hello = NodeHello(PROTOCOL, node, incarnation, "host", "0", 1, where, number)
         self.standbys.greet(peer, hello, self.now)
@@ -126,10 +126,26 @@ def test_what_is_lost_on_the_way_is_sent_again_as_a_whole() -> None:
     copied.greet(1)
     rounds(bench, 1)
     copied.turn(b"node1")
+    assert not copied.is_whole(b"node1")
+    copied.passes(LOST_AFTER_S + 2)
+    assert copied.turn() == [b"node1"] and copied.is_whole(b"node1")
+
+
+def test_a_copy_after_one_that_was_lost_has_the_state_and_the_rounds_follow() -> None:
+    bench = started("00", "10", period=1, local_period=1)
+    copied = Copied(bench, 1)
     rounds(bench, 1)
     copied.turn()
-    assert not copied.is_whole(b"node1")  # a round is missing in between: it was not taken
-    copied.passes(LOST_AFTER_S + 2)
+    rounds(bench, 1)
+    copied.turn(b"node1")
+    rounds(bench, 1)
+    copied.turn()
+    state, known = copied.held[b"node1"].load()
+    assert state["count"] == bench.state.ledger.count and len(known) < len(bench.book.elections)
+    assert copied.turn() == []
+    copied.greet(1)
+    assert copied.turn(b"node1") == [b"node1"]
+    copied.greet(1)
     assert copied.turn() == [b"node1"] and copied.is_whole(b"node1")
 
 

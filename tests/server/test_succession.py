@@ -270,6 +270,24 @@ def test_a_part_without_a_worker_that_has_the_model_gives_up_whatever_its_count(
     assert bench.ledger.count > 1 and bench.state.gives_way is not None
 
 
+def test_a_server_that_was_frozen_does_not_know_who_is_there() -> None:
+    bench = started("00", "10", period=1, local_period=1)
+    bench.ask_all("00", "10")
+    bench.heartbeat("00")
+    bench.now += 20.0
+    bench.act(bench.coordinator.meet(other(1, ONE, TWO), bench.now))
+    assert bench.state.learned == -1 and bench.state.gives_way is None and bench.notes == []
+    bench.heartbeat("00")
+    assert bench.state.learned == bench.state.ledger.count
+
+
+def test_a_node_that_serves_again_after_giving_up_keeps_its_own_workers() -> None:
+    bench = started("00", "10")
+    takes(bench, 1, elsewhere=(ONE, TWO))
+    bench.act(bench.coordinator.tick(bench.now))
+    assert names(bench) == ["node0/worker0", "node1/worker0"]
+
+
 def test_a_run_that_is_over_meets_nobody() -> None:
     bench = started("00")
     bench.state.closed_at = bench.now
