@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from lsgd.errors import ConfigError
+from lsgd.protocol.messages import Place
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints, in the run folder."""
@@ -121,8 +122,8 @@ def find_live(folder: Path) -> tuple[Path, str, bytes]:
         with suppress(OSError, ValueError), path.open() as file:
             status = os.fstat(file.fileno())
             if status.st_uid == os.getuid() and _flock(file.fileno(), fcntl.LOCK_SH):
-                _, _, address, *key = file.read().split()
-                live.append((status.st_mtime_ns, path.parent, address, bytes.fromhex("".join(key))))
+                _, _, address, key, *_ = [*file.read().split(), ""]
+                live.append((status.st_mtime_ns, path.parent, address, bytes.fromhex(key)))
     if not live:
         raise ConfigError(
             f"none of the runs that you launched is running in {folder}: name its folder (--run DIR), or the "
@@ -167,10 +168,19 @@ def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
         os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()} {address}\n".encode(), 0)
 
 
-def moved(folder: Path, node: int, address: str, key: bytes) -> None:
-    """Write into the lock of a node that the run's global server is at another address now, with this public key."""
+def moved(folder: Path, node: int, place: Place) -> None:
+    """Write into the lock of a node that the run's global server is at another place now."""
+    words = f"{os.getpid()} {socket.gethostname()} {place.address} {place.key.hex()} {place.node}\n"
     with suppress(OSError):
-        (folder / f"node{node}.lock").write_text(f"{os.getpid()} {socket.gethostname()} {address} {key.hex()}\n")
+        (folder / f"node{node}.lock").write_text(words)
+
+
+def followed(folder: Path, node: int) -> Place | None:
+    """Return where the global server was that the last launcher of a node followed, if the run had moved there."""
+    with suppress(OSError, ValueError):
+        _, _, address, *key, served_by = (folder / f"node{node}.lock").read_text().split()
+        return Place(int(served_by), address, bytes.fromhex("".join(key)))
+    return None
 
 
 def is_unfinished(folder: Path) -> bool:

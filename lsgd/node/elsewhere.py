@@ -25,6 +25,9 @@ KNOCK_WITHIN_S = 2.0
 
 _AWAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EHOSTDOWN)
 
+_Server = tuple[int, bytes]
+"""A server as one looks for it: its node and its key. Node 0 has one as it is launched, one when it takes over."""
+
 
 class Link(Protocol):
     """A connection to a global server: a :class:`lsgd.protocol.sockets.Connector`."""
@@ -108,6 +111,7 @@ class Elsewhere:
         dial: connects to a place.
         knock: returns whether the host at an address answers; None: that is not known yet.
         own: where this node serves if it has to; None: it never does.
+        first: places to look at from the beginning: that of the server that this node greets, then others.
 
     Attributes:
         run: the run; empty before this node is in one.
@@ -120,19 +124,23 @@ class Elsewhere:
         dial: Callable[[Place], Link],
         knock: Callable[[str, float], bool | None],
         own: Place | None = None,
+        first: Iterable[Place] = (),
     ) -> None:
         self.run = ""
-        self._own = {own.node: own} if own else {}
         self.terms: tuple[Term, ...] = ()
         self._node = node
         self._dial = dial
         self._knock = knock
-        self._known = dict(self._own)
+        self._first = [*first, own] if own else [*first]
+        self._here = _server(self._first[0]) if self._first else None
+        self._known: dict[_Server, Place] = {}
         self._standbys: tuple[int, ...] = ()
-        self._links: dict[int, Link] = {}
-        self._looked_at: dict[int, float] = {}
+        self._links: dict[_Server, Link] = {}
+        self._looked_at: dict[_Server, float] = {}
         self._last: NodeWelcome | None = None
+        self._served: Place | None = None
         self._other = ""
+        self._begin_anew()
 
     @property
     def term(self) -> Term:
@@ -152,21 +160,33 @@ class Elsewhere:
     def welcomed(self, welcome: NodeWelcome, address: str) -> None:
         """Note what the server that this node follows says of itself, and of its standbys."""
         if welcome.run != self.run:
-            self.run, self._known = welcome.run, dict(self._own)
-            self._forget(self._links)
+            self.run = welcome.run
+            self._begin_anew()
         self.terms, self._last = welcome.terms, welcome
         for place in welcome.places:
-            self._known[place.node] = place
-        if welcome.places and welcome.places[0].address.partition("://")[2].startswith(("0.0.0.0", "[::]")):
-            own = welcome.places[0]
-            self._known[own.node] = Place(own.node, address, own.key)
+            self._note(place)
+        if welcome.places:
+            self._served = served = welcome.places[0]
+            if served.address.partition("://")[2].startswith(("0.0.0.0", "[::]")):
+                self._served = Place(served.node, address, served.key)
+                self._note(self._served)
         self._standbys = tuple(place.node for place in welcome.places[1:])
         if not self.serves:
             self._forget(self._links)
 
     def add(self, place: Place, run: str) -> None:
         """Look at another place, too, where this run continues, or another one that this node joins instead."""
-        self._known[place.node], self._other = place, run
+        self._note(place)
+        self._other = run
+
+    def _begin_anew(self) -> None:
+        self._forget(self._links)
+        self._known.clear()
+        for place in self._first:
+            self._note(place)
+
+    def _note(self, place: Place) -> None:
+        self._known[_server(place)] = place
 
     def hear(self, now: float, silent_s: float, hello: NodeHello) -> Iterator[tuple[Place, Link, NodeWelcome]]:
         """Look at other places if it is time, with this greeting; yield the welcomes that have come from servers there.
@@ -177,52 +197,57 @@ class Elsewhere:
             hello: says that it only looks.
         """
         wanted = self._wanted(silent_s)
-        self._forget([node for node in self._links if node not in wanted])
+        self._forget([server for server in self._links if server not in wanted])
         every_s = LOOK_EVERY_S if silent_s >= LOOK_AFTER_S else MEET_EVERY_S
-        for node in wanted:
-            if node not in self._links:
-                self._links[node], self._looked_at[node] = self._dial(self._known[node]), 0.0
-            if now - self._looked_at[node] >= every_s and self._links[node].send([encode(hello)]):
-                self._looked_at[node] = now
-        for node, link in list(self._links.items()):
+        for server in wanted:
+            if server not in self._links:
+                self._links[server], self._looked_at[server] = self._dial(self._known[server]), 0.0
+            if now - self._looked_at[server] >= every_s and self._links[server].send([encode(hello)]):
+                self._looked_at[server] = now
+        for server, link in list(self._links.items()):
             for welcome in _welcomes(link):
-                if welcome.run in (self.run, self._other) or (self.serves and welcome.count <= 0):
-                    yield self._known[node], link, welcome
+                ours = not self.run or welcome.run in (self.run, self._other)
+                if ours or (self.serves and welcome.count <= 0):
+                    yield self._known[server], link, welcome
 
     def takes_over(self, now: float, silent_s: float) -> bool:
         """Whether this node has to serve the run from now on."""
-        served = self._known.get(self.term.node)
-        if silent_s < LOOK_AFTER_S or served is None:
+        if silent_s < LOOK_AFTER_S or self._served is None:
             return False
         # A copy from before the last standbys were chosen is better than none: its node comes after them.
         rank = [*self._standbys, self._node].index(self._node)
-        return takes_over(rank, silent_s, self._knock(served.address, now))
+        return takes_over(rank, silent_s, self._knock(self._served.address, now))
 
     def take(self, place: Place) -> None:
         """Keep the connection to a place no more: it is the one to the server that this node follows."""
-        del self._links[place.node], self._looked_at[place.node]
+        self._here = server = _server(place)
+        del self._links[server], self._looked_at[server]
 
     def mine(self) -> Meet:
         """Return what the server of this node serves, for another one that it meets."""
-        assert self._last is not None
-        return Meet(self.run, self.terms, self._last.count, self._known[self._node], self._last.beaten)
+        assert self._last is not None and self._served is not None
+        return Meet(self.run, self.terms, self._last.count, self._served, self._last.beaten, self._last.nodes)
 
     def close(self) -> None:
         """End all connections."""
         self._forget(list(self._links))
 
-    def _wanted(self, silent_s: float) -> list[int]:
-        """Return the nodes to look at: all while the server is silent; who serves looks at those that it misses."""
+    def _wanted(self, silent_s: float) -> list[_Server]:
+        """Return the servers to look for: all while this one is silent; who serves looks for those that it misses."""
         if silent_s >= LOOK_AFTER_S:
-            return [node for node in self._known if node != self.term.node]
+            return [server for server in self._known if server != self._here]
         if self.serves:
-            return [node for node in self._known if node != self._node and node not in self._standbys]
+            return [server for server in self._known if server[0] not in (self._node, *self._standbys)]
         return []
 
-    def _forget(self, nodes: Iterable[int]) -> None:
-        for node in list(nodes):
-            self._links.pop(node).close()
-            self._looked_at.pop(node, None)
+    def _forget(self, servers: Iterable[_Server]) -> None:
+        for server in list(servers):
+            self._links.pop(server).close()
+            self._looked_at.pop(server, None)
+
+
+def _server(place: Place) -> _Server:
+    return place.node, place.key
 
 
 def _welcomes(link: Link) -> Iterator[NodeWelcome]:

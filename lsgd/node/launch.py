@@ -140,6 +140,7 @@ def launch(settings: LaunchSettings) -> int:
         storing.check(settings.store, new=place.node == 0 and not settings.resume)
     arguments, keys, lines = _access(settings, network)
     servers = _shared_servers(settings, network, arguments) if place.node == 0 else {}
+    followed = run_folder.followed(settings.run_dir, place.node) if place.node else None
     with claimed(settings.run_dir, place.node, network):
         if place.node == 0 and not settings.continues:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
@@ -147,7 +148,7 @@ def launch(settings: LaunchSettings) -> int:
             results.clear(settings.run_dir, resume=settings.resume)
         _show_tokens(lines, settings.run_dir)
         store = storing.Storing(settings.store, settings.run_dir, place.node, environ) if settings.store else None
-        (status, *end), serves = _run(settings, network, keys, servers, environ, store)
+        (status, *end), serves = _run(settings, network, followed, keys, servers, environ, store)
         if serves:
             lines = results.finish(settings.run_dir, status, *end)
             show("".join(f"{LAUNCHER}{line}\n" for line in lines), sys.stdout)
@@ -159,12 +160,16 @@ def launch(settings: LaunchSettings) -> int:
 def _run(
     settings: LaunchSettings,
     network: str,
+    followed: Place | None,
     keys: ConnectorKeys | None,
     servers: Mapping[str, Sequence[str]],
     environ: dict[str, str],
     store: storing.Storing | None,
 ) -> tuple[tuple[int, str, str], bool]:
-    """Return the node's exit status, how the run ended (as :meth:`Node.conclude`), and whether it served it last."""
+    """Return the node's exit status, how the run ended (as :meth:`Node.conclude`), and whether it served it last.
+
+    ``followed``: where the global server was that an earlier launcher of this node followed.
+    """
     name, folder = node_name(settings.place.node), socket_folder()
     local, incarnation = f"ipc://{folder / SOCKET_NAME}", secrets.randbits(63)
     environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
@@ -173,7 +178,8 @@ def _run(
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         listener = opened.enter_context(Listener(local))
         dial = partial(_dial, f"{name}#{incarnation}".encode(), keys)
-        link = dial(Place(0, network, keys.server if keys else b""))
+        first = Place(0, network, keys.server if keys else b"")
+        link = dial(first)
         screen = opened.enter_context(closing(Screen(plain=settings.plain)))
         if store is not None:
             store.begin(partial(screen.line, ""))
@@ -190,7 +196,7 @@ def _run(
         knock = Knock()
         opened.callback(knock.close)
         own = Place(settings.place.node, offer, keys.public if keys else b"") if offer else None
-        elsewhere = Elsewhere(settings.place.node, dial, knock, own)
+        elsewhere = Elsewhere(settings.place.node, dial, knock, own, [each for each in (first, followed) if each])
         opened.callback(elsewhere.close)
         moved = partial(run_folder.moved, settings.run_dir, settings.place.node)
         server = LocalServer(*place, say=tell, complain=say, place=offer, elsewhere=elsewhere, when_moved=moved)

@@ -91,7 +91,7 @@ class LocalServer:
         workers: number of workers on this node.
         place: address where this node could start a global server; empty: nowhere.
         elsewhere: the other places of the run; None: this node stays with its server.
-        when_moved: called with the address and the public key of another server that this node follows from now on.
+        when_moved: called with the place of another server that this node follows from now on.
         clock: returns seconds that never go back.
 
     Attributes:
@@ -120,7 +120,7 @@ class LocalServer:
         complain: Callable[[str], None] = daemon.complain,
         place: str = "",
         elsewhere: Elsewhere | None = None,
-        when_moved: Callable[[str, bytes], None] = lambda address, key: None,
+        when_moved: Callable[[Place], None] = lambda place: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node = node
@@ -268,14 +268,14 @@ class LocalServer:
 
         While this node's own server answers, it alone decides what follows from another one.
         """
-        silent_s = 0.0 if self.heard_at is None else now - self.heard_at
+        silent_s = now - (self._started_at if self.heard_at is None else self.heard_at)
         if self._given_way or self.takes_over:
             silent_s = max(silent_s, LOOK_AFTER_S)
         could_serve = bool(self._place and self.copy.number)
         for place, link, welcome in list(elsewhere.hear(now, silent_s, replace(self._hello(), looks=True))):
             moves = succession.move(elsewhere.term, welcome.terms)
-            if welcome.run != elsewhere.run:
-                moves = (Move.ANEW if elsewhere.run else Move.CONTINUE) if self._given_way else Move.STAY
+            if elsewhere.run and welcome.run != elsewhere.run:
+                moves = Move.ANEW if self._given_way else Move.STAY
             if not elsewhere.serves or silent_s >= SILENT_AFTER_S or self._given_way or self.takes_over:
                 # Where nobody has the model, this node does not go: it may have it, and can serve.
                 if moves is Move.CONTINUE or (moves is Move.ANEW and (welcome.count > 0 or not could_serve)):
@@ -284,7 +284,7 @@ class LocalServer:
             elif moves is Move.STAY:
                 link.send([encode(elsewhere.mine())])
             else:
-                theirs = Meet(welcome.run, welcome.terms, welcome.count, place, welcome.beaten)
+                theirs = Meet(welcome.run, welcome.terms, welcome.count, place, welcome.beaten, welcome.nodes)
                 self._global.send([encode(theirs)])
         if not self.takes_over and could_serve and elsewhere.takes_over(now, silent_s):
             self.takes_over, self._given_way = True, False
@@ -300,7 +300,7 @@ class LocalServer:
         elsewhere.take(place)
         self.takes_over = self._given_way = False
         self._say(f"follows the global server at {link.address}, in term {welcome.terms[-1].number} of the run")
-        self._when_moved(link.address, place.key)
+        self._when_moved(replace(place, address=link.address))
         if self.copy.number and not anew:
             link.send([encode(self.copy.offer())])
         if anew:

@@ -319,6 +319,7 @@ class NodeWelcome:
         places: the server's own, and those of its standbys, the first one first.
         beaten: terms of other parts of the run that this one has met, and that have to give up.
         relay: address of the relay, and ``relay_secret`` the proof that one is a member; empty: there is none.
+        nodes: those that have greeted this server; they never go back to an earlier term.
     """
 
     run: str
@@ -328,6 +329,7 @@ class NodeWelcome:
     beaten: tuple[Term, ...] = ()
     relay: str = ""
     relay_secret: bytes = field(default=b"", repr=False)
+    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +344,7 @@ class Meet:
     count: int
     place: Place
     beaten: tuple[Term, ...] = ()
+    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

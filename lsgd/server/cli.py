@@ -179,13 +179,14 @@ def _serve_local(
     incarnation = secrets.randbits(63)
     name = f"node{node}#{incarnation}".encode()
     with Listener(address) as listener:
-        link = _connected(Place(0, global_address, keys.server if keys else b""), name, keys)
+        first = Place(0, global_address, keys.server if keys else b"")
+        link = _connected(first, name, keys)
         say(
             f"lsgd {__version__} local server of node{node} on {listener.address}, for the global server at "
             f"{global_address}; workers find it with: LSGD_LOCAL={listener.address}"
         )
         knock = Knock()
-        elsewhere = Elsewhere(node, lambda place: _connected(place, name, keys), knock)
+        elsewhere = Elsewhere(node, lambda place: _connected(place, name, keys), knock, first=[first])
         local = LocalServer(node, incarnation, listener, link, workers, elsewhere=elsewhere)
         try:
             return local.run(signals)

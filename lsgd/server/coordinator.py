@@ -145,7 +145,8 @@ class Coordinator:
     def meet(self, other: Meet, now: float) -> Decision:
         """Compare this part of the run with another one that it meets: one of the two gives up."""
         self._set_time(now)
-        state, count = self.state, self.state.learned
+        state, later = self.state, other.terms and other.terms[-1] > self.state.terms[-1]
+        count = state.learned(other.nodes if later else ())
         words = {"node": other.place.node, "theirs": other.count, "count": count}
         if other.run != state.run and other.count > 0 and state.roster.generation is None:
             reason = Why.JOINS_RUN(run=other.run, **words)

@@ -420,7 +420,8 @@ class GlobalDaemon:
     def _welcome(self, now: float) -> NodeWelcome:
         state = self._state
         places = self._standbys.places(state, now) if self._standbys else ()
-        return NodeWelcome(state.run, state.terms, state.learned, places, state.beaten, state.relay, state.relay_secret)
+        relay, nodes = (state.relay, state.relay_secret), tuple(sorted(self._nodes))
+        return NodeWelcome(state.run, state.terms, state.learned(), places, state.beaten, *relay, nodes)
 
     def _rendezvous_for(self, message: Put | Get, peer: bytes) -> None:
         self._routes[message.worker, message.incarnation] = peer

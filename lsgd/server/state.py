@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from lsgd.plan.plan import Plan
@@ -133,13 +134,16 @@ class RunState:
         """Whether the run has ended without a consensus because its rounds kept failing."""
         return self.closed and self.book.hopeless
 
-    @property
-    def learned(self) -> int:
-        """How many iterations count when two parts of the run meet: 0 if no worker with the model is here.
+    def learned(self, gone: Container[int] = ()) -> int:
+        """Return how many iterations count when two parts of the run meet: 0 if no worker with the model is here.
 
         -1: that is not known yet, because this server has just begun, or was frozen.
+
+        Args:
+            gone: nodes that follow the other part's server; late words of their workers may have come all the same.
         """
-        here = (m for m in self.roster.holders() if m.spent and self.now - m.heard_at < HERE_S)
+        holders = (m for m in self.roster.holders() if m.join.node not in gone)
+        here = (m for m in holders if m.spent and self.now - m.heard_at < HERE_S)
         if any(here):
             return self.ledger.count
         return -1 if self.now - self.began_at < HERE_S else 0

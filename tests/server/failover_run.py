@@ -199,12 +199,15 @@ class Host:
         self.by_incarnation, self._starting, self._deposed_at = {}, False, 0.0
         self.listener = WorkerListener(self)
         name = f"node{self.index}#{next(self.world.numbers)}"
-        elsewhere = Elsewhere(self.index, lambda place: self.dial(place, name), self.world.knock(self), self.place)
+        first = self.world.hosts[0].place
+        elsewhere = Elsewhere(
+            self.index, lambda place: self.dial(place, name), self.world.knock(self), self.place, [first]
+        )
         self.local = LocalServer(
             self.index,
             int(name.partition("#")[2]),
             cast(Listener, self.listener),
-            cast(Connector, self.dial(self.world.hosts[0].place, name)),
+            cast(Connector, self.dial(first, name)),
             self.size,
             say=lambda text: self.world.say(f"node{self.index}: {text}"),
             complain=lambda text: self.world.say(f"node{self.index}: {text}"),

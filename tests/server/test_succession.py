@@ -218,8 +218,10 @@ def test_a_run_that_has_not_begun_may_move_too() -> None:
     assert bench.member("10").state is MemberState.JOINED
 
 
-def other(count: int, *terms: Term, run: str = "run", beaten: tuple[Term, ...] = ()) -> Meet:
-    return Meet(run, terms, count, Place(1, "tcp://10.0.0.2:1"), beaten)
+def other(
+    count: int, *terms: Term, run: str = "run", beaten: tuple[Term, ...] = (), nodes: tuple[int, ...] = ()
+) -> Meet:
+    return Meet(run, terms, count, Place(1, "tcp://10.0.0.2:1"), beaten, nodes)
 
 
 def test_two_parts_meet_and_one_gives_up_loudly() -> None:
@@ -270,15 +272,24 @@ def test_a_part_without_a_worker_that_has_the_model_gives_up_whatever_its_count(
     assert bench.ledger.count > 1 and bench.state.gives_way is not None
 
 
+def test_late_words_from_nodes_that_have_moved_count_for_nothing() -> None:
+    bench = started("00", "10", period=1, local_period=1)
+    bench.ask_all("00", "10")
+    bench.now += 6.0
+    bench.heartbeat("10")
+    bench.act(bench.coordinator.meet(other(1, ONE, TWO, nodes=(1,)), bench.now))
+    assert [note.code for note in bench.notes] == ["gives_up"]
+
+
 def test_a_server_that_was_frozen_does_not_know_who_is_there() -> None:
     bench = started("00", "10", period=1, local_period=1)
     bench.ask_all("00", "10")
     bench.heartbeat("00")
     bench.now += 20.0
     bench.act(bench.coordinator.meet(other(1, ONE, TWO), bench.now))
-    assert bench.state.learned == -1 and bench.state.gives_way is None and bench.notes == []
+    assert bench.state.learned() == -1 and bench.state.gives_way is None and bench.notes == []
     bench.heartbeat("00")
-    assert bench.state.learned == bench.state.ledger.count
+    assert bench.state.learned() == bench.state.ledger.count
 
 
 def test_a_node_that_serves_again_after_giving_up_keeps_its_own_workers() -> None:
