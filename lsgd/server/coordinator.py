@@ -147,7 +147,7 @@ class Coordinator:
         self._set_time(now)
         state, later = self.state, other.terms and other.terms[-1] > self.state.terms[-1]
         count = state.learned(other.nodes if later else ())
-        words = {"node": other.place.node, "theirs": other.count, "count": count}
+        words = {"node": other.place.node, "theirs": other.count, "count": state.ledger.count}
         if other.run != state.run and other.count > 0 and state.roster.generation is None:
             reason = Why.JOINS_RUN(run=other.run, **words)
             state.note(reason)

@@ -119,8 +119,9 @@ class WorkerListener:
         worker = self._host.by_incarnation.get(int(peer))
         if worker is None or worker.state == "gone":
             return False
+        terms = self._host.terms
         for frame in frames:
-            self._host.after(0.001, lambda frame=frame: worker.hears(frame))  # type: ignore[misc]
+            self._host.after(0.001, lambda frame=frame: worker.hears(frame, terms))  # type: ignore[misc]
         return True
 
     def refusals(self) -> Iterator[str]:
@@ -150,6 +151,12 @@ class Host:
         self.plan, self.random, self.faults = world.plan, world.random, world.faults
         self.let_go: set[Any] = set()
         self.steps = 0
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Those of the server that it follows."""
+        assert self.local.elsewhere is not None
+        return self.local.elsewhere.terms
 
     # -- what workers see --------------------------------------------------------------------------------------
 
@@ -328,7 +335,8 @@ class Worker(SimulatedWorker):
         super().__init__(cast(Any, host), host.index, index, incarnation, 0.5)
         host.world.names[incarnation] = self.name
 
-    def hears(self, frame: bytes) -> None:
+    def hears(self, frame: bytes, terms: tuple[Term, ...]) -> None:
+        """Take what the local server sent while it followed a server with these terms."""
         message: Any = decode(frame)
         if self.state == "gone":
             return
@@ -337,18 +345,16 @@ class Worker(SimulatedWorker):
             self.host.after(1.0, lambda: self.host.start_worker(self.index))
             return
         if isinstance(message, Go | Stop):
-            self._check_term()
+            self._check_term(terms)
         if isinstance(message, Refused) or (isinstance(message, Over) and not self.host.world.is_over):
             self.host.after(1.0, lambda: self.host.start_worker(self.index))
         self.receive(message)
 
-    def _check_term(self) -> None:
+    def _check_term(self, terms: tuple[Term, ...]) -> None:
         """A process trains along one lineage of terms only."""
-        elsewhere = self.host.local.elsewhere
-        assert elsewhere is not None
-        if self.term is not None and self.term not in elsewhere.terms:
-            raise BrokenError(f"{self.name} trained in {self.term}, and gets answers in {elsewhere.terms}")
-        self.term = elsewhere.term
+        if self.term is not None and self.term not in terms:
+            raise BrokenError(f"{self.name} trained in {self.term}, and gets answers in {terms}")
+        self.term = terms[-1]
 
     def step(self) -> None:
         if self.state == "training":
