@@ -6,7 +6,8 @@ A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, w
 - ``fastest baselines``: Leader SGD in 8 bits beside the fastest baseline of each place,
 - ``convergence TASK``: steps to a target (benchmarks/convergence),
 - ``endtoend``, ``endtoend-text [LOSS]``: seconds to the task's target, or to a loss (benchmarks/endtoend),
-- ``memory``: bytes per parameter (benchmarks/memory).
+- ``memory``: bytes per parameter (benchmarks/memory),
+- ``newcomer``: what a newcomer costs the others (benchmarks/newcomer).
 """
 
 import json
@@ -19,6 +20,7 @@ from benchmarks.convergence.tables import task_table
 from benchmarks.endtoend.tables import table_of
 from benchmarks.memory.measure import memory_table
 from benchmarks.network.tables import fastest_baselines, place_table
+from benchmarks.newcomer.tables import newcomer_table
 from benchmarks.report.about import argument_parser
 
 RESULTS = Path(__file__).parent / "results"
@@ -47,6 +49,8 @@ def _table(what: str, page: Path) -> str:
             found = table_of(_results(benchmark), *map(float, target))
         case ["memory"]:
             found = memory_table(_results("memory"))
+        case ["newcomer"]:
+            found = newcomer_table(_results("newcomer"))
         case _:
             raise ValueError(f"{page}: no table is called {what!r}; see python -m benchmarks.tables --help")
     if found.count("\n") < 2:

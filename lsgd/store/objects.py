@@ -74,10 +74,15 @@ class Store:
                 return []
             return sorted(path[len(self._root) :].lstrip("/") for path in found)
 
-    def read(self, name: str) -> bytes:
-        """Return an object's content."""
+    def nbytes(self, name: str) -> int:
+        """Return an object's size."""
         with self._asking(f"read {name}"):
-            return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+            return int(self._fs.size(f"{self._root}/{name}"))
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Return an object's content, or its bytes from ``start`` to ``end``."""
+        with self._asking(f"read {name}"):
+            return bytes(self._fs.cat_file(f"{self._root}/{name}", start=start, end=end))
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object."""
