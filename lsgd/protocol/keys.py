@@ -121,7 +121,7 @@ class KeyRing:
 
     def _add(self, name: str) -> None:
         path = token_path(name, self.folder)
-        if path.exists() and name in self._names.values():
+        if name in self._names.values() and (path.exists() or self.certificate):  # an adopted ring has no tokens
             return
         public, secret = new_key_pair()
         lines = [f"{n} {_text(p)}\n" for p, n in self._names.items() if n != name]
