@@ -297,9 +297,11 @@ class _Run:
     def _sample(self) -> None:
         """Note the descriptors of all processes, and look whether the model is still what was trained."""
         for node in self._nodes:
-            for name, pid in node.processes().items():
+            processes = node.processes()
+            serves = ", serves" if f"{node.name}/global" in processes else ""  # then a launcher has more children
+            for name, pid in processes.items():
                 if count := descriptors(pid):
-                    self.record.descriptors.setdefault(f"{name} (process {pid})", []).append(count)
+                    self.record.descriptors.setdefault(f"{name} (process {pid}{serves})", []).append(count)
         age = max(_ages(self._results), default=0.0)
         if age < YOUNGEST * self._oldest - SLACK:
             self._break(f"the model is {age:.0f} steps old, and was {self._oldest:.0f}: it was thrown away")
