@@ -408,7 +408,7 @@ def test_a_new_run_does_not_mix_with_an_earlier_one(machine, fresh, capsys) -> N
     [
         ("/some/folder", "is no store: give a URL, such as s3://bucket/run"),
         ("foo://x", "the store foo://x cannot be opened: Protocol not known: foo; known are file, .*s3"),
-        ("gs://x", r"needs another package: .*pip install 'lsgd\[store\]', or: s3fs for s3://"),
+        ("abfs://x/y", r"needs another package: .*pip install 'lsgd\[store\]', or: s3fs for s3://"),
         ("file:///proc/none", "the store file:///proc/none cannot write lsgd.json: .*; check the URL"),
     ],
 )
