@@ -149,6 +149,14 @@ def test_a_copy_after_one_that_was_lost_has_the_state_and_the_rounds_follow() ->
     assert copied.turn() == [b"node1"] and copied.is_whole(b"node1")
 
 
+def test_a_server_that_gives_up_leaves_all_it_knows() -> None:
+    bench = started("00", "10", period=1, local_period=1)
+    copied = Copied(bench, 1)
+    rounds(bench, 2)
+    copied.held[b"node1"].take(copied.standbys.whole(bench.state, copied.now, copied.captured))
+    assert copied.is_whole(b"node1")
+
+
 def test_a_connection_that_accepts_nothing_is_left_alone_until_the_node_greets() -> None:
     bench = started("00", "10", period=1, local_period=1)
     copied = Copied(bench, 2)
