@@ -8,7 +8,8 @@ A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, w
 - ``endtoend``, ``endtoend-text [LOSS]``: seconds to the task's target, or to a loss (benchmarks/endtoend),
 - ``memory``: bytes per parameter (benchmarks/memory),
 - ``gpu about``, ``gpu PART``: where scripts/gpu.sh ran, and what it found (benchmarks/gpu),
-- ``support``: what is supported, by that.
+- ``support``: what is supported, by that,
+- ``newcomer``: what a newcomer costs the others (benchmarks/newcomer).
 """
 
 import json
@@ -22,6 +23,7 @@ from benchmarks.endtoend.tables import table_of
 from benchmarks.gpu import tables as gpu
 from benchmarks.memory.measure import memory_table
 from benchmarks.network.tables import fastest_baselines, place_table
+from benchmarks.newcomer.tables import newcomer_table
 from benchmarks.report.about import argument_parser
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,6 +60,8 @@ def _table(what: str, page: Path) -> str:
             found = gpu.table_of(_results("gpu"), int(part))
         case ["support"]:
             found = gpu.support_of(_found("gpu"))
+        case ["newcomer"]:
+            found = newcomer_table(_results("newcomer"))
         case _:
             raise ValueError(f"{page}: no table is called {what!r}; see python -m benchmarks.tables --help")
     if found.count("\n") < 2:

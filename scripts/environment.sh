@@ -56,6 +56,7 @@ make_environment() (
     pip_install setuptools uv # setuptools builds lsgd, and torch needs it anyway
     install_cpu_torch
     install_packages --no-build-isolation --editable ".${extras:+[$extras]}"
+    install_streaming
     printf '%s\n' "$wanted" >"$stamp"
 )
 
@@ -65,6 +66,14 @@ install_cpu_torch() {
     ! command -v nvidia-smi >/dev/null && pin=$(grep '^torch==' constraints.txt) || return 0
     "$python" -m pip install "$pin" --no-deps --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10 \
         --disable-pip-version-check >&2 || say "torch's CPU build cannot be fetched there; pip takes the one that it finds"
+}
+
+# mosaicml-streaming asks for older releases of numpy, transformers and xxhash than those that it works with here, and
+# for the libraries of six clouds: tests have it alone, and the extra dev has what it imports.
+install_streaming() {
+    local pin
+    [[ ,$extras, == *,dev,* ]] && pin=$(grep '^mosaicml-streaming==' constraints.txt) || return 0
+    install_packages --no-deps "$pin"
 }
 
 # With uv, which is faster than pip, or with pip if packages come from an index that only pip knows. Both compile them

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from .integration.running import LIGHT
+from .needs import PROGRAMS
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = """
@@ -177,6 +178,13 @@ class TestEnvironment:
         wanted = "-m pip install torch==2.13.0 --no-deps --index-url https://download.pytorch.org/whl/cpu"
         assert (wanted in done.stderr) == (torch and not driver)
 
+    @pytest.mark.parametrize(("extras", "said"), [("dev,ray", "--no-deps mosaicml-streaming==0.13.0\n"), ("ray", "")])
+    def test_what_forbids_our_releases_comes_without_its_requirements(self, checkout, extras, said):
+        (checkout.root / "constraints.txt").write_text("mosaicml-streaming==0.13.0\n")
+        script = 'source "$1/scripts/environment.sh"; cd "$1"; install_packages() { echo "$@"; }; extras=$2; '
+        command = ["/bin/bash", "-euc", f"{script} install_streaming", "probe", str(checkout.root), extras]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == said
+
     def test_existing_environment_is_used_as_it_is(self, checkout):
         out, err = (process := checkout.start("dev", PYTHON=sys.executable)).communicate()
         assert (process.returncode, out.strip(), err) == (0, sys.executable, "")
@@ -280,4 +288,4 @@ def test_continuous_integration_goes_on_without_the_packages(tmp_path):
     assert done.returncode == 3
     if os.geteuid() == 0:
         assert (tmp_path / "called").read_text() == "--quiet=2 update\n"
-        assert "the tests that need chromium munge nftables prometheus slurm-wlm are skipped" in done.stderr
+        assert f"the tests that need {' '.join(PROGRAMS)} are skipped" in done.stderr

@@ -1,8 +1,15 @@
-"""What a newcomer costs on a slow link: ``sudo python -m benchmarks.newcomer``."""
+"""What a newcomer costs the others on a slow link: ``sudo python -m benchmarks.newcomer``. Linux, root.
+
+Workers with 25 million parameters, one on each host of a testbed, make steps that are sleeps, and rounds with the
+default algorithm. Four cases: two start with equal seeds, or with unequal ones; one of two is killed and comes back; a
+third comes to two. Each worker notes when its steps begin, so it is known how long those that train stand still.
+"""
 
 import argparse
 import contextlib
 import json
+import math
+import os
 import statistics
 import sys
 import tempfile
@@ -12,8 +19,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from benchmarks.newcomer.tables import CASES, newcomer_table
 from benchmarks.newcomer.worker import NUMEL
-from benchmarks.report.tables import table
+from benchmarks.report.about import about, argument_parser, heading
+from benchmarks.report.results import Results
 from benchmarks.testbed import Testbed, told
 from benchmarks.testbed.launch import Process, RunFailedError, launch_command, start
 from lsgd.algorithms.local import LocalSettings
@@ -23,6 +32,9 @@ from lsgd.plan.run import RunSettings
 WITHIN_S = 900.0
 SETTLED_ROUNDS = 3
 """So many rounds come before a fault, and after the newcomer trains."""
+
+LEAST_S = 0.5
+"""A pause between two steps that is longer is a round."""
 
 POLL_S = 0.1
 
@@ -48,7 +60,7 @@ class Run:
     def __init__(self, testbed: Testbed, folder: Path, options: argparse.Namespace, seeds: Sequence[int]) -> None:
         self._hosts, self._folder, self._options, self._seeds = testbed.hosts, folder, options, seeds
         self._plan = folder / "plan.toml"
-        limits = RunSettings(workers=2, exchange_timeout_s=120.0, lease_s=60.0)
+        limits = RunSettings(workers=2, exchange_timeout_s=120.0, lease_s=60.0, checkpoint_every_s=0.0)
         self._plan.write_text(Plan(limits, (Phase(LocalSettings(period=options.period)),)).to_toml())
         self._processes: list[Process] = []
         for index in range(2):
@@ -78,15 +90,20 @@ class Run:
     def _path(self, index: int) -> Path:
         return self._folder / f"{index}.jsonl"
 
-    def notes(self, index: int, pid: int = 0) -> list[Note]:
-        """Return what the workers of a host have noted; with ``pid``, that process alone."""
+    def notes(self, index: int) -> list[Note]:
+        """Return what the workers of a host have noted."""
         path = self._path(index)
         lines = path.read_text().splitlines() if path.exists() else []
         found = []
         for line in lines:
             with contextlib.suppress(ValueError):  # being written
                 found.append(Note(**json.loads(line)))
-        return [note for note in found if not pid or note.pid == pid]
+        return found
+
+    def received(self, index: int, since: float, until: float) -> int:
+        """Return the bytes that a host's worker has received meanwhile."""
+        found = [note.received_nbytes for note in self.notes(index) if since <= note.at <= until]
+        return found[-1] - found[0]
 
     def steps(self, index: int) -> list[float]:
         """Return when the steps of a host's workers began."""
@@ -124,68 +141,101 @@ def running(options: argparse.Namespace, seeds: Sequence[int]) -> Iterator[Run]:
                 run.end()
 
 
-def gaps(steps: Sequence[float], since: float, until: float, step_s: float) -> list[float]:
-    """Return how long a worker stood still between steps, where it did so for longer than a step."""
+@dataclass(frozen=True)
+class Cost:
+    """What a newcomer has cost.
+
+    Args:
+        until_s: from when all have joined, or the newcomer has, until it trains.
+        longest_s: longest pause of one that trains meanwhile, beyond an ordinary round; None: all start together.
+        all_s: all of them together.
+        ordinary_s: an ordinary round of as many workers.
+        received: what the newcomer has received until then, over the size of its model; what the first worker has
+            received meanwhile, in rounds, is subtracted.
+        load: of the machine, in processes, just before.
+    """
+
+    until_s: float
+    longest_s: float | None
+    all_s: float | None
+    ordinary_s: float | None
+    received: float
+    load: float
+
+
+def pauses(steps: Sequence[float], since: float, until: float, step_s: float) -> list[float]:
+    """Return how long a worker stood still between steps, wherever it made a round."""
     inside = [at for at in steps if since <= at <= until]
     found = [after - before - step_s for before, after in pairwise(inside)]
-    return [gap for gap in found if gap > 0.5]
+    return [pause for pause in found if pause > LEAST_S]
 
 
-def start_of(options: argparse.Namespace, seeds: Sequence[int]) -> list[str]:
-    """Return how long the first round takes, from when all have joined."""
+def start_of(options: argparse.Namespace, seeds: Sequence[int]) -> Cost:
+    """Return what it costs to start a run: its first round makes no exchange, so it takes what all wait for."""
+    load = os.getloadavg()[0]
     with running(options, seeds) as run:
         run.until(lambda: all(run.steps(index) for index in range(2)), "both train")
         notes = [run.notes(index) for index in range(2)]
         joined = max(each[0].at for each in notes)
-        took_s = max(next(note.at for note in each if note.event == "step") for each in notes) - joined
-        received = max(next(note for note in each if note.event == "step").received_nbytes for each in notes)
-        return [f"{took_s:.1f}", "", "", f"{received / (4 * NUMEL):.2f}"]
+        firsts = [next(note for note in each if note.event == "step") for each in notes]
+        received = max(first.received_nbytes for first in firsts) / (4 * NUMEL)
+        return Cost(max(first.at for first in firsts) - joined, None, None, None, received, load)
 
 
-def late(options: argparse.Namespace, *, restarted: bool) -> list[str]:
-    """Return what a restarted worker, or a new third one, costs those that train."""
+def late(options: argparse.Namespace, *, restarted: bool) -> Cost:
+    """Return what a restarted worker, or a new third one, costs the first one, which trains."""
+    load = os.getloadavg()[0]
     with running(options, (0, 0) if restarted else (0, 0, 7)) as run:
         run.until_rounds(0, SETTLED_ROUNDS)
-        began, before = time.monotonic(), run.notes(1)[-1].pid
-        ordinary = gaps(run.steps(0), 0.0, began, options.step_s)[1:]
-        index = 1 if restarted else 2
+        began, index, before = time.monotonic(), 1 if restarted else 2, 0  # a process of the newcomer's host
         if restarted:
+            before = run.notes(1)[-1].pid
             run.kill(1, before)
         else:
             run.launch(2)
-        run.until(lambda: any(n.event == "step" and n.pid != before for n in run.notes(index)), "the newcomer trains")
-        notes = [note for note in run.notes(index) if note.pid != before]
-        first = next(note for note in notes if note.event == "step")
-        run.until_rounds(0, 1, after=first.at)
-        longest = max(gaps(run.steps(0), began, first.at + options.step_s, options.step_s), default=0.0)
-        usual = statistics.median(ordinary)
-        took_s, received = first.at - notes[0].at, first.received_nbytes / (4 * NUMEL)
-        return [f"{took_s:.1f}", f"{usual:.1f}", f"{longest - usual:+.1f}", f"{received:.2f}"]
+
+        def notes() -> list[Note]:
+            return [note for note in run.notes(index) if note.pid != before]
+
+        run.until(lambda: any(note.event == "step" for note in notes()), "the newcomer trains")
+        joined, first = notes()[0], next(note for note in notes() if note.event == "step")
+        run.until_rounds(0, SETTLED_ROUNDS, after=first.at)
+        step_s = options.step_s
+        ordinary_s = statistics.median(pauses(run.steps(0), first.at + step_s, math.inf, step_s))
+        beyond = [pause - ordinary_s for pause in pauses(run.steps(0), began, first.at + step_s, step_s)]
+        own, ordinary = first.received_nbytes, run.received(0, joined.at, first.at)
+        received = (own - ordinary) / (4 * NUMEL)
+        return Cost(first.at - joined.at, max(beyond), sum(beyond), ordinary_s, received, load)
 
 
 def main() -> int:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.newcomer", description=main.__doc__)
+    """Measure, and print a Markdown table."""
+    parser = argument_parser("benchmarks.newcomer", __doc__)
     parser.add_argument("--rate-mbit", type=float, default=10.0, help="what each host can send (default: 10)")
     parser.add_argument("--delay-ms", type=float, default=20.0, help="how long each packet is under way (default: 20)")
     parser.add_argument("--period", type=int, default=64, help="steps between two rounds (default: 64)")
     parser.add_argument("--step-s", type=float, default=0.15, help="seconds of a step (default: 0.15)")
     parser.add_argument("--verbose", action="store_true", help="print what all launchers say")
-    parser.add_argument("--only", nargs="*", default=["equal", "unequal", "restarted", "third"], help="cases")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="which ones")
+    parser.add_argument("--repeats", type=int, default=1, help="how often (default: once)")
+    parser.add_argument("--version", default="this", help="what the measured version is called in the table")
+    parser.add_argument("--json", type=Path, help="write the results to this file as they come, and go on with those")
     options = parser.parse_args()
-    cases: dict[str, Callable[[], list[str]]] = {
+    machine = about("benchmarks.newcomer")
+    print(heading(machine) + "\n", flush=True)
+    settings = {name: getattr(options, name) for name in ("rate_mbit", "delay_ms", "period", "step_s")}
+    results = Results(options.json, machine, {"parameters": NUMEL, **settings})
+    cases: dict[str, Callable[[], Cost]] = {
         "equal": lambda: start_of(options, (0, 0)),
         "unequal": lambda: start_of(options, (0, 7)),
         "restarted": lambda: late(options, restarted=True),
         "third": lambda: late(options, restarted=False),
     }
-    rows = []
-    for case in options.only:
-        rows.append([case, *cases[case]()])
-        print(rows[-1], flush=True)
-    header = ["case", "seconds until it trains", "an ordinary round, s", "longest pause more than that, s", "received"]
-    print(table(header, rows))
-    return 0
+    for number in range(options.repeats):
+        for case in options.cases:
+            results.keep(cases[case], case, case=case, version=options.version, number=number)
+    print(newcomer_table(results.rows))
+    return results.end([], [])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A worker's part of a stream: data without a length, which is read from its beginning in each pass."""
 
 import copy
-import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -104,7 +104,9 @@ class Part(IterableDataset[Any]):
                 "with pass %d; a stream that is not shuffled begins with the same data",
                 self.epoch,
             )
-        if hasattr(self._deal.stream, "set_epoch"):
+        if _is_of("streaming", "StreamingDataset", self._deal.stream):
+            self._deal.stream.next_epoch = self.epoch
+        elif hasattr(self._deal.stream, "set_epoch"):
             self._deal.stream.set_epoch(self.epoch)
 
     def _from_position(self) -> Iterator[Any]:
@@ -127,6 +129,8 @@ class Part(IterableDataset[Any]):
     def _takes(self, index: int) -> bool:
         """Whether an element is this process's."""
         rank, size = (0, 1) if self._deal.place else self.place
+        size = max(1, size // self._deal.processes)
+        rank %= size
         info = get_worker_info()
         if info is not None and not isinstance(
             self._stream, IterableDataset
@@ -147,7 +151,7 @@ class Part(IterableDataset[Any]):
         if self._saved is not None:
             return self._saved
         stream = self._deal.stream
-        inner = stream.state_dict() if self._drawn and _tells_its_place(stream) else None
+        inner = _state_of(stream, self._drawn * self._deal.processes) if self._drawn else None
         return {"epoch": self.epoch, "drawn": self._drawn, "place": self._deal.place, "stream": inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,12 +235,11 @@ class StreamLoader(DataLoader[Any]):
             self.load_state_dict(saved["state"])
 
 
-def _tells_its_place(stream: Any) -> bool:
-    """Whether a stream has torch's ``state_dict()``: mosaicml-streaming's wants to be told how much was read."""
-    if not hasattr(stream, "load_state_dict"):
-        return False
-    required = (p for p in inspect.signature(stream.state_dict).parameters.values() if p.default is p.empty)
-    return not any(p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY, p.KEYWORD_ONLY) for p in required)
+def _state_of(stream: Any, drawn: int) -> dict[str, Any] | None:
+    """Return a stream's own state, of which all its processes have drawn so many elements; None: it has none."""
+    if _is_of("streaming", "StreamingDataset", stream):
+        return dict(stream.state_dict(drawn, from_beginning=True))
+    return stream.state_dict() if hasattr(stream, "load_state_dict") else None
 
 
 def _is_of_stream(saved: dict[str, Any], key: str) -> bool:
@@ -257,10 +260,12 @@ class Deal:
     Attributes:
         stream: the worker's files, or all.
         place: the rank and the world size that the library divides by; empty: the worker takes every n-th element.
+        processes: how many processes of this worker's island have a part of the stream by themselves.
     """
 
     stream: Any
     place: list[int] = field(default_factory=list)
+    processes: int = 1
 
 
 def deal(stream: Any, rank: int, size: int) -> Deal:
@@ -268,8 +273,11 @@ def deal(stream: Any, rank: int, size: int) -> Deal:
 
     Streams of ``datasets`` and webdataset are divided by their libraries, if possible by files, which only one worker
     reads. webdataset's resampled streams stay whole: they draw at random. Of any other stream, each worker reads all,
-    and takes every n-th element.
+    and takes every n-th element. mosaicml-streaming divides its own among the processes that torchrun's variables name:
+    those of an island.
     """
+    if _is_of("streaming", "StreamingDataset", stream):
+        return Deal(stream, processes=int(os.environ.get("WORLD_SIZE", 1)))
     if _is_of("datasets", "IterableDataset", stream):
         from datasets.distributed import split_dataset_by_node
 

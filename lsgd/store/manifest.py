@@ -1,18 +1,30 @@
-"""What a store knows of each checkpoint file: a manifest beside it, written last. A file without one does not count."""
+"""What a store knows of each checkpoint file: a manifest beside it, written last. A file without one does not count.
 
-import hashlib
+A manifest has the digest of each chunk of the file: its header, then each tensor in pieces of up to 1 MiB. So whoever
+fetches it can take what the disk has already, whichever file it is in (:mod:`lsgd.store.restore`).
+"""
+
 import json
+import os
 import re
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
+from lsgd.digests import CHUNK_NBYTES, digest_of
 from lsgd.errors import LsgdError
 from lsgd.run_folder import CHECKPOINTS
 from lsgd.store.objects import Store
 
 SUFFIX = ".json"
 """What a manifest's name has after the file's."""
+
+Chunk = tuple[int, str]
+"""Size and digest of a chunk of a file."""
 
 _NAME = re.compile(rf"{CHECKPOINTS}/run-([^/]+)/(\d+)/(node(\d+)-worker\d+)(?:\.(\d+)-of-(\d+))?\.safetensors")
 
@@ -23,14 +35,18 @@ class Manifest:
 
     Args:
         name: its path in the run folder, and in the store.
-        digest: BLAKE2b of its bytes.
         written: time at which the worker wrote it, in seconds since 1970: it orders runs.
+        chunks: its bytes, in order.
     """
 
     name: str
-    nbytes: int
-    digest: str
     written: float
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return sum(nbytes for nbytes, _ in self.chunks)
 
     @property
     def run(self) -> str:
@@ -65,14 +81,36 @@ def is_checkpoint(name: str) -> bool:
 
 def manifest_of(name: str, path: Path) -> Manifest:
     """Return the manifest of a file, which is read for it."""
-    status = path.stat()
-    return Manifest(name, status.st_size, digest_of(path), status.st_mtime)
-
-
-def digest_of(path: Path) -> str:
-    """Return the digest of a file's bytes."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+        chunks = tuple((len(data), digest(data)) for data in pieces(file))
+    return Manifest(name, path.stat().st_mtime, chunks)
+
+
+def digest(data: bytes) -> str:
+    """Return the digest of a chunk of a file."""
+    return digest_of(data, "file").hex()
+
+
+def pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the chunks of a checkpoint file, in order."""
+    lengths = list(_lengths(file))
+    file.seek(0)
+    for length in lengths:
+        while data := file.read(min(length, CHUNK_NBYTES)):
+            yield data
+            length -= len(data)
+
+
+def _lengths(file: BinaryIO) -> Iterator[int]:
+    """Yield the sizes of the header and of each tensor of a file in safetensors; any other file is one part."""
+    size, marks = file.seek(0, os.SEEK_END), list[int]()
+    file.seek(0)
+    with suppress(struct.error, ValueError, LookupError, TypeError, AttributeError):
+        begin = 8 + struct.unpack("<Q", file.read(8))[0]
+        header = json.loads(file.read(min(begin, size) - 8))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        marks = [begin, *(begin + int(each["data_offsets"][1]) for each in tensors)]
+    yield from (end - start for start, end in pairwise(sorted({0, size, *(min(max(0, m), size) for m in marks)})))
 
 
 def write(store: Store, manifest: Manifest) -> None:
@@ -101,8 +139,8 @@ def read_all(store: Store, node: int | None = None, cut: Callable[[str], object]
 def _parsed(name: str, content: bytes) -> Manifest | None:
     try:
         values = json.loads(content)
-        found = Manifest(name, int(values["nbytes"]), str(values["digest"]), float(values["written"]))
-        return found if values["name"] == name else None
+        chunks = tuple((int(nbytes), str(found)) for nbytes, found in values["chunks"])
+        return Manifest(name, float(values["written"]), chunks) if values["name"] == name else None
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -1,23 +1,68 @@
-"""Brings a run's checkpoints from a store to this machine's disk, each checked by its digest."""
+"""Brings a run's checkpoints from a store to this machine's disk: only chunks that it lacks, and all are checked."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
+from typing import BinaryIO
 
 from lsgd.errors import ConfigError
+from lsgd.run_folder import CHECKPOINTS
 from lsgd.store import manifest as manifests
-from lsgd.store.manifest import DamagedObjectError, Manifest, digest_of
+from lsgd.store.manifest import Chunk, DamagedObjectError, Manifest, digest, manifest_of
 from lsgd.store.objects import Store, StoreError
+
+PART_NBYTES = 16 << 20
+"""About as many bytes are read from a store at once."""
 
 RESULTS = ("plan.toml", "metrics.jsonl")
 """What a resumed run continues, besides checkpoints."""
 
 
+class Disk:
+    """The chunks of the checkpoints in a run folder: of the newest file of each process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[Path, tuple[Chunk, ...]] = {}
+        self._places: dict[str, tuple[Path, int]] = {}
+        newest: dict[str, tuple[float, Path]] = {}
+        for path in folder.glob(f"{CHECKPOINTS}/run-*/*/*.safetensors"):
+            with suppress(OSError):  # deleted meanwhile, if nodes share the folder
+                newest[path.name] = max(newest.get(path.name, (0.0, path)), (path.stat().st_mtime, path))
+        for _, path in newest.values():
+            with suppress(OSError):
+                self.chunks_of(path)
+
+    def chunks_of(self, path: Path) -> tuple[Chunk, ...]:
+        """Return a file's chunks, which are known from now on."""
+        if path not in self._files:
+            self.add(path, manifest_of("", path).chunks)
+        return self._files[path]
+
+    def add(self, path: Path, chunks: tuple[Chunk, ...]) -> None:
+        """Note the chunks of a file."""
+        self._files[path], offset = chunks, 0
+        for nbytes, name in chunks:
+            self._places[name] = path, offset
+            offset += nbytes
+
+    def read(self, name: str, nbytes: int) -> bytes:
+        """Return the chunk with this digest; empty if it is not here."""
+        if name not in self._places:
+            return b""
+        path, offset = self._places[name]
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(nbytes)
+            return data if digest(data) == name else b""
+        return b""
+
+
 def restore(store: Store, folder: Path, node: int, say: Callable[[str], None]) -> bool:
     """Download this node's newest intact checkpoints into a run folder; return whether there are any.
 
-    Each worker's checkpoints are tried from the newest on. Files that are there already, and intact, are kept.
+    Each worker's checkpoints are tried from the newest on. What the disk has of them is not downloaded.
 
     Raises:
         StoreError: the store cannot be read.
@@ -25,7 +70,8 @@ def restore(store: Store, folder: Path, node: int, say: Callable[[str], None]) -
     complete = manifests.read_all(store, node, lambda name: say(f"{name} is incomplete in {store.url}: left out"))
     found = manifests.by_age(complete)
     workers = sorted({m.worker for m in found})
-    restored = [_restore_worker(store, folder, [m for m in found if m.worker == worker], say) for worker in workers]
+    disk = Disk(folder)
+    restored = [_restore_worker(store, folder, [m for m in found if m.worker == w], disk, say) for w in workers]
     if any(restored) and node == 0:
         _restore_results(store, folder)
     return any(restored)
@@ -48,49 +94,95 @@ def check_writable(store: Store) -> None:
         raise ConfigError(f"{error}; check the URL, the keys and the network, or launch without --store") from None
 
 
-def _restore_worker(store: Store, folder: Path, found: list[Manifest], say: Callable[[str], None]) -> bool:
+def _restore_worker(store: Store, folder: Path, found: list[Manifest], disk: Disk, say: Callable[[str], None]) -> bool:
     """Download the worker's newest intact checkpoint; return whether it has any."""
     for (run, count, processes), group in groupby(found, lambda m: (m.run, m.count, m.processes)):
         files = list(group)
         try:
             if len(files) < processes:
                 raise DamagedObjectError(f"{len(files)} of its {processes} files are complete")
-            for each in files:
-                _download(store, folder, each)
+            came = sum(_bring(store, folder, each, disk) for each in files)
         except DamagedObjectError as error:
             say(
                 f"the checkpoint of {count} iterations of {files[0].worker} (run {run}) in {store.url} is damaged: "
                 f"{error}; trying the one before it, if there is one"
             )
             continue
-        nbytes = sum(each.nbytes for each in files)
-        say(f"{files[0].worker}: {count} iterations, {nbytes / 1e6:.1f} MB from {store.url}, checked")
+        here = sum(each.nbytes for each in files) - came
+        rest = f" and {here / 1e6:.1f} MB from this disk" if here else ""
+        say(f"{files[0].worker}: {count} iterations, {came / 1e6:.1f} MB from {store.url}{rest}, checked")
         return True
     return False
 
 
-def _download(store: Store, folder: Path, wanted: Manifest) -> None:
-    """Download a file, check it, and put it into its place.
+def _bring(store: Store, folder: Path, wanted: Manifest, disk: Disk) -> int:
+    """Bring a file into its place; return how many bytes came from the store.
+
+    What an earlier try has left is continued.
 
     Raises:
-        DamagedObjectError: the object is missing, or not what the manifest says.
+        DamagedObjectError: the object is not what the manifest says.
         StoreError: the store cannot be read.
     """
-    path = folder / wanted.name
-    if path.is_file() and digest_of(path) == wanted.digest:
-        return
-    temporary = path.with_name(f"{path.name}.download.tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        store.download(wanted.name, temporary)
-        if (nbytes := temporary.stat().st_size) != wanted.nbytes:
-            raise DamagedObjectError(f"{wanted.name} has {nbytes} bytes instead of {wanted.nbytes}")
-        if digest_of(temporary) != wanted.digest:
-            raise DamagedObjectError(f"{wanted.name} has changed since it was written")
+    path, came = folder / wanted.name, 0
+    if not (path.is_file() and disk.chunks_of(path) == wanted.chunks):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.download.tmp")
+        temporary.touch()
+        try:
+            with temporary.open("r+b") as file:
+                came = sum(_fetch(store, wanted, part, file) for part in _parts(_missing(wanted, disk, file)))
+                file.truncate(wanted.nbytes)
+        except DamagedObjectError:
+            temporary.unlink()
+            raise
         os.utime(temporary, (wanted.written, wanted.written))  # resuming tries the run that was written to last first
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        disk.add(path, wanted.chunks)
+    return came
+
+
+def _missing(wanted: Manifest, disk: Disk, file: BinaryIO) -> Iterator[tuple[int, Chunk]]:
+    """Yield the chunks, each with its offset, that are neither in the file nor on the disk, and copy the latter."""
+    offset = 0
+    for nbytes, name in wanted.chunks:
+        file.seek(offset)
+        if digest(file.read(nbytes)) != name:
+            if data := disk.read(name, nbytes):
+                file.seek(offset)
+                file.write(data)
+            else:
+                yield offset, (nbytes, name)
+        offset += nbytes
+
+
+def _parts(missing: Iterable[tuple[int, Chunk]]) -> Iterator[tuple[int, list[Chunk]]]:
+    """Yield what is read at once: neighbors, with the offset of the first one."""
+    begin, end, part = 0, 0, list[Chunk]()
+    for offset, chunk in missing:
+        if part and (offset != end or end - begin >= PART_NBYTES):
+            yield begin, part
+            part = []
+        begin, end = (begin if part else offset), offset + chunk[0]
+        part.append(chunk)
+    if part:
+        yield begin, part
+
+
+def _fetch(store: Store, wanted: Manifest, part: tuple[int, list[Chunk]], file: BinaryIO) -> int:
+    """Write some chunks that come from the store; return how many bytes came."""
+    begin, chunks = part
+    if (there := store.nbytes(wanted.name)) != wanted.nbytes:
+        raise DamagedObjectError(f"{wanted.name} has {there} bytes instead of {wanted.nbytes}")
+    end = begin + sum(nbytes for nbytes, _ in chunks)
+    data, offset = store.read(wanted.name, begin, end), 0
+    for nbytes, name in chunks:
+        if digest(data[offset : offset + nbytes]) != name:
+            raise DamagedObjectError(f"{wanted.name} has changed since it was written")
+        offset += nbytes
+    file.seek(begin)
+    file.write(data)
+    return end - begin
 
 
 def _restore_results(store: Store, folder: Path) -> None:

@@ -200,7 +200,7 @@ def main() -> None:
     options = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a scheduler sends them to all: see standard input
         signal.signal(number, signal.SIG_IGN)
-    store, ended = Store(options.url), threading.Event()
+    store, ended = Store(options.url, connects=False), threading.Event()
     threading.Thread(target=_listen, args=(ended,), name="lsgd-store-end", daemon=True).start()
     threading.Thread(target=_watch, args=(store, options.stalled_s), name="lsgd-store-watch", daemon=True).start()
     serve(Uploads(store, options.folder, options.node, _say), ended.is_set, _wait_for(ended), _say)

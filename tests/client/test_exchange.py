@@ -1,5 +1,6 @@
 """Rounds on real groups: who takes what from whom, the consensus, and that a failed round changes nothing."""
 
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lsgd.algorithms import ALGORITHMS
 from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import DiLoCoSettings, LocalSettings, SparseSettings
@@ -111,12 +113,28 @@ class Members:
         return [float(model.state_dict()[name].flatten()[0]) for model in self.models]
 
 
-def test_newcomers_take_everything_from_the_source(switchboard) -> None:
-    members = Members(switchboard, 3)
-    members.run(members.round(new=(0, 2), source=1, leader=1))
-    for name in members.models[0].state_dict():
-        assert members.values(name) == [2.0, 2.0, 2.0], name
-    assert [x[0] for r in members.replicas for x in r.algorithm.shared_state()] == [2.0] * 9
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_newcomers_take_everything_from_the_source(switchboard, name) -> None:
+    members = Members(switchboard, 3, settings=ALGORITHMS[name]())
+    assert members.run(members.round(new=(0, 2), source=1, leader=1)) == [None] * 3
+    for tensor in members.models[0].state_dict():
+        assert members.values(tensor) == [2.0, 2.0, 2.0], tensor
+    assert same(*[r.algorithm.shared_state() for r in members.replicas])
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_newcomer_of_a_run_has_what_the_others_share(switchboard, name) -> None:
+    members = Members(switchboard, 3, settings=ALGORITHMS[name](), join_pause_s=60.0)
+    assert members.run(members.round(new=(0, 1, 2), source=1, leader=1)) == [None] * 3
+    for x in (*members.replicas[2].algorithm.shared_state(), *members.replicas[2].flat.buffers):
+        x.fill_(-7.0)
+    if not members.replicas[0].algorithm.settings.schedule().identical:
+        train(members, 1.0)
+    assert members.run(members.round(2, number=2, new=(2,), source=1)) == [None] * 3
+    assert same(*[r.algorithm.shared_state() for r in members.replicas])
+    assert members.values("frozen.weight") == [2.0] * 3
+    low, high = sorted(members.values("linear.weight")[:2])
+    assert low <= members.values("linear.weight")[2] <= high
 
 
 def test_a_global_round_pulls_to_its_leader_and_averages_buffers(switchboard) -> None:
@@ -284,6 +302,15 @@ def begin_with_a_late_one(switchboard, settings, *, checkpoint: bool = False, **
     return members
 
 
+def download(members: Members, id: int, *, number: int = 2, rounds: int = 80) -> int:
+    """Train, with rounds after ``id``, until the third has the model; return the last round's id."""
+    while members.rounds[2].active.lacking and rounds:
+        id, rounds = id + 1, rounds - 1
+        train(members, 0.5 + id / 8)
+        assert members.run(members.round(id, number=number, new=(2,), source=1)) == [None] * 3
+    return id
+
+
 @pytest.mark.parametrize("settings", FOLLOWED, ids=["local", "diloco", "sparse", "fragments"])
 def test_the_others_train_while_a_newcomer_takes_the_model(switchboard, slow, settings) -> None:
     members = begin_with_a_late_one(switchboard, settings)
@@ -336,6 +363,87 @@ def test_a_download_continues_in_another_generation(switchboard, slow, without) 
         new = (2,) if members.rounds[2].active.lacking else ()
         train(members, 0.25)
     assert same(*[r.algorithm.shared_state() for r in members.replicas])
+
+
+def test_those_who_stay_lose_a_round_to_a_newcomer_that_dies(switchboard, slow) -> None:
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4, compression="none"), exchange_timeout_s=2.0)
+    train(members, 1.0)
+    before = [[x.clone() for x in state] for state in states(members)]
+    errors = members.run(members.round(3, number=2, new=(2,), source=1), without=(2,))
+    assert [type(error) for error in errors] == [ExchangeError] * 2
+    assert all(same(*each) for each in zip(before[:2], states(members)[:2], strict=True))
+    members.rounds[2].entry.leave()
+    two = replace(members.round(4), generation=generation(2, number=3))
+    assert members.run(two, without=(2,)) == [None] * 2
+    assert same(*states(members)[:2])
+    assert not same(before[0], states(members)[0])
+
+
+def test_a_round_that_fails_meanwhile_costs_no_chunk_that_has_come(switchboard, slow) -> None:
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4, compression="none"))
+    lost = members.rounds[2].entry._following._all_nbytes
+    for rounds in members.rounds:
+        rounds.entry.leave(cut=True)
+    train(members, 1.0)
+    assert members.run(members.round(3, number=3, new=(2,), source=1)) == [None] * 3
+    assert [r.active.lacking for r in members.rounds] == [False, False, True]
+    assert members.rounds[2].entry._following._all_nbytes < lost
+    download(members, 3, number=3)
+    assert same(*states(members))
+
+
+def test_what_comes_wrong_beside_the_training_is_found_and_comes_again(switchboard, slow) -> None:
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
+    late, spoilt = members.rounds[2].entry._following, list[int]()
+    receive = late._receive
+
+    def spoiling(now) -> None:
+        receive(now)
+        if not spoilt:
+            spoilt.append(now[2])
+            late._arrived[now[2]][0] ^= 1
+
+    late._receive = spoiling
+    download(members, 2)
+    assert spoilt
+    assert same(*states(members))
+
+
+class Clock:
+    """A time that passes when somebody moves it, and hardly otherwise."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+def test_a_round_that_is_due_waits_for_half_the_pause_and_what_is_under_way(switchboard, slow, monkeypatch) -> None:
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
+    clock, each = Clock(), [rounds.entry._following for rounds in members.rounds]
+    assert all(one._background.succeeded() for one in each)
+    monkeypatch.setattr(following, "time", clock)
+    monkeypatch.setattr(following.Following, "_chunks_in", lambda self, seconds: 6)
+    source, carried = each[1], list[float]()
+    send = source._post.exchange
+
+    def stalling(leaving, coming):
+        if len(carried) < 2:
+            until(lambda: source._stop_at < math.inf, "a round is due")
+            clock.now += 0.7  # of the second that the round waits
+        carried.append(clock.now)
+        return send(leaving, coming)
+
+    source._post.exchange = stalling
+    assert members.run(members.round(3, number=2, new=(2,), source=1)) == [None] * 3
+    lacking = [len(one._left[2]) for one in each]
+    assert min(lacking) > 6
+    assert members.run(members.round(4, number=2, new=(2,), source=1)) == [None] * 3
+    assert [len(one._left[2]) for one in each] == [count - 2 for count in lacking]
+    assert carried[:2] == pytest.approx([0.7, 1.4], abs=0.01)
+    download(members, 4)
+    assert same(*states(members))
 
 
 def test_a_second_newcomer_comes_while_the_first_takes_the_model(switchboard, slow) -> None:

@@ -1,5 +1,7 @@
 """What newcomers and all others take from the source: only what differs, from the nearest; no lie is believed."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +11,10 @@ from lsgd.client.groups.base import Members, Traffic
 from lsgd.client.groups.store import store_of
 from lsgd.client.groups.torch_group import torch_group
 from lsgd.client.iteration import chunks, handover
-from lsgd.client.iteration.chunks import CHUNK_NBYTES, chunks_of, digest_of, digests_of
+from lsgd.client.iteration.chunks import Chunk, chunks_of, digests_of
+from lsgd.client.iteration.following import Following
 from lsgd.client.iteration.handover import Handover, Hop, Inventory, parcels_of, slots_of, ways_of
+from lsgd.digests import CHUNK_NBYTES
 from lsgd.errors import ExchangeError
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
@@ -184,9 +188,9 @@ def test_on_a_slow_link_chunks_travel_packed(monkeypatch) -> None:
 
 
 def test_digests_are_fixed() -> None:
-    found = digest_of(torch.arange(8, dtype=torch.uint8), torch.float32)
+    found = Chunk(torch.arange(8, dtype=torch.uint8), torch.float32).digest()
     assert found.hex() == "747fc54aeba393412830585073403485"
-    assert found != digest_of(torch.arange(8, dtype=torch.uint8), torch.int32)
+    assert found != Chunk(torch.arange(8, dtype=torch.uint8), torch.int32).digest()
 
 
 def test_chunks_are_parts_of_one_tensor_in_order() -> None:
@@ -279,6 +283,23 @@ def test_its_progress_is_told_with_bytes_rate_and_time_left(monkeypatch) -> None
 
     assert run(order(1, 1, new=(1,)), [[tensor(0)], [tensor(1)]], [[], []], work)[0] == [None, None]
     assert any("1.0 of 3.1 MB with node0/worker0 at " in text and "s left" in text for text in said)
+
+
+def test_how_fast_it_goes_beside_the_training_is_told_with_figures(caplog) -> None:
+    groups, _ = members(2, [b""] * 2)
+    handed, own = Handover(groups[0], order(1, 1, new=(1,))), Inventory([], [], [tensor(1, 10 * NUMEL)])
+    handed.nbytes_per_s = 1e6 / 8
+    with caplog.at_level("INFO", "lsgd"):
+        followed = Following(handed, own, {1: range(len(own.chunks))}, pause_s=2.0)
+    assert (
+        "node1/worker0 takes 31.5 MB of the model from node0/worker0 while the others train, in about 252 s or more"
+    ) in caplog.messages
+    followed._met_at -= 40.0  # the time of a round, an exchange and 10 s of training
+    followed._note(1, 8.4)
+    followed._plan(10.0)
+    assert re.fullmatch(r"1.0 of 31.5 MB with node1/worker0 at 0.2\d Mbit/s, about 9\d\d s left", followed.progress())
+    for group in groups:
+        group.close()
 
 
 def test_members_meet_every_few_seconds_and_take_the_slowest_for_it() -> None:

@@ -3,8 +3,10 @@
 import functools
 import gc
 import importlib
+import itertools
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,13 +52,6 @@ class Counted:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"]
-
-
-class Told(Counted):
-    """A stream whose place depends on what it is told, as that of mosaicml-streaming."""
-
-    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, int]:
-        return {"at": num_samples}
 
 
 class Plain:
@@ -204,7 +199,7 @@ def rest_after(run: Run, data: Any, batches: int, again: Any) -> tuple[list[int]
     return values(source), values(run.joins().attend(again))
 
 
-@pytest.mark.parametrize(("make", "workers"), [(Own, 0), (Plain, 0), (Counted, 0), (Told, 0), (Own, 2), (Plain, 2)])
+@pytest.mark.parametrize(("make", "workers"), [(Own, 0), (Plain, 0), (Counted, 0), (Own, 2), (Plain, 2)])
 def test_a_loader_of_a_stream_goes_on_where_it_was(run, make, workers: int) -> None:
     rest, resumed = rest_after(
         run, loader(make(), 1, 2, num_workers=workers), 2, loader(make(), 1, 2, num_workers=workers)
@@ -386,3 +381,60 @@ def test_datasets_go_on_where_they_were_and_shuffle_each_pass(rows, run) -> None
     rest = xs(source)
     assert xs(run.joins().attend(loader(shuffled, 1, 2))) == rest
     assert first != begun + rest and data.part.epoch == 2
+
+
+@pytest.fixture(scope="module")
+def mosaic() -> Any:
+    """mosaicml-streaming, without its image data sets: they need torchvision."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "streaming.vision", ModuleType("streaming.vision"))
+        yield pytest.importorskip("streaming", reason="pip install --no-deps mosaicml-streaming, and .[dev]")
+
+
+@pytest.fixture
+def samples(mosaic, tmp_path: Path) -> Callable[[], Any]:
+    """A function that opens a stream of ALL in three shards, shuffled, as each worker does."""
+    with mosaic.MDSWriter(out=str(tmp_path / "mds"), columns={"x": "int"}, size_limit=280) as writer:
+        for x in ALL:
+            writer.write({"x": x})
+    assert len(list((tmp_path / "mds").glob("*.mds"))) == 3
+    return lambda: mosaic.StreamingDataset(local=str(tmp_path / "mds"), shuffle=True, shuffle_seed=1, batch_size=1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_mosaics_stream_is_dealt_by_samples(samples, workers: int) -> None:
+    parts = [xs(loader(samples(), rank, 3, num_workers=workers)) for rank in range(3)]
+    assert sorted(x for each in parts for x in each) == ALL and min(map(len, parts)) >= 8 - workers
+
+
+def test_mosaics_stream_in_islands_is_dealt_by_itself_among_their_processes(samples, mosaic, monkeypatch) -> None:
+    """Two workers of two processes."""
+    monkeypatch.setattr("streaming.base.dataset.maybe_init_dist", bool)  # an island has its group
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parts = []
+    for worker, process in itertools.product(range(2), range(2)):
+        monkeypatch.setenv("RANK", str(process))
+        parts.append(xs(loader(samples(), worker + 2 * process, 4)))
+    assert [len(each) for each in parts] == [6] * 4 and sorted(x for each in parts for x in each) == ALL
+
+
+def test_mosaics_stream_goes_on_where_it_was_and_shuffles_each_pass(samples, run) -> None:
+    data, joined = loader(samples(), 1, 2), run.joins()
+    first = xs(joined.attend(data))
+    source = iter(data)
+    begun = xs([next(source), next(source)])
+    run.saves(joined)
+    rest = xs(source)
+    again = loader(samples(), 1, 2)
+    resumed = run.joins().attend(again)
+    assert xs(resumed) == rest and len(begun + rest) == 12 and first != begun + rest
+    assert xs(data) == xs(again) != first
+
+
+def test_a_newcomer_draws_mosaics_pass_of_its_own_count(samples) -> None:
+    """Others are in their third pass: the parts of a pass fit together."""
+    here, late = loader(samples(), 0, 2), loader(samples(), 1, 2)
+    for _ in range(2):
+        xs(here)
+    late.part.set_epoch(2)
+    assert sorted(xs(here) + xs(late)) == ALL

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,15 @@ from torch import nn
 from lsgd.cli import commands
 from lsgd.cli.commands import main
 from lsgd.client.checkpoint import model_files
+from lsgd.client.checkpoint.file import pack, write
 from lsgd.client.control.island import Island
+from lsgd.digests import CHUNK_NBYTES
 from lsgd.errors import ConfigError
 from lsgd.node import storing
 from lsgd.node.launch import LaunchSettings
+from lsgd.run_folder import CHECKPOINTS
 from lsgd.store import manifest as manifests
+from lsgd.store import restore as restoring
 from lsgd.store import upload
 from lsgd.store.manifest import Manifest, by_age
 from lsgd.store.objects import Store, StoreError
@@ -285,10 +290,100 @@ def test_each_worker_of_a_node_gets_its_own_and_other_nodes_none(machine, fresh)
 
 def test_runs_are_tried_by_their_last_file_and_counts_from_the_highest() -> None:
     def made(run: str, count: int, written: float) -> Manifest:
-        return Manifest(f"checkpoints/run-{run}/{count}/node0-worker0.safetensors", 1, "", written)
+        return Manifest(f"checkpoints/run-{run}/{count}/node0-worker0.safetensors", written, ())
 
     found = [made("old", 900, 3.0), made("new", 10, 2.0), made("new", 20, 4.0)]
     assert [(m.run, m.count) for m in by_age(found)] == [("new", 20), ("new", 10), ("old", 900)]
+
+
+# -- what the disk has ------------------------------------------------------------------------------------------
+
+
+NUMEL = 3 * CHUNK_NBYTES // 4 + 5
+"""Of a tensor of four chunks."""
+
+
+class Counting(Store):
+    """A store that counts what is read from objects in parts, and whose link is cut after so much."""
+
+    read_nbytes, cut_after_nbytes = 0, 1 << 40
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        if start is None or end is None:
+            return super().read(name)
+        if self.read_nbytes + end - start > self.cut_after_nbytes:
+            raise StoreError("the link is cut")
+        self.read_nbytes += end - start
+        return super().read(name, start, end)
+
+
+@pytest.fixture
+def counting(store: Store) -> Counting:
+    return Counting(store.url)
+
+
+def saves(machine: Machine, count: int, file: str = "node0-worker0", **tensors: float) -> Path:
+    """Write a checkpoint whose tensors are full of these numbers, except for one that never changes; upload it."""
+    made = {name: torch.arange(NUMEL) + value for name, value in tensors.items()}
+    packed = pack({"model": made, "frozen": torch.arange(2.0 * NUMEL)})
+    folder = machine.folder / CHECKPOINTS
+    path = write(folder, "aa", count, file.replace("-", "/", 1), packed, {})
+    machine.uploads_all()
+    return path
+
+
+def brings(counting: Counting, folder: Path) -> int:
+    """Restore; return how many bytes came from the store."""
+    before = counting.read_nbytes
+    assert restore(counting, folder, 0, print)
+    return counting.read_nbytes - before
+
+
+def test_only_chunks_that_no_file_on_the_disk_has_are_downloaded(machine, counting, fresh, capsys) -> None:
+    path = saves(machine, 8, c=0.5, v=1.5)
+    assert brings(counting, fresh) == path.stat().st_size
+    assert brings(counting, fresh) == 0
+    path = saves(machine, 16, c=0.5, v=9.5)
+    assert 4 * NUMEL < brings(counting, fresh) < 4 * NUMEL + 5000  # v and the header
+    assert (fresh / path.relative_to(machine.folder)).read_bytes() == path.read_bytes()
+    assert re.search(
+        r"16 iterations, 3\.1 MB from memory://\S+ and 9\.4 MB from this disk, checked", capsys.readouterr().out
+    )
+
+
+def test_workers_of_a_node_get_what_they_share_once(machine, counting, fresh) -> None:
+    one, other = saves(machine, 8, c=0.5, v=1.5), saves(machine, 8, "node0-worker1", c=0.5, v=2.5)
+    assert one.stat().st_size + 4 * NUMEL < brings(counting, fresh) < one.stat().st_size + 4 * NUMEL + 5000
+    for path in one, other:
+        assert (fresh / path.relative_to(machine.folder)).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("part_nbytes", [1, 2 << 20])
+def test_a_download_that_is_cut_is_continued(machine, counting, fresh, monkeypatch, part_nbytes) -> None:
+    monkeypatch.setattr(restoring, "PART_NBYTES", part_nbytes)
+    path = saves(machine, 8, c=0.5)
+    counting.cut_after_nbytes = 6 << 20
+    with pytest.raises(StoreError, match="the link is cut"):
+        restore(counting, fresh, 0, print)
+    had = counting.read_nbytes
+    assert had > 3 << 20
+    counting.cut_after_nbytes = 1 << 40
+    assert brings(counting, fresh) == path.stat().st_size - had
+    assert [each.read_bytes() for each in fresh.rglob("*node0-*") if each.is_file()] == [path.read_bytes()]
+
+
+def test_half_a_file_on_the_disk_is_half_a_download(machine, counting, fresh) -> None:
+    path = saves(machine, 8, c=0.5, v=1.5)
+    brings(counting, fresh)
+    torn = fresh / path.relative_to(machine.folder)
+    torn.write_bytes(torn.read_bytes()[: path.stat().st_size // 2])
+    assert brings(counting, fresh) < path.stat().st_size // 2 + CHUNK_NBYTES
+    assert torn.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 9, b"\2\0\0\0\0\0\0\0{}rest", b"\4\0\0\0\0\0\0\0null"])
+def test_what_is_no_checkpoint_has_chunks_too(content) -> None:
+    assert b"".join(manifests.pieces(io.BytesIO(content))) == content
 
 
 # -- the launcher's side ----------------------------------------------------------------------------------------
@@ -313,7 +408,7 @@ def test_a_new_run_does_not_mix_with_an_earlier_one(machine, fresh, capsys) -> N
     [
         ("/some/folder", "is no store: give a URL, such as s3://bucket/run"),
         ("foo://x", "the store foo://x cannot be opened: Protocol not known: foo; known are file, .*s3"),
-        ("gs://x", r"needs another package: .*pip install 'lsgd\[store\]', or: s3fs for s3://"),
+        ("abfs://x/y", r"needs another package: .*pip install 'lsgd\[store\]', or: s3fs for s3://"),
         ("file:///proc/none", "the store file:///proc/none cannot write lsgd.json: .*; check the URL"),
     ],
 )

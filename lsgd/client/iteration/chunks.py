@@ -1,12 +1,11 @@
 """Tensors as chunks of bytes with digests: by them, members know what they have in common without sending it.
 
-A chunk is up to 1 MiB of one tensor, in the order of its elements. The digest of a chunk is 16 bytes of BLAKE2b, of the
-name of the tensor's dtype, the machine's byte order, and the bytes. The order of chunks is that of the tensors.
+A chunk is up to 1 MiB of one tensor, in the order of its elements. Its digest (:mod:`lsgd.digests`) is that of the name
+of the tensor's dtype, the machine's byte order, and the bytes. The order of chunks is that of the tensors.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,11 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-CHUNK_NBYTES = 1 << 20
-"""Size of a chunk; the last one of a tensor may be smaller."""
-
-DIGEST_NBYTES = 16
-"""Size of a digest."""
+from lsgd.digests import CHUNK_NBYTES, digest_of
 
 THREADS = 8
 """Most threads that compute digests."""
@@ -44,16 +39,8 @@ class Chunk:
 
     def digest(self, data: Tensor | None = None) -> bytes:
         """Return the digest of the chunk, or of other bytes in its place."""
-        return digest_of((self.data if data is None else data).cpu(), self.dtype)
-
-
-def digest_of(data: Tensor, dtype: torch.dtype) -> bytes:
-    """Return the digest of bytes (uint8, in host memory) that belong to a tensor of this dtype."""
-    array: Any = data.numpy()
-    head = f"{str(dtype).removeprefix('torch.')} {sys.byteorder}\n".encode()
-    found = hashlib.blake2b(head, digest_size=DIGEST_NBYTES)
-    found.update(memoryview(array))
-    return found.digest()
+        array: Any = (self.data if data is None else data).cpu().numpy()
+        return digest_of(memoryview(array), f"{str(self.dtype).removeprefix('torch.')} {sys.byteorder}")
 
 
 def chunks_of(tensors: Iterable[Tensor]) -> list[Chunk]:
@@ -65,11 +52,6 @@ def chunks_of(tensors: Iterable[Tensor]) -> list[Chunk]:
 def digests_of(chunks: Sequence[Chunk]) -> list[bytes]:
     """Return the digest of each chunk."""
     return in_threads(Chunk.digest, chunks)
-
-
-def root_of(digests: Iterable[bytes]) -> bytes:
-    """Return the digest of a list of digests."""
-    return hashlib.blake2b(b"".join(digests), digest_size=DIGEST_NBYTES).digest()
 
 
 def in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:

@@ -4,14 +4,15 @@ A newcomer takes part in every round from its first one on, without a change of 
 shared state changes in rounds only, each number by what all members have received for it. So a chunk that arrives
 between two rounds, and has then taken part in each, is the same on all members, whatever else the newcomer lacks.
 
-After each round the source sends as many chunks as it expects to arrive before the next one. When all have arrived, a
-hand-over (:mod:`lsgd.client.iteration.handover`) compares digests, moves what changes in every step, and the newcomer
-begins to train.
+After each round the source sends as many chunks as it expects to arrive before the next one, and ends early if they do
+not. When all have arrived, a hand-over (:mod:`lsgd.client.iteration.handover`) compares digests, moves what changes in
+every step, and the newcomer begins to train.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -20,20 +21,27 @@ from torch import Tensor
 
 from lsgd.client.groups.mesh import TELL_EVERY_S
 from lsgd.client.groups.stream import StreamProgress
-from lsgd.client.iteration.chunks import CHUNK_NBYTES
 from lsgd.client.iteration.handover import Handover, Inventory
 from lsgd.collectives.background import Background
+from lsgd.digests import CHUNK_NBYTES
 
 logger = logging.getLogger("lsgd")
 
 GROWTH = 4
 """So many times more chunks travel after a round than after the one before, at most."""
 
-_TIMES = struct.Struct("<dd")  # seconds since the last round's end, and those that chunks took to arrive
+AHEAD = 2
+"""So many chunks are under way to a newcomer at most; more would hold up a round that is due."""
+
+GO, STOP = b"\1", b"\0"
+
+_TIMES = struct.Struct("<ddq")  # seconds since the last round's end, those that chunks took to arrive, and how many
 
 
 class Following:
     """The chunks that newcomers still lack, and their way to them; all members take part in :meth:`meet`.
+
+    A round that is due waits for half of ``pause_s``, and for what is under way then.
 
     Args:
         handover: that has left chunks behind.
@@ -48,12 +56,13 @@ class Following:
         self._left = {rank: list(numbers) for rank, numbers in left.items()}
         self._nbytes_per_s = handover.nbytes_per_s
         self._background = Background()
-        self._coming_nbytes, self._came_in_s = 0, 0.0  # between two rounds, to all newcomers
+        self._came_in_s, self._came, self._heard = 0.0, 0, 0  # chunks to each newcomer between two rounds
+        self._stop_at = math.inf
         self._arrived: dict[int, Tensor] = {}
         self._count = self._chunks_in(pause_s / 2)  # for each newcomer, until the next round
         self._moved_nbytes, self._all_nbytes = 0, sum(own.nbytes(numbers) for numbers in left.values())
-        self._began_at = time.monotonic()
-        self._proceeded_at = self._told_at = self._began_at
+        self._proceeded_at = self._told_at = self._met_at = time.monotonic()
+        self._expected_nbytes_per_s = self._nbytes_per_s  # beside the training
         logger.info("%s", self._words())
 
     def progress(self) -> str:
@@ -62,14 +71,10 @@ class Following:
 
     def proceed(self) -> None:
         """After a round, begin to send what is to arrive before the next one."""
-        self._proceeded_at = time.monotonic()
+        self._proceeded_at, self._stop_at = time.monotonic(), math.inf
         turns = {rank: numbers[: self._count] for rank, numbers in self._left.items()}
-        self._coming_nbytes = sum(self._own.nbytes(numbers) for numbers in turns.values())
-        self._left = {rank: numbers[self._count :] for rank, numbers in self._left.items()}
         if self._me == self._source or self._me in turns:
             self._background.start(lambda: self._transfer(turns), self._post.group.device)
-        else:
-            self._moved_nbytes += self._coming_nbytes
 
     def meet(self) -> bool:
         """At the start of a round, wait for what was to arrive before it; return whether newcomers have all chunks.
@@ -77,20 +82,34 @@ class Following:
         Raises:
             ExchangeError: it failed.
         """
-        gap_s = time.monotonic() - self._proceeded_at
+        began_at = time.monotonic()
+        self._stop_at = began_at + self._pause_s / 2
         self._background.finish()
         self._own.change(self._arrived)
         self._arrived = {}
-        times = [_TIMES.unpack(each) for each in self._post.gather(_TIMES.pack(gap_s, self._came_in_s))]
-        if self._coming_nbytes:
-            slowest_s = max(times[rank][1] for rank in self._left)
-            self._nbytes_per_s = self._coming_nbytes / max(slowest_s, 1e-6)
-        count = self._chunks_in(times[self._source][0] + self._pause_s / 2)
-        self._count = min(count, GROWTH * self._count)
-        if time.monotonic() - self._told_at > TELL_EVERY_S:
-            self._told_at = time.monotonic()
-            logger.info("the model for newcomers, beside the training: %s", self._progress())
+        own = _TIMES.pack(began_at - self._proceeded_at, self._came_in_s, self._came)
+        said = [_TIMES.unpack(each) for each in self._post.gather(own)]
+        gap_s, _, came = said[self._source]
+        self._note(came, max(said[rank][1] for rank in self._left))
+        self._plan(gap_s)
         return not any(self._left.values())
+
+    def _note(self, came: int, seconds: float) -> None:
+        """Note that so many chunks have come to each newcomer."""
+        nbytes = sum(self._own.nbytes(numbers[:came]) for numbers in self._left.values())
+        self._left, self._came = {rank: numbers[came:] for rank, numbers in self._left.items()}, 0
+        self._moved_nbytes = self._all_nbytes - sum(self._own.nbytes(numbers) for numbers in self._left.values())
+        if nbytes:
+            self._nbytes_per_s = nbytes / max(1e-6, seconds)
+
+    def _plan(self, gap_s: float) -> None:
+        """Choose how many chunks are to come before the next round, if it is due as long after this one as this was."""
+        now, seconds = time.monotonic(), max(gap_s, self._pause_s / 2)
+        self._expected_nbytes_per_s = self._nbytes_per_s * seconds / (now - self._met_at)
+        self._count, self._met_at = min(self._chunks_in(seconds), GROWTH * self._count), now
+        if now - self._told_at > TELL_EVERY_S:
+            self._told_at = now
+            logger.info("the model for newcomers, beside the training: %s", self._progress())
 
     def _chunks_in(self, seconds: float) -> int:
         """Return how many chunks arrive at each newcomer within a time, at the rate until now; at least one."""
@@ -98,21 +117,44 @@ class Following:
 
     def _transfer(self, turns: Mapping[int, Sequence[int]]) -> None:
         """Send, or receive, one chunk after the other for each newcomer."""
-        began_at = time.monotonic()
-        for place in range(max(map(len, turns.values()))):
-            now = {rank: numbers[place] for rank, numbers in turns.items() if place < len(numbers)}
+        began_at, count, self._heard = time.monotonic(), max(map(len, turns.values())), 0
+        while self._came < count and self._goes_on(turns):
+            now = {rank: numbers[self._came] for rank, numbers in turns.items() if self._came < len(numbers)}
             if self._me == self._source:
                 chunks = {rank: self._own.chunks[number] for rank, number in now.items()}
                 self._post.exchange({rank: [(c.data, c.dtype.itemsize)] for rank, c in chunks.items()}, {})
-            elif self._me in now:
-                received = self._post.exchange({}, {self._source: [self._own.chunks[now[self._me]]]})
-                self._arrived[now[self._me]] = received[self._source][0]
-            self._moved_nbytes += self._own.nbytes(now.values())
+            else:
+                self._receive(now)
+            self._came, self._moved_nbytes = self._came + 1, self._moved_nbytes + self._own.nbytes(now.values())
+        if self._me == self._source:
+            self._hear(turns, 0)
         self._came_in_s = time.monotonic() - began_at
+
+    def _goes_on(self, turns: Mapping[int, Sequence[int]]) -> bool:
+        """Return whether another chunk travels before the next round; the source decides."""
+        if self._me != self._source:
+            return self._post.hear([self._source]) == GO
+        self._hear(turns, AHEAD - 1)
+        goes_on = self._came == 0 or time.monotonic() < self._stop_at
+        self._post.tell(turns, GO if goes_on else STOP)
+        return goes_on
+
+    def _hear(self, turns: Mapping[int, Sequence[int]], under_way: int) -> None:
+        """Wait until no more than so many chunks are under way."""
+        while self._came - self._heard > under_way:
+            self._post.hear(turns)
+            self._heard += 1
+
+    def _receive(self, now: Mapping[int, int]) -> None:
+        """Receive this member's chunk, if it still lacks any, and say so."""
+        if (number := now.get(self._me)) is not None:
+            received = self._post.exchange({}, {self._source: [self._own.chunks[number]]})
+            self._arrived[number] = received[self._source][0]
+        self._post.tell([self._source], GO)
 
     def _words(self) -> str:
         """Return who takes how much, and how long that takes at least."""
-        names, left_s = self._post.names, self._all_nbytes / self._nbytes_per_s if self._nbytes_per_s else 0.0
+        names, left_s = self._post.names, self._all_nbytes / self._nbytes_per_s
         return (
             f"{', '.join(names[rank] for rank in self._left)} takes {self._all_nbytes / 1e6:.1f} MB of the model from "
             f"{names[self._source]} while the others train, in about {left_s:.0f} s or more"
@@ -120,5 +162,5 @@ class Following:
 
     def _progress(self) -> StreamProgress:
         peer, moved_nbytes = self._source if self._me != self._source else next(iter(self._left)), self._moved_nbytes
-        seconds = time.monotonic() - self._began_at
+        seconds = max(moved_nbytes, 1) / self._expected_nbytes_per_s
         return StreamProgress(self._post.names[peer], seconds, moved_nbytes, self._all_nbytes - moved_nbytes)

@@ -31,8 +31,9 @@ from torch import Tensor
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.groups.mesh import SHOWN_AFTER_S, TELL_EVERY_S
 from lsgd.client.groups.stream import StreamProgress
-from lsgd.client.iteration.chunks import CHUNK_NBYTES, DIGEST_NBYTES, chunks_of, digest_of, digests_of, root_of
+from lsgd.client.iteration.chunks import chunks_of, digests_of
 from lsgd.client.iteration.post import PACKS_FROM_S, Post
+from lsgd.digests import CHUNK_NBYTES, DIGEST_NBYTES, root_of
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Round
 
@@ -294,7 +295,7 @@ class Handover:
         received = self.post.exchange(leaving, {rank: [own.chunks[n] for n in ns] for rank, ns in coming.items()})
         for sender, parcel in coming.items():
             for number, piece in zip(parcel, received[sender], strict=True):
-                if digest_of(piece, own.chunks[number].dtype) != table.digests[number]:
+                if own.chunks[number].digest(piece) != table.digests[number]:
                     raise ExchangeError(f"{self.post.names[sender]} has sent other bytes of the model than announced")
                 held[table.digests[number]] = piece
         table.note(slot)

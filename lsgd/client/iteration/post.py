@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,16 @@ class Post:
         tensor = self.tensor(data)
         self.group.broadcast(tensor, source)
         return tensor.cpu().numpy().tobytes()
+
+    def tell(self, ranks: Iterable[int], word: bytes) -> None:
+        """Send a word of one byte to some members."""
+        self.group.exchange({rank: self.tensor(word) for rank in ranks}, {})
+
+    def hear(self, ranks: Iterable[int]) -> bytes:
+        """Return the words of one byte that some members send, in their order."""
+        words = {rank: self.tensor(b"?") for rank in ranks}
+        self.group.exchange({}, words)
+        return b"".join(word.cpu().numpy().tobytes() for word in words.values())
 
     def exchange(
         self, leaving: Mapping[int, Sequence[tuple[Tensor, int]]], coming: Mapping[int, Sequence[Chunk]]

@@ -230,7 +230,7 @@ class RoundEntry:
         finally:
             self._handover = None
         self._following = Following(handover, own, left, pause_s) if left else None
-        self._late = frozenset(order.new) if left else frozenset()
+        self._late = frozenset(order.new) if follows else frozenset()  # of an island, others may still lack parts
         self.lacking = taking and bool(left)
         if taking and not left:
             replica.take_over(states)

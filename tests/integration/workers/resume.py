@@ -23,6 +23,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--die-in-round", type=int, default=0, help="kill -9 when told of this one")
 parser.add_argument("--width", type=int, default=16, help="of the model")
 parser.add_argument("--batch-norm", action="store_true")
+parser.add_argument("--frozen-mib", type=int, default=0, help="of a parameter that each process begins with another of")
 options = parser.parse_args()
 
 index = int(os.environ["LSGD_LOCAL_RANK"])
@@ -31,6 +32,9 @@ np.random.seed(index)
 torch.manual_seed(0)
 norm = nn.BatchNorm1d(options.width) if options.batch_norm else nn.Identity()
 model = nn.Sequential(nn.Linear(8, options.width), norm, nn.Dropout(0.2), nn.Linear(options.width, 1))
+torch.seed()
+frozen = nn.Parameter(torch.rand(options.frozen_mib << 18), requires_grad=False)
+model.register_parameter("frozen", frozen if options.frozen_mib else None)
 torch.manual_seed(index)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 rates = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
@@ -73,5 +77,6 @@ result = {
     "model": hashlib.blake2b(tensors, digest_size=8).hexdigest(),
     "distance": worker.consensus_distance,
     "count": status["count"],
+    "received_nbytes": worker.timings.received_nbytes,
 }
 (worker.run_dir / f"{worker.name.replace('/', '-')}.json").write_text(json.dumps(result))
