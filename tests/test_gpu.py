@@ -218,6 +218,10 @@ class TestEnvironment:
         done = self.run(checkout, self.wheels(tmp_path / "whls", "2.0"), "--device", "cpu")
         assert done.returncode == 1 and "pip cannot install that" in done.stderr, done.stderr
 
+    def test_help_needs_nothing(self, checkout):
+        done = self.run(checkout, "--help", PYTHON="/bin/false")
+        assert done.returncode == 0 and "--parts 1 3" in done.stdout and "#" not in done.stdout
+
     def test_another_python(self, checkout):
         done = self.run(checkout, PYTHON="/bin/false")
         assert done.returncode == 1 and "/bin/false is no Python of 3.11 or newer" in done.stderr
