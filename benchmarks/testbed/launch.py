@@ -25,7 +25,15 @@ class RunFailedError(RuntimeError):
 
 
 def launch_command(
-    node: int, nodes: int, address: str, workers: int, plan: Path, run_dir: Path, *, port: int = PORT
+    node: int,
+    nodes: int,
+    address: str,
+    workers: int,
+    plan: Path,
+    run_dir: Path,
+    *,
+    port: int = PORT,
+    device: str = "cpu",
 ) -> list[str]:
     """Return the command that starts the servers and the workers of one node; ``--`` and a script are to follow."""
     options = {
@@ -34,7 +42,7 @@ def launch_command(
         "address": address,
         "port": port,
         "workers": workers,
-        "device": "cpu",
+        "device": device,
         "plan": plan,
         "run-dir": run_dir,
     }

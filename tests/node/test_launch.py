@@ -283,7 +283,7 @@ class TestNode:
 
     def test_node_0_whose_launcher_was_killed_early_goes_on_with_its_journal(self, start):
         common = ("--nodes", "2", "--address", "127.0.0.1", "--port", str(free_port()), "--workers", "1")
-        plan = {"LSGD_ITERATIONS": "0", "LSGD_LEASE_S": "2"}
+        plan = {"LSGD_ITERATIONS": "0", "LSGD_LEASE_S": "2", "LSGD_FAILOVER": "off"}
         first = start("--node", "0", *common, **plan)
         second = start("--node", "1", *common)
         until((first.run_dir / "metrics.jsonl").exists, "a round was ordered")
