@@ -281,9 +281,9 @@ class Node:
             return
         self._early.add(child.name)
         self._say(
-            f"{child.name} left before the end of the run and has no consensus model: the plan (iterations, seconds) "
-            f"ends the run, so train until worker.stopped, or call worker.leave() after the loop to form the consensus "
-            f"of all workers that leave"
+            f"{child.name} left before the end of the run and has no consensus model: with lsgd.wrap, call "
+            f"worker.finish() after the loop; with worker.batches, train until worker.stopped, because the plan "
+            f"(iterations, seconds) ends the run, or call worker.leave() for the consensus of all workers that leave"
         )
 
     def _fail(self, child: Child) -> None:
@@ -416,9 +416,12 @@ class Node:
         is ``failed`` or ``stopped``; empty: what the servers say.
         """
         if failed := self._failed:
-            show(failed.report(), sys.stderr)
             assert failed.status is not None
             status = failed.status if failed.status > 0 else 128 - failed.status
+            if failed.role is Role.SERVER and self._local.outcome:  # it has said why before it ended
+                show(f"\nlsgd launch: {self._local.outcome}\n", sys.stderr)
+                return status, "failed", self._local.outcome
+            show(failed.report(), sys.stderr)
             return status, "failed", f"{failed.name} {failed.how_it_ended}"
         if self._local.failure:
             show(f"\nlsgd launch: {self._name}: {self._local.failure}\n", sys.stderr)

@@ -256,7 +256,7 @@ class RunState:
 
     def _what_finished_wait_for(self) -> Reason:
         members = self.roster.members.values()
-        return Why.TRAIN_ON(who=named(m for m in members if not m.finished) or "one that failed")
+        return Why.TRAIN_ON(who=named(m for m in members if not (m.finished or m.last)) or "one that failed")
 
     def forget_words(self) -> None:
         """Drop the cached sentence of :meth:`waits_for`, because something has happened."""
@@ -286,11 +286,12 @@ class RunState:
             transfer = transfer_of(opened.waiting) if opened else ""
             unfinished = f" (round {opened.round.id} is not completed yet{transfer})" if opened else ""
             return Why.BUSY(waited_s=waited_s, who=named(busy), open_round=unfinished)
-        if (away := self.roster.away()) and all(m.last for m in members if m.held):
-            return Why.LAST_HOLDERS(who=named(away))
+        away = self.roster.away()
+        if all(m.last for m in members if m.held):
+            return Why.LAST_HOLDERS(who=named(away)) if away else self._what_finished_wait_for()
         if paused := self.roster.within(MemberState.PAUSED):
             return Why.AWAY(who=named(paused))
-        return Why.MODEL_AWAY(who=named(self.roster.within(MemberState.STRAGGLER)))
+        return Why.MODEL_AWAY(who=named([m for m in away if m.synced] or away))
 
     def _at_work(self, opened: OpenRound | None, now: float) -> Reason:
         """Say what all workers do while nobody waits; ``opened``: the oldest round that is open."""

@@ -149,6 +149,7 @@ class TestNode:
         first, second = node.about(0), node.about(1)
         assert first["weights"] == second["weights"]
         assert (first["LSGD_LOCAL_RANK"], second["LSGD_LOCAL_RANK"]) == ("0", "1")
+        assert (first["LSGD_RANK"], second["LSGD_RANK"], first["LSGD_WORKERS"]) == ("0", "1", "2")
         assert first["LSGD_NODE"] == "0" and first["LSGD_DEVICE"] == "cpu"
         assert first["LSGD_RUN_DIR"] == str(node.run_dir)
         assert first["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))

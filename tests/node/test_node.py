@@ -138,6 +138,20 @@ def test_a_failed_server_ends_the_workers() -> None:
     assert "server failed with exit code 4" in world.out and "SIGTERM to worker" in world.out
 
 
+def test_a_server_that_has_said_why_the_run_fails_needs_no_report_of_its_lines(capfd) -> None:
+    def refuses(process):
+        process.say("a line of its log")
+        process.world.over, process.world.outcome = True, "two workers draw the same batches"
+        return 1
+        yield
+
+    world = World({"server": refuses, "worker": worker})
+    assert world.finish() == 1
+    assert world.node.conclude() == (1, "failed", "two workers draw the same batches")
+    err = capfd.readouterr().err
+    assert "lsgd launch: two workers draw the same batches" in err and "a line of its log" not in err
+
+
 def test_a_process_that_refuses_to_end_is_killed() -> None:
     world = World({"bad": after(1.0, 5), "stubborn": stubborn})
     assert world.finish() == 5
@@ -244,7 +258,7 @@ def test_a_script_that_never_joins_the_run_has_not_trained(capfd) -> None:
     world = World({"server": server, "worker": after(1.0)})
     world.joined = world.ended = set()
     assert world.finish() == NotTrainedError.exit_code
-    assert "its script has to call Worker.join" in capfd.readouterr().err
+    assert "its script has to call lsgd.wrap(model, optimizer), or Worker.join" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("of", [1, 2])
